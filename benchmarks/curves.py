@@ -150,12 +150,12 @@ def measure(device: str, steps: int, sizes: dict[str, tuple[int, int]]) -> Curve
 
 def save(found: Curves, path: Path) -> None:
     """Writes the report as JSON, a training a line, in one step."""
-    from upconv.bench import report
+    from upconv.bench import files
 
     text = json.dumps(found, allow_nan=False)
     for run in RUNS:
         text = text.replace(f'"{run}": {{', f'\n"{run}": {{')
-    report.publish(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
+    files.publish(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
 
 
 def load(path: Path) -> Curves:
@@ -263,7 +263,7 @@ def draw(found: Curves, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    from upconv.bench import report
+    from upconv.bench import files
 
     panels = [(name, loss) for name, (_, losses) in MODELS.items() for loss in losses]
     figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), layout="constrained", squeeze=False)
@@ -280,7 +280,7 @@ def draw(found: Curves, path: Path) -> None:
         axis.set(title=f"{title}: {loss}" if len(losses) > 1 else title, xlabel="step", ylabel="loss")
         axis.legend(fontsize=8)
     figure.supxlabel(f"{found['device'].get('name')}, {found['when'][:10]}", x=1, ha="right", fontsize=7)
-    report.publish(path, lambda temporary: figure.savefig(temporary, dpi=110))
+    files.publish(path, lambda temporary: figure.savefig(temporary, dpi=110))
     plt.close(figure)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from upconv import planner
-from upconv.bench import report
+from upconv.bench import files
 from upconv.bench.suites import SUITES
 from upconv.cuda import costs, gather
 from upconv.cuda.gpu import H200
@@ -127,7 +127,7 @@ def main() -> int:
         if new != was:
             print("docs/kernels.md differs from what the planner says; run: python benchmarks/explain.py")
         return int(new != was)
-    report.publish(PAGE, lambda path: path.write_text(new, encoding="utf-8"))
+    files.publish(PAGE, lambda path: path.write_text(new, encoding="utf-8"))
     return 0
 
 

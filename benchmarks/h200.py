@@ -31,12 +31,12 @@ from layers import some
 
 import upconv
 from upconv import env
-from upconv.bench import cold, latency, report, run, training
+from upconv.bench import cold, files, latency, report, run, training
 from upconv.bench.roofline import Ceilings
 from upconv.bench.run import Job, Row
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import SWEEP
-from upconv.problem import Layout, Pass, Precision
+from upconv.problem import LAYOUTS, Layout, Pass, Precision
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FORWARDS: dict[str, tuple[torch.dtype, Precision, Layout]] = {
@@ -60,11 +60,13 @@ SWEEPS: dict[str, tuple[torch.dtype, Precision, Layout, Pass]] = {
     "step-bf16": (torch.bfloat16, "bf16", "nchw", "step"),
     "conv-tf32": (torch.float32, "tf32", "nchw", "step"),
     "conv-bf16": (torch.bfloat16, "bf16", "nchw", "step"),
+    "frozen-tf32": (torch.float32, "tf32", "nchw", "fwd"),
+    "frozen-bf16": (torch.bfloat16, "bf16", "nchw", "fwd"),
 }
 ORDER = (
     "tf32", "bf16", "gi-tf32", "gw-tf32", "gi-bf16", "gw-bf16", "step-tf32", "step-bf16", "training", "host", "shapes",
     "cold", "cl-tf32", "cl-bf16", "gi-cl-tf32", "gw-cl-tf32", "gi-cl-bf16", "gw-cl-bf16", "ieee", "fp16", "cl-fp16",
-    "conv-tf32", "conv-bf16",
+    "conv-tf32", "conv-bf16", "frozen-tf32", "frozen-bf16",
 )  # fmt: skip
 DONE, WRONG, TIME_UP = 0, 1, 3
 CHILD_WRONG, CHILD_LOST = 11, 12
@@ -92,6 +94,10 @@ def jobs(name: str) -> list[Job]:
     """
     dtype, precision, layout, pass_ = SWEEPS[name]
     what = run.Sweep(dtypes=[dtype], precisions=[precision], layouts=[layout], passes=[pass_])
+    if name.startswith("frozen-"):
+        return [
+            job for suite in ("cuda", "field") for job in run.jobs(suite, SUITES[suite], what, small=False, bias=None)
+        ]
     if name.startswith("conv-"):
         return run.jobs("convolutions", SUITES["convolutions"], what, small=False, bias=False)
     if pass_ == "step":
@@ -107,7 +113,7 @@ def sources() -> str:
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".cu", ".cuh")):
         name = path.relative_to(folder).as_posix()
-        if not name.startswith(("bench/", "cli.py")):
+        if not name.startswith(("bench/", "cli/")):
             digest.update(f"{name}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -163,7 +169,7 @@ def sweep(
                 run.set_roof(row, ceilings)
         base["rows"] = sorted({**kept, **known}.values(), key=lambda row: order[run.key(row)])
         base["ceilings"] = ceilings
-        report.save(base, path)
+        files.save(base, path)
 
     def progress(job: Job) -> None:
         if time.monotonic() > end:
@@ -177,7 +183,8 @@ def sweep(
     def planning(job: Job) -> None:
         print(f"plan {name} {job.case}", flush=True)  # a sign of life: a layer's gradients take seconds
 
-    run.run(todo, device, SWEEP, known=old, planning=planning, progress=progress, publish=publish)
+    frozen = name.startswith("frozen-")
+    run.run(todo, device, SWEEP, frozen=frozen, known=old, planning=planning, progress=progress, publish=publish)
     return not report.wrong(base["rows"])
 
 
@@ -207,7 +214,7 @@ def child(options: argparse.Namespace) -> int:
                     raise TimeUp
                 found = UNSWEPT[name](device)
                 found["versions"]["sources"] = sources()
-                latency.save(found, path)
+                files.save(found, path)
         except TimeUp:
             return TIME_UP
         except run.DeviceLost as error:
@@ -220,31 +227,31 @@ def child(options: argparse.Namespace) -> int:
 def train(
     path: Path, device: torch.device, end: float, compiled: bool, only: Sequence[str], *, keep: bool = False
 ) -> None:
-    """Training steps, model by model; those that the report has of these sources stay.
+    """Whole models, row by row; those that the report has of these sources stay.
 
     ``compiled``: with ``torch.compile`` beside. ``only``: these models, anew. ``keep``: a report of other sources stays
     as it is, since its rows tell of no commit of their own. Errors: TimeUp.
     """
-    of_model: dict[str, list[dict[str, latency.Value]]] = {}
+    rows: dict[str, dict[str, latency.Value]] = {}
     kept = latency.load(path) if path.exists() else None
     if kept and kept["versions"].get("sources") != sources():
         if keep:
             return
     elif kept:
-        for row in kept["rows"]:
-            of_model.setdefault(str(row["case"]).split()[0], []).append(row)
-    for case in training.cases():
-        if case.name not in only if only else case.name in of_model:
+        rows = {str(row["case"]): row for row in kept["rows"]}
+    every = training.runs(layouts=LAYOUTS, modes=training.MODES)
+    for one in every:
+        if one.case.name not in only if only else one.name in rows:
             continue
         if time.monotonic() > end:
             raise TimeUp
         found = training.measure(
-            device, [case], compiled=compiled, progress=lambda text: print(f"case {text}", flush=True)
+            device, [one], compiled=compiled, progress=lambda text: print(f"case {text}", flush=True)
         )
-        of_model[case.name] = found["rows"]
+        rows |= {str(row["case"]): row for row in found["rows"]}
         found["versions"]["sources"] = sources()
-        found["rows"] = [row for each in training.cases() for row in of_model.get(each.name, [])]
-        latency.save(found, path)
+        found["rows"] = [rows[each.name] for each in every if each.name in rows]
+        files.save(found, path)
 
 
 def parent(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -319,7 +326,7 @@ def stamp(folder: Path, stem: str) -> int:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["versions"].get("sources") == sources():
             text = json.dumps({**found, "commit": commit}, indent=1) + "\n"
-            report.publish(path, lambda to, text=text: to.write_text(text, encoding="utf-8"))  # type: ignore[misc]
+            files.publish(path, lambda to, text=text: to.write_text(text, encoding="utf-8"))  # type: ignore[misc]
             print(f"{path.name} {commit}")
     return 0
 

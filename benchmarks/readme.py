@@ -25,7 +25,8 @@ from typing import Any, cast
 
 import curves
 
-from upconv.bench import exported, latency, report
+from upconv.bench import exported, latency, plots, report
+from upconv.bench.files import publish
 from upconv.bench.run import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,6 +79,29 @@ def pivot(found: report.Report) -> str:
     closing = (
         f"{report.conditions(found)}. Geometric mean over the {summary['ours']} rows that upconv computes: "
         f"{summary['mean_of_ours']:.2f}x. A dash: left to PyTorch's own operator, which nothing of ours beats there."
+    )
+    return "\n".join([*lines, "", closing])
+
+
+def unjudged(found: report.Report) -> str:
+    """A report without targets: speed-ups by case, or, where frozen weights were measured, times with and without."""
+    return frozen(found) if any(row["frozen_ms"] is not None for row in found["rows"]) else pivot(found)
+
+
+def frozen(found: report.Report) -> str:
+    """A line a row: PyTorch's time, ours with packing at each call and with `upconv.freeze`, and both speed-ups."""
+    heads = ["case", "layer", "dtype", "PyTorch ms", "upconv ms", "frozen ms", "ratio", "frozen ratio", "engine"]
+    numeric = {"PyTorch ms", "upconv ms", "frozen ms", "ratio", "frozen ratio"}
+    lines = [_line(heads), _line(["---:" if head in numeric else "---" for head in heads])]
+    for row in found["rows"]:
+        kept = ["", ""] if row["frozen_ms"] is None else [f"{row['frozen_ms']:.3f}", f"{row['frozen_ratio']:.2f}x"]
+        theirs, ours, ratio = _times(row)
+        kind = f"{DTYPES[row['dtype']]} {row['layout']}"
+        lines.append(_line([row["case"], row["layer"], kind, theirs, ours, kept[0], ratio, kept[1], row["engine"]]))
+    means = report.summarise(found["rows"])
+    closing = (
+        f"{report.conditions(found)}. Geometric means over the {means['ours']} rows that upconv computes: "
+        f"{means['mean_of_ours']:.2f}x, frozen {means['frozen'] or 1.0:.2f}x."
     )
     return "\n".join([*lines, "", closing])
 
@@ -380,7 +404,7 @@ def sections() -> Iterator[tuple[str, str]]:
             yield name, waiting(latency.load(path))
         else:
             found = report.load(path)
-            yield name, judged(name, found) if kind in judgeable else pivot(found)
+            yield name, judged(name, found) if kind in judgeable else unjudged(found)
     yield SUMMARY, summary()
     yield "h100-summary", summary("h100")
     yield COMMITS, commits()
@@ -403,9 +427,9 @@ def draw(text: str) -> None:
             paths = [RESULTS / f"{stem}.json" for stem in PICTURED]
             shown = [report.load(path) for path in paths if path.exists()]
             if shown:
-                report.plot_roofs(shown, target)
+                plots.plot_roofs(shown, target)
         elif (RESULTS / f"{name}.json").exists():
-            report.plot(report.load(RESULTS / f"{name}.json"), target)
+            plots.plot(report.load(RESULTS / f"{name}.json"), target)
 
 
 def main() -> int:
@@ -423,7 +447,7 @@ def main() -> int:
         was = (ROOT / page).read_text(encoding="utf-8")
         new = rewritten(was)
         if "--check" not in sys.argv[1:]:
-            report.publish(ROOT / page, lambda path, new=new: path.write_text(new, encoding="utf-8"))  # type: ignore[misc]
+            publish(ROOT / page, lambda path, new=new: path.write_text(new, encoding="utf-8"))  # type: ignore[misc]
             draw(new)
             if f"]({curves.PICTURE.name})" in new:
                 curves.draw(curves.load(RESULTS / f"{CURVES}.json"), curves.PICTURE)

@@ -34,7 +34,7 @@ from rich.table import Table
 from torch import Tensor
 
 from upconv import reference
-from upconv.bench import report, timing
+from upconv.bench import files, report, timing
 from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import SUITES
 from upconv.cpu import memory_format
@@ -222,7 +222,7 @@ def time_all(options: argparse.Namespace, console: Console) -> int:
             console.print(f"{' '.join(name):40} {what}  {gather.Choice(t, p, gpu, 0.0, '').summary}", soft_wrap=True)
         base["rows"] += rows
         text = json.dumps(base, indent=1) + "\n"
-        report.publish(options.file, lambda to, text=text: to.write_text(text, encoding="utf-8"))  # type: ignore[misc]
+        files.publish(options.file, lambda to, text=text: to.write_text(text, encoding="utf-8"))  # type: ignore[misc]
     return 0 if right else 1
 
 

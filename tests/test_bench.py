@@ -20,7 +20,22 @@ from rich.console import Console
 from torch import Tensor
 
 from upconv import cpu, ops, planner, reference
-from upconv.bench import check, cold, latency, memory, report, roofline, run, suites, timing, training, uncached
+from upconv.bench import (
+    check,
+    cold,
+    files,
+    latency,
+    memory,
+    models,
+    plots,
+    report,
+    roofline,
+    run,
+    suites,
+    timing,
+    training,
+    uncached,
+)
 from upconv.bench.run import Job, Row
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import Repeats
@@ -514,7 +529,7 @@ def row(case: str, ratio: float | None, engine: str = "cpu:flip", **changes: obj
         "failure": None if ratio is not None else "wrong result: relative error 1.0e+00, PyTorch's 2.0e-07",
         "ours_peak_bytes": None, "torch_peak_bytes": None, "inputs": "normal", "tolerance_used": None, "wall_s": 0.0,
     }  # fmt: skip
-    return {**found, **changes}  # type: ignore[typeddict-item, return-value]
+    return {**dict.fromkeys(Row.__required_keys__), **found, **changes}  # type: ignore[typeddict-item, return-value]
 
 
 ROWS = [row("A", 4.0), row("B", 1.0, "torch"), row("C", None), row("D", 0.5), row("FSR-s3", 8.0, scale=1 / 256)]
@@ -534,9 +549,11 @@ def test_a_delegated_row_counts_as_one_and_never_as_ours() -> None:
 
 def test_a_report_survives_the_file(sample: report.Report, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    report.save(sample, path)
+    files.save(sample, path)
     assert report.load(path) == sample
-    assert set(json.loads(path.read_text())) == {"schema", "when", "commit", "device", "versions", "ceilings", "rows"}
+    assert set(json.loads(path.read_text())) == {
+        "schema", "when", "commit", "device", "versions", "load", "complete", "ceilings", "rows",
+    }  # fmt: skip
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
 
 
@@ -548,12 +565,12 @@ def test_a_report_of_the_schemas_keys_alone_is_read(sample: report.Report, tmp_p
     path = tmp_path / "r.json"
     path.write_text(json.dumps({**sample, "rows": [{key: row[key] for key in keys.split()} for row in ROWS]}))
     assert report.summarise(report.load(path)["rows"])["mean_of_all"] == pytest.approx(2.0)
-    report.plot(report.load(path), tmp_path / "r.png")
+    plots.plot(report.load(path), tmp_path / "r.png")
 
 
 def test_a_failing_write_leaves_the_old_file(sample: report.Report, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    report.save(sample, path)
+    files.save(sample, path)
     before = path.read_bytes()
 
     def broken(temporary: Path) -> None:
@@ -561,9 +578,9 @@ def test_a_failing_write_leaves_the_old_file(sample: report.Report, tmp_path: Pa
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        report.publish(path, broken)
+        files.publish(path, broken)
     with pytest.raises(ValueError):
-        report.save({**sample, "rows": [row("A", math.nan)]}, path)
+        files.save({**sample, "rows": [row("A", math.nan)]}, path)
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["r.json"]
 
 
@@ -593,16 +610,16 @@ def test_plots_are_pictures(sample: report.Report, rows: list[Row], tmp_path: Pa
     from matplotlib.image import imread
 
     found: report.Report = {**sample, "rows": rows}
-    report.plot(found, tmp_path / "r.png")
+    plots.plot(found, tmp_path / "r.png")
     picture = imread(tmp_path / "r.png")
     assert picture.shape[0] > 500 and picture.shape[1] > 1500 and picture[..., :3].std() > 0.05
-    report.plot(found, tmp_path / "r.svg")
+    plots.plot(found, tmp_path / "r.svg")
     text = (tmp_path / "r.svg").read_text()
     assert "<svg" in text and "FSR-s3" in text and "8.00x" in text and "speed-up over PyTorch" in text
     with pytest.raises(ValueError, match=r"the plot's file must end in \.png or \.svg, got "):
-        report.plot(found, tmp_path / "r.pdf")
+        plots.plot(found, tmp_path / "r.pdf")
     with pytest.raises(ValueError, match="a plot needs at least one row with a speed"):
-        report.plot({**sample, "rows": [ROWS[2]]}, tmp_path / "r.png")
+        plots.plot({**sample, "rows": [ROWS[2]]}, tmp_path / "r.png")
 
 
 @pytest.mark.parametrize(
@@ -622,11 +639,13 @@ def test_host_time_is_ours_and_torchs_on_the_same_layer(tmp_path: Path) -> None:
     ]  # fmt: skip
     for row in found["rows"]:
         assert set(row) == set(latency.HOST_KEYS) and row["calls"] == 3 * latency.CALLS
+        assert row["ours_lower_us"] <= row["ours_us"] <= row["ours_upper_us"]
+        assert row["torch_lower_us"] <= row["torch_us"] <= row["torch_upper_us"]
         ours, theirs = row["ours_us"], row["torch_us"]
         assert isinstance(ours, float) and isinstance(theirs, float) and ours > 1 and theirs > 1
         assert row["added_us"] == pytest.approx(ours - theirs)
     path = tmp_path / "h.json"
-    latency.save(found, path)
+    files.save(found, path)
     assert latency.load(path) == found and found["kind"] == "host"
 
 
@@ -638,7 +657,7 @@ def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
         assert row["torch_benchmark_ms"] is None and row["ours_compiled"] is None
         assert all(isinstance(row[key], float) and row[key] > 0 for key in ("ours_ms", "torch_ms", "torch_again_ms"))
     path = tmp_path / "s.json"
-    latency.save(found, path)
+    files.save(found, path)
     assert latency.load(path) == found
     path.write_text(json.dumps({**found, "rows": [{"shape": "1x1x1"}]}))
     with pytest.raises(ValueError, match=r"s\.json lacks rows\[\]\.engine, "):
@@ -677,7 +696,7 @@ def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "cubin", lambda *given: time.sleep(0.0 if heard.count(given[2]) > 1 else 0.3))
     with pytest.raises(RuntimeError, match=r"NVRTC took 0\.00 s for what took it 0\.3\d s: from a cache"):
         cold.of_kernels(where, CPU, cases, heard.append)
-    latency.save(found, tmp_path / "c.json")
+    files.save(found, tmp_path / "c.json")
     assert latency.load(tmp_path / "c.json") == found
     show = Console(width=200, record=True, file=io.StringIO())
     latency.show(found, show)
@@ -692,8 +711,8 @@ def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_steps(tmp_path: Path) -> None:
     """Every model in both precisions, ours beside PyTorch's; a report that is kept and shown."""
     heard: list[str] = []
-    todo = training.cases(16)
-    found = training.measure(CPU, todo, SHORT, compiled=False, progress=heard.append)
+    todo = models.cases(16)
+    found = training.measure(CPU, training.runs(todo), SHORT, compiled=False, progress=heard.append)
     assert [row["case"] for row in found["rows"]] == [f"{c.name} {t}" for c in todo for t in ("fp32", "bf16")]
     for row in found["rows"]:
         assert set(row) == set(latency.TRAINING_KEYS) and row["failure"] is None
@@ -702,7 +721,7 @@ def test_training_steps(tmp_path: Path) -> None:
         assert float(row["convolutions_ratio"] or 0) == float(row["torch_ms"] or 0) / float(row["convolutions_ms"] or 1)
     assert heard[:4] == ["dcgan fp32 ours", "dcgan fp32 convolutions", "dcgan fp32 torch", "dcgan fp32 times"]
     path = tmp_path / "training.json"
-    latency.save(found, path)
+    files.save(found, path)
     assert latency.load(path) == found
     console = Console(record=True, width=100)
     latency.show(found, console)
@@ -712,21 +731,21 @@ def test_training_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("factor", "what"), [(3, "losses"), (1.5, "gradients' norms")])
 def test_a_model_that_trains_wrongly_has_no_time(factor: float, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = next(case for case in training.cases(8) if case.name == "vae")
+    case = next(case for case in models.cases(8) if case.name == "vae")
 
     def wrong(network: Any, convolutions: bool) -> Any:
         list(network.parameters())[-2].data.mul_(factor)  # the last layer's weight
         return network
 
     monkeypatch.setattr(training.upconv, "accelerate", wrong)
-    row = training.measure(CPU, [case], SHORT, compiled=False)["rows"][0]
+    row = training.measure(CPU, training.runs([case]), SHORT, compiled=False)["rows"][0]
     assert str(row["failure"]).startswith(f"wrong: the first {what} differ by ") and row["ours_ms"] is None
 
 
 def test_training_cases_are_the_targets() -> None:
     path = Path(__file__).resolve().parent.parent / "benchmarks" / "targets.json"
     wanted = {case for group in json.loads(path.read_text())["h200-training"] for case in group["cases"]}
-    measured = {f"{case.name} {dtype}" for case in training.cases() for dtype in ("fp32", "bf16")}
+    measured = {f"{case.name} {dtype}" for case in models.cases() for dtype in ("fp32", "bf16")}
     assert wanted == measured | {f"{case}, convolutions too" for case in measured}
 
 
@@ -749,42 +768,44 @@ def h200(monkeypatch: pytest.MonkeyPatch):
     return h200
 
 
-def test_training_is_measured_model_by_model(h200, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_models_are_measured_row_by_row(h200, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, bool]] = []
     fixed = dict.fromkeys(latency.TRAINING_KEYS, 1.0)
 
     def measure(device: torch.device, todo: list, *, compiled: bool, progress: object) -> latency.Latency:
         asked.append((todo[0].name, compiled))
-        rows = [
-            {**fixed, "case": f"{todo[0].name} {dtype}", "ours_ms": float(len(asked))} for dtype in ("fp32", "bf16")
-        ]
-        return latency._report("training", device, "steps", rows)  # type: ignore[arg-type]
+        row = {**fixed, "case": todo[0].name, "ours_ms": float(len(asked))}
+        return latency.build("training", device, "models", [row])  # type: ignore[list-item]
 
     monkeypatch.setattr(h200.training, "measure", measure)
     path, later = tmp_path / "h200-training.json", time.monotonic() + 60
-    names = [case.name for case in training.cases()]
+    every = [run.name for run in training.runs(layouts=h200.LAYOUTS, modes=training.MODES)]
+    vae = [name for name in every if name.startswith("vae ")]
+    assert len(every) == 3 * 8 + 4 and len(vae) == 8
     with pytest.raises(h200.TimeUp):
         h200.train(path, CPU, time.monotonic() - 1, True, [])
-    h200.train(path, CPU, later, True, names[2:3])
+    h200.train(path, CPU, later, True, ["vae"])
     h200.train(path, CPU, later, True, [])  # goes on with the rest
-    assert asked == [(name, True) for name in (names[2], *names[:2], *names[3:])]
-    h200.train(path, CPU, later, False, names[:1])  # anew
+    assert asked == [(name, True) for name in (*vae, *(name for name in every if name not in vae))]
+    h200.train(path, CPU, later, False, ["dcgan"])  # anew
     found = latency.load(path)
-    assert [row["case"] for row in found["rows"]] == [f"{name} {dtype}" for name in names for dtype in ("fp32", "bf16")]
-    assert [row["ours_ms"] for row in found["rows"]][:6:2] == [5, 3, 1] and asked[-1] == (names[0], False)
+    assert [row["case"] for row in found["rows"]] == every and asked[-1] == (every[7], False)
+    assert found["rows"][0]["ours_ms"] == len(every) + 1 and found["rows"][8]["ours_ms"] == 17
     monkeypatch.setattr(h200, "sources", lambda: "others")
     h200.train(path, CPU, later, True, [], keep=True)
-    assert latency.load(path) == found and len(asked) == 5
+    assert latency.load(path) == found and len(asked) == len(every) + 8
     h200.train(path, CPU, later, True, [])  # of these sources nothing is there
-    assert len(asked) == 5 + len(names)
+    assert len(asked) == 2 * len(every) + 8
 
 
 def test_every_case_that_has_a_target_is_measured_2d_first(h200) -> None:
     targets = json.loads((Path(h200.__file__).parent / "targets.json").read_text())
-    assert {f"h200-{name}" for name in h200.SWEEPS} == set(targets) - {"h200-training", "h200-exported"}
+    frozen = {"frozen-tf32", "frozen-bf16"}
+    assert {f"h200-{name}" for name in {*h200.SWEEPS} - frozen} == set(targets) - {"h200-training", "h200-exported"}
+    assert [len(h200.every(name)) for name in sorted(frozen)] == [31 + 91] * 2
     assert set(h200.ORDER) == {*h200.SWEEPS, *h200.UNSWEPT, "training"}
     passes = {"gi": "grad-input", "gw": "grad-weight", "step": "step", "conv": "step"}
-    for name in h200.SWEEPS:
+    for name in {*h200.SWEEPS} - frozen:
         found = h200.every(name)
         cases = [job.case for job in found]
         counts = {"step": 10, "conv": len(suites.SUITES["convolutions"])}
@@ -796,6 +817,14 @@ def test_every_case_that_has_a_target_is_measured_2d_first(h200) -> None:
         assert {case for group in wanted for case in group} <= set(cases)
         assert set(wanted[0]) == set(cases[: len(wanted[0])])
         assert all(job.scale == 1 for job in found)
+
+
+@pytest.mark.parametrize(("name", "frozen"), [("frozen-bf16", True), ("bf16", False)])
+def test_frozen_reports_time_frozen_weights(h200, monkeypatch, tmp_path: Path, name: str, frozen: bool) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(h200.run, "run", lambda *given, frozen, **named: asked.append(frozen))
+    assert h200.sweep(name, tmp_path / "r.json", CPU, timing.time.monotonic() + 100, False, (), {})
+    assert asked == [frozen]
 
 
 def test_a_stopped_measurement_goes_on(h200, tmp_path: Path) -> None:
@@ -819,7 +848,7 @@ def test_a_stopped_measurement_goes_on(h200, tmp_path: Path) -> None:
     assert sweep(now - 1) is False and path.read_bytes() == before
     # Rows of other sources do not count.
     whole["versions"]["sources"] = "another"
-    report.save(whole, path)
+    files.save(whole, path)
     assert sweep(now + 100) is True and all(row["failure"] is None for row in report.load(path)["rows"])
 
 
@@ -838,7 +867,7 @@ def test_some_rows_are_measured_anew(h200, monkeypatch: pytest.MonkeyPatch, tmp_
     old["versions"]["sources"], old["commit"] = "another", "0" * 40
     for row in old["rows"]:
         row["ours_ms"], row["roof_ms"] = 1e6, 7.0
-    report.save(old, path)
+    files.save(old, path)
     stays, new = (True, "0" * 40), (False, None)
     for _ in range(2):  # a second time there is nothing to do
         assert sweep("b") == [stays, new, stays]
@@ -848,7 +877,7 @@ def test_some_rows_are_measured_anew(h200, monkeypatch: pytest.MonkeyPatch, tmp_
         h200.sweep("tf32", path, CPU, timing.time.monotonic() - 1, True, ("c",), {})
     assert sweep() == [new, new, stays], "what was not measured again is there"
     assert sweep(keep=False) == [new] * 3
-    report.save({**report.load(path), "commit": None, "versions": {"sources": "another"}}, path)
+    files.save({**report.load(path), "commit": None, "versions": {"sources": "another"}}, path)
     with pytest.raises(ValueError, match="must name the commit of the rows that stay"):
         sweep("b")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another GPU")

@@ -610,7 +610,7 @@ def upconv_(*arguments: str, input: str | None = None) -> tuple[int, str]:
     done = CliRunner(env={"COLUMNS": "160"}).invoke(cli.app, list(arguments), input=input)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
-    return done.exit_code, done.output
+    return done.exit_code, done.stdout or done.stderr
 
 
 def shown(text: str) -> dict[str, str]:
@@ -688,7 +688,7 @@ def test_cache_warm_hands_the_model_to_warmup(tmp_path: Path, monkeypatch: pytes
         type = "cuda"
 
     monkeypatch.setattr(upconv, "warmup", warmup, raising=False)
-    monkeypatch.setattr(cli, "_device", lambda text: Device())
+    monkeypatch.setattr(cli.machine, "device_of", lambda text: Device())
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device, dtype: self)
     real = torch.randn
     monkeypatch.setattr(torch, "randn", lambda shape, device, dtype: real(shape, dtype=dtype))
@@ -727,9 +727,9 @@ def test_cache_warm_says_what_is_wrong(
         class Device:
             type = "cuda"
 
-        monkeypatch.setattr(cli, "_device", lambda text: Device())
+        monkeypatch.setattr(cli.machine, "device_of", lambda text: Device())
     else:
-        monkeypatch.setattr(cli, "_device", lambda text: torch.device("cpu"))
+        monkeypatch.setattr(cli.machine, "device_of", lambda text: torch.device("cpu"))
     code, out = upconv_("cache", "warm", "--model", model, "--input", input)
     assert code == 2 and out.startswith("upconv: ") and message in out and out.count("\n") == 1, out
 

@@ -33,7 +33,7 @@ def upconv_(*arguments: str) -> tuple[int, str]:
     done = CliRunner(env={"COLUMNS": "160"}).invoke(app, list(arguments))
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
-    return done.exit_code, done.output
+    return done.exit_code, done.stdout or done.stderr
 
 
 @pytest.fixture
@@ -76,7 +76,21 @@ def test_a_run_is_a_table_a_report_and_a_plot(fast: None, plans, tmp_path: Path)
     )  # fmt: skip
     assert code == 0, out
     found = json.loads(file.read_text())
-    assert set(found) == {"schema", "when", "commit", "device", "versions", "ceilings", "rows"} and found["schema"] == 1
+    assert (
+        set(found)
+        == {
+            "schema",
+            "when",
+            "commit",
+            "device",
+            "versions",
+            "load",
+            "complete",
+            "ceilings",
+            "rows",
+        }
+        and found["schema"] == 1
+    )
     assert found["device"]["type"] == "cpu" and found["device"]["threads"] == torch.get_num_threads()
     assert found["versions"]["torch"] == torch.__version__ and found["versions"]["upconv"] == upconv.__version__
     assert found["ceilings"] == {
@@ -159,6 +173,13 @@ def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> Non
         ),
         ("bench --host --shapes", "--host and --shapes are runs of their own; got 2 of them"),
         ("bench --shapes --plot r.png", "--plot does not go with --shapes; got 'r.png'"),
+        ("bench --host --layer 4,4,3", "--layer does not go with --host; got '4,4,3'"),
+        ("bench --suite training --input 1x4x8", "--input does not go with --suite training; got '1x4x8'"),
+        ("bench --from r.json --dtype float32", "--dtype does not go with --from; got 'float32'"),
+        ("bench --models m", "--models goes with --as-exported alone; got 'm'"),
+        ("bench --compiled", "--compiled goes with --suite training alone; got True"),
+        ("bench --frozen --pass step", "--frozen goes with --pass fwd alone; got step"),
+        ("bench --suite training --case pix", "--case must be one of dcgan, unet, vae, hifigan; got 'pix'"),
         ("bench --cold --device cpu", "--cold needs a CUDA device, for which kernels are compiled; got cpu"),
         ("bench --inputs ones", "--inputs must be one of normal, rand; got 'ones'"),
         ("bench --suite custom", "--suite custom needs --layer and --input; got None and None"),
@@ -242,7 +263,11 @@ def test_explain_says_sizes_taps_roof_and_plan(plans) -> None:
     assert lines[10].startswith(
         f"roof    {1e3 * p.bytes / 1e10:.3g} ms, bound by memory: {1e3 * p.flops / 1e11:.3g} ms of FLOPs"
     )
-    assert lines[-2:] == ["plan    phases, engine cpu:phases", "        ✓ phases  forced"]
+    assert lines[-3:-1] == ["plan    phases, engine cpu:phases", "        ✓ phases  forced"]
+    assert lines[-1] == (
+        f"upconv's plan cpu:phases computes the forward pass; its roof is {1e3 * p.bytes / 1e10:.3g} ms, and nothing "
+        "estimates its time here."
+    )
 
 
 def test_explain_names_every_candidate_of_the_plan() -> None:

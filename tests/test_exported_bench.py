@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from upconv.bench import exported, suites, timing
+from upconv.bench import exported, files, suites, timing
 from upconv.bench.suites import Case
 from upconv.bench.timing import Repeats
 from upconv.cli import app
@@ -72,6 +72,8 @@ def test_a_right_file_is_timed_beside_pytorch_and_the_library(judged) -> None:
     assert found["grad_input_error"] == found["grad_weight_error"] == 0
     assert all(float(found[f"{side}_ms"] or 0) > 0 for side in ("ours", "torch", "library"))
     assert found["ratio"] == pytest.approx(found["torch_ms"] / found["ours_ms"])
+    for side in ("ours", "torch", "library"):
+        assert found[f"{side}_lower_ms"] <= found[f"{side}_ms"] <= found[f"{side}_upper_ms"]
     assert found["library_precision"] == "tf32" and found["runs"] == 3
 
 
@@ -191,7 +193,7 @@ def report(*rows: dict[str, exported.Value]) -> exported.Exported:
     versions: dict[str, Any] = {"upconv": "0", "torch": "2.11", "cudnn": "9"}
     return exported.Exported(
         schema=exported.report.SCHEMA, kind="exported", when="2026-01-01T00:00:00", commit="abc", device=device,
-        versions=versions, rows=list(rows),
+        versions=versions, rows=list(rows), load={"start": None, "end": None}, complete=True,
     )  # fmt: skip
 
 
@@ -206,7 +208,7 @@ def test_a_report_survives_its_file_and_shows_what_failed(tmp_path: Path) -> Non
         row("kb57", **TIMED), row("kb65", **{**TIMED, "library_ms": 1.0}), row("kb69", failure="build failed: no nvcc")
     )
     path = tmp_path / "exported.json"
-    exported.save(found, path)
+    files.save(found, path)
     assert exported.load(path) == found
     console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
     exported.show(found, console)
@@ -233,7 +235,7 @@ def test_the_readme_s_table_is_judged_by_its_targets(tmp_path: Path, monkeypatch
     found = report(
         row("kb57", **{**TIMED, "ratio": 2.5}), row("kb65", **{**TIMED, "ratio": 1.5}), row("kb69", failure="wrong")
     )
-    exported.save(found, tmp_path / "h200-exported.json")
+    files.save(found, tmp_path / "h200-exported.json")
     text = readme.rewritten("<!-- h200-exported -->\n\n<!-- /h200-exported -->")
     lines = {line.split(" | ")[0]: line for line in text.splitlines()}
     assert "2.50x" in lines["| kb57"] and lines["| kb57"].endswith("2.2x met |")
@@ -255,6 +257,7 @@ def test_the_command_needs_a_gpu_and_the_files(tmp_path: Path) -> None:
     assert "model_65.py" in said(*begin, "--models", str(tmp_path), "--case", "kb65")
     assert "--case must be one of kb57" in said(*begin, "--models", str(tmp_path), "--case", "pix")
     assert "--suite kernelbench alone" in said("--as-exported")
+    assert "--layer does not go with --as-exported; got '4,4,3'" in said(*begin, "--layer", "4,4,3")
     assert "--pass must be fwd or step" in said(*begin, "--pass", "grad-input")
 
 
@@ -268,4 +271,4 @@ def test_on_a_gpu_the_library_is_timed_with_the_precision_that_the_files_have() 
     with torch.no_grad(), timing.precision_flags("ieee"):
         assert exported.difference(library(x), theirs(x)) <= 1
     found = exported._times(library, theirs, library, x, "ieee", SHORT)
-    assert set(found) == {"torch", "ours", "library"} and min(found.values()) > 0
+    assert set(found) == {"torch", "ours", "library"} and min(side.lower for side in found.values()) > 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from upconv.bench import latency, report, roofline, run
+from upconv.bench import files, latency, plots, report, roofline, run
 from upconv.bench.suites import SUITES
 from upconv.cuda import costs
 
@@ -53,7 +53,7 @@ def measured(path: Path, precision: str, ratios: dict[str, float | None], **chan
         run.set_roof(row, CEILINGS)
         rows.append(row)
     found = report.build(rows, CEILINGS, CPU)
-    report.save(found, path)
+    files.save(found, path)
     return found
 
 
@@ -277,8 +277,8 @@ def test_rows_outside_of_every_group_have_a_table_without_targets(readme, tmp_pa
 def test_latency_reports_are_tables(readme, tmp_path: Path) -> None:
     row = {"dtype": "float32", "mode": "no_grad", "engine": "cuda:gather", "ours_us": 12.34, "torch_us": 15.0,
            "added_us": -2.66, "calls": 100}  # fmt: skip
-    found = latency._report("host", CPU, "16->16 k4", [row])  # type: ignore[list-item]
-    latency.save(found, tmp_path / "h200-host.json")
+    found = latency.build("host", CPU, "16->16 k4", [row])  # type: ignore[list-item]
+    files.save(found, tmp_path / "h200-host.json")
     text = readme.rewritten(EMPTY)
     assert "| float32 | no_grad | 15.0 | 12.3 | -2.7 | cuda:gather |" in text
 
@@ -297,13 +297,13 @@ def test_the_picture_of_the_roofs(readme, tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     found = [measured(tmp_path / "r.json", kind, dict.fromkeys(TF32, 1.5)) for kind in ("tf32", "ieee")]
-    report.plot_roofs(found, tmp_path / "r.svg")
+    plots.plot_roofs(found, tmp_path / "r.svg")
     text = (tmp_path / "r.svg").read_text()
     assert "75% · 1.50x" in text and "float32 as TF32" in text and "hifigan" in text
-    report.plot_roofs(found, tmp_path / "r.png")
+    plots.plot_roofs(found, tmp_path / "r.png")
     assert imread(tmp_path / "r.png").shape[1] > 1500
     with pytest.raises(ValueError, match="a plot needs at least one row with a speed"):
-        report.plot_roofs([measured(tmp_path / "r.json", "tf32", {"kb57": None})], tmp_path / "r.png")
+        plots.plot_roofs([measured(tmp_path / "r.json", "tf32", {"kb57": None})], tmp_path / "r.png")
     assert json.loads((ROOT / "benchmarks" / "targets.json").read_text()).keys() >= set(readme.PICTURED)
 
 
@@ -390,7 +390,7 @@ def test_training_steps_are_judged(readme, tmp_path: Path) -> None:
         rows += [{**empty, **times, **peaks, "case": f"{case} {dtype}"} for dtype in ("fp32", "bf16")]
     rows[0].update(ours_ms=None, torch_ms=None, ratio=None, failure="torch: out of memory")
     rows[3].update(ratio=1.1)
-    latency.save(latency._report("training", CPU, "steps", rows), tmp_path / "h200-training.json")
+    files.save(latency.build("training", CPU, "steps", rows), tmp_path / "h200-training.json")
     (table,) = [content for name, content in readme.sections() if name == "h200-training"]
     lines = {line.split(" | ")[0].strip("| "): line for line in table.splitlines() if line.startswith("| ")}
     assert "torch: out of memory" in lines["dcgan fp32"] and "1x missed" in lines["dcgan fp32"]

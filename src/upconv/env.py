@@ -138,6 +138,14 @@ def _kernel_facts(index: int) -> dict[str, Value]:
     )
 
 
+def load_average() -> list[float] | None:
+    """Processes that ran or waited to, over the last 1, 5 and 15 minutes; None where the system does not say."""
+    try:
+        return list(os.getloadavg())
+    except (OSError, AttributeError):
+        return None
+
+
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +190,11 @@ def _caches() -> dict[str, Value]:
     return _each({"plans": plans, "calls": calls, "kernels": kernels})
 
 
+def _load() -> Value:
+    found = load_average()
+    return None if found is None else ", ".join(f"{value:.2f}" for value in found)
+
+
 def _compiler() -> Value:
     from upconv.cuda import jit
 
@@ -202,6 +215,7 @@ def report() -> dict[str, dict[str, object]]:
             **_each(
                 {
                     "platform": platform.platform,
+                    "load_average": _load,
                     "commit": commit,
                     "package": lambda: str(_package_folder()),
                     "cuda_compiler": _compiler,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import string
+from collections.abc import Sequence
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -12,10 +13,10 @@ from rich.text import Text
 from upconv.bench.report import si
 from upconv.bench.roofline import Ceilings
 from upconv.bench.run import plan_text
-from upconv.cuda import gpu as gpus
 from upconv.cuda.gpu import Gpu
+from upconv.model_layers import Call
 from upconv.planner import Plan
-from upconv.problem import Precision, Problem
+from upconv.problem import Pass, Precision, Problem
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 """A letter for each phase that has taps; phases beyond them are drawn as ``*``."""
@@ -118,6 +119,11 @@ def _candidates(plan: Plan) -> Table:
     return grid
 
 
+def precision_text(p: Problem) -> str:
+    """A problem's dtype, and TF32 where float32 is multiplied so."""
+    return str(p.dtype).removeprefix("torch.") + (" as TF32" if p.precision == "tf32" else "")
+
+
 class Explanation:
     """The explanation of one problem, for a rich console."""
 
@@ -126,8 +132,7 @@ class Explanation:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         p = self.problem
-        precision = str(p.dtype).removeprefix("torch.") + (" as TF32" if p.precision == "tf32" else "")
-        yield Text(f"{str(p).rsplit(' ', 3)[0]} · {precision} · {p.layout} · {p.pass_}", style="bold")
+        yield Text(f"{str(p).rsplit(' ', 3)[0]} · {precision_text(p)} · {p.layout} · {p.pass_}", style="bold")
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column()
@@ -148,16 +153,107 @@ class Explanation:
             add("model", *expected)
         add("plan", f"{plan_text(self.plan, p.pass_)}, engine {self.plan.engine(p.pass_)}", _candidates(self.plan))
         yield grid
+        yield Text(verdict(p, self.plan, self.ceilings))
 
 
-GPUS: dict[str, Gpu] = {name: value for name, value in vars(gpus).items() if isinstance(value, Gpu)}
-"""The GPUs that plans can be made for without having one, by the names that ``--gpu`` takes."""
+# --- in a sentence ---------------------------------------------------------------------------------------------------
+
+_PASSES: dict[Pass, str] = {
+    "fwd": "the forward pass",
+    "grad-input": "the gradient for the input",
+    "grad-weight": "the gradient for the weight",
+    "step": "the forward pass and its gradients",
+}
+
+
+def estimate(p: Problem, plan: Plan, ceilings: Ceilings) -> tuple[float, float] | None:
+    """Seconds that the cost model expects of a pass, at least its roof's, and its roof's; None without a model."""
+    choices = plan.choices(p.pass_)
+    if len(choices) < (3 if p.pass_ == "step" else 1):
+        return None
+    roof = sum(_roof_seconds(p.with_(pass_=pass_), ceilings) for pass_ in choices)
+    return max(roof, sum(choice.seconds for choice in choices.values())), roof
+
+
+def _roof_seconds(p: Problem, ceilings: Ceilings) -> float:
+    return p.roof_seconds(ceilings["matmul_flops_per_s"][p.precision], ceilings["copy_bytes_per_s"])
+
+
+def verdict(p: Problem, plan: Plan, ceilings: Ceilings) -> str:
+    """Whose kernel computes a pass, in what time by estimate, and at what share of its roof; in a sentence."""
+    what, engine = _PASSES[p.pass_], plan.engine(p.pass_)
+    if engine == "torch":
+        return f"PyTorch's own operator computes {what}: {plan.candidates[0].reason}."
+    names = engine.partition(":")[2].split("+")
+    who = f"kernel{'s' if len(names) > 1 else ''} {', '.join(names)}" if plan.device.gpu else f"plan {engine}"
+    found = estimate(p, plan, ceilings)
+    if found is None:
+        roof = 1e3 * _roof_seconds(p, ceilings)
+        return f"upconv's {who} computes {what}; its roof is {roof:.3g} ms, and nothing estimates its time here."
+    seconds, roof = found
+    verb = "compute" if len(names) > 1 else "computes"
+    assert plan.device.gpu is not None
+    return (
+        f"upconv's {who} {verb} {what} in about {1e3 * seconds:.3g} ms on {_article(plan.device.gpu.name)}, "
+        f"{roof / seconds:.0%} of the roof."
+    )
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEFHILMNORSX' else 'a'} {name}"
+
+
+# --- a model ---------------------------------------------------------------------------------------------------------
+
+
+class ModelExplanation:
+    """A line for each transposed convolution of a model, and a sentence for all, for a rich console."""
+
+    def __init__(self, title: str, lines: Sequence[tuple[Call, Plan]], ceilings: Ceilings) -> None:
+        self.title, self.lines, self.ceilings = title, lines, ceilings
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.title, style="bold")
+        if self.lines:
+            yield self._table()
+        yield Text(self._verdict())
+
+    def _table(self) -> Table:
+        grid = Table(header_style="bold", pad_edge=False, box=None)
+        grid.add_column("module", no_wrap=True)
+        grid.add_column("layer and input", style="dim")
+        for head in ("calls", "ms", "of roof"):
+            grid.add_column(head, justify="right", no_wrap=True)
+        grid.add_column("computed by", no_wrap=True)
+        for call, plan in self.lines:
+            p = call.problem
+            found = estimate(p, plan, self.ceilings)
+            layer = str(p).rsplit(" ", 3)[0] + (" channels_last" if p.layout == "channels_last" else "")
+            engine = plan.engine(p.pass_)
+            numbers = ("", "") if found is None else (f"{1e3 * found[0]:.3g}", f"{found[1] / found[0]:.0%}")
+            grid.add_row(call.name, layer, str(call.times), *numbers, "PyTorch" if engine == "torch" else engine)
+        return grid
+
+    def _verdict(self) -> str:
+        if not self.lines:
+            return "The model calls no transposed convolution on this input, so upconv has nothing to compute."
+        ours = sum(plan.engine(call.problem.pass_) != "torch" for call, plan in self.lines)
+        rest = "" if ours == len(self.lines) else ", and PyTorch's own operator the rest"
+        text = f"upconv computes {ours} of {len(self.lines)} transposed convolutions{rest}"
+        found = [(call.times, estimate(call.problem, plan, self.ceilings)) for call, plan in self.lines]
+        known = [(times * one[0], times * one[1]) for times, one in found if one is not None]
+        if not known:
+            return f"{text}; nothing estimates their time here."
+        seconds, roof = (sum(values) for values in zip(*known))
+        return f"{text}; upconv's take about {1e3 * seconds:.3g} ms together, {roof / seconds:.0%} of their roof."
+
 
 # Dense FLOP per clock and multiprocessor: on CUDA cores in float32 and float64, on tensor cores in TF32, half precision
 # (float32 sums) and float64 (0: CUDA cores). Source: NVIDIA's architecture whitepapers, peak rates over SMs x clock.
 _FLOPS_PER_CLOCK: dict[tuple[int, int], tuple[int, int, int, int, int]] = {
     (8, 0): (128, 64, 1024, 2048, 128),
     (8, 6): (256, 4, 256, 512, 0),
+    (8, 7): (256, 4, 1024, 2048, 0),
     (8, 9): (256, 4, 256, 512, 0),
     (9, 0): (256, 128, 2048, 4096, 256),
     (10, 0): (256, 128, 4096, 8192, 256),
@@ -165,19 +261,15 @@ _FLOPS_PER_CLOCK: dict[tuple[int, int], tuple[int, int, int, int, int]] = {
     (12, 0): (256, 4, 256, 512, 0),
     (12, 1): (256, 4, 256, 512, 0),
 }
-
-
-def known_gpu(name: str) -> Gpu:
-    """A GPU by its name, in any case. Errors: ValueError, one sentence, for names that are not known."""
-    for known, found in GPUS.items():
-        if known.lower() == name.lower():
-            return found
-    raise ValueError(f"--gpu must be one of {', '.join(sorted(GPUS))}; got {name!r}")
+_HALVED = ((8, 6), (8, 9))
+"""Of these chips GeForce cards have half the tensor rate of professional ones, which the table gives."""
 
 
 def estimated_ceilings(gpu: Gpu) -> Ceilings:
     """A roofline's ceilings by the data sheet: no matrix product reaches these rates (an H200's TF32 does 86 %)."""
     fp32, fp64, tf32, half, fp64_tensor = _FLOPS_PER_CLOCK[gpu.capability]
+    if gpu.capability in _HALVED and "GeForce" not in gpu.name:
+        tf32, half = 2 * tf32, 2 * half
     per_clock: dict[Precision, int] = {
         "ieee": fp32, "tf32": tf32, "bf16": half, "fp16": half, "fp64": max(fp64, fp64_tensor)
     }  # fmt: skip
@@ -185,8 +277,8 @@ def estimated_ceilings(gpu: Gpu) -> Ceilings:
     return Ceilings(copy_bytes_per_s=gpu.bandwidth, matmul_flops_per_s=rates)
 
 
-def parse_ceilings(text: str, p: Problem) -> Ceilings:
-    """``37e9,190e9``: bytes per second of a copy and FLOP/s of a matrix product.
+def parse_ceilings(text: str, precisions: Sequence[Precision]) -> Ceilings:
+    """``37e9,190e9``: bytes per second of a copy and FLOP/s of a matrix product, in each of these precisions.
 
     Raises:
         ValueError: any other text, in one sentence.
@@ -197,4 +289,4 @@ def parse_ceilings(text: str, p: Problem) -> Ceilings:
         copy = rate = 0.0
     if not (0 < copy < math.inf and 0 < rate < math.inf):
         raise ValueError(f"--ceilings must be bytes/s and FLOP/s joined by a comma, like 37e9,190e9; got {text!r}")
-    return Ceilings(copy_bytes_per_s=copy, matmul_flops_per_s={p.precision: rate})
+    return Ceilings(copy_bytes_per_s=copy, matmul_flops_per_s=dict.fromkeys(precisions, rate))

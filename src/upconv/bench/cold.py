@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from itertools import product
 
 import torch
 
-from upconv import planner
+from upconv import env, planner
 from upconv.bench import latency
 from upconv.bench.latency import Latency, Value
 from upconv.bench.suites import SUITES, Case
@@ -64,8 +64,38 @@ def of_kernels(
     reason = jit.unavailable()
     if reason is not None or where.gpu is None:
         raise RuntimeError(reason or f"{device} is no GPU that kernels are compiled for")
-    arch = where.gpu.arch
-    waits: dict[Row, dict[Pass, list[Unit]]] = {}
+    rows = _rows(where, where.gpu.arch, device, cases, progress)
+    return latency.build("cold", device, f"kernels of {len(cases)} layers", rows, env.load_average())
+
+
+Waits = dict[Row, dict[Pass, list[Unit]]]
+
+
+def _rows(
+    where: planner.Device, arch: str, device: torch.device, cases: Sequence[Case], progress: Callable[[str], object]
+) -> Iterator[dict[str, Value]]:
+    waits, final = _units(where, cases)
+    awaited = dict.fromkeys(unit for of in waits.values() for units in of.values() for unit in units)
+    every = dict.fromkeys((*awaited, *(unit for units in final.values() for unit in units)))
+    with no_caches():
+        texts, took = _compiled(list(every), list(awaited), arch, progress)
+        loaded: dict[Unit, float] = {}
+        if device.type == "cuda":
+            units = list(dict.fromkeys(unit for of in final.values() for unit in of))
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, mp_context=context) as process:
+                given = [(texts[unit], unit.entries[-1], unit.label) for unit in units]
+                loaded = dict(zip(units, process.submit(_loads, given, arch, str(device), jit._FLAGS).result()))
+    for row, of in waits.items():
+        longest = [max((took[unit] for unit in of.get(pass_, [])), default=None) for pass_ in _PASSES]
+        behind = max((took[unit] for unit in final[row] if unit not in awaited), default=None)
+        from_disk = max((1e3 * loaded[unit] for unit in final[row] if unit in loaded), default=None)
+        yield dict(zip(latency.COLD_KEYS, (*row, *longest, behind, from_disk)))
+
+
+def _units(where: planner.Device, cases: Sequence[Case]) -> tuple[Waits, dict[Row, list[Unit]]]:
+    """For each row the sources that the first call of each pass waits for, and all that it ends with."""
+    waits: Waits = {}
     final: dict[Row, list[Unit]] = {}
     for case, (precision, dtype), layout in product(cases, _PRECISIONS.items(), LAYOUTS):
         if case.problem.rank == 1 and layout != "nchw":
@@ -79,39 +109,34 @@ def of_kernels(
                 quick = getattr(unit, "quick", None)
                 waits[row].setdefault(pass_, []).append((quick() if quick is not None else None) or unit)
                 final[row].append(unit)
-    awaited = dict.fromkeys(unit for of in waits.values() for units in of.values() for unit in units)
-    every = dict.fromkeys((*awaited, *(unit for units in final.values() for unit in units)))
-    with no_caches():
-        texts = {unit: unit.source for unit in every}
+    return waits, final
 
-        def seconds(unit: Unit) -> float:
-            progress(unit.label)
-            begin = time.perf_counter()
-            jit.cubin(texts[unit], arch, unit.label)
-            return time.perf_counter() - begin
 
-        with ThreadPoolExecutor(COMPILERS) as pool:
+def _compiled(
+    every: Sequence[Unit], awaited: Sequence[Unit], arch: str, progress: Callable[[str], object]
+) -> tuple[dict[Unit, str], dict[Unit, float]]:
+    """The text that was compiled of each source, and NVRTC's seconds for it: all at once, the long ones again alone."""
+    texts = {unit: unit.source for unit in every}
+
+    def seconds(unit: Unit) -> float:
+        progress(unit.label)
+        begin = time.perf_counter()
+        jit.cubin(texts[unit], arch, unit.label)
+        return time.perf_counter() - begin
+
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        try:
             took = dict(zip(every, pool.map(seconds, every)))
-        for unit in awaited:
-            if took[unit] > _AGAIN:
-                texts[unit], before = _again(unit.source), took[unit]
-                took[unit] = seconds(unit)
-                if took[unit] < _CACHED * before:
-                    raise RuntimeError(f"NVRTC took {took[unit]:.2f} s for what took it {before:.2f} s: from a cache")
-        loaded: dict[Unit, float] = {}
-        if device.type == "cuda":
-            units = list(dict.fromkeys(unit for of in final.values() for unit in of))
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(1, mp_context=context) as process:
-                given = [(texts[unit], unit.entries[-1], unit.label) for unit in units]
-                loaded = dict(zip(units, process.submit(_loads, given, arch, str(device), jit._FLAGS).result()))
-    rows: list[dict[str, Value]] = []
-    for row, of in waits.items():
-        longest = [max((took[unit] for unit in of.get(pass_, [])), default=None) for pass_ in _PASSES]
-        behind = max((took[unit] for unit in final[row] if unit not in awaited), default=None)
-        from_disk = max((1e3 * loaded[unit] for unit in final[row] if unit in loaded), default=None)
-        rows.append(dict(zip(latency.COLD_KEYS, (*row, *longest, behind, from_disk))))
-    return latency._report("cold", device, f"kernels of {len(cases)} layers", rows)
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)  # else it compiles the rest first
+            raise
+    for unit in awaited:
+        if took[unit] > _AGAIN:
+            texts[unit], before = _again(unit.source), took[unit]
+            took[unit] = seconds(unit)
+            if took[unit] < _CACHED * before:
+                raise RuntimeError(f"NVRTC took {took[unit]:.2f} s for what took it {before:.2f} s: from a cache")
+    return texts, took
 
 
 def _again(source: str) -> str:

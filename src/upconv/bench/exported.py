@@ -13,19 +13,16 @@ cuDNN multiplies float32 as IEEE 754 has it whatever the flags say, the files do
 from __future__ import annotations
 
 import ast
-import json
 import math
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -35,9 +32,10 @@ from torch import Tensor, nn
 
 import upconv
 from upconv import env
+from upconv.bench import files as output
 from upconv.bench import report, suites, timing
 from upconv.bench.suites import Case
-from upconv.bench.timing import Clock, Repeats
+from upconv.bench.timing import Clock, Quartiles, Repeats
 from upconv.export import kernelbench_problem
 from upconv.problem import Precision
 
@@ -55,23 +53,22 @@ WITHIN = 1.05
 """An exported file is to take at most this many times the library's own layer."""
 
 Value = str | int | float | bool | None
+_SPREAD = (
+    *(f"{side}_{which}_ms" for side in ("torch", "ours", "library") for which in ("lower", "upper")), "warning",
+)  # fmt: skip
+"""Quartiles, and a warning as in `upconv.bench.run.Row`; older reports lack them."""
 KEYS = (
     "case", "file", "layer", "failure", "build_s", "worst", "torch_ms", "ours_ms", "library_ms", "ratio",
-    "library_precision", "grad_input_error", "grad_weight_error", "runs",
+    "library_precision", "grad_input_error", "grad_weight_error", "runs", *_SPREAD,
 )  # fmt: skip
 """A row. ``worst`` is the largest difference from PyTorch's outputs in units of the tolerance, so that above 1 is
 wrong; ``ratio`` is PyTorch's median over the file's; ``failure`` says in a sentence why there are no times."""
 
 
-class Exported(TypedDict):
+class Exported(report.Head):
     """A run as JSON holds it; `KEYS` has its rows' keys."""
 
-    schema: int
     kind: str
-    when: str
-    commit: str | None
-    device: dict[str, env.Value]
-    versions: dict[str, env.Value]
     rows: list[dict[str, Value]]
 
 
@@ -234,7 +231,11 @@ def build(
         )
 
     with ThreadPoolExecutor(max(1, cores)) as pool:
-        return dict(zip([file.path for file in every], pool.map(one, every)))
+        try:
+            return dict(zip([file.path for file in every], pool.map(one, every)))
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)  # else it builds the rest first
+            raise
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -259,11 +260,26 @@ def measure(
 
     Raises:
         ValueError: ``device`` is no CUDA device.
+        report.Interrupted: Ctrl-C, with the report of the files before it.
     """
     if device.type != "cuda":
         raise ValueError(f"--as-exported needs a CUDA GPU, for which the files are written; got {device}")
+    begun = env.load_average()
+    found, complete = report.gather(_rows(every, device, gradients, repeats, progress))
+    made: Exported = {**report.head(device, begun, complete=complete), "kind": "exported", "rows": found}
+    if not complete:
+        raise report.Interrupted(made)
+    return made
+
+
+def _rows(
+    every: Sequence[File],
+    device: torch.device,
+    gradients: bool,
+    repeats: Repeats,
+    progress: Callable[[str], object],
+) -> Iterator[dict[str, Value]]:
     built = build(every, progress)
-    rows = []
     for file in every:
         progress(file.case.name)
         seconds, failure = built[file.path]
@@ -282,16 +298,7 @@ def measure(
             except Exception as error:  # one file's fault is one row's
                 row["failure"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         torch.cuda.empty_cache()
-        rows.append(row)
-    return Exported(
-        schema=report.SCHEMA,
-        kind="exported",
-        when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        commit=env.commit(),
-        device=env.device(device),
-        versions=env.versions(),
-        rows=rows,
-    )
+        yield row
 
 
 def judge(file: File, device: torch.device, *, gradients: bool, repeats: Repeats) -> dict[str, Value]:
@@ -325,12 +332,15 @@ def judge(file: File, device: torch.device, *, gradients: bool, repeats: Repeats
         if not max(errors) <= GRADIENT:
             return {**found, "failure": f"its gradients differ by {max(errors):.3g} in norm"}
     precision = kernelbench_problem(file.number).precision  # the file's own
-    medians = _times(
+    taken = _times(
         ours, theirs, _library(file.case, theirs, device), draw(p.input_shape, device, SEED), precision, repeats
     )
-    found |= {f"{name}_ms": 1e3 * value for name, value in medians.items()}
-    found |= {"ratio": medians["torch"] / medians["ours"], "library_precision": precision, "runs": repeats.most}
-    return found
+    for name, side in taken.items():
+        found |= {f"{name}_ms": 1e3 * side.median}
+        found |= {f"{name}_lower_ms": 1e3 * side.lower, f"{name}_upper_ms": 1e3 * side.upper}
+    found["warning"] = timing.unsteady({"PyTorch": taken["torch"], "the file": taken["ours"]})
+    found |= {"ratio": taken["torch"].median / taken["ours"].median, "library_precision": precision}
+    return found | {"runs": repeats.most}
 
 
 def draw(shape: Sequence[int], device: torch.device, seed: int) -> Tensor:
@@ -372,8 +382,8 @@ def _library(case: Case, theirs: nn.Module, device: torch.device) -> nn.Module:
 
 def _times(
     ours: nn.Module, theirs: nn.Module, library: nn.Module, x: Tensor, precision: Precision, repeats: Repeats
-) -> dict[str, float]:
-    """Median seconds of the sides ``torch``, ``ours`` and ``library`` on one input."""
+) -> dict[str, Quartiles]:
+    """Seconds of the sides ``torch``, ``ours`` and ``library`` on one input."""
     take = timing.clock(x.device, wait=False)  # KernelBench's has none
 
     def at(run: Callable[[], object]) -> float:
@@ -387,16 +397,10 @@ def _times(
         for name, works in runs.items():  # kernels are loaded and weights packed in the first call
             clocks[name](works[0])
         taken = timing.interleave(runs, clocks, repeats)
-    return {name: median(values) for name, values in taken.items()}
+    return {name: timing.quartiles(values) for name, values in taken.items()}
 
 
 # --- files and the terminal ------------------------------------------------------------------------------------------
-
-
-def save(found: Exported, path: Path) -> None:
-    """Writes the report as JSON, in one step."""
-    text = json.dumps(found, indent=1, allow_nan=False) + "\n"
-    report.publish(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def load(path: str | Path) -> Exported:
@@ -405,17 +409,13 @@ def load(path: str | Path) -> Exported:
     Raises:
         ValueError: the file is missing, is no JSON, or holds no such report; in one sentence.
     """
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+    found = output.read(path)
     kind = found.get("kind") if isinstance(found, dict) else None
     if kind != "exported" or found.get("schema") != report.SCHEMA:
         raise ValueError(f"{path} must be a report of kind exported, got {kind!r}")
+    report.complete_head(found)
     missing = Exported.__required_keys__ - set(found) or {
-        f"rows[].{key}" for row in found["rows"] for key in KEYS if key not in row
+        f"rows[].{key}" for row in found["rows"] for key in KEYS if key not in row and key not in _SPREAD
     }
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
@@ -467,7 +467,7 @@ def summary(found: Exported) -> str:
 def show(found: Exported, console: Console) -> None:
     """Prints the table and its conditions."""
     console.print(Text("upconv bench · exported files by KernelBench's rules", style="bold"))
-    console.print(Text(report.conditions(found), style="dim"))
+    report.show_conditions(found, console)
     grid = Table(header_style="bold", pad_edge=False)
     shown = columns(found)
     for head, _ in shown:
@@ -476,3 +476,6 @@ def show(found: Exported, console: Console) -> None:
         grid.add_row(*(text(row) for _, text in shown))
     console.print(grid)
     console.print(summary(found))
+    for row in found["rows"]:
+        if row.get("warning"):
+            console.print(Text(f"{row['case']}: {row['warning']}", style="yellow"))

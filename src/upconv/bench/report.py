@@ -1,34 +1,38 @@
-"""The report of a run: JSON as it is kept, the table in a terminal, and the plots."""
+"""The report of a run: JSON as it is kept, and the table in a terminal."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import torch
+from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from upconv import env
+from upconv.bench import files
 from upconv.bench.roofline import Ceilings
 from upconv.bench.run import Row
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 SCHEMA = 1
+WIDE = 110
+"""Columns of a terminal from which on the table spells each layer and the quartiles out."""
 
 
-class Report(TypedDict):
-    """A run as JSON holds it."""
+class Load(TypedDict):
+    """The load averages of `env.load_average` when a run began and when it ended."""
+
+    start: list[float] | None
+    end: list[float] | None
+
+
+class Head(TypedDict):
+    """What reports of every kind begin with."""
 
     schema: int
     when: str
@@ -36,48 +40,62 @@ class Report(TypedDict):
     commit: str | None
     device: dict[str, env.Value]
     versions: dict[str, env.Value]
+    load: Load
+    complete: bool
+    """Whether the run reached its end; Ctrl-C ends it early."""
+
+
+class Report(Head):
+    """A run as JSON holds it."""
+
     ceilings: Ceilings
     rows: list[Row]
 
 
-def build(rows: Sequence[Row], ceilings: Ceilings, device: torch.device) -> Report:
-    """The report of rows measured now, here."""
-    return Report(
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a run, with the report of what was measured by then."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__()
+        self.found = found
+
+
+_Row = TypeVar("_Row")
+
+
+def gather(rows: Iterable[_Row]) -> tuple[list[_Row], bool]:
+    """All rows as they are measured, up to Ctrl-C; whether it were all."""
+    found: list[_Row] = []
+    try:
+        found.extend(rows)
+    except KeyboardInterrupt:
+        return found, False
+    return found, True
+
+
+def head(device: torch.device, begun: list[float] | None, *, complete: bool = True) -> Head:
+    """What a report begins with. ``begun``: `env.load_average` as it was ahead of the first row."""
+    return Head(
         schema=SCHEMA,
         when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         commit=env.commit(),
         device=env.device(device),
         versions=env.versions(),
-        ceilings=ceilings,
-        rows=list(rows),
+        load=Load(start=begun, end=env.load_average()),
+        complete=complete,
     )
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def publish(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets ``write`` fill a temporary file beside ``path``, then moves it there: a reader sees the old or the new file.
-
-    The temporary file ends as ``path`` does. When ``write`` fails it is removed, and ``path`` stays as it was.
-    """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp's file is for its owner alone
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def save(report: Report, path: Path) -> None:
-    """Writes the report as JSON, in one step."""
-    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
-    publish(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+def build(
+    rows: Sequence[Row],
+    ceilings: Ceilings,
+    device: torch.device,
+    *,
+    begun: list[float] | None = None,
+    complete: bool = True,
+) -> Report:
+    """The report of rows measured now, here; see `head`."""
+    return {**head(device, begun, complete=complete), "ceilings": ceilings, "rows": list(rows)}
 
 
 def load(path: str | Path) -> Report:
@@ -86,15 +104,11 @@ def load(path: str | Path) -> Report:
     Raises:
         ValueError: the file is missing, is no JSON, or holds no report of this schema; in one sentence.
     """
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+    found = files.read(path)
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"{path} must be a report of schema {SCHEMA}, got {schema!r}")
+    complete_head(found)
     missing = (Report.__required_keys__ - set(found)) or {
         f"rows[].{key}" for row in found["rows"] for key in Row.__required_keys__ - _OPTIONAL - set(row)
     }
@@ -107,11 +121,21 @@ def load(path: str | Path) -> Report:
     return loaded
 
 
+def complete_head(found: dict[str, Any]) -> None:
+    """Fills in what older reports lack: they tell no load, and were written at their end alone."""
+    found.setdefault("load", Load(start=None, end=None))
+    found.setdefault("complete", True)
+
+
 # Keys beyond the schema's, which a report by another tool may lack.
 _ABSENT: dict[str, object] = {
     "layer": "", "scale": 1.0, "rounds": 0, "flops": 0, "bytes": 0, "inputs": "normal", "wall_s": 0.0,
 }  # fmt: skip
-_OPTIONAL = {*_ABSENT, "failure", "ours_peak_bytes", "torch_peak_bytes", "tolerance_used"}
+_OPTIONAL = {
+    *_ABSENT, "failure", "warning", "ours_peak_bytes", "torch_peak_bytes", "tolerance_used", "ours_lower_ms",
+    "ours_upper_ms", "torch_lower_ms", "torch_upper_ms", "frozen_ms", "frozen_lower_ms", "frozen_upper_ms",
+    "frozen_ratio",
+}  # fmt: skip
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -151,6 +175,8 @@ class Summary(TypedDict):
     delegated: list[str]
     mean_of_all: float
     lowest: Row | None
+    frozen: float | None
+    """The mean of our rows with frozen weights; None where these were not measured."""
     wrong: int
 
 
@@ -158,12 +184,14 @@ def summarise(rows: Sequence[Row]) -> Summary:
     """Geometric means over the rows that our engine computes, and over all right rows with delegated ones at 1."""
     timed = [row for row in rows if row["ratio"] is not None]
     ours = [row for row in timed if row["engine"] != "torch"]
+    frozen = [row["frozen_ratio"] for row in ours if row["frozen_ratio"] is not None]
     return Summary(
         ours=len(ours),
         mean_of_ours=geometric_mean([row["ratio"] or 1.0 for row in ours]),
         delegated=[row["case"] for row in timed if row["engine"] == "torch"],
         mean_of_all=geometric_mean([row["ratio"] or 1.0 for row in timed]),
         lowest=min(ours, key=lambda row: row["ratio"] or 1.0, default=None),
+        frozen=geometric_mean(frozen) if frozen else None,
         wrong=len(wrong(rows)),
     )
 
@@ -187,13 +215,13 @@ def conditions(report: Measured) -> str:
     return " · ".join([*parts, report["when"][:10]])
 
 
-def _ceiling_text(ceilings: Ceilings) -> str:
+def ceiling_text(ceilings: Ceilings) -> str:
     rates = [f"matmul {name} {si(rate, 'FLOP/s')}" for name, rate in ceilings["matmul_flops_per_s"].items()]
     return " · ".join([f"copy {si(ceilings['copy_bytes_per_s'], 'B/s')}", *rates])
 
 
 # What a run may sweep; a column where it does, a word in the title where it does not.
-_SWEPT: tuple[tuple[str, Callable[[Row], str]], ...] = (
+SWEPT: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("suite", lambda row: row["suite"]),
     ("dtype", lambda row: row["dtype"] if row["precision"] != "tf32" else "float32 as TF32"),
     ("layout", lambda row: row["layout"]),
@@ -201,26 +229,48 @@ _SWEPT: tuple[tuple[str, Callable[[Row], str]], ...] = (
 )
 
 
-def _swept(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, Callable[[Row], str]]]]:
+def swept(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, Callable[[Row], str]]]]:
     """The words that hold for all rows, and the columns for what differs among them."""
-    constant = [text(rows[0]) for _, text in _SWEPT if len({text(row) for row in rows}) == 1] if rows else []
-    return constant, [(name, text) for name, text in _SWEPT if len({text(row) for row in rows}) > 1]
+    constant = [text(rows[0]) for _, text in SWEPT if len({text(row) for row in rows}) == 1] if rows else []
+    return constant, [(name, text) for name, text in SWEPT if len({text(row) for row in rows}) > 1]
 
 
 # --- the terminal ----------------------------------------------------------------------------------------------------
-
-_WIDE = 110
-"""Columns of a terminal from which on the table spells each layer out."""
 
 
 def show(report: Report, console: Console) -> None:
     """Prints the table, its conditions and the summary."""
     rows = report["rows"]
-    constant, columns = _swept(rows)
+    constant, columns = swept(rows)
     console.print(Text(" · ".join(["upconv bench", *constant]), style="bold"))
-    console.print(Text(conditions(report), style="dim"))
-    console.print(table(rows, columns, layers=console.width >= _WIDE))
-    summary = summarise(rows)
+    show_conditions(report, console)
+    console.print(table(rows, columns, wide=console.width >= WIDE))
+    for line in summary_lines(summarise(rows)):
+        console.print(line)
+    for row in wrong(rows):
+        console.print(Text(f"{row['case']}: {row.get('failure') or 'no result'}", style="red"))
+    for row in rows:
+        if row["warning"]:
+            console.print(Text(f"{row['case']}: {row['warning']}", style="yellow"))
+    if report["ceilings"]["matmul_flops_per_s"]:
+        console.print(Text(f"roof: {ceiling_text(report['ceilings'])}", style="dim"))
+
+
+def show_conditions(found: Measured, console: Console) -> None:
+    """Where a report of any kind was measured, under which load, and whether it is whole."""
+    console.print(Text(conditions(found), style="dim"))
+    start, end = found["load"]["start"], found["load"]["end"]
+    if start and end:
+        cores = found["device"].get("cores")
+        on = f", on {cores} cores" if cores else ""
+        console.print(Text(f"load average {start[0]:.2f} at the start, {end[0]:.2f} at the end{on}", style="dim"))
+    if not found["complete"]:
+        console.print(Text("incomplete: the run was interrupted", style="yellow"))
+
+
+def summary_lines(summary: Summary) -> list[Text]:
+    """Geometric means in sentences."""
+    lines = []
     if summary["ours"]:
         lowest = summary["lowest"]
         text = Text.assemble(
@@ -229,59 +279,101 @@ def show(report: Report, console: Console) -> None:
         )
         if lowest is not None:
             text.append(f"; lowest {lowest['case']} {lowest['ratio']:.2f}x")
-        console.print(text)
+        lines.append(text)
+    if summary["frozen"] is not None:
+        lines.append(Text(f"{summary['frozen']:.2f}x of the same rows with upconv.freeze, which keeps packed weights"))
     if summary["delegated"]:
         names = ", ".join(dict.fromkeys(summary["delegated"]))
         count = len(summary["delegated"])
-        console.print(
-            f"{summary['mean_of_all']:.2f}x with the {count} rows left to PyTorch's own operator at 1: {names}"
-        )
-    for row in wrong(rows):
-        console.print(Text(f"{row['case']}: {row.get('failure') or 'no result'}", style="red"))
-    console.print(Text(f"roof: {_ceiling_text(report['ceilings'])}", style="dim"))
+        all_of_them = f"{summary['mean_of_all']:.2f}x with the {count} rows left to PyTorch's own operator at 1"
+        lines.append(Text(f"{all_of_them}: {names}"))
+    return lines
 
 
-def table(rows: Sequence[Row], columns: Sequence[tuple[str, Callable[[Row], str]]], *, layers: bool) -> Table:
-    """The rows as a table; ``columns`` are those beside the fixed ones, and ``layers`` spells each case out."""
-    scaled = any(row["scale"] != 1 for row in rows)
-    peaks = any(row["ours_peak_bytes"] is not None for row in rows)
-    grid = Table(header_style="bold", pad_edge=False)
+Column = tuple[str, Callable[[Row], "str | Text"]]
+"""A column's head, and its cell for a row."""
+
+
+def table(rows: Sequence[Row], swept: Sequence[tuple[str, Callable[[Row], str]]], *, wide: bool) -> Table:
+    """The rows as a table.
+
+    Args:
+        rows: of a report.
+        swept: columns beside the fixed ones.
+        wide: spell each layer and the quartiles of its times out; else only how far the quartiles are apart, without
+            lines between columns, so that 80 of a terminal do.
+    """
+    grid = Table(header_style="bold", pad_edge=False, box=HEAVY_HEAD if wide else None, collapse_padding=not wide)
     grid.add_column("case", no_wrap=True)
-    if layers:
+    if wide:
         grid.add_column("layer and input", style="dim", overflow="fold")
-    for name, _ in columns:
+    for name, _ in swept:
         grid.add_column(name, no_wrap=True)
-    if scaled:
-        grid.add_column("scale", justify="right", no_wrap=True)
-    for name in ("upconv ms", "PyTorch ms", "speed-up", "of roof"):
-        grid.add_column(name, justify="right", no_wrap=True)
-    if peaks:
-        grid.add_column("peak MB", justify="right", no_wrap=True)
-        grid.add_column("PyTorch's", justify="right", no_wrap=True)
-    compared = any(row["tolerance_used"] is not None for row in rows)
-    for name in ("error", *(("PyTorch's", "of tolerance") if compared else ())):
-        grid.add_column(name, justify="right", no_wrap=True)
-    grid.add_column("engine", no_wrap=True)
+    columns = _columns(rows, wide)
+    for name, _ in columns:
+        grid.add_column(name, justify="left" if name == "engine" else "right", no_wrap=True)
     for row in rows:
-        cells: list[str | Text] = [
-            row["case"],
-            *([row["layer"]] if layers else []),
-            *(text(row) for _, text in columns),
-        ]
-        if scaled:
-            cells.append(_scale(row["scale"]))
-        if row["ours_ms"] is None:
-            cells += [Text("wrong" if row["rel_error"] is not None else "failed", style="bold red"), "", "", ""]
-        else:
-            cells += [_ms(row["ours_ms"]), _ms(row["torch_ms"]), _ratio(row), f"{row['percent_of_roof'] or 0:.0f}%"]
-        if peaks:
-            cells += [_megabytes(row["ours_peak_bytes"]), _megabytes(row["torch_peak_bytes"])]
-        cells.append(_error(row["rel_error"]))
-        if compared:
-            cells += [_error(row["torch_rel_error"]), _error(row["tolerance_used"])]
-        cells.append(Text(row["engine"], style="dim" if row["engine"] == "torch" else ""))
-        grid.add_row(*cells)
+        fixed = [row["case"], *([row["layer"]] if wide else []), *(text(row) for _, text in swept)]
+        grid.add_row(*fixed, *(cell(row) for _, cell in columns))
     return grid
+
+
+def _columns(rows: Sequence[Row], wide: bool) -> list[Column]:
+    """The columns of numbers that these rows have something for."""
+
+    def any_of(key: str) -> bool:
+        return any(row[key] is not None for row in rows)  # type: ignore[literal-required]
+
+    found: list[Column] = (
+        [("scale", lambda row: _scale(row["scale"]))] if any(row["scale"] != 1 for row in rows) else []
+    )
+    found += [("upconv ms", _ours), *_quartiles(rows, "ours", wide), ("PyTorch ms", lambda row: _ms(row["torch_ms"]))]
+    found += _quartiles(rows, "torch", wide)
+    if not wide and any_of("torch_upper_ms"):
+        found.append(("spread", _spread))
+    found += [("speed-up", _ratio), ("of roof", _share)]
+    if any_of("frozen_ms"):
+        found += [("frozen ms", lambda row: _ms(row["frozen_ms"])), *_quartiles(rows, "frozen", wide)]
+        found.append(("frozen", lambda row: "" if row["frozen_ratio"] is None else f"{row['frozen_ratio']:.2f}x"))
+    if any_of("ours_peak_bytes"):
+        found.append(("peak MB", lambda row: _megabytes(row["ours_peak_bytes"])))
+        found.append(("PyTorch's", lambda row: _megabytes(row["torch_peak_bytes"])))
+    found.append(("error", lambda row: _error(row["rel_error"])))
+    if any_of("tolerance_used"):
+        found.append(("PyTorch's", lambda row: _error(row["torch_rel_error"])))
+        found.append(("of tolerance", lambda row: _error(row["tolerance_used"])))
+    found.append(("engine", lambda row: Text(row["engine"], style="dim" if row["engine"] == "torch" else "")))
+    return found
+
+
+def _quartiles(rows: Sequence[Row], side: str, wide: bool) -> list[Column]:
+    """The lower and the upper quartile of a side's times, in a wide table of a report that has them."""
+
+    def text(row: Row) -> str:
+        lower, upper = (row[f"{side}_{which}_ms"] for which in ("lower", "upper"))  # type: ignore[literal-required]
+        return "" if lower is None else f"{_ms(lower)}-{_ms(upper)}"
+
+    return [("quartiles", text)] if wide and any(map(text, rows)) else []
+
+
+def _spread(row: Row) -> str:
+    """How far the quartiles are apart in percent of the median, of the side where that is more."""
+    shares = [
+        (row[f"{side}_upper_ms"] - row[f"{side}_lower_ms"]) / row[f"{side}_ms"]  # type: ignore[literal-required]
+        for side in ("ours", "torch", "frozen")
+        if row[f"{side}_upper_ms"] is not None  # type: ignore[literal-required]
+    ]
+    return f"{max(shares):.0%}" if shares else ""
+
+
+def _ours(row: Row) -> str | Text:
+    if row["ours_ms"] is None:
+        return Text("wrong" if row["rel_error"] is not None else "failed", style="bold red")
+    return _ms(row["ours_ms"])
+
+
+def _share(row: Row) -> str:
+    return "" if row["ours_ms"] is None else f"{row['percent_of_roof'] or 0:.0f}%"
 
 
 def _error(value: float | None) -> str:
@@ -293,219 +385,10 @@ def _megabytes(value: int | None) -> str:
 
 
 def _ratio(row: Row) -> Text:
-    ratio = row["ratio"] or 1.0
+    if row["ratio"] is None:
+        return Text("")
     if row["engine"] == "torch":
         return Text("torch", style="dim")
     # 5% is what the medians of two equal implementations differ by on a shared machine.
+    ratio = row["ratio"]
     return Text(f"{ratio:.2f}x", style="green" if ratio > 1.05 else "yellow" if ratio >= 0.95 else "red")
-
-
-# --- plots -----------------------------------------------------------------------------------------------------------
-
-_COLOURS = ("#2b6cb0", "#dd6b20", "#2f855a", "#b83280", "#6b46c1", "#b7791f", "#2c7a7b", "#9b2c2c")
-_QUIET = "#8a8f98"
-
-
-def plot(report: Report, path: Path) -> None:
-    """Draws bars of speed-up beside a roofline, PNG or SVG by the path's suffix.
-
-    Raises:
-        ValueError: another suffix, or no row with a speed.
-        ImportError: matplotlib is not installed.
-    """
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise ValueError(f"the plot's file must end in .png or .svg, got {str(path)!r}")
-    rows = [row for row in report["rows"] if row["ratio"] is not None]
-    if not rows:
-        raise ValueError("a plot needs at least one row with a speed, and this report has none")
-
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    series = list(dict.fromkeys(_series(row) for row in rows))
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(series)}
-    cases = list(dict.fromkeys((row["suite"], row["case"]) for row in rows))
-    height = min(40.0, max(4.6, 1.9 + 0.26 * len(cases) * max(1.0, 0.6 * len(series))))
-    with matplotlib.rc_context(
-        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
-    ):
-        figure = Figure(figsize=(12.5, height), layout="constrained")
-        bars, roof = figure.subplots(1, 2, width_ratios=(1.0, 1.15))
-        _draw_bars(bars, rows, cases, series, colours)
-        _draw_roofline(roof, rows, report["ceilings"], colours)
-        figure.supxlabel(f"{conditions(report)}\n{_ceiling_text(report['ceilings'])}", fontsize=8, color="#555555")
-        publish(path, lambda temporary: figure.savefig(temporary, dpi=150))
-
-
-def plot_roofs(reports: Sequence[Report], path: Path) -> None:
-    """Draws for each report, side by side, how much of the roof PyTorch and upconv reach in every case.
-
-    Raises:
-        ValueError: a path that ends neither in .png nor in .svg, or a report without a row that has a speed.
-        ImportError: matplotlib is not installed.
-    """
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise ValueError(f"the plot's file must end in .png or .svg, got {str(path)!r}")
-    timed = [[row for row in report["rows"] if row["ratio"] is not None] for report in reports]
-    if not all(timed):
-        raise ValueError("a plot needs at least one row with a speed, and this report has none")
-
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(
-        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
-    ):
-        height = max(4.0, 1.6 + 0.27 * max(map(len, timed)))
-        figure = Figure(figsize=(6.2 * len(reports), height), layout="constrained")
-        panels = figure.subplots(1, len(reports), squeeze=False)[0]
-        for axes, report, rows in zip(panels, reports, timed):
-            _draw_roofs(axes, rows)
-            axes.set_title(" · ".join(_swept(rows)[0][1:]), loc="left", fontweight="bold")
-            axes.set_xlabel(f"percent of the roof ({_ceiling_text(report['ceilings'])})", fontsize=8)
-        figure.supxlabel(conditions(reports[0]), fontsize=8, color="#555555")
-        publish(path, lambda temporary: figure.savefig(temporary, dpi=150))
-
-
-def _draw_roofs(axes: Axes, rows: Sequence[Row]) -> None:
-    """A bar a case for each side; the ratio stands at the end of ours."""
-    for i, row in enumerate(rows):
-        ours, theirs = (100 * row["roof_ms"] / (ms or math.inf) for ms in (row["ours_ms"], row["torch_ms"]))
-        axes.barh(i + 0.19, theirs, height=0.36, color="#c3c8cf", label="PyTorch" if i == 0 else None)
-        axes.barh(i - 0.19, ours, height=0.36, color=_COLOURS[0], label="upconv" if i == 0 else None)
-        axes.annotate(
-            f"{ours:.0f}% · {_times(row['ratio'] or 1.0)}", (ours, i - 0.19), (3, 0), textcoords="offset points",
-            va="center", fontsize=7.5,
-        )  # fmt: skip
-    axes.axvline(100, color="#333333", linewidth=0.9)
-    best = max(100 * row["roof_ms"] / (row["ours_ms"] or math.inf) for row in rows)
-    axes.set_xlim(0, 1.22 * max(100.0, best))
-    axes.set_yticks(range(len(rows)), [row["case"] for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.legend(fontsize=7.5, loc="lower right")
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
-
-
-def _series(row: Row) -> str:
-    return " · ".join(text(row) for _, text in _SWEPT[1:])
-
-
-def _draw_bars(
-    axes: Axes, rows: Sequence[Row], cases: list[tuple[str, str]], series: list[str], colours: dict[str, str]
-) -> None:
-    """Bars from 1 on a logarithmic axis: twice as fast is as long as half as fast, to the other side."""
-    thickness = 0.8 / len(series)
-    ratios = [row["ratio"] or 1.0 for row in rows]
-    low, high = min(1.0, *ratios), max(2.0, *ratios)
-    for row in rows:
-        ratio, name = row["ratio"] or 1.0, _series(row)
-        y = cases.index((row["suite"], row["case"])) + (series.index(name) - (len(series) - 1) / 2) * thickness
-        if row["engine"] == "torch":
-            axes.annotate(
-                "PyTorch's own", (1, y), (3, 0), textcoords="offset points", va="center", fontsize=7, color=_QUIET
-            )
-            continue
-        axes.barh(y, ratio - 1, left=1, height=thickness * 0.9, color=colours[name])
-        side = 1 if ratio >= 1 else -1
-        axes.annotate(
-            _times(ratio), (ratio, y), (3 * side, 0), textcoords="offset points",
-            va="center", ha="left" if side > 0 else "right", fontsize=7.5,
-        )  # fmt: skip
-    axes.set_xscale("log", base=2)
-    room = (high / low) ** 0.13  # for the numbers at the bars' ends
-    left, right = low / (room if low < 1 else 1.05), high * room
-    axes.set_xlim(left, right)
-    ticks = [2.0**e for e in range(-6, 10) if left <= 2.0**e <= right]
-    axes.set_xticks(ticks, [f"{t:g}x" for t in ticks])
-    axes.minorticks_off()
-    axes.axvline(1, color="#333333", linewidth=0.9)
-    axes.set_yticks(range(len(cases)), [name for _, name in cases])
-    axes.set_ylim(len(cases) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("speed-up over PyTorch (logarithmic)")
-    axes.set_title(series[0] if len(series) == 1 else "Speed-up by case", loc="left", fontweight="bold")
-    if len(series) > 1:
-        from matplotlib.patches import Patch
-
-        handles = [Patch(color=colours[name], label=name) for name in series]
-        axes.legend(handles=handles, fontsize=7.5, frameon=True, loc="best")
-
-
-def _label(axes: Axes, points: Sequence[Row], unit: float) -> None:
-    """Names each case once, at its fastest point, on the side where no other name is; without room, not at all."""
-    best = {row["case"]: row for row in sorted(points, key=lambda row: row["flops"] / (row["ours_ms"] or 1.0))}
-    width, height = (math.log10(high / low) for low, high in (axes.get_xlim(), axes.get_ylim()))
-    taken: list[tuple[float, float, float, float]] = []
-    for name, row in best.items():
-        x, y = row["flops"] / row["bytes"], row["flops"] / (row["ours_ms"] or 1.0) * 1e3 / unit
-        across, up = (math.log10(x / axes.get_xlim()[0]) / width, math.log10(y / axes.get_ylim()[0]) / height)
-        wide, tall = 0.012 * len(name) + 0.01, 0.026  # a name's size as a share of the axes
-        for rise, side in product((4, -4, 16, -16), (1, -1)):  # in points; a name is about 10 of them high
-            begin, near = across if side > 0 else across - wide, up + rise * tall / 10
-            bottom = near if rise > 0 else near - tall
-            box = (begin, begin + wide, bottom, bottom + tall)
-            inside = box[0] >= 0 and box[1] <= 1 and box[2] >= 0
-            if inside and not any(box[0] < t[1] and t[0] < box[1] and box[2] < t[3] and t[2] < box[3] for t in taken):
-                taken.append(box)
-                axes.annotate(
-                    name, (x, y), (4 * side, rise), textcoords="offset points", fontsize=7, color="#444444",
-                    ha="left" if side > 0 else "right", va="bottom" if rise > 0 else "top",
-                )  # fmt: skip
-                break
-
-
-def _draw_roofline(axes: Axes, rows: Sequence[Row], ceilings: Ceilings, colours: dict[str, str]) -> None:
-    """FLOP/s reached over FLOP per compulsory byte; a line joins PyTorch's point with ours."""
-    from matplotlib.lines import Line2D
-
-    points = [row for row in rows if row["flops"] and row["bytes"]]
-    copy, rates = ceilings["copy_bytes_per_s"], ceilings["matmul_flops_per_s"]
-    intensities = [row["flops"] / row["bytes"] for row in points] or [1.0]
-    left, right = min(intensities) / 2, max(*intensities, *(rate / copy for rate in rates.values())) * 2
-    used = {row["precision"] for row in rows}
-    unit, name = (1e12, "TFLOP/s") if max(rates.values()) >= 1e13 else (1e9, "GFLOP/s")
-    for precision, rate in rates.items():
-        if precision not in used:
-            continue
-        ridge = rate / copy
-        axes.plot([left, ridge, right], [copy * left / unit, rate / unit, rate / unit], color="#333333", linewidth=1.2)
-        axes.annotate(
-            f"{precision} matmul {si(rate, 'FLOP/s')}", (right, rate / unit), (-2, 3), textcoords="offset points",
-            ha="right", fontsize=7.5,
-        )  # fmt: skip
-    for row in points:
-        x, colour = row["flops"] / row["bytes"], colours[_series(row)]
-        ours, theirs = (row["flops"] / (ms or 1.0) * 1e3 / unit for ms in (row["ours_ms"], row["torch_ms"]))
-        if row["engine"] == "torch":
-            axes.plot(x, theirs, "o", markersize=5, markerfacecolor="none", color=_QUIET)
-        else:
-            axes.plot([x, x], [theirs, ours], color=colour, linewidth=0.8, alpha=0.6)
-            axes.plot(x, theirs, "o", markersize=5, markerfacecolor="white", color=colour)
-            axes.plot(x, ours, "o", markersize=5, color=colour)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(left, right)
-    _label(axes, points, unit)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.grid(color="#e4e4e4", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("useful FLOP per compulsory byte")
-    axes.set_ylabel(name)
-    axes.set_title(f"Roofline: copy {si(copy, 'B/s')}", loc="left", fontweight="bold")
-    handles: list[Any] = [
-        Line2D([], [], marker="o", linestyle="", color=_COLOURS[0], label="upconv"),
-        Line2D([], [], marker="o", linestyle="", color=_COLOURS[0], markerfacecolor="white", label="PyTorch"),
-        Line2D([], [], marker="o", linestyle="", color=_QUIET, markerfacecolor="none", label="left to PyTorch"),
-    ]
-    if not any(row["engine"] == "torch" for row in points):
-        handles.pop()
-    axes.legend(handles=handles, loc="lower right", fontsize=7.5)

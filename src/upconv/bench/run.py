@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from typing import TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -46,6 +46,15 @@ Row = TypedDict(
         "bytes": int,
         "rounds": int,
         "failure": "str | None",
+        "warning": "str | None",
+        "ours_lower_ms": "float | None",
+        "ours_upper_ms": "float | None",
+        "torch_lower_ms": "float | None",
+        "torch_upper_ms": "float | None",
+        "frozen_ms": "float | None",
+        "frozen_lower_ms": "float | None",
+        "frozen_upper_ms": "float | None",
+        "frozen_ratio": "float | None",
         "ours_peak_bytes": "int | None",
         "torch_peak_bytes": "int | None",
         "inputs": Inputs,
@@ -55,11 +64,12 @@ Row = TypedDict(
 )
 """A row of the report, as in JSON.
 
-Times are medians in milliseconds; a wrong row has none, and ``failure`` says what is wrong with it. ``ratio`` is
-PyTorch's time over ours: above 1 ours is faster. ``scale`` is the share of the whole case's multiplications that the
-row computes. Peak bytes are beside inputs and results, where they were measured. ``tolerance_used`` is
-`check.tolerance_used` on KernelBench's own kind of inputs, of a forward on a GPU. ``wall_s`` is what the row cost in
-seconds, everything counted.
+Times are medians in milliseconds, beside them the lower and the upper quartile; a wrong row has none, and ``failure``
+says what is wrong with it. ``warning`` says that times vary by more than half, see `timing.unsteady`. ``ratio`` is
+PyTorch's time over ours: above 1 ours is faster. ``frozen`` is ours with `upconv.freeze`, where it was measured.
+``scale`` is the share of the whole case's multiplications that the row computes. Peak bytes are beside inputs and
+results, where they were measured. ``tolerance_used`` is `check.tolerance_used` on KernelBench's own kind of inputs, of
+a forward on a GPU. ``wall_s`` is what the row cost in seconds, everything counted.
 """
 
 
@@ -117,6 +127,10 @@ def sweep(
     return Sweep(dtypes=dtypes, precisions=chosen, layouts=layouts or LAYOUTS[:1], passes=passes or PASSES[:1])
 
 
+_WHOLE = ("cpu", "custom")
+"""Suites that are never scaled down: the CPU's is small, and a layer from the command line has the size asked for."""
+
+
 def jobs(suite: str, cases: Iterable[Case], what: Sweep, *, small: bool, bias: bool | None) -> list[Job]:
     """The rows of a run in the report's order. 1-D cases have no channels_last, so they have no such rows.
 
@@ -124,7 +138,7 @@ def jobs(suite: str, cases: Iterable[Case], what: Sweep, *, small: bool, bias: b
         suite: the suite's name.
         cases: its cases.
         what: the sweep.
-        small: scale large cases down, see `suites.quick`.
+        small: scale large cases down, see `suites.quick`; not those of `cpu` and `custom`.
         bias: with or without bias; None for what the suite says.
     """
     found = []
@@ -140,8 +154,7 @@ def jobs(suite: str, cases: Iterable[Case], what: Sweep, *, small: bool, bias: b
                     pass_=pass_,
                     bias=whole.bias if bias is None else bias,
                 )
-                # The CPU suite is small already, and its targets are stated at its own sizes.
-                problem = quick(changed) if small and suite != "cpu" else changed
+                problem = quick(changed) if small and suite not in _WHOLE else changed
                 found.append(Job(suite, name, problem, problem.macs / changed.macs))
     return found
 
@@ -168,21 +181,23 @@ def row(
     peaks: bool = False,
     seed: int = 0,
     inputs: Inputs = "normal",
+    frozen: bool = False,
 ) -> Row:
     """Checks and times one job.
 
-    Both sides run the timed shape once and are compared with the reference; only a right result is timed. Where the
-    plan is PyTorch's own operator there is one implementation: its time stands for both, the ratio is 1 and the engine
+    Every side runs the timed shape and is compared with the reference; only right results are timed. Where the plan is
+    PyTorch's own operator there is one implementation: its time stands for all, the ratio is 1 and the engine
     ``torch``. The roof is left to `set_roof`.
     """
     begin = time.perf_counter()
     found = blank(job, device, inputs)
     p = job.problem
+    frozen = frozen and p.pass_ == "fwd"
     try:
         with timing.precision_flags(p.precision):
-            _check(found, p, device, seed)
+            _check(found, p, device, frozen, seed)
             if found["failure"] is None:
-                _time(found, p, device, repeats, seed)
+                _time(found, p, device, frozen, repeats, seed)
                 if peaks:
                     found["ours_peak_bytes"] = memory.peak_bytes(p, "ours", device)
                     found["torch_peak_bytes"] = memory.peak_bytes(p, "torch", device)
@@ -192,30 +207,29 @@ def row(
     return found
 
 
+_TIMES = tuple(f"{side}{which}_ms" for side in ("ours", "torch", "frozen") for which in ("", "_lower", "_upper"))
+
+
 def fail(found: Row, reason: str) -> None:
     """Makes a row one that has no speed, and says why."""
     found["failure"] = reason
-    found["ours_ms"] = found["torch_ms"] = found["ratio"] = None
+    empty: dict[str, None] = dict.fromkeys((*_TIMES, "ratio", "frozen_ratio", "warning"))
+    found.update(cast(Row, empty))
 
 
 def blank(job: Job, device: torch.device, inputs: Inputs = "normal") -> Row:
     """The row of a job with nothing measured yet."""
     p = job.problem
     plan = planner.plan(p, planner.device_of(device))
-    return {
+    found: Any = dict.fromkeys(Row.__required_keys__)
+    found |= {
         "suite": job.suite,
         "case": job.case,
         "pass": p.pass_,
         "dtype": str(p.dtype).removeprefix("torch."),
         "precision": p.precision,
         "layout": p.layout,
-        "ours_ms": None,
-        "torch_ms": None,
-        "ratio": None,
         "roof_ms": 0.0,
-        "percent_of_roof": None,
-        "rel_error": None,
-        "torch_rel_error": None,
         "engine": plan.engine(p.pass_),
         "plan": plan_text(plan, p.pass_),
         "layer": _layer(p),
@@ -223,24 +237,29 @@ def blank(job: Job, device: torch.device, inputs: Inputs = "normal") -> Row:
         "flops": p.flops,
         "bytes": p.bytes,
         "rounds": 0,
-        "failure": None,
-        "ours_peak_bytes": None,
-        "torch_peak_bytes": None,
         "inputs": inputs,
-        "tolerance_used": None,
         "wall_s": 0.0,
     }
+    row: Row = found
+    return row
 
 
-def _check(found: Row, p: Problem, device: torch.device, seed: int) -> None:
+def _check(found: Row, p: Problem, device: torch.device, frozen: bool, seed: int) -> None:
     given = timing.operands(p, device, seed, found["inputs"])
     known = check.truths(p, given)
     ours, theirs = timing.work("ours", p, given)(), timing.work("torch", p, given)()
     error, torch_error, right = check.errors(p, known, ours, theirs)
+    kind = "wrong result"
+    if right and frozen:
+        kept = timing.work("frozen", p, given)
+        kept()  # packs; the calls after it use what it keeps
+        frozen_error, _, right = check.errors(p, known, kept(), theirs)
+        error, kind = max(error, frozen_error), "wrong result with frozen weights"
+        del kept
     found["rel_error"] = error if math.isfinite(error) else None
     found["torch_rel_error"] = torch_error if math.isfinite(torch_error) else None
     if not right:
-        found["failure"] = f"wrong result: relative error {error:.1e}, PyTorch's {torch_error:.1e}"
+        found["failure"] = f"{kind}: relative error {error:.1e}, PyTorch's {torch_error:.1e}"
     elif device.type == "cuda" and p.pass_ == "fwd" and found["engine"] != "torch":
         del known, ours, theirs
         given = timing.operands(p, device, seed, "rand")
@@ -249,13 +268,19 @@ def _check(found: Row, p: Problem, device: torch.device, seed: int) -> None:
         found["tolerance_used"] = used if math.isfinite(used) else None
 
 
-def _time(found: Row, p: Problem, device: torch.device, repeats: Repeats, seed: int) -> None:
-    delegated = found["engine"] == "torch"
-    sides: tuple[Side, ...] = ("torch",) if delegated else ("ours", "torch")
+def _time(found: Row, p: Problem, device: torch.device, frozen: bool, repeats: Repeats, seed: int) -> None:
+    asked: tuple[Side, ...] = ("ours", "frozen", "torch") if frozen else ("ours", "torch")
+    sides: tuple[Side, ...] = ("torch",) if found["engine"] == "torch" else asked
     seconds, found["rounds"] = timing.compare(p, device, sides, repeats, seed, found["inputs"])
-    ours, theirs = seconds["torch" if delegated else "ours"], seconds["torch"]
-    found["ours_ms"], found["torch_ms"] = 1e3 * ours, 1e3 * theirs
-    found["ratio"] = 1.0 if delegated else theirs / ours
+    times: Any = found
+    for side in asked:
+        lower, middle, upper = seconds.get(side, seconds["torch"])
+        times |= {f"{side}_lower_ms": 1e3 * lower, f"{side}_ms": 1e3 * middle, f"{side}_upper_ms": 1e3 * upper}
+    names = {"ours": "upconv", "torch": "PyTorch", "frozen": "frozen upconv"}
+    found["warning"] = timing.unsteady({names[side]: values for side, values in seconds.items()})
+    found["ratio"] = times["torch_ms"] / times["ours_ms"]
+    if frozen:
+        found["frozen_ratio"] = times["torch_ms"] / times["frozen_ms"]
 
 
 def set_roof(found: Row, ceilings: Ceilings) -> None:
@@ -276,6 +301,7 @@ def run(
     *,
     peaks: bool = False,
     inputs: Inputs = "normal",
+    frozen: bool = False,
     known: tuple[Sequence[Row], Ceilings] | None = None,
     planning: Callable[[Job], object] = lambda job: None,
     progress: Callable[[Job], object] = lambda job: None,
@@ -291,6 +317,7 @@ def run(
         repeats: how often each is timed.
         peaks: also measure peak memory.
         inputs: see `timing.operands`.
+        frozen: also time forwards with `upconv.freeze`.
         known: rows and ceilings of an earlier, unfinished run on the same device; its rows are not measured again, and
             of its ceilings and these the better count for all.
         planning: hears each job, on a GPU, as its kernels are planned ahead of all rows.
@@ -301,36 +328,35 @@ def run(
         DeviceLost: a row left the device unusable (an illegal access, say); ``publish`` has got that row too.
     """
     precisions = list(dict.fromkeys(job.problem.precision for job in todo))
+    rows = {key(found): found for found in known[0]} if known else {}
     ceilings = roofline.measure(precisions, device)
-    earlier: dict[tuple[object, ...], Row] = {}
-    if known is not None:
+    if known:
         ceilings = roofline.better(ceilings, known[1])
-        earlier = {key(found): found for found in known[0]}
+    missing = [job for job in todo if job_key(job) not in rows]
     if device.type == "cuda":
-        compile_ahead([job for job in todo if job_key(job) not in earlier], device, planning)
-    rows: dict[Job, Row] = {}
-
-    def tell() -> list[Row]:
-        found = [rows[job] for job in todo if job in rows]
-        for one in found:
-            set_roof(one, ceilings)
-        publish(found, ceilings)
-        return found
-
-    for job in todo:
-        done = earlier.get(job_key(job))
-        if done is not None:
-            rows[job] = done
-    for job in todo:
-        if job in rows:
-            continue
+        compile_ahead(missing, device, planning)
+    for job in missing:
         progress(job)
-        rows[job] = row(job, device, repeats, peaks=peaks, inputs=inputs)
-        tell()
-        if device.type == "cuda" and rows[job]["failure"] is not None:
+        found = rows[job_key(job)] = row(job, device, repeats, peaks=peaks, inputs=inputs, frozen=frozen)
+        _tell(todo, rows, ceilings, publish)
+        if device.type == "cuda" and found["failure"] is not None:
             _check_device(device, job)
     ceilings = roofline.better(ceilings, roofline.measure(precisions, device))
-    return tell(), ceilings
+    return _tell(todo, rows, ceilings, publish), ceilings
+
+
+def _tell(
+    todo: Sequence[Job],
+    rows: dict[tuple[object, ...], Row],
+    ceilings: Ceilings,
+    publish: Callable[[list[Row], Ceilings], object],
+) -> list[Row]:
+    """The rows so far, in order, with their roofs; ``publish`` gets them too."""
+    found = [rows[job_key(job)] for job in todo if job_key(job) in rows]
+    for one in found:
+        set_roof(one, ceilings)
+    publish(found, ceilings)
+    return found
 
 
 def key(found: Row) -> tuple[object, ...]:
@@ -385,5 +411,9 @@ def compile_ahead(
             jit.cubin(source, arch, label)
 
     with ThreadPoolExecutor(max(1, min(16, len(found)))) as pool:
-        list(pool.map(compile_one, found.items()))
+        try:
+            list(pool.map(compile_one, found.items()))
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)  # else it compiles the rest first
+            raise
     return len(found)

@@ -327,6 +327,17 @@ def parse_input(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split("x")))
 
 
+def parse_shape(text: str) -> tuple[int, ...]:
+    """``8x100`` as ``(8, 100)``: the sizes of a tensor of any rank.
+
+    Raises:
+        ValueError: any other text, in one sentence.
+    """
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        raise ValueError(f"--input must be sizes joined by x, like 8x64x512x512 or 8x100; got {text!r}")
+    return tuple(map(int, text.split("x")))
+
+
 def parse_layer(text: str, input: str) -> Problem:
     """A layer in ``torch.nn.ConvTranspose2d``'s argument order and names, on an input; the rank is the input's.
 

@@ -17,27 +17,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
+from statistics import quantiles
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import upconv
 from upconv.cpu import memory_format
 from upconv.cuda import provisional
 from upconv.problem import Pass, Precision, Problem
 
-Side = Literal["ours", "torch"]
+Side = Literal["ours", "torch", "frozen"]
+"""``frozen`` is ours with `upconv.freeze`, by which packed weights are kept between calls."""
 Inputs = Literal["normal", "rand"]
 INPUTS: tuple[Inputs, ...] = ("normal", "rand")
 Results = tuple[Tensor, ...]
 Work = Callable[[], Results]
 
-_CALLS: dict[Side, tuple[Callable[..., Tensor], ...]] = {
+_CALLS: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "ours": (upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d),
     "torch": (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
 }
+_LAYERS: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_package: Any = upconv
 
 
 class Operands(NamedTuple):
@@ -85,13 +88,16 @@ def operands(p: Problem, device: torch.device, seed: int, inputs: Inputs = "norm
 def work(side: Side, p: Problem, given: Operands) -> Work:
     """A pass of ``p`` as a user would call it, ready to run: what it needs from outside of the timed region is done.
 
-    Its results are those of `result_names`: the output, or gradients through autograd. For ``grad-input`` and
-    ``grad-weight`` the forward has run and its graph is kept; a step is the forward and all gradients.
+    Its results are those of `result_names`: the output, or gradients through autograd. A forward is a module's, of ours
+    one that `upconv.accelerate` has seen. For ``grad-input`` and ``grad-weight`` the forward has run and its graph is
+    kept; a step is the forward and all gradients.
     """
+    if p.pass_ == "fwd":
+        module = layer(side, p, given)
+        return lambda: (module(given.input),)
     call = _CALLS[side][p.rank - 1]
-    leaf = p.pass_ != "fwd"
-    x, w = given.input.detach().requires_grad_(leaf), given.weight.detach().requires_grad_(leaf)
-    b = None if given.bias is None else given.bias.detach().requires_grad_(leaf)
+    x, w = given.input.detach().requires_grad_(), given.weight.detach().requires_grad_()
+    b = None if given.bias is None else given.bias.detach().requires_grad_()
 
     def forward() -> Tensor:
         return call(x, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
@@ -100,13 +106,27 @@ def work(side: Side, p: Problem, given: Operands) -> Work:
         out = forward()
         return (out.detach(), *torch.autograd.grad(out, [t for t in (x, w, b) if t is not None], given.grad))
 
-    if p.pass_ == "fwd":
-        return lambda: (forward(),)
     if p.pass_ == "step":
         return step
     kept = forward()
     wanted = x if p.pass_ == "grad-input" else w
     return lambda: torch.autograd.grad(kept, wanted, given.grad, retain_graph=True)
+
+
+def layer(side: Side, p: Problem, given: Operands) -> nn.Module:
+    """A side's module for inference: PyTorch's layer with the given weights, accelerated, or also frozen."""
+    sizes = (p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, p.output_padding)
+    module = _LAYERS[p.rank - 1](*sizes, p.groups, p.bias, p.dilation, device="meta", dtype=p.dtype)
+    weight = given.weight.clone() if side == "frozen" else given.weight  # what is kept of it must serve no other side
+    module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+    if given.bias is not None:
+        module.register_parameter("bias", nn.Parameter(given.bias, requires_grad=False))
+    module.eval()
+    if side != "torch":
+        upconv.accelerate(module)
+    if side == "frozen":
+        _package.freeze(module)
+    return module
 
 
 def result_names(p: Problem) -> tuple[str, ...]:
@@ -210,6 +230,43 @@ def cudnn_clocks(take: Clock) -> dict[str, Clock]:
 _tuned = ThreadPoolExecutor(1, thread_name_prefix="upconv-cudnn-benchmark")
 
 
+# --- spread ----------------------------------------------------------------------------------------------------------
+
+UNSTEADY = 0.5
+
+
+class Quartiles(NamedTuple):
+    """Timings of one side: three quarters of them take at least ``lower``, and three quarters at most ``upper``."""
+
+    lower: float
+    median: float
+    upper: float
+
+    @property
+    def spread(self) -> float:
+        """How far the quartiles are apart, as a share of the median."""
+        return (self.upper - self.lower) / self.median if self.median else 0.0
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """The quartiles of timings, interpolated between neighbours as NumPy does; of one timing itself, thrice."""
+    lower, middle, upper = quantiles([*values, *values[:1]][: max(2, len(values))], n=4, method="inclusive")
+    return Quartiles(lower, middle, upper)
+
+
+def unsteady(sides: Mapping[str, Quartiles]) -> str | None:
+    """A warning of the sides whose times vary by more than half, in a sentence; None where none do.
+
+    Times vary by more than half where the upper and the lower quartile are apart by more than `UNSTEADY` times the
+    median. Such a row says little: something else used the machine.
+    """
+    found = {name: side for name, side in sides.items() if side.spread > UNSTEADY}
+    if not found:
+        return None
+    each = (f"{name}'s by {side.spread:.0%} of their median" for name, side in found.items())
+    return f"times vary by more than half: {', '.join(each)}; measure again on an idle machine"
+
+
 # --- interleaving ----------------------------------------------------------------------------------------------------
 
 
@@ -268,8 +325,8 @@ SET_BYTES = 2 * 10**9
 
 def compare(
     p: Problem, device: torch.device, sides: Sequence[Side], repeats: Repeats, seed: int, inputs: Inputs = "normal"
-) -> tuple[dict[Side, float], int]:
-    """Median seconds of each side, and the rounds. PyTorch's is the better of ``cudnn.benchmark`` on and off."""
+) -> tuple[dict[Side, Quartiles], int]:
+    """Seconds of each side, and the rounds. PyTorch's are the better ones of ``cudnn.benchmark`` on and off."""
     count = max(2, min(4, SET_BYTES // max(p.bytes, 1)))
     sets = [operands(p, device, seed + i, inputs) for i in range(count)]
     runs: dict[str, list[Work]] = {side: [work(side, p, given) for given in sets] for side in sides}
@@ -288,6 +345,7 @@ def compare(
             taken = interleave(runs, clocks, repeats)
         finally:
             torch.backends.cudnn.benchmark = was
-    medians = {name: median(values) for name, values in taken.items()}
-    medians["torch"] = min(medians["torch"], medians.pop("torch-benchmark", math.inf))
-    return {side: medians[side] for side in sides}, len(taken["torch"])
+    found = {name: quartiles(values) for name, values in taken.items()}
+    tuned = found.pop("torch-benchmark", found["torch"])
+    found["torch"] = min(found["torch"], tuned, key=lambda one: one.median)
+    return {side: found[side] for side in sides}, len(taken["torch"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,31 +14,85 @@ import torch
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
-_CHIPS = {
-    "H200": (4.2e12, 1.755e9, 50 << 20),
-    "GH200": (3.6e12, 1.755e9, 50 << 20),
-    "H100": (3.0e12, 1.755e9, 50 << 20),
-    "H100 NVL": (3.4e12, 1.755e9, 50 << 20),
-    "H100 PCIe": (1.8e12, 1.755e9, 50 << 20),
-    "H800": (3.0e12, 1.755e9, 50 << 20),
-    "H20": (3.6e12, 1.755e9, 60 << 20),
-    "A100": (1.7e12, 1.41e9, 40 << 20),
-    "A800": (1.7e12, 1.41e9, 40 << 20),
-    "A30": (0.83e12, 1.44e9, 24 << 20),
-    "A10": (0.54e12, 1.695e9, 6 << 20),
-    "L40S": (0.78e12, 2.52e9, 96 << 20),
-    "L40": (0.78e12, 2.49e9, 96 << 20),
-    "L4": (0.27e12, 2.04e9, 48 << 20),
-    "B200": (7.0e12, 1.85e9, 126 << 20),
-    "GB200": (7.0e12, 1.85e9, 126 << 20),
-    "B300": (7.0e12, 1.85e9, 126 << 20),
-    "GB300": (7.0e12, 1.85e9, 126 << 20),
-    "RTX 5090": (1.6e12, 2.407e9, 96 << 20),
-    "RTX 4090": (0.92e12, 2.52e9, 72 << 20),
-    "RTX 3090": (0.85e12, 1.695e9, 6 << 20),
+
+class Chip(NamedTuple):
+    """What data sheets say of a GPU, as far as plans need it. Tensor rates follow from the capability."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    """0 where data sheets do not give it: such a GPU is known by name only where the driver gives the number."""
+    bandwidth: float
+    """Copy rate in bytes/s, 85 to 90 % of the data sheet's."""
+    clock: float
+    """Boost clock in Hz; of data centre GPUs what they hold under load."""
+    cache_bytes: int
+    """Of the second-level cache."""
+
+
+# Sources: NVIDIA's data sheets and architecture whitepapers; TechPowerUp's GPU database for clocks and caches.
+CHIPS: dict[str, Chip] = {
+    "H200": Chip((9, 0), 132, 4.2e12, 1.755e9, 50 << 20),
+    "GH200": Chip((9, 0), 132, 3.6e12, 1.755e9, 50 << 20),
+    "H100": Chip((9, 0), 132, 3.0e12, 1.755e9, 50 << 20),
+    "H100 NVL": Chip((9, 0), 132, 3.4e12, 1.755e9, 50 << 20),
+    "H100 PCIe": Chip((9, 0), 114, 1.8e12, 1.755e9, 50 << 20),
+    "H800": Chip((9, 0), 132, 3.0e12, 1.755e9, 50 << 20),
+    "H20": Chip((9, 0), 78, 3.6e12, 1.755e9, 60 << 20),
+    "A100": Chip((8, 0), 108, 1.7e12, 1.41e9, 40 << 20),
+    "A100 80GB": Chip((8, 0), 108, 1.7e12, 1.41e9, 40 << 20),
+    "A100 40GB": Chip((8, 0), 108, 1.35e12, 1.41e9, 40 << 20),
+    "A800": Chip((8, 0), 108, 1.7e12, 1.41e9, 40 << 20),
+    "A30": Chip((8, 0), 56, 0.83e12, 1.44e9, 24 << 20),
+    "A10": Chip((8, 6), 72, 0.54e12, 1.695e9, 6 << 20),
+    "A10G": Chip((8, 6), 80, 0.54e12, 1.71e9, 6 << 20),
+    "A40": Chip((8, 6), 84, 0.63e12, 1.74e9, 6 << 20),
+    "RTX A6000": Chip((8, 6), 84, 0.69e12, 1.8e9, 6 << 20),
+    "L4": Chip((8, 9), 58, 0.27e12, 2.04e9, 48 << 20),
+    "L40": Chip((8, 9), 142, 0.78e12, 2.49e9, 96 << 20),
+    "L40S": Chip((8, 9), 142, 0.78e12, 2.52e9, 96 << 20),
+    "RTX 6000 Ada": Chip((8, 9), 142, 0.86e12, 2.505e9, 96 << 20),
+    "B200": Chip((10, 0), 148, 7.0e12, 1.85e9, 126 << 20),
+    "GB200": Chip((10, 0), 0, 7.0e12, 1.85e9, 126 << 20),
+    "B300": Chip((10, 3), 0, 7.0e12, 1.85e9, 126 << 20),
+    "GB300": Chip((10, 3), 0, 7.0e12, 1.85e9, 126 << 20),
+    "RTX 5090": Chip((12, 0), 170, 1.6e12, 2.407e9, 96 << 20),
+    "RTX 5080": Chip((12, 0), 84, 0.86e12, 2.617e9, 64 << 20),
+    "RTX 5070 Ti": Chip((12, 0), 70, 0.81e12, 2.452e9, 48 << 20),
+    "RTX 5070": Chip((12, 0), 48, 0.6e12, 2.512e9, 48 << 20),
+    "RTX 5060 Ti": Chip((12, 0), 36, 0.4e12, 2.572e9, 32 << 20),
+    "RTX 5060": Chip((12, 0), 30, 0.4e12, 2.497e9, 32 << 20),
+    "RTX 4090": Chip((8, 9), 128, 0.92e12, 2.52e9, 72 << 20),
+    "RTX 4080 Super": Chip((8, 9), 80, 0.66e12, 2.55e9, 64 << 20),
+    "RTX 4080": Chip((8, 9), 76, 0.65e12, 2.505e9, 64 << 20),
+    "RTX 4070 Ti Super": Chip((8, 9), 66, 0.6e12, 2.61e9, 48 << 20),
+    "RTX 4070 Ti": Chip((8, 9), 60, 0.45e12, 2.61e9, 48 << 20),
+    "RTX 4070 Super": Chip((8, 9), 56, 0.45e12, 2.475e9, 48 << 20),
+    "RTX 4070": Chip((8, 9), 46, 0.45e12, 2.475e9, 36 << 20),
+    "RTX 4060 Ti": Chip((8, 9), 34, 0.26e12, 2.535e9, 32 << 20),
+    "RTX 4060": Chip((8, 9), 24, 0.245e12, 2.46e9, 24 << 20),
+    "RTX 3090 Ti": Chip((8, 6), 84, 0.91e12, 1.86e9, 6 << 20),
+    "RTX 3090": Chip((8, 6), 82, 0.85e12, 1.695e9, 6 << 20),
+    "RTX 3080 Ti": Chip((8, 6), 80, 0.82e12, 1.665e9, 6 << 20),
+    "RTX 3080": Chip((8, 6), 68, 0.68e12, 1.71e9, 5 << 20),
+    "RTX 3070 Ti": Chip((8, 6), 48, 0.55e12, 1.77e9, 4 << 20),
+    "RTX 3070": Chip((8, 6), 46, 0.4e12, 1.725e9, 4 << 20),
+    "RTX 3060 Ti": Chip((8, 6), 38, 0.4e12, 1.665e9, 4 << 20),
+    "RTX 3060": Chip((8, 6), 28, 0.32e12, 1.777e9, 3 << 20),
+    "Jetson AGX Orin": Chip((8, 7), 16, 0.18e12, 1.3e9, 4 << 20),
 }
-"""By the words of the name: estimates of the copy rate in bytes/s (85 to 90 % of the data sheets') and the clock in Hz,
-and the bytes of the second-level cache."""
+"""GPUs by the words of their names."""
+
+# Names without the maker's words of GPUs older than upconv's kernels. Source: developer.nvidia.com/cuda-gpus.
+_OLDER: dict[str, tuple[int, int]] = {
+    r"t4g?|20[678]0(ti|super)?|(gtx)?16[56]0(ti|super)?|titanrtx|[34568]000": (7, 5),
+    r"g?v100s?|titanv": (7, 0),
+    r"p40?|p6|(gtx)?10[5678]0(ti)?|titanxp?": (6, 1),
+    r"g?p100": (6, 0),
+    r"m[46]0|(gtx)?9[5678]0(ti)?": (5, 2),
+    r"k[48]0": (3, 7),
+}
+_OTHERS = r"(amd|instinct|mi\d{2,3}|radeon|rx\d|rdna|cdna|intel|arc|gaudi|apple|m[1-5](pro|max|ultra)?$|tpu|trainium)"
+"""How names of accelerators without CUDA begin."""
 
 MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
@@ -128,9 +183,10 @@ def gpu(device_index: int) -> Gpu:
 def _rates(properties: Any) -> tuple[float, float, int]:
     """(bytes/s, Hz, bytes of cache) of a known chip by its name, else from what the driver says, else typical ones."""
     words = set(str(properties.name).replace("-", " ").split())
-    for model in sorted(_CHIPS, key=lambda model: len(model.split()), reverse=True):
-        if words.issuperset(model.split()):
-            return _CHIPS[model]
+    for model in sorted(CHIPS, key=lambda model: len(model.split()), reverse=True):
+        if words.issuperset(model.split()) and "Laptop" not in words:  # a laptop's is another chip of the same name
+            chip = CHIPS[model]
+            return chip.bandwidth, chip.clock, chip.cache_bytes
     kilohertz = float(getattr(properties, "memory_clock_rate", 0))
     bits = float(getattr(properties, "memory_bus_width", 0))
     sheet = 2 * 1e3 * kilohertz * bits / 8  # two transfers a clock
@@ -141,18 +197,67 @@ def _rates(properties: Any) -> tuple[float, float, int]:
     )
 
 
-def _known(name: str, capability: tuple[int, int], multiprocessors: int, chip: str) -> Gpu:
-    bandwidth, clock, cache_bytes = _CHIPS[chip]
-    shared = _SHARED[capability]
-    return Gpu(name, capability, arch_of(capability), multiprocessors, *shared, bandwidth, clock, cache_bytes)
+# --- GPUs by name ----------------------------------------------------------------------------------------------------
 
 
-H200 = _known("NVIDIA H200", (9, 0), 132, "H200")
-A100 = _known("NVIDIA A100-SXM4-80GB", (8, 0), 108, "A100")
-RTX3090 = _known("NVIDIA GeForce RTX 3090", (8, 6), 82, "RTX 3090")
-RTX4090 = _known("NVIDIA GeForce RTX 4090", (8, 9), 128, "RTX 4090")
-B200 = _known("NVIDIA B200", (10, 0), 148, "B200")
-RTX5090 = _known("NVIDIA GeForce RTX 5090", (12, 0), 170, "RTX 5090")
+def _described(model: str) -> Gpu:
+    chip = CHIPS[model]
+    maker = "NVIDIA GeForce" if re.match("RTX [345]0", model) else "NVIDIA"
+    shared_bytes, shared_per_sm = _SHARED[chip.capability]
+    return Gpu(
+        name="NVIDIA A100-SXM4-80GB" if model == "A100" else f"{maker} {model}",
+        capability=chip.capability,
+        arch=arch_of(chip.capability),
+        multiprocessors=chip.multiprocessors,
+        shared_bytes=shared_bytes,
+        shared_per_sm=shared_per_sm,
+        bandwidth=chip.bandwidth,
+        clock=chip.clock,
+        cache_bytes=chip.cache_bytes,
+    )
+
+
+KNOWN: dict[str, Gpu] = {model: _described(model) for model, chip in CHIPS.items() if chip.multiprocessors}
+"""The GPUs that plans can be made for without having one, by name."""
+
+H200, A100, B200 = KNOWN["H200"], KNOWN["A100"], KNOWN["B200"]
+RTX3090, RTX4090, RTX5090 = KNOWN["RTX 3090"], KNOWN["RTX 4090"], KNOWN["RTX 5090"]
+
+_MAKERS = r"nvidia|geforce|tesla|quadro|jetson|generation|gpu|sxm\d*|hbm\d*e?"
+
+
+def by_name(name: str) -> Gpu:
+    """A GPU by its usual name; case, spaces, hyphens and the maker's words do not count.
+
+    ``by_name("h100-pcie")`` and ``by_name("NVIDIA H100 PCIe")`` are the same, ``by_name("4090")`` is the RTX 4090.
+
+    Args:
+        name: like ``H100``, ``A100 40GB``, ``RTX 3060 Ti`` or ``NVIDIA GeForce RTX 4090``.
+
+    Raises:
+        ValueError: a GPU older than compute capability 8.0, one without CUDA, or an unknown name; in one sentence.
+    """
+    found = {_key(model): gpu for model, gpu in KNOWN.items()}
+    # The memory decides of the A100 alone, PCIe of the H100.
+    memory, bus = (re.compile(rf"(?<![a-z0-9]){word}(?![a-z0-9])", re.IGNORECASE) for word in (r"\d+ ?GB", "PCIe"))
+    plain = memory.sub("", name)
+    for text in (name, bus.sub("", name), plain, bus.sub("", plain)):
+        if _key(text) in found:
+            return found[_key(text)]
+    if re.match(_OTHERS, re.sub(r"[^a-z0-9]", "", name.lower())):
+        raise ValueError(f"--gpu must be a GPU of NVIDIA's, since upconv's kernels are CUDA; got {name!r}")
+    for pattern, capability in _OLDER.items():
+        if re.fullmatch(pattern, _key(bus.sub("", plain))):
+            has = ".".join(map(str, capability))
+            raise ValueError(f"--gpu must have compute capability 8.0 or later, got {name!r}, which has {has}")
+    raise ValueError(f"--gpu must be one of {', '.join(KNOWN)}; got {name!r}")
+
+
+def _key(name: str) -> str:
+    """A name without case, separators and the words that its maker adds."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    joined = "".join(word for word in words if not re.fullmatch(_MAKERS, word))
+    return re.sub(r"^(nvidia|geforce|tesla|quadro|jetson)*(rtx)?", "", joined)
 
 
 def fma_lanes(gpu: Gpu, double: bool) -> int:

@@ -1,0 +1,187 @@
+"""Arguments that several commands share: how they are read, and the one sentence of those that do not fit."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO, TypeVar, cast
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from upconv.bench.run import Sweep
+    from upconv.problem import Precision
+
+Choice = TypeVar("Choice", bound=str)
+
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="cpu|cuda[:i]", help="Where to run; default: CUDA if there is one.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16, float16, float64.")]
+Layout = Annotated[str, typer.Option("--layout", metavar="LAYOUT", help="nchw, channels_last.")]
+Precision_ = Annotated[
+    str | None,
+    typer.Option(
+        "--precision", metavar="KIND", help="tf32, ieee, bf16, fp16, fp64; float32 default: ieee, on CUDA tf32."
+    ),
+]
+Model = typer.Option("--model", metavar="FILE.py:NAME", help="A module, or what makes one when called.")
+
+
+def stop(message: object, code: int = 2) -> NoReturn:
+    """Ends the command with one sentence on stderr."""
+    print(f"upconv: {message}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def console() -> Console:
+    """The console of stdout: as wide as the terminal, and without one so wide that nothing is cut or broken."""
+    from rich.console import Console
+
+    found = Console(highlight=False)
+    return (
+        found if found.is_terminal else Console(file=cast(TextIO, _Trimmed(sys.stdout)), highlight=False, width=10_000)
+    )
+
+
+class _Trimmed(io.TextIOBase):
+    """A stream that leaves out the spaces at the ends of lines, which fill the last column of a table."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(re.sub(r" +(?=\n)", "", text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """By it rich chooses the characters of a table's lines."""
+        return self._stream.encoding
+
+
+def one(name: str, value: str, allowed: Sequence[Choice]) -> Choice:
+    """The value, which must be one of those allowed. Errors: ValueError, one sentence."""
+    for choice in allowed:
+        if value == choice:
+            return choice
+    raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def several(name: str, values: Sequence[str] | None, allowed: Sequence[Choice]) -> list[Choice]:
+    """Repeated values, without doubles, in ``allowed``'s order; ``all`` stands for every one of them."""
+    choices: list[str] = [*allowed, "all"]
+    for value in values or ():
+        one(name, value, choices)
+    return [choice for choice in allowed if values and (choice in values or "all" in values)]
+
+
+def dtypes() -> dict[str, torch.dtype]:
+    """The dtypes by the names that options take."""
+    from upconv.problem import PRECISIONS
+
+    return {str(dtype).removeprefix("torch."): dtype for dtype in PRECISIONS}
+
+
+def precisions() -> list[Precision]:
+    """Every precision that ``--precision`` takes."""
+    from upconv.problem import PRECISIONS
+
+    return [kind for found in PRECISIONS.values() for kind in found]
+
+
+def device_of(text: str | None) -> torch.device:
+    """The device of ``--device``; without it a CUDA device where there is one, else the CPU."""
+    import torch
+
+    if text is None:
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:<index>; got {text!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise ValueError(f"--device must be cpu here, since PyTorch finds no CUDA device; got {text!r}")
+        if (device.index or 0) >= count:
+            raise ValueError(
+                f"--device must be one of {', '.join(f'cuda:{i}' for i in range(count))} here; got {text!r}"
+            )
+        device = torch.device("cuda", device.index or 0)
+    elif device.index:
+        raise ValueError(f"--device must be cpu, cuda or cuda:<index>; got {text!r}")
+    return device
+
+
+def sweep_of(
+    device: torch.device,
+    dtype: Sequence[str] | None,
+    precision: Sequence[str] | None,
+    layout: Sequence[str] | None,
+    pass_: Sequence[str] | None,
+) -> Sweep:
+    """What ``upconv bench`` varies. Errors: ValueError, one sentence."""
+    from upconv.bench.run import sweep
+    from upconv.problem import LAYOUTS, PASSES, PRECISIONS
+
+    known = dtypes()
+    chosen = [known[found] for found in several("--dtype", dtype, list(known))]
+    kinds = several("--precision", precision, precisions())
+    if precision and "all" in precision:  # all that the dtypes and the device have
+        fitting = {kind for d in chosen or PRECISIONS for kind in PRECISIONS[d]} - (
+            {"tf32"} if device.type == "cpu" else set()
+        )
+        kinds = [kind for kind in kinds if kind in fitting]
+    return sweep(device, chosen, kinds, several("--layout", layout, LAYOUTS), several("--pass", pass_, PASSES))
+
+
+def network(text: str) -> torch.nn.Module:
+    """The model that ``file.py:Name`` or ``package.module:Name`` names, made if it is a class or a function.
+
+    Raises:
+        ValueError: there is no such file or name, it makes no module, or the user's code raises; in one sentence.
+    """
+    import torch
+
+    place, _, name = text.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ValueError(f"--model must be FILE.py:NAME or a module's name and NAME; got {text!r}")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ValueError(f"--model must name a file that exists; got {text!r}")
+    try:
+        found = getattr(_module(place), name)
+        made = found if isinstance(found, torch.nn.Module) else found()
+    except Exception as error:  # whatever the user's code raises
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"--model {text} cannot be made: {reason}") from error
+    if not isinstance(made, torch.nn.Module):
+        raise ValueError(f"--model must be a torch.nn.Module or make one; got {text!r}, a {type(made).__name__}")
+    return made
+
+
+def _module(place: str) -> object:
+    """A module by its file or its name."""
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None and spec.loader is not None  # both exist for every path that ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look there
+    sys.path.insert(0, str(Path(place).resolve().parent))
+    spec.loader.exec_module(module)
+    return module

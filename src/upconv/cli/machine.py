@@ -1,0 +1,161 @@
+"""``upconv env`` and ``upconv cache``: what this machine has, and the compiled kernels that are kept on it."""
+
+from __future__ import annotations
+
+import json as json_
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from upconv.cli.arguments import Device, Dtype, Layout, Model, console, device_of, dtypes, network, one, stop
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def env(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print versions, devices, threads, flags and caches; what cannot be found out says why.
+
+    Example: upconv env --json
+    """
+    from upconv.env import report
+
+    found = report()
+    if json:
+        print(json_.dumps(found, indent=1))
+        return
+    screen = console()
+    for name, values in found.items():
+        screen.print(name, style="bold")
+        print_values(screen, values, 1)
+
+
+def print_values(screen: Console, values: Mapping[str, object], depth: int) -> None:
+    from rich.text import Text
+
+    for name, value in values.items():
+        if isinstance(value, dict):
+            screen.print(Text("  " * depth + name))
+            print_values(screen, value, depth + 1)
+        else:
+            shown = "-" if value is None else str(value)
+            screen.print(Text.assemble("  " * depth, (f"{name:<{28 - 2 * depth}}", "dim"), f" {shown}"), soft_wrap=True)
+
+
+# --- cache -----------------------------------------------------------------------------------------------------------
+
+_CACHE_HELP = """Show the compiled CUDA kernels that are kept on disk, remove them, or compile a model's ahead of time.
+
+The directory is UPCONV_CACHE_DIR, else upconv in XDG_CACHE_HOME or ~/.cache; UPCONV_CACHE=off keeps none.
+
+Examples:
+
+  upconv cache
+
+  upconv cache clear --yes
+
+  upconv cache warm --model net.py:Generator --input 8x64x32x32
+"""
+
+cache_app = typer.Typer(
+    help=_CACHE_HELP, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+
+@cache_app.callback()
+def cache(context: typer.Context) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    from datetime import datetime
+
+    from upconv.bench.report import si
+    from upconv.cuda.cache import contents
+
+    found = contents()
+    newest = None if found.newest is None else datetime.fromtimestamp(found.newest).isoformat(" ", "seconds")
+    print_values(
+        console(),
+        {
+            "directory": None if found.folder is None else str(found.folder),
+            "in use": f"no: {found.problem}" if found.problem else "yes",
+            "kernels": found.entries,
+            "size": si(found.bytes, "B"),
+            "targets": ", ".join(f"sm_{arch}" for arch in found.archs) or None,
+            "newest": newest,
+        },
+        0,
+    )
+
+
+@cache_app.command()
+def clear(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove the compiled kernels; they are compiled again when they are needed.
+
+    Example: upconv cache clear --yes
+    """
+    from upconv.cuda import cache as kept
+
+    found = kept.contents()
+    if found.folder is None or not found.folder.exists():
+        print("there is no cache directory" if found.folder is None else f"{found.folder} does not exist")
+        return
+    if not yes and not typer.confirm(f"Remove {found.entries} compiled kernels from {found.folder}?"):
+        raise typer.Abort
+    try:
+        removed = kept.clear()
+    except OSError as error:
+        stop(f"{found.folder} cannot be cleared: {error.strerror or error}", 1)
+    print(f"removed {removed} files from {found.folder}")
+
+
+@cache_app.command()
+def warm(
+    model: Annotated[str, Model],
+    input: Annotated[
+        str, typer.Option("--input", metavar="NxCxHxW", help="The model's input: batch, channels, 1 to 3 sizes.")
+    ],
+    device: Device = None,
+    dtype: Dtype = "float32",
+    layout: Layout = "nchw",
+    training: Annotated[bool, typer.Option("--training", help="The gradients' kernels too.")] = False,
+    convolutions: Annotated[
+        bool, typer.Option("--convolutions", help="Plain convolutions' kernels too, as accelerate(convolutions=True).")
+    ] = False,
+) -> None:
+    """Compile and keep every CUDA kernel that a model needs for an input of this shape.
+
+    Example: upconv cache warm --model net.py:Generator --input 8x64x32x32 --dtype bfloat16
+    """
+    import torch
+
+    from upconv import accelerate, warmup
+    from upconv.bench.progress import Progress
+    from upconv.bench.suites import parse_input
+    from upconv.cpu import memory_format
+    from upconv.problem import LAYOUTS
+
+    try:
+        kind = dtypes()[one("--dtype", dtype, list(dtypes()))]
+        shape = parse_input(input)
+        where = device_of(device)
+        if where.type != "cuda":
+            raise ValueError(f"--device must be a CUDA device, since only its kernels are compiled; got {str(where)!r}")
+        order = memory_format(one("--layout", layout, LAYOUTS), len(shape) - 2)
+        made = network(model)
+    except ValueError as error:
+        stop(error)
+    accelerate(made.to(where, kind), convolutions=convolutions)
+    example = torch.randn(shape, device=where, dtype=kind).contiguous(memory_format=order)
+    try:
+        with Progress() as tell:
+            compiled = [str(line) for line in warmup(made, example, training=training, progress=tell)]
+    except Exception as error:  # whatever the model's forward raises on this input
+        stop(f"the model cannot be warmed up on {input}: {type(error).__name__}: {error}", 1)
+    for line in compiled:
+        print(line)
+    print(f"{len(compiled)} kernels are ready")

@@ -1,0 +1,278 @@
+"""What ``upconv bench`` does: reads what was asked for, measures it, shows and writes the report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from upconv import env
+from upconv.bench import cold, exported, files, latency, models, plots, report, training
+from upconv.bench import run as runs
+from upconv.bench.progress import Progress
+from upconv.bench.report import Interrupted
+from upconv.bench.roofline import Ceilings
+from upconv.bench.run import Job, Row
+from upconv.bench.suites import SUITES, Case, choose, parse_layer
+from upconv.bench.timing import FULL, INPUTS, QUICK, SWEEP
+from upconv.cli.arguments import console, device_of, one, several, sweep_of
+from upconv.problem import LAYOUTS
+
+WRONG, INTERRUPTED = 1, 130
+"""Exit codes: a row has no speed, and Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``upconv bench`` as they were given; ``given`` names those that were."""
+
+    given: frozenset[str]
+    suite: Sequence[str] | None
+    case: Sequence[str] | None
+    layer: str | None
+    input: str | None
+    device: str | None
+    dtype: Sequence[str] | None
+    precision: Sequence[str] | None
+    layout: Sequence[str] | None
+    pass_: Sequence[str] | None
+    bias: bool | None
+    quick: bool | None
+    inputs: str
+    memory: bool
+    frozen: bool
+    compiled: bool | None
+    host: bool
+    shapes: bool
+    cold: bool
+    as_exported: bool
+    models: str
+    json: str | None
+    plot: str | None
+    from_: str | None
+
+    def only(self, kind: str, *allowed: str) -> None:
+        """Refuses what a kind of run does not take. Errors: ValueError, one sentence."""
+        for name in (field.name for field in fields(self) if field.name in self.given.difference(allowed)):
+            value = getattr(self, name)
+            got = value if isinstance(value, (str, bool)) else " ".join(value)
+            raise ValueError(f"{option(name)} does not go with {kind}; got {got!r}")
+
+
+def option(name: str) -> str:
+    """An option as it is typed, by the name of its field."""
+    return f"--{name.rstrip('_').replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files that a run writes, tried ahead of it."""
+
+    json: Path | None
+    plot: Path | None
+
+
+def run(options: Options) -> int:
+    """Runs the command; its exit code.
+
+    Raises:
+        ValueError: an argument that does not fit, in one sentence.
+    """
+    outputs = _outputs(options)
+    alone = [name for name in ("--host", "--shapes", "--cold") if getattr(options, name[2:])]
+    if len(alone) > 1:
+        raise ValueError(f"{' and '.join(alone)} are runs of their own; got {len(alone)} of them")
+    if options.from_ is not None:
+        return _again(options, options.from_, outputs)
+    if alone:
+        return _latency(options, alone[0], outputs)
+    if options.suite and "training" in options.suite:
+        return _training(options, outputs)
+    if options.as_exported:
+        return _exported(options, outputs)
+    return _rows(options, outputs)
+
+
+def _outputs(options: Options) -> Outputs:
+    picture = None if options.plot is None else files.writable("--plot", options.plot, (".png", ".svg"))
+    if picture and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib, which is not installed; pip install 'upconv[plot]' brings it")
+    return Outputs(None if options.json is None else files.writable("--json", options.json), picture)
+
+
+def _again(options: Options, path: str, outputs: Outputs) -> int:
+    """A report of rows that was written before."""
+    options.only("--from", "from_", "json", "plot")
+    try:
+        found = report.load(path)
+    except ValueError as error:
+        raise ValueError(f"--from: {error}") from None
+    return _finish(found, report.show, outputs, WRONG if report.wrong(found["rows"]) else 0)
+
+
+# --- kinds of runs ---------------------------------------------------------------------------------------------------
+
+
+def _latency(options: Options, kind: str, outputs: Outputs) -> int:
+    """The runs of ``--host``, ``--shapes`` and ``--cold``, whose reports are tables of their own."""
+    options.only(kind, kind[2:], "device", "json")
+    device = device_of(options.device)
+
+    def measure(tell: Progress) -> latency.Latency:
+        if kind == "--cold":
+            return cold.measure(device, progress=lambda label: tell(f"compiling {label}"))
+        tell(f"measuring {kind[2:]}")
+        return latency.host(device) if kind == "--host" else latency.shapes(device)
+
+    return _measured(measure, latency.show, outputs)
+
+
+def _training(options: Options, outputs: Outputs) -> int:
+    """Whole models; ``--quick``: of an eighth of the width."""
+    allowed = ("suite", "case", "device", "dtype", "layout", "pass_", "quick", "compiled", "json")
+    options.only("--suite training", *allowed)
+    if len(options.suite or ()) > 1:
+        raise ValueError(f"--suite training is a run of its own; got {' and '.join(options.suite or ())}")
+    device = device_of(options.device)
+    small = device.type == "cpu" if options.quick is None else options.quick
+    whole = device.type == "cuda" and not small if options.compiled is None else options.compiled
+    every = models.cases(8) if small else models.cases()
+    names = [case.name for case in every]
+    for name in options.case or ():
+        one("--case", name, names)
+    modes = several("--pass", options.pass_, training.MODES) or (training.MODES if whole else training.MODES[:1])
+    layouts = several("--layout", options.layout, LAYOUTS) or (LAYOUTS if whole else LAYOUTS[:1])
+    dtypes = several("--dtype", options.dtype, training.DTYPES) or training.DTYPES
+    todo = training.runs(
+        [case for case in every if not options.case or case.name in options.case],
+        autocast=[dtype == "bfloat16" for dtype in dtypes],
+        layouts=layouts,
+        modes=modes,
+    )
+    if not todo:
+        raise ValueError("--layout must be nchw for hifigan, which has no channels_last; got 'channels_last'")
+    return _measured(lambda tell: training.measure(device, todo, compiled=whole, progress=tell), latency.show, outputs)
+
+
+def _exported(options: Options, outputs: Outputs) -> int:
+    """KernelBench's rules for exported files."""
+    if list(options.suite or ()) != ["kernelbench"]:
+        raise ValueError(f"--as-exported goes with --suite kernelbench alone; got {options.suite or None}")
+    options.only("--as-exported", "as_exported", "suite", "case", "device", "pass_", "models", "json")
+    passes = list(options.pass_ or ["fwd"])
+    if passes not in (["fwd"], ["step"]):
+        raise ValueError(f"--pass must be fwd or step with --as-exported; got {', '.join(passes)}")
+    device = device_of(options.device)
+    every = exported.files(Path(options.models), options.case)
+    gradients = passes == ["step"]
+    return _measured(
+        lambda tell: exported.measure(every, device, gradients=gradients, progress=tell), exported.show, outputs
+    )
+
+
+def _measured(measure: Callable[[Progress], Any], show: Callable[[Any, Console], None], outputs: Outputs) -> int:
+    """Measures a report of rows with failures, shows and writes it; the exit code."""
+    try:
+        with Progress() as tell:
+            found = measure(tell)
+    except Interrupted as stopped:
+        return _finish(stopped.found, show, outputs, INTERRUPTED)
+    return _finish(found, show, outputs, WRONG if any(row.get("failure") for row in found["rows"]) else 0)
+
+
+def _rows(options: Options, outputs: Outputs) -> int:
+    """Layers of suites, or one from the command line."""
+    for name, kind in (("compiled", "--suite training"), ("models", "--as-exported")):
+        if name in options.given:
+            raise ValueError(f"{option(name)} goes with {kind} alone; got {getattr(options, name)!r}")
+    device = device_of(options.device)
+    small = device.type == "cpu" if options.quick is None else options.quick
+    drawn = one("--inputs", options.inputs, INPUTS)
+    what = sweep_of(device, options.dtype, options.precision, options.layout, options.pass_)
+    if options.frozen and list(what["passes"]) != ["fwd"]:
+        raise ValueError(f"--frozen goes with --pass fwd alone; got {', '.join(what['passes'])}")
+    chosen = _cases(options, device)
+    todo = [job for name, cases in chosen for job in runs.jobs(name, cases, what, small=small, bias=options.bias)]
+    if not todo:
+        raise ValueError("--layout must be nchw for 1-D layers, which have no channels_last; got 'channels_last'")
+    # Suites of five or six layers are timed at length, a sweep of dozens of rows on a GPU is not.
+    repeats = QUICK if small else SWEEP if device.type == "cuda" and len(todo) > 12 else FULL
+    begun = env.load_average()
+    rows: list[Row] = []
+    ceilings = Ceilings(copy_bytes_per_s=0.0, matmul_flops_per_s={})
+
+    def publish(so_far: list[Row], rates: Ceilings) -> None:
+        nonlocal rows, ceilings
+        rows, ceilings = so_far, rates
+
+    complete = True
+    try:
+        with Progress() as tell:
+            tell("measuring what the machine copies and multiplies", 0, len(todo))
+            runs.run(
+                todo, device, repeats, peaks=options.memory, inputs=drawn, frozen=options.frozen,
+                planning=lambda job: tell(f"planning {_named(job)}"),
+                progress=lambda job: tell(_named(job), len(rows), len(todo)), publish=publish,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        complete = False
+    found = report.build(rows, ceilings, device, begun=begun, complete=complete)
+    return _finish(found, report.show, outputs, (WRONG if report.wrong(rows) else 0) if complete else INTERRUPTED)
+
+
+def _named(job: Job) -> str:
+    p = job.problem
+    return f"{job.case} {str(p.dtype).removeprefix('torch.')} {p.layout} {p.pass_}"
+
+
+def _cases(options: Options, device: torch.device) -> list[tuple[str, Sequence[Case]]]:
+    """Each suite's name and its cases; a layer makes the suite ``custom``."""
+    layer, input = options.layer, options.input
+    default = "custom" if layer is not None else "founding" if device.type == "cuda" else "cpu"
+    names = list(options.suite or (default,))
+    for name in names:
+        one("--suite", name, [*SUITES, "custom", "training"])
+    suites = dict(SUITES)
+    if "custom" not in names:
+        if layer is not None or input is not None:
+            raise ValueError(f"--layer and --input go with --suite custom; got --suite {names[0]}")
+    elif layer is None or input is None:
+        raise ValueError(f"--suite custom needs --layer and --input; got {layer!r} and {input!r}")
+    else:
+        suites["custom"] = (Case("custom", parse_layer(layer, input)),)
+    found = {name: suites[name] for name in names}
+    chosen = set(choose([case for cases in found.values() for case in cases], options.case or ()))
+    return [(name, [case for case in cases if case in chosen]) for name, cases in found.items()]
+
+
+# --- the end of a run ------------------------------------------------------------------------------------------------
+
+
+def _finish(found: Any, show: Callable[[Any, Console], None], outputs: Outputs, code: int) -> int:
+    """Shows a report and writes its files; the exit code, which is 1 instead of 0 where a file was not written."""
+    screen = console()
+    show(found, screen)
+    written = [
+        _written("written", outputs.json, lambda path: files.save(found, path), screen),
+        _written("drawn", outputs.plot, lambda path: plots.plot(found, path), screen),
+    ]
+    return code or (0 if all(written) else WRONG)
+
+
+def _written(done: str, path: Path | None, write: Callable[[Path], object], screen: Console) -> bool:
+    """Writes a file, if one was asked for, and says so; whether there is nothing to regret."""
+    if path is None:
+        return True
+    try:
+        write(path)
+    except (OSError, ValueError) as error:
+        print(f"upconv: {path} was not {done}: {error}", file=sys.stderr)
+        return False
+    screen.print(f"{done}: {path}", soft_wrap=True)
+    return True

@@ -1,0 +1,328 @@
+"""The command ``upconv bench``: what it writes and shows, with a terminal and without, to its end and up to Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import upconv
+from upconv.bench import files, latency, progress, report, roofline, run, suites, timing, training
+from upconv.bench.run import Job
+from upconv.cli import app, arguments
+from upconv.cuda.families import FAMILIES
+from upconv.problem import Problem
+
+CPU = torch.device("cpu")
+LAYER = ["--layer", "4,6,3,stride=2,padding=1", "--input", "2x4x5x6"]
+TINY = Problem.make(2, 4, 6, (5, 6), (3, 2), (2, 1), (1, 0), (1, 0), groups=2, bias=True)
+# The command with a line for each row instead of one now and then.
+TALKING = "import sys; from upconv.bench import progress; progress.EVERY = 0.0; from upconv.cli import main; main()"
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rounds a row, and ceilings that need no measuring."""
+    monkeypatch.setattr(timing, "QUICK", timing.Repeats(0.0, 3, 3))
+    monkeypatch.setattr("upconv.cli.measuring.QUICK", timing.Repeats(0.0, 3, 3))
+    monkeypatch.setattr("upconv.cli.measuring.FULL", timing.Repeats(0.0, 3, 3))
+    known = {"copy_bytes_per_s": 1e10}
+    monkeypatch.setattr(
+        roofline, "measure", lambda kinds, device: {**known, "matmul_flops_per_s": dict.fromkeys(kinds, 1e11)}
+    )
+
+
+def bench(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments, "--device", "cpu"])
+
+
+# --- the size that was given -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quick", [[], ["--quick"], ["--full"]])
+def test_a_layer_is_measured_at_its_own_size(fast: None, quick: list[str], tmp_path: Path) -> None:
+    """One of 2.1e9 multiplications, more than a row of a suite has on a CPU."""
+    size = "2x16x256x513"
+    given = ["--layer", "16,16,(5,7)", "--input", size]
+    assert suites.parse_layer(given[1], size).macs > suites.QUICK_MACS
+    done = bench(*given, *quick, "--json", str(tmp_path / "r.json"))
+    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert done.exit_code == 0 and row["layer"].endswith(f" on {size}") and row["scale"] == 1
+    assert row["flops"] == suites.parse_layer(given[1], size).flops
+
+
+def test_suites_are_scaled_down_where_they_are_large() -> None:
+    what = run.sweep(CPU)
+    cases = suites.SUITES["founding"]
+    assert all(job.scale < 1 for job in run.jobs("founding", cases, what, small=True, bias=None))
+    for whole in ("custom", "cpu"):
+        assert all(job.scale == 1 for job in run.jobs(whole, cases, what, small=True, bias=None))
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "reason"),
+    [
+        ("--json", "/proc/r.json", "--json cannot be written: No such file or directory; got '/proc/r.json'"),
+        ("--plot", "/proc/r.png", "--plot cannot be written: No such file or directory; got '/proc/r.png'"),
+        ("--json", "a" * 300, f"--json cannot be written: File name too long; got '{'a' * 300}'"),
+        ("--json", ".", "--json must be a file in a folder that exists; got '.'"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_a_sentence_at_once(
+    option: str, path: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(*arguments: object) -> None:
+        raise AssertionError("something was measured")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(roofline, "measure", too_late)
+    done = bench(*LAYER, option, path)
+    assert (done.exit_code, done.output) == (2, f"upconv: {reason}\n") and not list(tmp_path.iterdir())
+
+
+def test_a_file_that_exists_stays_until_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text("old")
+    assert files.writable("--json", str(path)) == path
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["r.json"]
+    path.chmod(0o400)
+    if os.geteuid():  # root may write anything
+        with pytest.raises(ValueError, match="--json cannot be written: Permission denied; got "):
+            files.writable("--json", str(path))
+
+
+def test_links_stay_links_and_devices_devices(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    real, link = tmp_path / "there" / "r.json", tmp_path / "r.json"
+    link.symlink_to(real)
+    for number in (1, 2):
+        files.save({"n": number}, link)
+        assert link.is_symlink() and json.loads(real.read_text()) == {"n": number}
+    read, write = os.pipe()
+    path = Path(f"/proc/self/fd/{write}")
+    assert files.writable("--json", str(path)) == path
+    files.save({"n": 3}, path)
+    os.close(write)
+    with os.fdopen(read) as stream:
+        assert json.load(stream) == {"n": 3}
+    files.writable("--json", "/dev/null")
+    files.save({}, Path("/dev/null"))
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_a_file_that_is_lost_meanwhile_costs_no_table(fast: None, tmp_path: Path, monkeypatch) -> None:
+    def full(found: object, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "save", full)
+    done = bench(*LAYER, "--json", str(tmp_path / "r.json"))
+    assert done.exit_code == 1 and "│custom" in done.stdout
+    assert "r.json was not written: [Errno 28] No space left on device\n" in done.stderr
+
+
+# --- spread ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [[3.0], [1.0, 2.0], [5.0, 1.0, 2.0, 9.0], list(range(17)), [2.0] * 6])
+def test_quartiles_are_numpys(values: list[float]) -> None:
+    numpy = pytest.importorskip("numpy")
+    assert list(timing.quartiles(values)) == pytest.approx(list(numpy.percentile(values, [25, 50, 75])))
+
+
+def test_times_that_vary_by_more_than_half_are_told() -> None:
+    calm, wild = timing.Quartiles(0.8, 1.0, 1.3), timing.Quartiles(0.8, 1.0, 1.31)
+    assert (calm.spread, wild.spread) == (pytest.approx(0.5), pytest.approx(0.51))
+    assert timing.unsteady({"upconv": timing.Quartiles(3.0, 4.0, 5.0), "PyTorch": timing.Quartiles(1, 2, 2)}) is None
+    assert timing.unsteady({"upconv": wild, "PyTorch": timing.Quartiles(1.0, 2.0, 4.0)}) == (
+        "times vary by more than half: upconv's by 51% of their median, PyTorch's by 150% of their median; measure "
+        "again on an idle machine"
+    )
+
+
+def test_a_row_has_the_quartiles_of_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {"torch": (1, 2, 3, 4, 5), "ours": (10, 11, 12, 13, 30)}
+
+    def interleave(runs, take, repeats):
+        return {name: [1e-3 * value for value in taken[name]] for name in runs}
+
+    monkeypatch.setattr(timing, "interleave", interleave)
+    monkeypatch.setattr(run, "blank", _as_ours(run.blank))
+    found = run.row(Job("custom", "x", TINY), CPU, timing.Repeats(0.0, 3, 3))
+    assert found["failure"] is None and found["rounds"] == 5
+    assert [found[f"torch_{k}ms"] for k in ("lower_", "", "upper_")] == pytest.approx([2, 3, 4])
+    assert [found[f"ours_{k}ms"] for k in ("lower_", "", "upper_")] == pytest.approx([11, 12, 13])
+    assert found["warning"] and "PyTorch's by 67%" in found["warning"] and "upconv" not in found["warning"]
+    run.set_roof(found, {"copy_bytes_per_s": 1e9, "matmul_flops_per_s": {"ieee": 1e10}})
+    for width, shown in ((200, ("11.00-13.00", "2.000-4.000")), (100, ("spread", "67%"))):
+        console = Console(record=True, width=width, file=io.StringIO())
+        report.show(report.build([found], {"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}, CPU), console)
+        text = console.export_text()
+        assert all(part in text for part in shown), text
+        assert "x: times vary by more than half: PyTorch's by 67%" in " ".join(text.split())
+
+
+def _as_ours(blank):
+    return lambda *given: {**blank(*given), "engine": "cpu:forced"}
+
+
+def test_the_load_is_in_the_report(fast: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([(0.5, 0.4, 0.3), (1.25, 0.6, 0.4)])
+    monkeypatch.setattr(os, "getloadavg", lambda: next(loads))
+    done = bench(*LAYER, "--json", str(tmp_path / "r.json"))
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["load"] == {"start": [0.5, 0.4, 0.3], "end": [1.25, 0.6, 0.4]} and found["complete"] is True
+    assert "load average 0.50 at the start, 1.25 at the end, on " in done.stdout
+
+    def none() -> None:
+        raise OSError
+
+    monkeypatch.setattr(os, "getloadavg", none)
+    assert bench(*LAYER, "--json", str(tmp_path / "r.json")).exit_code == 0
+    assert report.load(tmp_path / "r.json")["load"] == {"start": None, "end": None}
+
+
+def test_older_reports_are_whole_and_tell_no_load(tmp_path: Path) -> None:
+    path = Path(upconv.__file__).resolve().parents[2] / "benchmarks" / "results" / "cpu-fwd.json"
+    if not path.exists():
+        pytest.skip("the reports are not there")
+    assert "load" not in json.loads(path.read_text())
+    found = report.load(path)
+    assert found["complete"] is True and found["load"] == {"start": None, "end": None}
+    assert all(row["ours_upper_ms"] is None and row["warning"] is None for row in found["rows"])
+    done = CliRunner().invoke(app, ["bench", "--from", str(path)])
+    assert done.exit_code == 0 and "quartiles" not in done.stdout and "load average" not in done.stdout
+
+
+# --- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+def interrupted(at: str, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of a run that gets SIGINT once it has said that it is ``at`` something."""
+    command = [sys.executable, "-c", TALKING, "bench", "--device", "cpu", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if at in line:
+            break
+    else:
+        raise AssertionError("it never was")
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=300)
+    assert "Traceback" not in error, error
+    return process.returncode, out
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    file, picture = tmp_path / "r.json", tmp_path / "r.png"
+    code, out = interrupted("2 of 21 done; ", "--suite", "cpu", "--json", str(file), "--plot", str(picture))
+    found = report.load(file)
+    assert code == 130 and found["complete"] is False and 2 <= len(found["rows"]) < 21
+    assert [row["case"] for row in found["rows"]] == [c.name for c in suites.SUITES["cpu"]][: len(found["rows"])]
+    assert all(row["ours_ms"] and row["percent_of_roof"] for row in found["rows"])
+    assert "incomplete: the run was interrupted" in out and f"written: {file}" in out and f"drawn: {picture}" in out
+    assert all(row["case"] in out for row in found["rows"]) and picture.stat().st_size > 10_000
+    again = CliRunner().invoke(app, ["bench", "--from", str(file)])
+    assert again.exit_code == 0 and "incomplete" in again.stdout
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_the_first_row_is_an_empty_report(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    code, out = interrupted("0 of 21 done; measuring what", "--suite", "cpu", "--json", str(file))
+    found = report.load(file)
+    assert code == 130 and found["rows"] == [] and found["complete"] is False and "incomplete" in out
+
+
+@pytest.mark.parametrize("kind", ["training", "host"])
+def test_ctrl_c_in_runs_of_other_kinds(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name = {"training": (training, "_row"), "host": (latency, "_host_row")}[kind]
+    real, count = getattr(module, name), [0]
+
+    def row(*given: Any) -> dict[str, Any]:
+        count[0] += 1
+        if count[0] == 2:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(module, name, row)
+    monkeypatch.setattr(training, "REPEATS", timing.Repeats(0.0, 2, 2))
+    asked = ["--host"] if kind == "host" else ["--suite", "training", "--case", "vae"]
+    file = tmp_path / "r.json"
+    done = bench(*asked, "--json", str(file))
+    found = latency.load(file)
+    assert done.exit_code == 130 and found["complete"] is False and len(found["rows"]) == 1
+    assert "incomplete: the run was interrupted" in done.stdout and f"written: {file}" in done.stdout
+
+
+# --- without a terminal ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_nothing_is_cut_in_a_pipe(columns: str, fast: None, tmp_path: Path) -> None:
+    """Whatever COLUMNS says, which some shells export."""
+    settings = {**os.environ, "COLUMNS": columns}
+    layer = ["64,64,(3,7),stride=2,padding=1", "--input", "8x64x512x512", "--gpu", "H200"]
+    command = [sys.executable, "-m", "upconv", "explain", *layer]
+    done = subprocess.run(command, capture_output=True, text=True, env=settings, timeout=300, check=True)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) > 150 and "…" not in done.stdout and lines == [line.rstrip() for line in lines]
+    assert sum(line.startswith(("roof ", "plan ", "model ")) for line in lines) == 3
+    candidates = [line for line in lines if re.match(r" +[·✓] ", line)]
+    assert len(candidates) == len(FAMILIES) + 1  # a line for each, unbroken
+    found = CliRunner(env=settings).invoke(app, ["bench", *LAYER, "--device", "cpu"])
+    assert "4->6 k3 s2 p1 on 2x4x5x6" in found.stdout and "quartiles" in found.stdout
+
+
+def test_a_terminal_has_its_own_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes stdout for a terminal
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert arguments.console().width == 90
+    monkeypatch.delenv("FORCE_COLOR")
+    assert arguments.console().width > 4000
+
+
+def test_80_columns_of_a_terminal_are_enough() -> None:
+    row = run.blank(Job("cpu", "dilation2-s1", TINY), CPU)
+    row.update(
+        ours_ms=1044.22, torch_ms=1134.0, ours_lower_ms=1000.0, ours_upper_ms=2000.0, torch_lower_ms=1.0,
+        torch_upper_ms=2.0, ratio=13.31, percent_of_roof=119.0, rel_error=1.2e-7, engine="cpu:unbiased",
+    )  # fmt: skip
+    console = Console(record=True, width=80, file=io.StringIO())
+    report.show(report.build([row], {"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}, CPU), console)
+    line = next(line for line in console.export_text().splitlines() if line.startswith("dilation2-s1"))
+    assert line.split() == ["dilation2-s1", "1044", "1134", "96%", "13.31x", "119%", "1e-07", "cpu:unbiased"]
+
+
+def test_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Progress(every=10.0) as tell:
+        for second in range(25):
+            now[0] = 100.0 + second
+            tell(f"row {second}", second, 25)
+        tell("compiling", None, None)
+    err = capsys.readouterr().err
+    assert err == "0 of 25 done; row 0\n10 of 25 done; row 10\n20 of 25 done; row 20\n"
+
+
+def test_a_bench_tells_of_its_rows_on_stderr(fast: None) -> None:
+    done = bench(*LAYER)
+    assert done.stderr == "0 of 1 done; measuring what the machine copies and multiplies\n"
+    assert "done;" not in done.stdout

@@ -1,0 +1,265 @@
+"""The bench of whole models: steps and inference, eager and compiled, in both layouts; and rows with frozen weights."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner
+
+import upconv
+from upconv import cpu, ops
+from upconv.bench import files, latency, models, report, roofline, run, timing, training
+from upconv.bench.run import Job
+from upconv.cli import app
+from upconv.problem import Problem
+
+CPU = torch.device("cpu")
+SHORT = timing.Repeats(0.0, 3, 3)
+TINY = Problem.make(2, 4, 6, (5, 6), (3, 2), (2, 1), (1, 0), (1, 0), groups=2, bias=True)
+EVERY: dict[str, Any] = {"layouts": ("nchw", "channels_last"), "modes": ("step", "fwd")}
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo without a C++ compiler behind it."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+def case(name: str, scale: int = 16) -> models.Case:
+    return next(case for case in models.cases(scale) if case.name == name)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_every_combination_that_exists() -> None:
+    names = [one.name for one in training.runs(models.cases(16), **EVERY)]
+    assert len(names) == len(set(names)) == 3 * 8 + 4
+    assert names[:8] == [
+        "dcgan fp32", "dcgan bf16", "dcgan fp32 channels_last", "dcgan bf16 channels_last", "dcgan fp32 inference",
+        "dcgan bf16 inference", "dcgan fp32 channels_last inference", "dcgan bf16 channels_last inference",
+    ]  # fmt: skip
+    assert [name for name in names if name.startswith("hifigan")] == [
+        "hifigan fp32", "hifigan bf16", "hifigan fp32 inference", "hifigan bf16 inference",
+    ]  # fmt: skip
+    assert [one.name for one in training.runs([case("unet")])] == ["unet fp32", "unet bf16"]
+
+
+def test_channels_last_is_that_of_weights_and_inputs() -> None:
+    for layout, strided in (("nchw", False), ("channels_last", True)):
+        trainer = training.Trainer(training.Run(case("vae"), False, layout), "ours", CPU)  # type: ignore[arg-type]
+        tensors = [*trainer.given, *(p for network in trainer.networks for p in network.parameters() if p.dim() == 4)]
+        last = [t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in tensors]
+        assert any(last) == strided
+        weights = [m.weight for m in trainer.networks[0].modules() if isinstance(m, nn.ConvTranspose2d)]
+        assert weights and all(w.is_contiguous(memory_format=torch.channels_last) == strided for w in weights)
+
+
+def test_inference_has_no_gradients_and_trains_nothing() -> None:
+    one = training.Run(case("vae"), True, "nchw", "fwd")
+    ours, theirs = (training.Trainer(one, side, CPU) for side in ("ours", "torch"))  # type: ignore[arg-type]
+    before = [p.clone() for p in ours.networks[0].parameters()]
+    (a,), (b,) = ours(), theirs()
+    assert not a.requires_grad and not ours.networks[0].training
+    assert all(torch.equal(x, y) for x, y in zip(before, ours.networks[0].parameters()))
+    assert a.shape == b.shape and ((a - b).norm() / b.norm()).item() < training.WITHIN_OUTPUT
+
+
+@pytest.mark.slow
+def test_compiled_sides_have_times_and_a_ratio(compiler: None, tmp_path: Path) -> None:
+    todo = training.runs([case("vae")], autocast=[True], **EVERY)
+    heard: list[str] = []
+    found = training.measure(CPU, todo, SHORT, compiled=True, progress=heard.append)
+    assert [(row["pass"], row["layout"]) for row in found["rows"]] == [
+        ("step", "nchw"), ("step", "channels_last"), ("fwd", "nchw"), ("fwd", "channels_last"),
+    ]  # fmt: skip
+    for row in found["rows"]:
+        assert row["failure"] is None and set(row) == set(latency.TRAINING_KEYS)
+        for side in latency.TRAINING_SIDES:
+            lower, middle, upper = (float(row[f"{side}{which}_ms"] or 0) for which in ("_lower", "", "_upper"))
+            assert 0 < lower <= middle <= upper
+        assert row["compile_ratio"] == pytest.approx(float(row["compile_ms"] or 0) / float(row["compile_ours_ms"] or 1))
+    assert heard[:6] == [f"vae bf16 {side}" for side in (*latency.TRAINING_SIDES, "times")]
+    files.save(found, tmp_path / "t.json")
+    assert latency.load(tmp_path / "t.json") == found
+    console = Console(record=True, width=400, file=io.StringIO())
+    latency.show(found, console)
+    text = console.export_text()
+    assert "torch.compile ms" in text and "torch.compile, with upconv ms" in text and "ratio, compiled" in text
+    assert "vae bf16 channels_last inference" in text
+
+
+def test_a_compiler_that_fails_costs_its_times_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(network: nn.Module) -> nn.Module:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    todo = training.runs([case("vae")], autocast=[False])
+    (row,) = training.measure(CPU, todo, SHORT, compiled=True)["rows"]
+    assert row["failure"] is None and row["ratio"] and row["compile_ms"] is row["compile_ratio"] is None
+
+
+@pytest.mark.parametrize(("mode", "what"), [("step", "the first losses differ by "), ("fwd", "the outputs differ by ")])
+def test_what_is_wrong_only_where_it_is_compiled_has_no_time(
+    mode: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(network: nn.Module) -> nn.Module:
+        if any(isinstance(m, upconv.ConvTranspose2d) for m in network.modules()):
+            list(network.parameters())[-2].data.mul_(3)
+        return network
+
+    monkeypatch.setattr(torch, "compile", wrong)
+    todo = training.runs([case("vae", 8)], autocast=[False], modes=[mode])
+    (row,) = training.measure(CPU, todo, SHORT, compiled=True)["rows"]
+    assert str(row["failure"]).startswith(f"wrong: {what}") and "(compiled, with upconv)" in str(row["failure"])
+    assert row["ours_ms"] is None
+
+
+def test_on_a_cpu_only_eager_steps_run_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[str], bool]] = []
+
+    def measure(device: torch.device, todo: list[training.Run], *, compiled: bool, progress: object) -> Any:
+        asked.append(([one.name for one in todo], compiled))
+        return latency.build("training", device, "models", [])
+
+    monkeypatch.setattr(training, "measure", measure)
+
+    def bench(*arguments: str) -> tuple[list[str], bool]:
+        done = CliRunner().invoke(app, ["bench", "--suite", "training", "--device", "cpu", *arguments])
+        assert done.exit_code == 0, done.output
+        return asked[-1]
+
+    plain, compiled = bench()
+    assert compiled is False and len(plain) == 8 and not any("inference" in n or "last" in n for n in plain)
+    every, compiled = bench("--compiled")
+    assert compiled is True and len(every) == 28
+    some = bench("--case", "unet", "--dtype", "bfloat16", "--pass", "fwd", "--layout", "all")
+    assert some == (["unet bf16 inference", "unet bf16 channels_last inference"], False)
+
+
+# --- frozen ----------------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """What `upconv.freeze` promises, by a stand-in: it remembers the modules, and may spoil what they compute."""
+
+    def __init__(self, spoilt: float = 1.0) -> None:
+        self.modules: list[nn.Module] = []
+        self.spoilt = spoilt
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        self.modules.append(module)
+        if self.spoilt != 1.0:
+            module.register_forward_hook(lambda module, given, out: out * self.spoilt)
+        return module
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch):
+    """Plans that are ours on a CPU."""
+    from dataclasses import replace
+
+    from upconv import planner
+
+    rule = planner.plan
+    monkeypatch.setattr(planner, "plan", lambda p, device: replace(rule(p, device), forward="phases"))
+    ops.forget_plans()
+    yield
+    monkeypatch.undo()
+    ops.forget_plans()
+
+
+def test_forwards_are_those_of_accelerated_modules(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = timing.operands(TINY, CPU, 0)
+    module = timing.layer("ours", TINY, given)
+    assert type(timing.layer("torch", TINY, given)) is nn.ConvTranspose2d and isinstance(module, nn.ConvTranspose2d)
+    assert module.weight.data_ptr() == given.weight.data_ptr() and not module.training
+    seen: list[str] = []
+    real = cpu.forward
+    monkeypatch.setattr(cpu, "forward", lambda p, plan, *rest: seen.append(plan) or real(p, plan, *rest))
+    for side, count in (("torch", 0), ("ours", 1)):
+        (out,) = timing.work(side, TINY, given)()  # type: ignore[arg-type]
+        assert len(seen) == count and not out.requires_grad
+    assert seen == ["phases"]
+
+
+def test_a_row_is_timed_three_ways(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    freeze = Kept()
+    monkeypatch.setattr(upconv, "freeze", freeze, raising=False)
+    taken = {"ours": (2.0, 3.0, 4.0), "frozen": (1.0, 2.0, 3.0), "torch": (6.0, 6.0, 6.0)}
+    monkeypatch.setattr(
+        timing, "interleave", lambda runs, take, repeats: {name: [1e-3 * v for v in taken[name]] for name in runs}
+    )
+    found = run.row(Job("custom", "x", TINY), CPU, SHORT, frozen=True)
+    assert found["failure"] is None
+    assert [found[key] for key in ("ours_ms", "frozen_ms", "torch_ms", "ratio", "frozen_ratio")] == pytest.approx(
+        [3, 2, 6, 2, 3]
+    )
+    assert (found["frozen_lower_ms"], found["frozen_upper_ms"]) == (pytest.approx(1.5), pytest.approx(2.5))
+    addresses = {module.weight.data_ptr() for module in freeze.modules}
+    assert len(freeze.modules) == 1 + 4 == len(addresses), "the check's and one for each set of inputs"
+    plain = run.row(Job("custom", "x", TINY), CPU, SHORT)
+    assert plain["frozen_ms"] is plain["frozen_ratio"] is None and len(freeze.modules) == 5
+    gradient = run.row(Job("custom", "x", TINY.with_(pass_="grad-input")), CPU, SHORT, frozen=True)
+    assert gradient["failure"] is gradient["frozen_ms"] is None and len(freeze.modules) == 5
+    blank = run.blank
+    monkeypatch.setattr(run, "blank", lambda *given: {**blank(*given), "engine": "torch"})
+    native = run.row(Job("custom", "x", TINY), CPU, SHORT, frozen=True)
+    assert native["frozen_ratio"] == native["ratio"] == 1.0 and native["frozen_ms"] == native["torch_ms"]
+
+
+def test_frozen_weights_that_compute_wrongly_have_no_speed(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upconv, "freeze", Kept(1.5), raising=False)
+    found = run.row(Job("custom", "x", TINY), CPU, SHORT, frozen=True)
+    assert str(found["failure"]).startswith("wrong result with frozen weights: relative error 5.0e-01, PyTorch's ")
+    assert found["ours_ms"] is found["frozen_ms"] is None and found["rel_error"] == pytest.approx(0.5)
+    assert run.row(Job("custom", "x", TINY), CPU, SHORT)["failure"] is None
+
+
+@pytest.mark.skipif(not hasattr(upconv, "freeze"), reason="upconv.freeze is not there yet")
+def test_freeze_itself_computes_the_same(ours: None) -> None:
+    found = run.row(Job("custom", "x", TINY), CPU, SHORT, frozen=True)
+    assert found["failure"] is None and found["frozen_ms"] and found["frozen_ratio"]
+
+
+def test_the_command_shows_and_keeps_frozen_rows(ours: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(upconv, "freeze", Kept(), raising=False)
+    monkeypatch.setattr("upconv.cli.measuring.QUICK", SHORT)
+    ceilings = {"copy_bytes_per_s": 1e10, "matmul_flops_per_s": {"ieee": 1e11}}
+    monkeypatch.setattr(roofline, "measure", lambda kinds, device: ceilings)
+    file = tmp_path / "r.json"
+    given = ["--layer", "4,6,3,stride=2,padding=1", "--input", "2x4x5x6", "--device", "cpu", "--frozen"]
+    done = CliRunner().invoke(app, ["bench", *given, "--json", str(file)])
+    (row,) = json.loads(file.read_text())["rows"]
+    assert done.exit_code == 0 and row["frozen_ratio"] == pytest.approx(row["torch_ms"] / row["frozen_ms"])
+    assert "frozen ms" in done.stdout and f"{row['frozen_ratio']:.2f}x" in done.stdout
+    assert f"{row['frozen_ratio']:.2f}x of the same rows with upconv.freeze" in done.stdout
+    assert report.summarise([row])["frozen"] == pytest.approx(row["frozen_ratio"])
+
+
+def test_frozen_reports_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    import readme
+
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    rows = []
+    for name, times in (("a", (8.0, 4.0, 2.0)), ("b", (9.0, 3.0, 3.0))):
+        row = run.blank(Job("cuda", name, TINY), CPU)
+        theirs, ours_, kept = times
+        row.update(torch_ms=theirs, ours_ms=ours_, frozen_ms=kept, ratio=theirs / ours_, frozen_ratio=theirs / kept)
+        row["engine"] = "cuda:gather"
+        rows.append(row)
+    found = report.build(rows, {"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}, CPU)
+    files.save(found, tmp_path / "h200-frozen-tf32.json")
+    text = readme.rewritten("<!-- h200-frozen-tf32 -->\n<!-- /h200-frozen-tf32 -->\n".replace("\n<", "\nold\n<", 1))
+    layer = "4->6 k3x2 s2x1 p1x0 op1x0 g2 on 2x4x5x6"
+    assert f"| a | {layer} | fp32 nchw | 8.000 | 4.000 | 2.000 | 2.00x | 4.00x | cuda:gather |" in text
+    assert "over the 2 rows that upconv computes: 2.45x, frozen 3.46x." in text and "old" not in text

@@ -1,0 +1,328 @@
+"""``upconv explain``: GPUs by their names, a line for each layer of a model, and a sentence for a user."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from typer.testing import CliRunner
+
+import upconv
+from upconv import planner
+from upconv.bench.suites import parse_layer, parse_shape
+from upconv.cli import app
+from upconv.cuda import gpu
+from upconv.explain import estimated_ceilings, verdict
+from upconv.model_layers import calls
+from upconv.planner import Device
+from upconv.problem import Problem
+
+LAYER = ("64,64,4,stride=2,padding=1", "--input", "8x64x32x32")
+
+
+def explain(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["explain", *arguments])
+    return done.exit_code, done.stdout or done.stderr
+
+
+# --- GPUs by name ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", gpu.KNOWN)
+def test_each_named_gpu_has_a_plan(name: str) -> None:
+    found = gpu.KNOWN[name]
+    for spelled in (name, name.lower(), name.replace(" ", ""), name.replace(" ", "-").upper(), f"NVIDIA {name}"):
+        assert gpu.by_name(spelled) is found
+    assert 10 < found.multiprocessors < 200 and 1.7e11 < found.bandwidth < 8e12 and 1e9 < found.clock < 3e9
+    assert found.arch.rstrip("a") == "".join(map(str, found.capability))
+    p = parse_layer("32,64,4,2,1", "4x32x40x40").with_(dtype=torch.bfloat16, precision="bf16")
+    plan = planner.plan(p, Device("cuda", gpu=found))
+    rates = estimated_ceilings(found)
+    roof = p.roof_seconds(rates["matmul_flops_per_s"]["bf16"], rates["copy_bytes_per_s"])
+    assert plan.engine("fwd") == f"cuda:{plan.forward}" and 0.2 * roof < (plan.seconds or 0) < 1e-2
+    assert found.name in verdict(p, plan, rates)
+
+
+# Dense TFLOP/s by NVIDIA's data sheets, boost clock: bfloat16 with sums in float32.
+@pytest.mark.parametrize(
+    ("name", "sheet"),
+    [
+        ("A100", 312), ("A30", 165), ("A10", 125), ("A40", 150), ("RTX A6000", 155), ("L4", 121), ("L40S", 362),
+        ("RTX 4090", 165), ("RTX 3090", 71), ("RTX 5090", 210), ("B200", 2250), ("Jetson AGX Orin", 43),
+    ],
+)  # fmt: skip
+def test_estimated_rates_are_the_data_sheets(name: str, sheet: float) -> None:
+    assert estimated_ceilings(gpu.KNOWN[name])["matmul_flops_per_s"]["bf16"] == pytest.approx(1e12 * sheet, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("h100", "H100"), ("H100 SXM5", "H100"), ("NVIDIA H100 80GB HBM3", "H100"), ("h100-pcie", "H100 PCIe"),
+        ("NVIDIA H100 80GB PCIe", "H100 PCIe"), ("H100_NVL", "H100 NVL"), ("A100-SXM4-40GB", "A100 40GB"),
+        ("a100 80 gb", "A100 80GB"), ("A100-PCIE-40GB", "A100 40GB"), ("a6000", "RTX A6000"), ("3060ti", "RTX 3060 Ti"),
+        ("geforce rtx 4070 ti super", "RTX 4070 Ti Super"), ("4090", "RTX 4090"), ("NVIDIA RTX 6000 Ada Generation",
+        "RTX 6000 Ada"),
+    ],
+)  # fmt: skip
+def test_names_as_people_and_drivers_write_them(text: str, name: str) -> None:
+    assert gpu.by_name(text) is gpu.KNOWN[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("V100", "--gpu must have compute capability 8.0 or later, got 'V100', which has 7.0"),
+        ("V100-SXM2-32GB", "--gpu must have compute capability 8.0 or later, got 'V100-SXM2-32GB', which has 7.0"),
+        ("t4", "--gpu must have compute capability 8.0 or later, got 't4', which has 7.5"),
+        ("RTX 2080 Ti", "--gpu must have compute capability 8.0 or later, got 'RTX 2080 Ti', which has 7.5"),
+        ("GTX 1080", "--gpu must have compute capability 8.0 or later, got 'GTX 1080', which has 6.1"),
+        ("MI300", "--gpu must be a GPU of NVIDIA's, since upconv's kernels are CUDA; got 'MI300'"),
+        ("AMD MI300X", "--gpu must be a GPU of NVIDIA's, since upconv's kernels are CUDA; got 'AMD MI300X'"),
+        ("RTX 4090 Laptop GPU", f"--gpu must be one of {', '.join(gpu.KNOWN)}; got 'RTX 4090 Laptop GPU'"),
+        ("H", f"--gpu must be one of {', '.join(gpu.KNOWN)}; got 'H'"),
+    ],
+)  # fmt: skip
+def test_gpus_that_cannot_are_one_sentence(name: str, sentence: str) -> None:
+    assert explain(*LAYER, "--gpu", name) == (2, f"upconv: {sentence}\n")
+
+
+def test_a_gpu_that_is_there_has_its_own_entry() -> None:
+    def rates(name: str) -> tuple[float, float, int]:
+        facts = {
+            "memory_clock_rate": 9001000,
+            "memory_bus_width": 256,
+            "clock_rate": 2040000,
+            "L2_cache_size": 64 << 20,
+        }
+        return gpu._rates(SimpleNamespace(name=name, **facts))
+
+    for name, chip in (
+        ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA A100-SXM4-40GB", "A100 40GB"), ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA GeForce RTX 3080 Ti", "RTX 3080 Ti"), ("NVIDIA GeForce RTX 3080", "RTX 3080"), ("NVIDIA A10G", "A10G"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+    ):  # fmt: skip
+        assert rates(name) == gpu.CHIPS[chip][2:]
+    # A laptop's is a smaller chip of the same name: the driver says how fast.
+    assert rates("NVIDIA GeForce RTX 4090 Laptop GPU") == (pytest.approx(0.9 * 576.1e9, rel=1e-3), 2.04e9, 64 << 20)
+
+
+# --- a sentence ------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_line_says_whose_kernel_how_long_and_how_near_the_roof() -> None:
+    code, out = explain(*LAYER, "--gpu", "H100")
+    p = parse_layer(LAYER[0], LAYER[2]).with_(precision="tf32")
+    h100 = gpu.KNOWN["H100"]
+    plan, rates = planner.plan(p, Device("cuda", gpu=h100)), estimated_ceilings(h100)
+    assert plan.seconds is not None
+    roof = p.roof_seconds(rates["matmul_flops_per_s"]["tf32"], rates["copy_bytes_per_s"])
+    assert code == 0 and out.splitlines()[-1] == (
+        f"upconv's kernel {plan.forward} computes the forward pass in about {1e3 * plan.seconds:.3g} ms on an NVIDIA "
+        f"H100, {roof / plan.seconds:.0%} of the roof."
+    )
+    step = p.with_(pass_="step")
+    plan = planner.plan(step, Device("cuda", gpu=h100))
+    seconds = sum(choice.seconds for choice in plan.choices("step").values())
+    text = verdict(step, plan, rates)
+    assert f" in about {1e3 * seconds:.3g} ms on " in text and "compute the forward pass and its gradients" in text
+    assert text.startswith(f"upconv's kernels {', '.join(plan.engine('step')[5:].split('+'))} compute ")
+
+
+def test_no_estimate_is_faster_than_the_roof() -> None:
+    p = parse_layer("64,64,4,2,1", "8x64x32x32").with_(precision="tf32", pass_="step")
+    rtx = gpu.KNOWN["RTX 3060"]
+    text = verdict(p, planner.plan(p, Device("cuda", gpu=rtx)), estimated_ceilings(rtx))
+    share = re.search(r", (\d+)% of the roof\.$", text)
+    assert share is not None and int(share[1]) <= 100
+
+
+def test_pytorchs_own_operator_is_named_with_its_reason() -> None:
+    p = Problem.make(1, 8, 8, (4, 4), 3, dtype=torch.bfloat16)
+    plan = planner.plan(p, Device("cuda", unavailable="PyTorch finds no CUDA device"))
+    rates = estimated_ceilings(gpu.H200)
+    expected = "PyTorch's own operator computes the forward pass: PyTorch finds no CUDA device."
+    assert verdict(p, plan, rates) == expected
+
+
+# --- a model ---------------------------------------------------------------------------------------------------------
+
+NET = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Conv2d(3, 16, 3, 2, 1)
+        self.up = nn.Sequential(nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.ReLU())
+        self.kernel = nn.Parameter(torch.randn(8, 4, 2, 2))
+        self.again = nn.ConvTranspose2d(4, 4, 3, 1, 1, bias=False)
+
+    def forward(self, x):
+        x = self.up(self.down(x))
+        x = F.conv_transpose2d(x, self.kernel, stride=2)
+        return self.again(self.again(x))
+
+class Values(Net):
+    def forward(self, x):
+        if x.sum().item() > 1:
+            x = x + 1
+        return super().forward(x)
+
+class Two(Net):
+    def forward(self, x, z):
+        return super().forward(x) + z.mean()
+
+class Sized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.ConvTranspose2d(3, 5, 3, 2)
+
+    def forward(self, x):
+        return self.up(x, output_size=[20, 20])
+
+def make():
+    return Net()
+
+def number():
+    return 3
+
+def broken():
+    raise RuntimeError("no weights\\nhere")
+
+class Plain(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+
+ready = Net()
+"""
+WANTED = [
+    ("up.0", "16->8 k4 s2 p1 on 2x16x16x16", 1), ("(the model itself)", "8->4 k2 s2 p0 on 2x8x32x32", 1),
+    ("again", "4->4 k3 s1 p1 on 2x4x64x64", 2),
+]  # fmt: skip
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    path = tmp_path / "net.py"
+    path.write_text(NET)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["Net", "Values", "make", "ready"])
+def test_a_model_has_a_line_a_layer(name: str, net: str) -> None:
+    code, out = explain("--model", f"{net}:{name}", "--input", "2x3x32x32", "--gpu", "H200", "--dtype", "bfloat16")
+    lines = out.splitlines()
+    assert code == 0 and lines[0] == f"{net}:{name} on 2x3x32x32 · bfloat16 · fwd" and len(lines) == 2 + 3 + 1
+    seconds = roof = 0.0
+    rates = estimated_ceilings(gpu.H200)
+    for line, (module, layer, times) in zip(lines[2:], WANTED):
+        arguments, size = layer.split(" on ")
+        c_in, c_out, k, s, p = map(int, re.findall(r"\d+", arguments))
+        bias = module == "up.0"
+        one = parse_layer(f"{c_in},{c_out},{k},{s},{p},bias={bias}", size).with_(dtype=torch.bfloat16, precision="bf16")
+        plan = planner.plan(one, Device("cuda", gpu=gpu.H200))
+        of = one.roof_seconds(rates["matmul_flops_per_s"]["bf16"], rates["copy_bytes_per_s"])
+        assert plan.seconds is not None
+        figures = f"{times} {1e3 * plan.seconds:.3g} {of / plan.seconds:.0%} {plan.engine('fwd')}"
+        assert line.split() == [*module.split(), *layer.split(), *figures.split()]
+        seconds, roof = seconds + times * plan.seconds, roof + times * of
+    assert lines[-1] == (
+        f"upconv computes 3 of 3 transposed convolutions; upconv's take about {1e3 * seconds:.3g} ms together, "
+        f"{roof / seconds:.0%} of their roof."
+    )
+
+
+def test_several_inputs_and_other_layers(net: str) -> None:
+    given = ("--device", "cpu", "--ceilings", "1e10,1e11")
+    code, out = explain("--model", f"{net}:Two", "--input", "2x3x32x32", "--input", "7x5", *given)
+    assert code == 0 and [tuple(line.split()[:1]) for line in out.splitlines()[2:5]] == [
+        ("up.0",),
+        ("(the",),
+        ("again",),
+    ]
+    assert "nothing estimates their time here" in out.splitlines()[-1]
+    assert explain("--model", f"{net}:Plain", "--input", "2x3", *given)[1].splitlines()[1:] == [
+        "The model calls no transposed convolution on this input, so upconv has nothing to compute."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("NET:broken", "2x3"), "--model NET:broken cannot be made: RuntimeError: no weights"),
+        (("NET:number", "2x3"), "--model must be a torch.nn.Module or make one; got 'NET:number', a int"),
+        (("NET:nope", "2x3"), "--model NET:nope cannot be made: AttributeError: module 'net' has no attribute 'nope'"),
+        (("none.py:Net", "2x3"), "--model must name a file that exists; got 'none.py:Net'"),
+        (("Net", "2x3"), "--model must be FILE.py:NAME or a module's name and NAME; got 'Net'"),
+        (("NET:Net", "2x0"), "--input must be sizes joined by x, like 8x64x512x512 or 8x100; got '2x0'"),
+    ],
+)
+def test_a_model_that_cannot_be_explained_is_one_sentence(net: str, arguments: tuple[str, str], sentence: str) -> None:
+    model, size = (text.replace("NET", net) for text in arguments)
+    code, out = explain("--model", model, "--input", size, "--gpu", "L4")
+    assert (code, out) == (2, f"upconv: {sentence.replace('NET', net)}\n")
+
+
+def test_what_does_not_run_or_go_together_is_one_sentence(net: str) -> None:
+    code, out = explain("--model", f"{net}:Net", "--input", "2x4x32x32", "--gpu", "L4")
+    assert code == 2 and out.startswith("upconv: the model does not run on 2x4x32x32: RuntimeError: ")
+    assert out.count("\n") == 1
+    two = explain("4,4,3", "--input", "1x4x8", "--input", "1x4x9", "--gpu", "L4")
+    assert two == (2, "upconv: --input must be given once for a layer; got '1x4x8 1x4x9'\n")
+    neither = explain("--input", "1x4x8", "--gpu", "L4")
+    assert neither == (2, "upconv: explain takes either LAYER or --model; got None and None\n")
+
+
+def test_calls_are_those_that_the_model_makes() -> None:
+    """On the meta device, on a CPU, in channels_last and of an accelerated model: as hooks see them on real tensors."""
+
+    class Values(nn.Module):
+        def __init__(self, needs: bool) -> None:
+            super().__init__()
+            self.needs = needs
+            self.up = nn.ConvTranspose2d(3, 6, (3, 4), (2, 1), (1, 0), (1, 0), 3, dilation=(1, 2))
+            self.flat = upconv.ConvTranspose1d(6, 2, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.up(x if not self.needs or x.sum().item() == 0 else x[:1])
+            return F.conv_transpose3d(self.flat(x.mean(2))[:, :, None, None], torch.ones(2, 1, 1, 2, 2).to(x))
+
+    for needs in (False, True):
+        for accelerated in (False, True):
+            made = Values(needs)
+            if accelerated:
+                upconv.accelerate(made)
+            weights = made.up.weight.clone()
+            found = calls(lambda made=made: made, [(2, 3, 9, 11)], torch.float32, "channels_last")
+            x = torch.zeros(2, 3, 9, 11)
+            middle = made.up(x)
+            assert torch.equal(made.up.weight, weights), "the caller's model stays as it is"
+            up = Problem.make(
+                2, 3, 6, (9, 11), (3, 4), (2, 1), (1, 0), (1, 0), (1, 2), 3, bias=True, layout="channels_last"
+            )
+            assert up.output_shape == tuple(middle.shape)
+            assert found[0] == ("up", up, 1)
+            flat = Problem.make(2, 6, 2, (middle.shape[3],), 5, bias=True)
+            assert found[1] == ("flat", flat, 1)
+            last = Problem.make(2, 2, 1, (1, 1, *flat.out_size), (1, 2, 2))
+            assert found[2][0] == "(the model itself)" and found[2][1].with_(layout="nchw") == last
+
+
+def test_an_output_size_becomes_the_padding_of_the_output(net: str) -> None:
+    code, out = explain("--model", f"{net}:Sized", "--input", "1x3x9x9", "--gpu", "L4")
+    assert code == 0 and "3->5 k3 s2 p0 op1 on 1x3x9x9" in out
+
+
+def test_shapes_have_any_rank() -> None:
+    assert parse_shape("8") == (8,) and parse_shape("8x3x16x16x16x2") == (8, 3, 16, 16, 16, 2)
+    for text in ("", "8x", "x8", "0x3", "8X3", "-1x3"):
+        with pytest.raises(ValueError, match="--input must be sizes joined by x"):
+            parse_shape(text)
