@@ -45,7 +45,7 @@ def _register(counter: ModuleType) -> None:
         return found
 
     operators = torch.ops.upconv
-    formulas = {operators.conv_transpose: forward, operators.conv_transpose_backward: backward}
+    formulas = {operators.conv_transpose_forward: forward, operators.conv_transpose_backward: backward}
     for operator, formula in formulas.items():  # raw, since PyTorch's formulas take tensors too
         counter.register_flop_formula(operator, get_raw=True)(formula)
     for mode in _get_current_dispatch_mode_stack():
