@@ -21,23 +21,21 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from upconv import calls, cpu, flops, ops, planner
-from upconv.compiler import rule
+from upconv.compiler import layouts, recorded, rule
+from upconv.compiler.arguments import Arguments, arguments_of, text_of
+from upconv.cuda import engine
 from upconv.ops import IntOrInts
 from upconv.problem import output_length
 
-Arguments = tuple[Sequence[int], Sequence[int], Sequence[int], int, Sequence[int]]
-"""Stride, padding, output_padding, groups and dilation, in the order of PyTorch's function."""
-
 _LIBRARY = torch.library.Library("upconv", "DEF")
 _SCHEMA = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation"
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_OPERANDS = f"Tensor input, Tensor weight, Tensor? bias, {_SCHEMA}"
-_LIBRARY.define(f"conv_transpose({_OPERANDS}) -> Tensor", tags=_TAGS[:1])
-_LIBRARY.define(f"conv_transpose_forward({_OPERANDS}) -> Tensor", tags=_TAGS)
-_LIBRARY.define(
-    f"conv_transpose_backward(Tensor grad, Tensor input, Tensor weight, {_SCHEMA}, bool[] mask) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
+_OPERANDS = "Tensor input, Tensor weight, Tensor? bias"
+for _signature in (
+    f"conv_transpose({_OPERANDS}, {_SCHEMA}) -> Tensor",
+    f"conv_transpose_forward({_OPERANDS}, str arguments) -> Tensor",
+    "conv_transpose_backward(Tensor grad, Tensor input, Tensor weight, str arguments, int mask) -> (Tensor, Tensor)",
+):
+    _LIBRARY.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def traced(
@@ -69,20 +67,22 @@ def traced(
 
 
 def _composite(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    layouts.teach()
     operands = (input, weight, bias)
     if ops._transforms_active() or any(map(_is_dual, operands)):
         return _theirs(input, weight, bias, *arguments)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     plan = _planned(input, weight, bias, arguments)
-    if plan is None or not (ops._strict or rule.ours(plan, differentiable)):
+    if plan is None or not (ops._strict or rule.verdict(plan, differentiable).ours):
         return _theirs(input, weight, bias, *arguments)
     kind = input.device.type
     if torch.is_autocast_enabled(kind):
         input, weight, bias = ops._autocast(input, weight, bias, kind in ops._ROUNDING)
+    text = text_of(*arguments)
     if differentiable:
-        out: Tensor = _ConvTranspose.apply(input, weight, bias, arguments)
+        out: Tensor = _ConvTranspose.apply(input, weight, bias, text)
         return out
-    return _forward(input, weight, bias, *arguments)
+    return _forward(input, weight, bias, text)
 
 
 def _theirs(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
@@ -140,64 +140,76 @@ class _ConvTranspose(torch.autograd.Function):
     """As `upconv.ops`'s, of operators that can be traced. The bias' gradient is PyTorch's sum, which a compiler fuses."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.arguments, ctx.of_bias = arguments, None if bias is None else bias.dtype
+        ctx.text, ctx.of_bias = text, None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
-        return _forward(input, weight, bias, *arguments)
+        return _forward(input, weight, bias, text)
 
     @staticmethod
     @ops._uncast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         mask = ops._asked(ctx)
-        for_input, for_weight = _gradients(grad, input, weight, ctx.arguments, mask)
+        for_input, for_weight = _gradients(grad, input, weight, ctx.text, mask)
         for_bias = grad.sum((0, *range(2, grad.dim())), dtype=ctx.of_bias) if mask[2] else None
         return for_input, for_weight, for_bias, None
 
 
 def _gradients(
-    grad: Tensor, input: Tensor, weight: Tensor, arguments: Arguments, mask: Sequence[bool]
+    grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     asked = [mask[0], mask[1]]
     if not any(asked):
         return None, None
     if torch.is_grad_enabled() or ops._transforms_active() or any(map(_is_dual, (grad, input, weight))):
-        stride, padding, output_padding, groups, dilation = arguments
+        stride, padding, output_padding, groups, dilation = arguments_of(text)
         rounded = weight.to(input.dtype)
         found = torch.ops.aten.convolution_backward(
             grad, input, rounded, None, stride, padding, dilation, True, output_padding, groups, [*asked, False]
         )
         return (found[0] if asked[0] else None), (found[1].to(weight.dtype) if asked[1] else None)
-    found = torch.ops.upconv.conv_transpose_backward(grad, input, weight, *arguments, asked)
+    found = torch.ops.upconv.conv_transpose_backward(grad, input, weight, text, asked[0] + 2 * asked[1])
     return (found[0] if asked[0] else None), (found[1] if asked[1] else None)
 
 
 # --- the operators that compute --------------------------------------------------------------------------------------
 
 
-def _run(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+def _run(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    arguments = arguments_of(text)
     rank, rounded = len(arguments[0]), weight.dtype is not input.dtype
     plan = ops._find_plan(rank, input, weight, bias, *arguments, rounded)
-    if plan is None or (plan.forward == "native" and (rounded or ops._strict)):
-        out: Tensor = ops._TORCH[rank](
-            input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype), *arguments
-        )
+    if plan is not None and plan.choice is not None:
+        found = recorded.compute(plan, "fwd", _pass, (input, weight, bias), -1)[0]
+        assert found is not None
+        if plan.problem.layout != "nchw" or not ops._doubtful(plan.problem, input.device.type):
+            return found
+    elif plan is None or plan.forward == "native":
+        bias = None if bias is None else bias.to(input.dtype)
+        found = ops._TORCH[rank](input, weight.to(input.dtype), bias, *arguments)
         if ops._strict:
-            ops._refuse(out, plan, input, weight, bias, *arguments)
-    else:  # packed weights are not kept: a graph's private memory pool would not let them be
-        out = ops._forward(plan, input, weight, bias, keep=False, lasting=False)
-    return out.contiguous(memory_format=_format(input, weight))  # as _fake says
+            ops._refuse(found, plan, input, weight, bias, *arguments)
+    else:
+        found = cpu.forward(plan.problem, plan.forward, input, weight, bias)
+    return found.contiguous(memory_format=_format(input, weight))  # as _fake says
 
 
-def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *arguments, mask = rest
+def _pass(plan: planner.Plan, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+    # Packed weights are not kept: a graph's private memory pool would not let them be.
+    return (engine.forward(plan, input, weight, bias, keep=False, lasting=False),)
+
+
+def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: int) -> tuple[Tensor, Tensor]:
+    arguments = arguments_of(text)
     plan = ops._find_plan(len(arguments[0]), input, weight, None, *arguments, weight.dtype is not input.dtype)
-    asked = (mask[0], mask[1], False)
+    asked = (bool(mask & 1), bool(mask & 2), False)
     found: Sequence[Tensor | None]
     if plan is None:
         channels = weight.shape[1] * arguments[3]
         found = cpu.torch_gradients(grad, input, weight.to(input.dtype), channels, *arguments, asked)
+    elif plan.backward == planner.FAMILIES and not ops._strict:
+        found = recorded.compute(plan, asked, _PASSES[asked], (grad, input, weight), 0)
     else:
         found = ops._gradients(plan, grad, input, weight, asked, lasting=False)
     layout = _format(input, weight)
@@ -208,24 +220,37 @@ def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, *rest: Any) -> tu
     )
 
 
+def _pass_of(asked: tuple[bool, bool, bool]) -> recorded.Pass:
+    def run(plan: planner.Plan, grad: Tensor, input: Tensor, weight: Tensor | None) -> ops.Gradients:
+        assert weight is not None
+        return engine.gradients(plan, grad, input, weight, asked, lasting=False)
+
+    return run
+
+
+_PASSES = {mask: _pass_of(mask) for a in (False, True) for b in (False, True) for mask in ((a, b, False),)}
+
+
 def _format(input: Tensor, weight: Tensor) -> torch.memory_format:
     return cpu.memory_format(ops.layout_of(input, weight), input.dim() - 2)
 
 
-def _fake(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    stride, padding, output_padding, groups, dilation = arguments
+def _fake(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    stride, padding, output_padding, groups, dilation = arguments_of(text)
     axes = zip(input.shape[2:], weight.shape[2:], stride, padding, output_padding, dilation)
     shape = (input.shape[0], weight.shape[1] * groups, *(output_length(*axis) for axis in axes))
     return torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=_format(input, weight))
 
 
-def _fake_backward(grad: Tensor, input: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    layout, mask = _format(input, weight), rest[-1]
+def _fake_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: int) -> tuple[Tensor, ...]:
+    layout = _format(input, weight)
 
-    def like(t: Tensor, wanted: bool) -> Tensor:
-        return torch.empty(t.shape, dtype=t.dtype, device=t.device, memory_format=layout) if wanted else grad.new_empty(0)
+    def like(t: Tensor, wanted: int) -> Tensor:
+        if not wanted:
+            return grad.new_empty(0)
+        return torch.empty(t.shape, dtype=t.dtype, device=t.device, memory_format=layout)
 
-    return like(input, mask[0]), like(weight, mask[1])
+    return like(input, mask & 1), like(weight, mask & 2)
 
 
 def _recorded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,4 +282,4 @@ for _key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
     _LIBRARY.impl("conv_transpose", _composite, _key)
 _forward = torch.ops.upconv.conv_transpose_forward
 
-flops.register()
+flops.register(arguments_of)
