@@ -15,15 +15,15 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
 from conftest import EVERY, assert_close, assert_equal, diagonal, forced_plans, make_call
-from test_native import machine, module  # noqa: F401
 from test_gradients import kernels  # noqa: F401
+from test_native import machine, module  # noqa: F401
 from upconv import planner, replays
 from upconv.compiler import layouts, rule
 from upconv.compiler.arguments import arguments_of, text_of
@@ -126,9 +126,9 @@ def test_automatic_dynamic_sizes(engine: str) -> None:
 def test_channels_last(rank: int, engine: str) -> None:
     last = torch.channels_last if rank == 2 else torch.channels_last_3d
     model = decoder(rank)
-    for module in model:
-        if hasattr(module, "kernel_size"):
-            module.weight.data = module.weight.data.contiguous(memory_format=last)
+    for part in model:
+        if hasattr(part, "kernel_size"):
+            part.weight.data = part.weight.data.contiguous(memory_format=last)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 4, *(5, 4, 3)[:rank])
     for input in (x, x.contiguous(memory_format=last)):
@@ -365,7 +365,9 @@ def _aten(function: Callable[..., Any], *given: Tensor) -> list[str]:
         found.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return make_boxed_func(graph.forward)
 
-    out = torch.compile(function, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend), fullgraph=True)(*given)
+    out = torch.compile(function, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend), fullgraph=True)(
+        *given
+    )
     if out.requires_grad:
         out.sum().backward()
     return found

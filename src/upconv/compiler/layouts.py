@@ -25,7 +25,7 @@ TURNED = ("cuda",)
 def teach() -> None:
     """Tells Inductor of the layouts, once it is there. Without it, Inductor keeps the strides of the traced graph."""
     global _taught
-    lowering = sys.modules.get(_LOWERING)
+    lowering: Any = sys.modules.get(_LOWERING)
     if _taught or not hasattr(lowering, "make_fallback"):
         return
     _taught = True

@@ -25,7 +25,7 @@ from upconv.compiler import layouts, recorded, rule
 from upconv.compiler.arguments import Arguments, arguments_of, text_of
 from upconv.cuda import engine
 from upconv.ops import IntOrInts
-from upconv.problem import output_length
+from upconv.problem import PRECISIONS, output_length
 
 _LIBRARY = torch.library.Library("upconv", "DEF")
 _SCHEMA = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation"
@@ -59,8 +59,8 @@ def traced(
         out: Tensor = ops._TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
         return out
     spread = [[v] * rank if isinstance(v, int) else list(v) for v in (stride, padding, output_padding, dilation)]
-    out = torch.ops.upconv.conv_transpose(input, weight, bias, spread[0], spread[1], spread[2], groups, spread[3])
-    return out
+    call: Callable[..., Tensor] = torch.ops.upconv.conv_transpose
+    return call(input, weight, bias, spread[0], spread[1], spread[2], groups, spread[3])
 
 
 # --- the composite operator ------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def _theirs(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
 
 def _is_dual(t: Tensor | None) -> bool:
     """Whether a tensor has a tangent. Levels that a graph enters are unknown to `torch.autograd.forward_ad`."""
-    return t is not None and torch._VF._unpack_dual(t, 0)[1] is not None  # type: ignore[attr-defined]
+    return t is not None and torch._VF._unpack_dual(t, 0)[1] is not None
 
 
 def _planned(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> planner.Plan | None:
@@ -113,7 +113,7 @@ def _planned(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argu
         numbers = [_hints(v) for v in (stride, padding, output_padding, dilation)]
     except ValueError:
         return None
-    if any(dtype is not dtypes[0] or dtype not in ops.PRECISIONS for dtype in dtypes):
+    if any(dtype is not dtypes[0] or dtype not in PRECISIONS for dtype in dtypes):
         return None
     cuda = kind == "cuda"
     return ops._resolve(
@@ -125,7 +125,7 @@ def _planned(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argu
 
 
 def _hints(values: Sequence[Any]) -> tuple[int, ...]:
-    """Sizes as integers: of a symbolic one that which the graph is traced with. Errors: ValueError where none is known."""
+    """Sizes as integers, symbolic ones as the graph is traced with. Errors: ValueError for one that depends on data."""
     found = []
     for value in values:
         if not isinstance(value, int):
@@ -137,7 +137,7 @@ def _hints(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 class _ConvTranspose(torch.autograd.Function):
-    """As `upconv.ops`'s, of operators that can be traced. The bias' gradient is PyTorch's sum, which a compiler fuses."""
+    """As `upconv.ops`'s, of operators that can be traced. The bias's gradient is a sum, which a compiler fuses."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:

@@ -1,7 +1,7 @@
-"""Calls of compiled graphs, replayed by the C++ module once their passes are on tape (`upconv.replays` has the eager ones).
+"""Calls of compiled graphs, replayed by the C++ module once their passes are on tape.
 
-A graph's call asks the host for less than PyTorch's operator then. What is recorded allocates nothing that outlives a
-call, since the memory pool of a captured graph does not allow it.
+`upconv.replays` has those outside of graphs, and says what can be recorded. What is recorded here allocates nothing
+that outlives a call, since the memory pool of a captured graph does not allow it.
 """
 
 from __future__ import annotations

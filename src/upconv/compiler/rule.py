@@ -48,7 +48,7 @@ def verdict(plan: Plan, training: bool) -> Verdict:
 def sentence(p: Problem, device: planner.Device, training: bool = False) -> str:
     """What `upconv explain` says of a layer in a compiled graph.
 
-        print(rule.sentence(problem, planner.device_of(torch.device("cuda"))))
+    print(rule.sentence(problem, planner.device_of(torch.device("cuda"))))
     """
     found = verdict(planner.plan(p.with_(pass_="fwd"), device), training)
     return f"Under torch.compile it is {'upconv' if found.ours else 'PyTorch'}'s: {found.reason}."
