@@ -425,7 +425,7 @@ def test_inductor_turns_our_operators_with_its_own(inductor_cache: Path, monkeyp
     monkeypatch.setattr(layouts, "TURNED", ("cpu",))
     layer = upconv.ConvTranspose2d(8, 6, 4, 2, 1)
     x = torch.randn(2, 8, 6, 5)
-    alone = {"compile_threads": 1, "cpp.vec_isa_ok": False, "force_disable_caches": True}
+    alone = {"compile_threads": 1, "cpp.vec_isa_ok": False}
     function = torch.compile(lambda t: layer(t.sigmoid()).tanh(), options=alone, fullgraph=True)
     with forced_plans("phases", "split"), torch.no_grad():
         out, code = torch._inductor.utils.run_and_get_code(function, x)

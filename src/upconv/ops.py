@@ -1,12 +1,12 @@
-"""The operation for torch: which calls are ours, the lean eager path, autograd, and the operator for compiled graphs.
+"""The operation for torch: which calls are ours, the lean eager path, and autograd.
 
 A call takes one of three ways.
 
 - *Ours, eagerly*: plain strided tensors of a floating dtype on the CPU or one CUDA device. The call is recognised
   (`upconv.calls`) or its plan looked up by its description, the engine is called directly, and gradients go through one
   ``autograd.Function``. No dispatcher is involved: registering an operator costs 5 to 12 us a call, a Function 2.
-- *Ours, compiled*: ``torch.compile`` sees ``torch.ops.upconv.conv_transpose``, which has a fake implementation, a
-  backward and a FLOP formula.
+- *Ours, compiled*: ``torch.compile`` traces an operator, and a rule says whose kernel its graph calls
+  (`upconv.compiler`).
 - *PyTorch's own operator*: whatever the engines do not serve (complex and integer dtypes, empty tensors, other devices,
   tensor subclasses), whatever PyTorch has rules for and we do not (functorch transforms, forward-mode AD, tracing,
   export, dispatch modes), and every invalid call, so that the error is PyTorch's to the letter.
@@ -152,7 +152,8 @@ class strict:
     choice, since its kernel is the fastest for them; they are errors too, but gradients there, always its operator in
     the end, are none. Exempt are calls that PyTorch must see for what it does around them (``torch.func`` transforms,
     forward-mode derivatives, tracing, export, dispatch modes), calls on tensors without data (``meta``, fake), and
-    empty results. An invalid call raises PyTorch's own error, and a compiled graph raises when it runs.
+    empty results. An invalid call raises PyTorch's own error, and a graph compiled
+    under it raises when it runs.
 
     Raises:
         RuntimeError: (the calls) names the problem and the reason.
