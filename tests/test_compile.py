@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,19 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
 from conftest import EVERY, assert_close, assert_equal, diagonal, forced_plans, make_call
+from test_gradients import kernels  # noqa: F401
+from test_native import machine, module  # noqa: F401
+from upconv import planner, replays
+from upconv.compiler import layouts, rule
+from upconv.compiler.arguments import arguments_of, text_of
+from upconv.cuda import gpu
+from upconv.problem import Problem
 
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -115,9 +126,9 @@ def test_automatic_dynamic_sizes(engine: str) -> None:
 def test_channels_last(rank: int, engine: str) -> None:
     last = torch.channels_last if rank == 2 else torch.channels_last_3d
     model = decoder(rank)
-    for module in model:
-        if hasattr(module, "kernel_size"):
-            module.weight.data = module.weight.data.contiguous(memory_format=last)
+    for part in model:
+        if hasattr(part, "kernel_size"):
+            part.weight.data = part.weight.data.contiguous(memory_format=last)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 4, *(5, 4, 3)[:rank])
     for input in (x, x.contiguous(memory_format=last)):
@@ -243,6 +254,217 @@ def test_inductor(channels_last: bool, engine: str, inductor_cache: Path, monkey
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+# --- transforms within a graph ---------------------------------------------------------------------------------------
+
+
+def _tangent(layer: nn.Module, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, 2 * x))).tangent
+    assert found is not None
+    return found
+
+
+def _of_parameters(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return grad(lambda p: functional_call(layer, p, (x,)).pow(2).sum())(dict(layer.named_parameters()))
+
+
+def _per_sample(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    def loss(p: dict[str, Tensor], one: Tensor) -> Tensor:
+        return functional_call(layer, p, (one[None],)).pow(2).sum()
+
+    return vmap(grad(loss), (None, 0))(dict(layer.named_parameters()), x)
+
+
+def _of_weights(layer: nn.Module, x: Tensor, each: int | None) -> Tensor:
+    weights = torch.stack([layer.weight, 2 * layer.weight])
+    return vmap(lambda w, t: functional_call(layer, {"weight": w}, (t,)), (0, each))(weights, x)
+
+
+def _sums(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: layer(x).sum(tuple(range(2, x.dim())))
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "jvp": lambda layer, x: jvp(layer, (x,), (2 * x,)),
+    "dual numbers": _tangent,
+    "grad": lambda layer, x: grad(lambda t: layer(t).pow(3).sum())(x),
+    "grad of grad": lambda layer, x: grad(lambda t: grad(lambda u: layer(u).pow(3).sum())(t).pow(2).sum())(x),
+    "vjp": lambda layer, x: vjp(layer, x)[1](torch.ones_like(layer(x)))[0],
+    "jacfwd": lambda layer, x: jacfwd(_sums(layer))(x),
+    "jacrev": lambda layer, x: jacrev(_sums(layer))(x),
+    "hessian": lambda layer, x: hessian(lambda t: layer(t).pow(3).sum())(x),
+    "functional_call": _of_parameters,
+    "vmap": lambda layer, x: vmap(lambda t: layer(t[None]))(x),
+    "vmap over weights": lambda layer, x: _of_weights(layer, x, None),
+    "vmap over both": lambda layer, x: _of_weights(layer, torch.stack([x, x + 1]), 0),
+    "vmap of jvp": lambda layer, x: vmap(lambda t: jvp(layer, (t[None],), (t[None],))[1])(x),
+    "per sample": _per_sample,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_transforms_are_pytorchs(name: str, backend: str) -> None:
+    """Values of stock layers, without a break, and without a warning: no derivative is silently zero."""
+    rank, transform = 1 + list(TRANSFORMS).index(name) % 2, TRANSFORMS[name]
+    stock = getattr(nn, f"ConvTranspose{rank}d")(4, 6, 3, 2, 1)
+    ours = upconv.accelerate(copy.deepcopy(stock))
+    x = torch.randn(2, 4, *(3, 4)[:rank])
+    wanted = transform(stock, x)
+    with forced_plans("phases", "split"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*torch.jit.script.*")  # PyTorch's own decompositions for jvp
+        found = torch.compile(lambda t: transform(ours, t), backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_under_vmap_alone() -> None:
+    layer = upconv.ConvTranspose2d(4, 6, 3, 2, 1)
+    x = torch.randn(3, 2, 4, 5, 6)
+    with forced_plans("phases", "split"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.compile(vmap(layer), backend="aot_eager")(x)
+    torch.testing.assert_close(found, torch.stack([layer(t) for t in x]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_layer_under_transforms() -> None:
+    """The transform is outside of the graph."""
+    layer = upconv.ConvTranspose1d(4, 6, 3, 2, 1)
+    x = torch.randn(2, 4, 5)
+    with forced_plans("phases", "split"):
+        compiled = torch.compile(layer, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), layer(x))  # compiled without one before
+        for name in ("jvp", "dual numbers", "grad"):
+            try:
+                found = TRANSFORMS[name](compiled, x)
+            except RuntimeError:  # an error is as good; zeros are not
+                continue
+            torch.testing.assert_close(found, TRANSFORMS[name](layer, x), rtol=1e-4, atol=1e-4)
+
+
+def test_the_computing_operators_refuse_derivatives() -> None:
+    x, w = torch.randn(1, 2, 3, 3), torch.randn(2, 3, 2, 2)
+    text = text_of([1, 1], [0, 0], [0, 0], 1, [1, 1])
+    with pytest.raises(RuntimeError, match="conv_transpose_forward has no derivative"):
+        torch.ops.upconv.conv_transpose_forward(x.requires_grad_(), w, None, text)
+    x = x.detach()
+    with pytest.raises(RuntimeError, match="conv_transpose_forward has no forward-mode derivative"):
+        jvp(lambda t: torch.ops.upconv.conv_transpose_forward(t, w, None, text), (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="has no forward-mode derivative"):
+        torch.ops.upconv.conv_transpose_backward(torch.randn(1, 3, 4, 4), forward_ad.make_dual(x, x), w, text, 1)
+
+
+# --- whose operator --------------------------------------------------------------------------------------------------
+
+
+def _aten(function: Callable[..., Any], *given: Tensor) -> list[str]:
+    """The operators of a function's graphs, forward and backward, as a compiler gets them."""
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    out = torch.compile(function, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend), fullgraph=True)(
+        *given
+    )
+    if out.requires_grad:
+        out.sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_the_graph_has_the_operator_that_the_rule_says(training: bool) -> None:
+    layer = upconv.ConvTranspose2d(4, 6, 3, 2, 1).requires_grad_(training)
+    x = torch.randn(2, 4, 5, 6)
+    for plan, ours in (("phases", True), ("native", False)):
+        torch._dynamo.reset()
+        with forced_plans(plan, "native"):
+            found = _aten(layer, x)
+        assert ("upconv.conv_transpose_forward.default" in found) == ours
+        assert ("upconv.conv_transpose_backward.default" in found) == (ours and training)
+        assert ("aten.convolution.default" in found) == (not ours)
+
+
+HOPPER = planner.Device("cuda", gpu=gpu.H200)
+
+
+@pytest.mark.parametrize(
+    ("p", "training", "ours"),
+    [
+        (Problem.make(16, 128, 64, (128, 128), (2, 2), 2, dtype=torch.bfloat16), True, True),
+        (Problem.make(128, 100, 512, (1, 1), (4, 4), 1, dtype=torch.bfloat16), True, False),
+        (Problem.make(128, 100, 512, (1, 1), (4, 4), 1, dtype=torch.bfloat16), False, False),
+        (Problem.make(16, 32, 64, (128, 256), (3, 5), (2, 3), groups=4, dtype=torch.bfloat16), False, True),
+    ],
+    ids=str,
+)
+def test_the_rule_on_a_gpu(p: Problem, training: bool, ours: bool) -> None:
+    plan = planner.plan(p, HOPPER)
+    assert rule.verdict(plan, training).ours is ours
+    said = rule.sentence(p, HOPPER, training)
+    assert said.startswith("Under torch.compile it is ") and said.endswith(".")
+
+
+def test_without_kernels_the_rule_says_why() -> None:
+    p = Problem.make(2, 4, 3, (5, 6), (3, 3), dtype=torch.float32)
+    device = planner.Device("cuda", unavailable="PyTorch finds no CUDA device")
+    assert rule.sentence(p, device) == "Under torch.compile it is PyTorch's: PyTorch finds no CUDA device."
+
+
+# --- what a graph's call does ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_inductor_turns_our_operators_with_its_own(inductor_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For inference the operands come in channels_last, and nothing is copied for a kernel of ours."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
+    monkeypatch.setattr(layouts, "TURNED", ("cpu",))
+    layer = upconv.ConvTranspose2d(8, 6, 4, 2, 1)
+    x = torch.randn(2, 8, 6, 5)
+    alone = {"compile_threads": 1, "cpp.vec_isa_ok": False}
+    function = torch.compile(lambda t: layer(t.sigmoid()).tanh(), options=alone, fullgraph=True)
+    with forced_plans("phases", "split"), torch.no_grad():
+        out, code = torch._inductor.utils.run_and_get_code(function, x)
+        torch.testing.assert_close(out, layer(x.sigmoid()).tanh(), rtol=1e-4, atol=1e-5)
+    assert out.is_contiguous()  # what the caller sees is as it was traced
+    assert "empty_strided_cpu((2, 8, 6, 5), (240, 1, 40, 8)" in code[0] and "conv_transpose_forward" in code[0]
+
+
+def test_calls_of_a_graph_are_replayed(machine: Any, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    layer = upconv.ConvTranspose1d(4, 6, 3, 2, 1)
+    monkeypatch.setattr(rule, "_verdict", lambda *_: rule.Verdict(True, ""))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    played: list[int] = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(module, name)
+
+        def play(self, *given: Any) -> Any:
+            found = module.play(*given)
+            played.append(found is not None)
+            return found
+
+    monkeypatch.setattr(replays.native, "module", Counting)
+    for step in range(replays.CALLS + 2):
+        x = torch.randn(2, 4, 5, requires_grad=True)
+        out = compiled(x)
+        wanted = nn.functional.conv_transpose1d(x, layer.weight, layer.bias, 2, 1)
+        gradients = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
+        for a, b in zip(
+            (out, *gradients), (wanted, *torch.autograd.grad(wanted.square().sum(), [x, *layer.parameters()]))
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert sum(played) == max(0, step + 1 - replays.CALLS) * 2
+
+
+def test_arguments_as_a_string() -> None:
+    text = text_of([2, 3], [0, 1], [1, 1], 4, [1, 2])
+    assert arguments_of(text) == ((2, 3), (0, 1), (1, 1), 4, (1, 2))
+
+
 # --- the operator ----------------------------------------------------------------------------------------------------
 
 SAMPLES: list[tuple[tuple[int, ...], tuple[int, ...], bool, list[list[int]], int]] = [
@@ -273,9 +495,13 @@ def test_opcheck(sample: Any, dtype: torch.dtype, engine: str) -> None:
     grad = torch.randn_like(out)
     for a, b in zip(torch.autograd.grad(out, operands, grad), torch.autograd.grad(wanted, operands, grad)):
         assert_close(a, b, length=4096)
-    detached = (*(t.detach() for t in operands[:2]), None if not bias else operands[2].detach(), *args[3:])
-    backward = (grad, *detached[:2], *args[3:], [True, True, bias])
-    torch.library.opcheck(torch.ops.upconv.conv_transpose_backward.default, backward, test_utils=UTILITIES)
+    x, w, *b = (t.detach() for t in operands)
+    text = text_of(*args[3:])
+    forward = (x, w, b[0] if bias else None, text)
+    torch.library.opcheck(torch.ops.upconv.conv_transpose_forward.default, forward, test_utils=UTILITIES)
+    for mask in (1, 2, 3):
+        backward = (grad, x, w, text, mask)
+        torch.library.opcheck(torch.ops.upconv.conv_transpose_backward.default, backward, test_utils=UTILITIES)
 
 
 @pytest.mark.parametrize("rank", (2, 3))

@@ -19,6 +19,7 @@ import upconv
 from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, make_call
 from strategies import excess, operands, problems
 from upconv import calls, ops, planner, reference
+from upconv.compiler.arguments import text_of
 from upconv.cuda import engine, families, gpu, jit
 from upconv.cuda import weights as packed
 from upconv.planner import Candidate, Device, Plan
@@ -301,7 +302,7 @@ def test_compiled_graphs_allocate_nothing_that_outlives_them(
         served.clear()
         if graph:
             out = torch.ops.upconv.conv_transpose(x, weight, None, *arguments)
-            torch.ops.upconv.conv_transpose_backward(grad, x, weight, *arguments, [True, False, False])
+            torch.ops.upconv.conv_transpose_backward(grad, x, weight, text_of(*arguments), 1)
         else:
             out = upconv.conv_transpose1d(x, weight.requires_grad_())
         torch.testing.assert_close(out, torch.conv_transpose1d(x, weight))
@@ -673,20 +674,20 @@ def test_compiled_graphs_predict_the_same_formats(rank: int, dtype: torch.dtype)
     """The operator's fake result on CUDA tensors has the strides of `test_memory_format_rule`."""
     last = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}[rank]
     wanted = torch.contiguous_format if dtype is torch.float64 else last
-    arguments = ([2] * rank, [1] * rank, [0] * rank, 1, [1] * rank)
+    text = text_of([2] * rank, [1] * rank, [0] * rank, 1, [1] * rank)
     shape = (2, 4, *(5,) * rank), (4, 3, *(3,) * rank)
     with torch._subclasses.FakeTensorMode():
         usual = torch.contiguous_format
         x, x_last = (torch.empty(shape[0], dtype=dtype, device="cuda", memory_format=f) for f in (usual, last))
         w, w_last = (torch.empty(shape[1], dtype=dtype, device="cuda", memory_format=f) for f in (usual, last))
-        out = torch.ops.upconv.conv_transpose(x, w, None, *arguments)
+        out = torch.ops.upconv.conv_transpose_forward(x, w, None, text)
         assert out.shape == (2, 3, *(9,) * rank) and out.is_contiguous()
         for pair in ((x_last, w), (x, w_last)):
-            out = torch.ops.upconv.conv_transpose(*pair, None, *arguments)
+            out = torch.ops.upconv.conv_transpose_forward(*pair, None, text)
             assert out.is_contiguous(memory_format=wanted) and out.device.type == "cuda"
-            grads = torch.ops.upconv.conv_transpose_backward(out, *pair, *arguments, [True, True, True])
-            assert [g.shape for g in grads] == [x.shape, w.shape, (3,)]
-            assert all(g.is_contiguous(memory_format=wanted) for g in grads[:2])
+            grads = torch.ops.upconv.conv_transpose_backward(out, *pair, text, 3)
+            assert [g.shape for g in grads] == [x.shape, w.shape]
+            assert all(g.is_contiguous(memory_format=wanted) for g in grads)
 
 
 # --- strict ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 Importing the package initialises no device, writes nothing and prints nothing.
 """
 
+import upconv.compiler  # noqa: F401 - defines the operators
 from upconv._version import __version__
 from upconv.convert import accelerate, fold_batchnorm, restore, warmup
 from upconv.export import export

@@ -7,7 +7,7 @@ compiled graph has them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -19,33 +19,34 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 _COUNTER = "torch.utils.flop_counter"
 
 
-def _register(counter: ModuleType) -> None:
+Parse = Callable[[str], tuple[Any, ...]]
+"""Of an operator's arguments, from its string."""
+
+
+def _register(counter: ModuleType, arguments_of: Parse) -> None:
     """Has ``FlopCounterMode`` count our operators by the formulas that PyTorch has for its own transposed convolutions.
 
     ``counter`` is the module ``torch.utils.flop_counter``. Active counters, which copied the formulas when they were
     made, get these too; one made but not yet entered before upconv is imported does not know them.
     """
 
-    def forward(
-        input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: Any, dilation: Any,
-        **rest: Any,
-    ) -> int:  # fmt: skip
+    def forward(input: Any, weight: Any, bias: Any, text: str, **rest: Any) -> int:
+        stride, padding, output_padding, groups, dilation = arguments_of(text)
         found: int = counter.conv_flop(
             input, weight, bias, stride, padding, dilation, True, output_padding, groups, **rest
         )
         return found
 
-    def backward(
-        grad: Any, input: Any, weight: Any, stride: Any, padding: Any, output_padding: Any, groups: Any, dilation: Any,
-        mask: Any, **rest: Any,
-    ) -> int:  # fmt: skip
+    def backward(grad: Any, input: Any, weight: Any, text: str, mask: int, **rest: Any) -> int:
+        stride, padding, output_padding, groups, dilation = arguments_of(text)
+        asked = [bool(mask & 1), bool(mask & 2), False]
         found: int = counter.conv_backward_flop(
-            grad, input, weight, None, stride, padding, dilation, True, output_padding, groups, mask, **rest
+            grad, input, weight, None, stride, padding, dilation, True, output_padding, groups, asked, **rest
         )
         return found
 
     operators = torch.ops.upconv
-    formulas = {operators.conv_transpose: forward, operators.conv_transpose_backward: backward}
+    formulas = {operators.conv_transpose_forward: forward, operators.conv_transpose_backward: backward}
     for operator, formula in formulas.items():  # raw, since PyTorch's formulas take tensors too
         counter.register_flop_formula(operator, get_raw=True)(formula)
     for mode in _get_current_dispatch_mode_stack():
@@ -61,6 +62,9 @@ class _Formulas(Loader):
     FLOPs; registering in a call of ours would be too late, since a ``FlopCounterMode`` copies the formulas when it is
     made. So they are there as soon as the module is. Whatever finds and loads the module does so as before.
     """
+
+    def __init__(self, arguments_of: Parse) -> None:
+        self._arguments_of = arguments_of
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _COUNTER:
@@ -81,12 +85,15 @@ class _Formulas(Loader):
         self._loader.exec_module(module)
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-            _register(module)
+            _register(module, self._arguments_of)
 
 
-def register() -> None:
-    """Has counters know the operators, which are defined; at once, or as soon as the module of counters is there."""
+def register(arguments_of: Parse) -> None:
+    """Has counters know the operators, which are defined; at once, or as soon as the module of counters is there.
+
+    ``arguments_of``: what reads an operator's string of arguments.
+    """
     if _COUNTER in sys.modules:
-        _register(sys.modules[_COUNTER])
+        _register(sys.modules[_COUNTER], arguments_of)
     else:
-        sys.meta_path.insert(0, _Formulas())
+        sys.meta_path.insert(0, _Formulas(arguments_of))

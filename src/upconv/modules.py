@@ -198,10 +198,13 @@ _CONV_FORWARD = {cls: cls._conv_forward if is_torchs(cls._conv_forward) else Non
 
 def _convolve(module: Any, rank: int, input: Tensor) -> Tensor:
     """The layer, by our kernels or by PyTorch's operator."""
+    if is_compiling():  # nothing else, since a compiled graph guards whatever is looked at
+        traced: Tensor = module._conv_forward(input, module.weight, module.bias)
+        return traced
     # Once: a parametrisation may compute them, and count that.
     cls = type(module)
     weight, bias = _parameters(module) if cls in PLAIN else (module.weight, module.bias)
-    if not is_compiling() and eager(input) and not _watched(module, rank):
+    if eager(input) and not _watched(module, rank):
         known = _left.get(id(module))
         if (
             known is None

@@ -1,12 +1,12 @@
-"""The operation for torch: which calls are ours, the lean eager path, autograd, and the operator for compiled graphs.
+"""The operation for torch: which calls are ours, the lean eager path, and autograd.
 
 A call takes one of three ways.
 
 - *Ours, eagerly*: plain strided tensors of a floating dtype on the CPU or one CUDA device. The call is recognised
   (`upconv.calls`) or its plan looked up by its description, the engine is called directly, and gradients go through one
   ``autograd.Function``. No dispatcher is involved: registering an operator costs 5 to 12 us a call, a Function 2.
-- *Ours, compiled*: ``torch.compile`` sees ``torch.ops.upconv.conv_transpose``, which has a fake implementation, a
-  backward and a FLOP formula.
+- *Ours, compiled*: ``torch.compile`` traces an operator, and a rule says whose kernel its graph calls
+  (`upconv.compiler`).
 - *PyTorch's own operator*: whatever the engines do not serve (complex and integer dtypes, empty tensors, other devices,
   tensor subclasses), whatever PyTorch has rules for and we do not (functorch transforms, forward-mode AD, tracing,
   export, dispatch modes), and every invalid call, so that the error is PyTorch's to the letter.
@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from upconv import calls, cpu, flops, planner, replays
+from upconv import calls, cpu, planner, replays
 from upconv.cuda import engine
 from upconv.planner import Plan
 from upconv.problem import PRECISIONS, Layout, Pass, Precision, Problem, is_channels_last
@@ -54,7 +54,9 @@ def conv_transpose(
 ) -> Tensor:
     """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
     if is_compiling():
-        return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
+        from upconv import compiler
+
+        return compiler.traced(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
     host = replays.host
     if host is not None and not engine._collectors:
         replayed: Tensor | None = host.replay(
@@ -150,7 +152,8 @@ class strict:
     choice, since its kernel is the fastest for them; they are errors too, but gradients there, always its operator in
     the end, are none. Exempt are calls that PyTorch must see for what it does around them (``torch.func`` transforms,
     forward-mode derivatives, tracing, export, dispatch modes), calls on tensors without data (``meta``, fake), and
-    empty results. An invalid call raises PyTorch's own error, and a compiled graph raises when it runs.
+    empty results. An invalid call raises PyTorch's own error, and a graph compiled
+    under it raises when it runs.
 
     Raises:
         RuntimeError: (the calls) names the problem and the reason.
@@ -630,196 +633,3 @@ def _gradients(
             _refuse_gradients(plan, mask)
         return engine.gradients(plan, grad, input, weight, mask, lasting)
     return cpu.gradients(plan.problem, plan.backward, grad, input, weight, mask)
-
-
-# --- the operator for compiled graphs --------------------------------------------------------------------------------
-
-_LIBRARY = torch.library.Library("upconv", "DEF")
-_ARGUMENTS = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation"
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_LIBRARY.define(f"conv_transpose(Tensor input, Tensor weight, Tensor? bias, {_ARGUMENTS}) -> Tensor", tags=_TAGS)
-_LIBRARY.define(
-    f"conv_transpose_backward(Tensor grad, Tensor input, Tensor weight, {_ARGUMENTS}, bool[] mask)"
-    " -> (Tensor, Tensor, Tensor)",
-    tags=_TAGS,
-)
-
-
-def _compiled(
-    rank: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: IntOrInts,
-    padding: IntOrInts,
-    output_padding: IntOrInts,
-    groups: int,
-    dilation: IntOrInts,
-) -> Tensor:
-    """What ``torch.compile`` traces: our operator for calls that an engine may serve, PyTorch's for the others.
-
-    An exported program must run without this package, so ``torch.export`` records PyTorch's operator.
-    """
-    ours = (
-        not torch.compiler._is_exporting_flag  # under torch.compile, is_exporting() says True before 2.13
-        and input.device.type in _DEVICES
-        and input.dim() == rank + 2
-        and weight.dim() == rank + 2
-        and input.dtype in PRECISIONS
-    )
-    if not ours:
-        return _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
-    if torch.is_autocast_enabled(input.device.type):
-        input, weight, bias = _autocast(input, weight, bias)
-    spread = [[v] * rank if isinstance(v, int) else list(v) for v in (stride, padding, output_padding, dilation)]
-    out: Tensor = torch.ops.upconv.conv_transpose(
-        input, weight, bias, spread[0], spread[1], spread[2], groups, spread[3]
-    )
-    return out
-
-
-def _run(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    output_padding: list[int],
-    groups: int,
-    dilation: list[int],
-) -> Tensor:
-    rank = len(stride)
-    plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    if plan is None or (_strict and plan.forward == "native"):
-        out: Tensor = _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
-        if _strict:
-            _refuse(out, plan, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    else:  # a graph's private memory pool lets nothing outlive the call
-        out = _forward(plan, input, weight, bias, lasting=False)
-    return out.contiguous(memory_format=cpu.memory_format(layout_of(input, weight), rank))  # as _fake says
-
-
-def _run_backward(
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    output_padding: list[int],
-    groups: int,
-    dilation: list[int],
-    mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    plan = _find_plan(len(stride), input, weight, None, stride, padding, output_padding, groups, dilation)
-    found: Sequence[Tensor | None]
-    if plan is None:
-        channels = weight.shape[1] * groups
-        found = cpu.torch_gradients(
-            grad, input, weight, channels, stride, padding, output_padding, groups, dilation, mask
-        )
-    else:
-        found = _gradients(plan, grad, input, weight, mask, lasting=False)
-    grad_input, grad_weight, grad_bias = (g if g is not None else grad.new_empty(0) for g in found)
-    layout = cpu.memory_format(layout_of(input, weight), len(stride))
-    if mask[0]:
-        grad_input = grad_input.contiguous(memory_format=layout)
-    if mask[1]:
-        grad_weight = grad_weight.contiguous(memory_format=layout)
-    return grad_input, grad_weight, grad_bias
-
-
-def _fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    output_padding: list[int],
-    groups: int,
-    dilation: list[int],
-) -> Tensor:
-    from upconv.problem import output_length
-
-    axes = zip(input.shape[2:], weight.shape[2:], stride, padding, output_padding, dilation)
-    shape = (input.shape[0], weight.shape[1] * groups, *(output_length(*axis) for axis in axes))
-    return torch.empty(
-        shape,
-        dtype=input.dtype,
-        device=input.device,
-        memory_format=cpu.memory_format(layout_of(input, weight), len(stride)),
-    )
-
-
-def _fake_backward(
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    output_padding: list[int],
-    groups: int,
-    dilation: list[int],
-    mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    layout = cpu.memory_format(layout_of(input, weight), len(stride))
-
-    def like(t: Tensor, wanted: bool) -> Tensor:
-        if not wanted:
-            return t.new_empty(0)
-        return torch.empty(t.shape, dtype=t.dtype, device=t.device, memory_format=layout)
-
-    grad_bias = grad.new_empty(weight.shape[1] * groups if mask[2] else 0)
-    return like(input, mask[0]), like(weight, mask[1]), grad_bias
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, weight, bias, *ctx.arguments = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(input, weight)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    input, weight = ctx.saved_tensors
-    mask = _asked(ctx)
-    found = torch.ops.upconv.conv_transpose_backward(grad, input, weight, *ctx.arguments, mask)
-    return (*(g if needed else None for g, needed in zip(found, mask)), None, None, None, None, None)
-
-
-def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad, input, weight, *ctx.arguments, ctx.mask = inputs
-    ctx.save_for_backward(grad, input, weight)
-
-
-def _backward_second(ctx: Any, y: Tensor, v: Tensor, b: Tensor) -> tuple[Tensor | None, ...]:
-    """The derivatives of the gradients, as the three maps' above: ``y``, ``v``, ``b`` arrive at those for input, weight
-    and bias.
-    """
-    grad, input, weight = ctx.saved_tensors
-    forward, backward = torch.ops.upconv.conv_transpose, torch.ops.upconv.conv_transpose_backward
-    needed, mask, arguments = ctx.needs_input_grad, ctx.mask, ctx.arguments
-    for_grad: Tensor | None = None
-    if needed[0]:
-        parts = [forward(y, weight, None, *arguments)] if mask[0] else []
-        parts += [forward(input, v, None, *arguments)] if mask[1] else []
-        parts += [b.view(-1, *(1,) * (grad.dim() - 2)).expand(grad.shape)] if mask[2] else []
-        for_grad = sum(parts[1:], parts[0])
-    for_input = for_weight = None
-    if needed[1] and mask[1]:
-        for_input = backward(grad, input, v, *arguments, [True, False, False])[0]
-    if needed[2] and mask[0]:
-        for_weight = backward(grad, y, weight, *arguments, [False, True, False])[1]
-    return for_grad, for_input, for_weight, None, None, None, None, None, None
-
-
-for _name, _call, _shapes in (
-    ("conv_transpose", _run, _fake),
-    ("conv_transpose_backward", _run_backward, _fake_backward),
-):
-    _LIBRARY.impl(_name, _call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"upconv::{_name}", _shapes, lib=_LIBRARY)
-torch.library.register_autograd("upconv::conv_transpose", _backward, setup_context=_setup, lib=_LIBRARY)
-torch.library.register_autograd(
-    "upconv::conv_transpose_backward", _backward_second, setup_context=_setup_second, lib=_LIBRARY
-)
-
-flops.register()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import upconv
-import upconv.modules
+import upconv
 from conftest import forced_plans
 
 KINDS = ("weights", "modules", "transforms", "tracing", "processes", "shapes", "observers")
@@ -44,8 +44,8 @@ class Lab:
     device: str
 
     def home(self, name: str) -> Any:
-        """The class of a layer: PyTorch's, or ours if layers are built as ours."""
-        return getattr(upconv.modules if self.way == "layers" else nn, name)
+        """The class of a layer: PyTorch's, or ours if layers are built as ours and there is one."""
+        return getattr(upconv, name, getattr(nn, name)) if self.way == "layers" else getattr(nn, name)
 
     def layer(self, *args: Any, rank: int = 2, **kwargs: Any) -> Any:
         """A transposed convolution; `done` makes it ours where it is to be accelerated."""

@@ -701,6 +701,35 @@ static PyObject* note(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// play(layer, a, b, c, may_copy): the results of a layer's first tape on three operands, without autograd; an operand may
+// be None, and the one of index `may_copy` may be copied to be dense. None where Python must compute them.
+static PyObject* play(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 5, "play takes five arguments");
+  const Handle holder = reinterpret_cast<Object*>(arguments[0])->layer;
+  Layer& layer = layer_of(holder);
+  std::array<Tensor, 3> given;
+  for (int i = 0; i < 3; i++)
+    if (arguments[1 + i] != Py_None) {
+      TORCH_CHECK_TYPE(THPVariable_Check(arguments[1 + i]), "the operands must be tensors");
+      given[i] = THPVariable_Unpack(arguments[1 + i]);
+    }
+  const int64_t may_copy = PyLong_AsLong(arguments[4]);
+  std::optional<std::vector<Tensor>> found;
+  {
+    NoGil released;
+    at::AutoDispatchBelowADInplaceOrView below;
+    found = layer.replay(*layer.forward, given, may_copy);
+  }
+  if (!found) Py_RETURN_NONE;
+  PyObject* results = PyTuple_New(static_cast<Py_ssize_t>(found->size()));
+  if (!results) return nullptr;
+  for (size_t i = 0; i < found->size(); i++)
+    PyTuple_SET_ITEM(results, static_cast<Py_ssize_t>(i), THPVariable_Wrap((*found)[i]));  // None where undefined
+  return results;
+  END_HANDLE_TH_ERRORS
+}
+
 // forget(): no call is known any more.
 static PyObject* forget(PyObject*, PyObject*) {
   known.forget();
@@ -772,6 +801,7 @@ static PyType_Spec LAYER = {"upconv_native.Layer", sizeof(upconv::Object), 0, Py
 static PyMethodDef METHODS[] = {
     method("replay", upconv::replay, METH_FASTCALL),
     method("note", upconv::note, METH_FASTCALL),
+    method("play", upconv::play, METH_FASTCALL),
     method("forget", upconv::forget, METH_NOARGS),
     method("set_driver", upconv::set_driver, METH_VARARGS),
     method("set_python", upconv::set_python, METH_VARARGS),

@@ -1,0 +1,285 @@
+"""The operators of compiled graphs.
+
+Dynamo records ``upconv::conv_transpose``. It is composite: its Python runs whenever a graph is traced further, on fake
+tensors, and becomes one of two things.
+
+- *PyTorch's operator*, which has rules for everything: under a functorch transform, for dual numbers, and where `rule`
+  leaves the call to PyTorch.
+- *Ours*: ``upconv::conv_transpose_forward``, and ``upconv::conv_transpose_backward`` in the graph of the gradients.
+
+These two only compute. They have no derivatives and raise where one would be needed. Their kernels are registered for
+the autograd keys too, so that a compiled graph enters Python once a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from upconv import calls, cpu, flops, ops, planner
+from upconv.compiler import layouts, recorded, rule
+from upconv.compiler.arguments import Arguments, arguments_of, text_of
+from upconv.cuda import engine
+from upconv.ops import IntOrInts
+from upconv.problem import PRECISIONS, output_length
+
+_LIBRARY = torch.library.Library("upconv", "DEF")
+_SCHEMA = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation"
+_OPERANDS = "Tensor input, Tensor weight, Tensor? bias"
+for _signature in (
+    f"conv_transpose({_OPERANDS}, {_SCHEMA}) -> Tensor",
+    f"conv_transpose_forward({_OPERANDS}, str arguments) -> Tensor",
+    "conv_transpose_backward(Tensor grad, Tensor input, Tensor weight, str arguments, int mask) -> (Tensor, Tensor)",
+):
+    _LIBRARY.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def traced(
+    rank: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: IntOrInts,
+    padding: IntOrInts,
+    output_padding: IntOrInts,
+    groups: int,
+    dilation: IntOrInts,
+) -> Tensor:
+    """What ``torch.compile`` traces for a call; arguments as `upconv.ops.conv_transpose`'s.
+
+    An exported program must run without this package, so ``torch.export`` records PyTorch's operator. So are calls
+    that only PyTorch's operator takes.
+    """
+    # Under torch.compile, is_exporting() says True before 2.13.
+    if torch.compiler._is_exporting_flag or input.dim() != rank + 2 or weight.dim() != rank + 2:
+        out: Tensor = ops._TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return out
+    spread = [[v] * rank if isinstance(v, int) else list(v) for v in (stride, padding, output_padding, dilation)]
+    call: Callable[..., Tensor] = torch.ops.upconv.conv_transpose
+    return call(input, weight, bias, spread[0], spread[1], spread[2], groups, spread[3])
+
+
+# --- the composite operator ------------------------------------------------------------------------------------------
+
+
+def _composite(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    layouts.teach()
+    operands = (input, weight, bias)
+    if ops._transforms_active() or any(map(_is_dual, operands)):
+        return _theirs(input, weight, bias, *arguments)
+    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    plan = _planned(input, weight, bias, arguments)
+    if plan is None or not (ops._strict or rule.verdict(plan, differentiable).ours):
+        return _theirs(input, weight, bias, *arguments)
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        input, weight, bias = ops._autocast(input, weight, bias, kind in ops._ROUNDING)
+    text = text_of(*arguments)
+    if differentiable:
+        out: Tensor = _ConvTranspose.apply(input, weight, bias, text)
+        return out
+    return _forward(input, weight, bias, text)
+
+
+def _theirs(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    """PyTorch's operator; it casts under autocast, and its errors are those of an invalid call."""
+    out: Tensor = ops._TORCH[input.dim() - 2](input, weight, bias, *arguments)
+    return out
+
+
+def _is_dual(t: Tensor | None) -> bool:
+    """Whether a tensor has a tangent. Levels that a graph enters are unknown to `torch.autograd.forward_ad`."""
+    return t is not None and torch._VF._unpack_dual(t, 0)[1] is not None
+
+
+def _planned(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> planner.Plan | None:
+    """The plan for a call on fake tensors, of symbolic sizes for the sizes that were seen; None where there is none."""
+    kind, rank = input.device.type, input.dim() - 2
+    tensors = [t for t in (input, weight, bias) if t is not None]
+    if kind not in ops._DEVICES or any(t.device != input.device or t.layout is not torch.strided for t in tensors):
+        return None
+    dtypes = [t.dtype for t in tensors]
+    if torch.is_autocast_enabled(kind):
+        lower = torch.get_autocast_dtype(kind)
+        dtypes = [lower if d.is_floating_point and d is not torch.float64 else d for d in dtypes]
+    stride, padding, output_padding, groups, dilation = arguments
+    try:
+        sizes = [_hints(t.shape) for t in tensors]
+        strides = [_hints(t.stride()) for t in tensors]
+        numbers = [_hints(v) for v in (stride, padding, output_padding, dilation)]
+    except ValueError:
+        return None
+    if any(dtype is not dtypes[0] or dtype not in PRECISIONS for dtype in dtypes):
+        return None
+    cuda = kind == "cuda"
+    return ops._resolve(
+        rank, torch.Size(sizes[0]), strides[0], torch.Size(sizes[1]), strides[1],
+        None if bias is None else torch.Size(sizes[2]), *numbers[:3], groups, numbers[3], dtypes[0],
+        calls.float32_precision() if cuda and dtypes[0] is torch.float32 else None,
+        input.get_device() if cuda else planner.cpu_device(),
+    )  # fmt: skip
+
+
+def _hints(values: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes as integers, symbolic ones as the graph is traced with. Errors: ValueError for one that depends on data."""
+    found = []
+    for value in values:
+        if not isinstance(value, int):
+            value = value.node.hint
+        if not isinstance(value, int):
+            raise ValueError("a size that depends on data")
+        found.append(value)
+    return tuple(found)
+
+
+class _ConvTranspose(torch.autograd.Function):
+    """As `upconv.ops`'s, of operators that can be traced. The bias's gradient is a sum, which a compiler fuses."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.text, ctx.of_bias = text, None if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
+        return _forward(input, weight, bias, text)
+
+    @staticmethod
+    @ops._uncast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        mask = ops._asked(ctx)
+        for_input, for_weight = _gradients(grad, input, weight, ctx.text, mask)
+        for_bias = grad.sum((0, *range(2, grad.dim())), dtype=ctx.of_bias) if mask[2] else None
+        return for_input, for_weight, for_bias, None
+
+
+def _gradients(
+    grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    asked = [mask[0], mask[1]]
+    if not any(asked):
+        return None, None
+    if torch.is_grad_enabled() or ops._transforms_active() or any(map(_is_dual, (grad, input, weight))):
+        stride, padding, output_padding, groups, dilation = arguments_of(text)
+        rounded = weight.to(input.dtype)
+        found = torch.ops.aten.convolution_backward(
+            grad, input, rounded, None, stride, padding, dilation, True, output_padding, groups, [*asked, False]
+        )
+        return (found[0] if asked[0] else None), (found[1].to(weight.dtype) if asked[1] else None)
+    found = torch.ops.upconv.conv_transpose_backward(grad, input, weight, text, asked[0] + 2 * asked[1])
+    return (found[0] if asked[0] else None), (found[1] if asked[1] else None)
+
+
+# --- the operators that compute --------------------------------------------------------------------------------------
+
+
+def _run(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    arguments = arguments_of(text)
+    rank, rounded = len(arguments[0]), weight.dtype is not input.dtype
+    plan = ops._find_plan(rank, input, weight, bias, *arguments, rounded)
+    if plan is not None and plan.choice is not None:
+        found = recorded.compute(plan, "fwd", _pass, (input, weight, bias), -1)[0]
+        assert found is not None
+        if plan.problem.layout != "nchw" or not ops._doubtful(plan.problem, input.device.type):
+            return found
+    elif plan is None or plan.forward == "native":
+        bias = None if bias is None else bias.to(input.dtype)
+        found = ops._TORCH[rank](input, weight.to(input.dtype), bias, *arguments)
+        if ops._strict:
+            ops._refuse(found, plan, input, weight, bias, *arguments)
+    else:
+        found = cpu.forward(plan.problem, plan.forward, input, weight, bias)
+    return found.contiguous(memory_format=_format(input, weight))  # as _fake says
+
+
+def _pass(plan: planner.Plan, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+    # A graph's private memory pool lets nothing outlive the call.
+    return (engine.forward(plan, input, weight, bias, lasting=False),)
+
+
+def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: int) -> tuple[Tensor, Tensor]:
+    arguments = arguments_of(text)
+    plan = ops._find_plan(len(arguments[0]), input, weight, None, *arguments, weight.dtype is not input.dtype)
+    asked = (bool(mask & 1), bool(mask & 2), False)
+    found: Sequence[Tensor | None]
+    if plan is None:
+        channels = weight.shape[1] * arguments[3]
+        found = cpu.torch_gradients(grad, input, weight.to(input.dtype), channels, *arguments, asked)
+    elif plan.backward == planner.FAMILIES and not ops._strict:
+        found = recorded.compute(plan, asked, _PASSES[asked], (grad, input, weight), 0)
+    else:
+        found = ops._gradients(plan, grad, input, weight, asked, lasting=False)
+    layout = _format(input, weight)
+    for_input, for_weight = found[0], found[1]
+    return (
+        grad.new_empty(0) if for_input is None else for_input.contiguous(memory_format=layout),
+        grad.new_empty(0) if for_weight is None else for_weight.to(weight.dtype).contiguous(memory_format=layout),
+    )
+
+
+def _pass_of(asked: tuple[bool, bool, bool]) -> recorded.Pass:
+    def run(plan: planner.Plan, grad: Tensor, input: Tensor, weight: Tensor | None) -> ops.Gradients:
+        assert weight is not None
+        return engine.gradients(plan, grad, input, weight, asked, lasting=False)
+
+    return run
+
+
+_PASSES = {mask: _pass_of(mask) for a in (False, True) for b in (False, True) for mask in ((a, b, False),)}
+
+
+def _format(input: Tensor, weight: Tensor) -> torch.memory_format:
+    return cpu.memory_format(ops.layout_of(input, weight), input.dim() - 2)
+
+
+def _fake(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    stride, padding, output_padding, groups, dilation = arguments_of(text)
+    axes = zip(input.shape[2:], weight.shape[2:], stride, padding, output_padding, dilation)
+    shape = (input.shape[0], weight.shape[1] * groups, *(output_length(*axis) for axis in axes))
+    return torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=_format(input, weight))
+
+
+def _fake_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: int) -> tuple[Tensor, ...]:
+    layout = _format(input, weight)
+
+    def like(t: Tensor, wanted: int) -> Tensor:
+        if not wanted:
+            return grad.new_empty(0)
+        return torch.empty(t.shape, dtype=t.dtype, device=t.device, memory_format=layout)
+
+    return like(input, mask & 1), like(weight, mask & 2)
+
+
+def _recorded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel for autograd's keys: computes at once, where neither a mode nor a subclass of Tensor wants to see."""
+
+    def kernel(*given: Any) -> Any:
+        tensors = [t for t in given[:3] if isinstance(t, Tensor)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise RuntimeError(f"upconv::{name} has no derivative; call upconv::conv_transpose, which has")
+        if (forward_ad._current_level >= 0 or ops._transforms_active()) and any(map(_is_dual, tensors)):
+            raise RuntimeError(f"upconv::{name} has no forward-mode derivative; call upconv::conv_transpose, which has")
+        if torch._C._len_torch_dispatch_stack() > 0 or any(type(t) not in ops._PLAIN for t in tensors):
+            with torch._C._AutoDispatchBelowAutograd():
+                return getattr(torch.ops.upconv, name)(*given)
+        return run(*given)
+
+    return kernel
+
+
+for _name, _call, _shapes in (
+    ("conv_transpose_forward", _run, _fake),
+    ("conv_transpose_backward", _run_backward, _fake_backward),
+):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _call, _key)
+        _LIBRARY.impl(_name, _recorded(_name, _call), f"Autograd{_key}")
+    torch.library.register_fake(f"upconv::{_name}", _shapes, lib=_LIBRARY)
+for _key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
+    _LIBRARY.impl("conv_transpose", _composite, _key)
+_forward = torch.ops.upconv.conv_transpose_forward
+
+flops.register(arguments_of)

@@ -1,0 +1,72 @@
+"""Calls of compiled graphs, replayed by the C++ module once their passes are on tape.
+
+`upconv.replays` has those outside of graphs, and says what can be recorded. What is recorded here allocates nothing
+that outlives a call, since the memory pool of a captured graph does not allow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upconv import replays
+from upconv.cuda import engine, native, provisional
+from upconv.planner import Plan
+
+Operands = tuple[Tensor, Tensor, "Tensor | None"]
+Results = Sequence["Tensor | None"]
+Pass = Callable[[Plan, Tensor, Tensor, "Tensor | None"], Results]
+
+
+def compute(plan: Plan, what: Any, run: Pass, operands: Operands, may_copy: int) -> Results:
+    """A pass by a plan, replayed where it can be; the third call like it is recorded.
+
+    Args:
+        plan: what the pass is computed by; it keeps what is recorded.
+        what: names the pass among the plan's.
+        run: the pass in Python, of the plan and the operands.
+        operands: its three operands.
+        may_copy: the index of the operand that may be copied to be dense; -1 for none.
+    """
+    a, b, c = operands
+    key = (what, a.stride(), b.stride(), b.dtype, c if c is None else (c.stride(), c.dtype), a.get_device())
+    held = plan.replays.get(key, 0)
+    if type(held) is not int and held is not replays._NEVER:
+        found: Results | None = native.module().play(held, a, b, c, may_copy)
+        if found is not None:
+            return found
+    result = run(plan, a, b, c)
+    if type(held) is int and replays.hoped:
+        _count(plan, key, held, run, operands)
+    return result
+
+
+def _count(plan: Plan, key: Any, held: int, run: Pass, operands: Operands) -> None:
+    """Counts a call that Python computed, and records the last of `replays.CALLS`."""
+    if engine._collectors:
+        return
+    module = native.module()
+    if module is None:
+        replays.hoped = not native.hopeless()
+        return
+    if provisional.pending() or engine._capturing():
+        return
+    plan.replays[key] = held + 1 if held < replays.CALLS - 1 else _recorded(module, plan, run, operands)
+
+
+def _recorded(module: Any, plan: Plan, run: Pass, operands: Operands) -> Any:
+    index, last = operands[0].get_device(), plan.problem.layout == "channels_last"
+    with torch.no_grad(), replays._on(index):
+        tape = replays._tape(
+            f"a compiled graph's pass of {plan.problem}",
+            lambda given: run(plan, *given),
+            operands,
+            operands[1],
+            module,
+        )
+    if tape is None:
+        return replays._NEVER
+    return module.Layer(index, replays._context(index), None, last, False, tape, None)
