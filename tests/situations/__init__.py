@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 import upconv
-import upconv
 from conftest import forced_plans
 
 KINDS = ("weights", "modules", "transforms", "tracing", "processes", "shapes", "observers")
