@@ -82,8 +82,8 @@ def conv_transpose(
     plain = type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN)
     # Asking a device for its type costs three times as much.
     kind = ("cuda" if input.is_cuda else "cpu" if input.is_cpu else "") if plain else ""
-    if kind and any(t is not None and t.is_nested for t in (input, weight, bias)):  # plain by its type, but no shape
-        kind = ""
+    if kind and (input.is_nested or weight.is_nested or (bias is not None and bias.is_nested)):
+        kind = ""  # plain by its type, but without a shape
     if kind and not _observed():
         if torch.is_autocast_enabled(kind):
             input, weight, bias = _autocast(input, weight, bias, kind in _ROUNDING)
@@ -258,15 +258,15 @@ def _find_plan(
     else:
         where, precision = planner.cpu_device(), None
     try:
-        spread = [
-            v if type(v) is tuple else (v,) if type(v) is int else tuple(v)  # type: ignore[arg-type]
-            for v in (stride, padding, output_padding, dilation)
-        ]
-        if not integers(groups, *spread[0], *spread[1], *spread[2], *spread[3]):
+        stride = stride if type(stride) is tuple else _tuple(stride)
+        padding = padding if type(padding) is tuple else _tuple(padding)
+        output_padding = output_padding if type(output_padding) is tuple else _tuple(output_padding)
+        dilation = dilation if type(dilation) is tuple else _tuple(dilation)
+        if not integers(groups, *stride, *padding, *output_padding, *dilation):
             return None
         plan = _resolve(
             rank, input.shape, input.stride(), weight.shape, weight.stride(), None if bias is None else bias.shape,
-            *spread[:3], groups, spread[3], dtype, precision, where,
+            stride, padding, output_padding, groups, dilation, dtype, precision, where,
         )  # fmt: skip
     except TypeError:  # something that is no integer: PyTorch says which
         return None
@@ -347,6 +347,10 @@ def _resolve(
     except ValueError:
         return None
     return planner.plan(problem, device)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if type(value) is int else tuple(value)
 
 
 def integers(*values: Any) -> bool:
