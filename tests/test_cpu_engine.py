@@ -69,12 +69,12 @@ def test_taps_that_all_miss_the_input(layout, size, kernel, stride, padding, out
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Batches, groups and channels are taken in parts from 32 results on, not from millions."""
-    for name in ("_CACHED_RESULT", "_DIRECT_RESULT", "_WIDE_OUTPUTS", "_SUM_AT_ONCE"):
-        monkeypatch.setattr(cpu, name, 32)
-    monkeypatch.setattr(cpu, "_WIDE_CHANNELS", 2)
-    cpu._geometry.cache_clear()
+    for name in ("_WIDE_OUTPUTS", "_SUM_AT_ONCE"):
+        monkeypatch.setattr(cpu.run, name, 32)
+    monkeypatch.setattr(cpu.run, "_WIDE_CHANNELS", 2)
+    cpu.run._geometry.cache_clear()
     yield
-    cpu._geometry.cache_clear()
+    cpu.run._geometry.cache_clear()
 
 
 @given(p=problems())

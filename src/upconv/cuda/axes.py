@@ -68,9 +68,10 @@ def gather_axes(p: Problem, unroll: Triple = (1, 1, 1)) -> tuple[Axis, Axis, Axi
     axes = [Axis(1, 1, (((0, 0),),))] * lead
     if p.pass_ == "fwd":
         for phases, stride in zip(p.axis_phases, p.stride):
-            by_start = sorted(phases, key=lambda phase: phase.start)
-            taps = tuple(tuple((k, a.first - off) for k, off in zip(a.taps, a.offsets)) for a in by_start)
-            axes.append(Axis(stride, 1, taps))
+            taps: list[tuple[tuple[int, int], ...]] = [()] * stride  # by the first output; some have none
+            for a in phases:
+                taps[a.start] = tuple((k, a.first - off) for k, off in zip(a.taps, a.offsets))
+            axes.append(Axis(stride, 1, tuple(taps)))
     else:
         for kernel, stride, padding, dilation in zip(p.kernel, p.stride, p.padding, p.dilation):
             axes.append(Axis(1, stride, (tuple((k, k * dilation - padding) for k in range(kernel)),)))
