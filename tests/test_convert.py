@@ -83,7 +83,7 @@ def test_everything_but_the_class_stays() -> None:
         assert dict(vars(m)) == before[name][2]  # no trace of the swap is left
 
 
-@pytest.mark.parametrize("plan", ("as planned", "phases"))
+@pytest.mark.parametrize("plan", ("as planned", "shuffle"))
 @pytest.mark.parametrize("channels_last", (False, True))
 def test_outputs_and_gradients_stay(plan: str, channels_last: bool) -> None:
     model = Net()
@@ -118,7 +118,7 @@ def test_the_engine_runs_only_while_accelerated(monkeypatch: pytest.MonkeyPatch)
     right = cpu.forward
     monkeypatch.setattr(cpu, "forward", lambda *args: calls.append(args[0]) or right(*args))
     model, x = Net().eval(), torch.randn(1, 3, 6, 6)
-    with forced_plans("phases"):
+    with forced_plans("shuffle"):
         model(x)
         assert calls == []
         upconv.accelerate(model)(x)
@@ -296,7 +296,7 @@ def test_an_optimiser_keeps_working(optimiser: Any) -> None:
             if swapping and i == 6:
                 upconv.restore(model)
             stepper.zero_grad()
-            with forced_plans("phases", "split"):
+            with forced_plans("shuffle", "split"):
                 loss = (model(x) - target).square().mean()
                 loss.backward()
             stepper.step()

@@ -1,4 +1,4 @@
-"""The geometry of the CPU engine's correlations, a dimension at a time: which outputs they compute, and where they go."""
+"""The geometry of the CPU engine, a dimension at a time: which outputs a correlation computes, and where they go."""
 
 from __future__ import annotations
 

@@ -26,16 +26,22 @@ Choice = tuple[str, str]
 """A plan and the reason for it, in a sentence."""
 
 _WEIGHTS_PER_OUTPUT = 1 / 4  # above this, packing the weights takes as long as the layer
-_SMALL_OUTPUT = 1 << 16  # elements below which the call's overhead is as long as what a plan gains
+_SMALL_OUTPUT = 1 << 18  # elements below which waiting for all threads once more takes as long as a plan gains
 _SMALL_WORK = 10_000_000  # multiplications per thread below which the same holds of `shuffle`
 _MOST_TAPS = 4096  # the geometry of `shuffle` lists the taps; no known layer has as many
 _BLOWUP = 2.0  # multiplications of `shuffle` over the useful ones that its single pass still pays for
 _FEW_CHANNELS = 4  # output channels that PyTorch's kernels pad to twice as many at least
-_FEW_CHANNELS_WORK = 64  # multiplications per output from which that padding, not memory, sets the time
+_MANY_PHASES = 16  # phases from which oneDNN's half-precision depthwise kernel is slow in small chunks too
+_FEW_ROW = 32  # pixels in a row of the input below which the correlation of few channels is slow
+_LEAST_RESULTS = 8  # output channels of the correlation that fill a vector
+# Multiplications per output from which that padding sets the time, not the pass over the results.
+_FEW_CHANNELS_WORK = {"nchw": 200, "channels_last": 400}
 _SPLIT_CHANNELS = 8  # output channels from which oneDNN's float32 sum for the bias is slower than torch.sum
 _SPLIT_OUTPUT = 1 << 18  # elements from which that difference shows in a step
 # Multiplications per output up to which the scalar bias loop takes a third of the time at least.
-_BIAS_WORK = {torch.float32: 300, torch.bfloat16: 256, torch.float16: 256}
+_BIAS_WORK = {torch.float32: 150, torch.bfloat16: 256, torch.float16: 256}
+
+_IM2COL = "dilated with a stride: PyTorch's operator falls back to im2col"
 
 
 def choose_forward(p: Problem, onednn: Collection[torch.dtype], threads: int) -> Choice:
@@ -122,13 +128,14 @@ def _light(p: Problem) -> bool:
 
 def _relieved(p: Problem, reason: str) -> Choice:
     """PyTorch's operator, relieved of a slow bias where that costs no accuracy."""
-    if _light(p) and run.refusal(p, "unbiased") is None:
+    spared = p.rank == 3 or (p.groups > 1 and not p.depthwise and max(p.stride) > 1)  # gains too little there
+    if _light(p) and not spared and run.refusal(p, "unbiased") is None:
         return "unbiased", f"{reason}; oneDNN would add the bias in a scalar loop"
     return "native", reason
 
 
 def _choose_unstrided(p: Problem) -> Choice:
-    if p.layout == "channels_last" and p.groups < 8:
+    if p.layout == "channels_last" and (p.groups < 8 or p.dtype is torch.float32):
         return "native", "oneDNN has a kernel of its own for channels_last at stride 1"
     if p.dtype in HALF and scalar_bias(p):
         return "flip", "the bias is fused into the forward convolution, where oneDNN would add it in a scalar loop"
@@ -138,19 +145,36 @@ def _choose_unstrided(p: Problem) -> Choice:
 
 
 def _choose_strided(p: Problem, threads: int) -> Choice:
-    outputs, dilated = math.prod(p.output_shape), any(d > 1 and s > 1 for d, s in zip(p.dilation, p.stride))
+    dilated = any(d > 1 and s > 1 for d, s in zip(p.dilation, p.stride))
     if p.depthwise and p.dtype in HALF and not dilated and p.rank < 3:
         chunk = run.wide_channels(p)
         if chunk < p.batch * p.in_channels and chunk % 16 == 0:
             return "wide", "oneDNN's depthwise kernel is far faster in float32, and chunks of it stay in cache"
-    if p.taps > _MOST_TAPS or p.macs < _SMALL_WORK * threads:
-        return _relieved(p, "one correlation of all phases would not pay for moving its results")
-    if shuffle_blowup(p) > _BLOWUP:
+    if p.taps > _MOST_TAPS or shuffle_blowup(p) > _BLOWUP:
         return _relieved(p, "one correlation of all phases would multiply with too many zeros")
-    if dilated and (not p.depthwise or p.dtype in HALF):
-        return "shuffle", "dilated with a stride: PyTorch's operator falls back to im2col"
+    if p.dtype in HALF and dilated:
+        return "shuffle", _IM2COL
     if p.dtype in HALF and _light(p):
         return "shuffle", "the bias is fused into one correlation, where oneDNN would add it in a scalar loop"
-    if p.groups == 1 and p.out_channels <= _FEW_CHANNELS and p.macs >= _FEW_CHANNELS_WORK * outputs:
+    if p.dtype in HALF and p.depthwise and p.layout == "nchw" and math.prod(p.stride) >= _MANY_PHASES:
+        return "shuffle", "depthwise with many phases: one correlation reads the input once"
+    if p.macs < _SMALL_WORK * threads:
+        return _relieved(p, "one correlation of all phases would not pay for moving its results")
+    if dilated and _large_im2col(p):
+        return "shuffle", _IM2COL
+    if _few_channels(p):
         return "shuffle", f"few output channels ({p.out_channels}) would be padded to a vector for every phase"
     return _relieved(p, "oneDNN's own transposed kernel is the fastest for this shape")
+
+
+def _large_im2col(p: Problem) -> bool:
+    """Whether im2col costs PyTorch's float32 operator so much that two more passes over the output do not matter."""
+    grouped = p.groups > 1 and not p.depthwise and p.rank < 3
+    return grouped and (p.layout == "channels_last" or p.out_channels > p.in_channels)
+
+
+def _few_channels(p: Problem) -> bool:
+    """Whether PyTorch's operator spends most of its time on the channels that it pads a layer with."""
+    few = p.groups == 1 and p.out_channels <= _FEW_CHANNELS and p.rank == 2 and p.size[-1] >= _FEW_ROW
+    fills = p.out_channels * math.prod(p.stride) >= _LEAST_RESULTS
+    return few and fills and p.macs >= _FEW_CHANNELS_WORK[p.layout] * math.prod(p.output_shape)
