@@ -124,11 +124,11 @@ def test_gradients_are_split_where_the_bias_is_slow(case: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("large", [1, 1000, 10**6, 2**31, 2**63 - 1])
-@pytest.mark.parametrize("name", ["stride", "padding", "dilation", "output_padding", "size"])
+@pytest.mark.parametrize("name", ["stride", "kernel", "padding", "dilation", "output_padding", "size"])
 def test_planning_takes_no_longer_for_large_numbers(name: str, large: int) -> None:
     """Whether PyTorch can compute the layer is for PyTorch to say; a listing of residues would never end."""
     rng = random.Random(large)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(40):
         rank, groups = rng.randint(1, 3), rng.choice((1, 2, 16))
         axes: dict[str, Any] = {"kernel": rng.randint(1, 5), "stride": rng.choice((1, 2, 3)), "size": (64,) * rank}
@@ -143,7 +143,7 @@ def test_planning_takes_no_longer_for_large_numbers(name: str, large: int) -> No
         except ValueError:  # the padding leaves no output
             continue
         planner.plan(p.with_(pass_="step"), Device("cpu", 2, frozenset(PRECISIONS)))
-    assert time.perf_counter() - start < 4
+    assert time.process_time() - start < 4
 
 
 def test_strides_of_thousands_are_computed() -> None:

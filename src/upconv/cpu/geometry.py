@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from upconv.problem import AxisPhase, Problem
 
@@ -76,10 +77,14 @@ class Window:
         self.size = (self.high - offsets[0]) // self.step + 1
         of = [a.residue for a in used]
         self.residues = range(of[0], of[-1] + 1, math.gcd(*(b - a for a, b in zip(of, of[1:]))) or 1)
-        self.stride, self.padding, self.out = stride, padding, out
+        self.stride, self.padding, self.out, self.input = stride, padding, out, size
         self.first = min(a.first for a in used)
-        count = max(a.first + a.count for a in used) - self.first
-        self.axis = Axis(size, self.size, self.first - self.high, count, self.step)
+        self.count = max(a.first + a.count for a in used) - self.first
+
+    @cached_property
+    def axis(self) -> Axis:
+        """The window's correlation; listing its taps takes long where the zeros among them are many."""
+        return Axis(self.input, self.size, self.first - self.high, self.count, self.step)
 
     @property
     def covers_all(self) -> bool:
