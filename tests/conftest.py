@@ -393,7 +393,7 @@ PLANS: list[tuple[str, str]] = [
     *((name, "native") for name in cpu.FORWARD_PLANS if name not in ("native", "wide")),
     *(("native", name) for name in cpu.BACKWARD_PLANS if name != "native"),
     ("flip", "split"),
-    ("phases", "split"),
+    ("shuffle", "split"),
 ]
 """Each plan of the CPU engine that is for all layers alone, and two pairs of forward and backward together."""
 

@@ -449,15 +449,15 @@ def measured(p: Problem) -> Row:
 
 
 def test_a_row_of_ours_has_a_ratio_of_two_times(plans) -> None:
-    plans("phases", "split")
+    plans("shuffle", "split")
     found = measured(TINY)
-    assert (found["engine"], found["plan"], found["failure"], found["rounds"]) == ("cpu:phases", "phases", None, 3)
+    assert (found["engine"], found["plan"], found["failure"], found["rounds"]) == ("cpu:shuffle", "shuffle", None, 3)
     assert found["ratio"] == pytest.approx(found["torch_ms"] / found["ours_ms"])
     assert found["roof_ms"] == pytest.approx(1e3 * max(TINY.flops / 1e10, TINY.bytes / 1e9))
     assert found["percent_of_roof"] == pytest.approx(100 * found["roof_ms"] / found["ours_ms"])
     assert 0 < found["rel_error"] < 1e-6 and found["layer"] == "4->6 k3x2 s2x1 p1x0 op1x0 g2 on 2x4x5x6"
     step = measured(TINY.with_(pass_="step"))
-    assert step["plan"] == "forward=phases backward=split" and step["engine"] == "cpu:phases+split"
+    assert step["plan"] == "forward=shuffle backward=split" and step["engine"] == "cpu:shuffle+split"
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -469,7 +469,7 @@ def test_a_delegated_row_has_ratio_one_and_is_not_ours(plans, pass_) -> None:
 
 @pytest.mark.parametrize("pass_", ["fwd", "step"])
 def test_a_wrong_engine_has_no_speed(plans, monkeypatch: pytest.MonkeyPatch, pass_) -> None:
-    plans("phases")
+    plans("shuffle")
     monkeypatch.setattr(cpu, "forward", lossy)
     found = measured(TINY.with_(pass_=pass_))
     assert found["failure"].startswith("wrong result: relative error ")
@@ -478,7 +478,7 @@ def test_a_wrong_engine_has_no_speed(plans, monkeypatch: pytest.MonkeyPatch, pas
 
 
 def test_a_case_that_cannot_run_does_not_cost_the_others(plans, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans("phases")
+    plans("shuffle")
 
     def explode(*arguments: object) -> Tensor:
         raise RuntimeError("no memory\nfor this")

@@ -68,7 +68,7 @@ def plans(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_run_is_a_table_a_report_and_a_plot(fast: None, plans, tmp_path: Path) -> None:
-    plans("phases")
+    plans("shuffle")
     file, picture = tmp_path / "r.json", tmp_path / "r.svg"
     code, out = upconv_(
         "bench", *LAYER, "--device", "cpu", "--dtype", "all", "--pass", "fwd", "--pass", "grad-weight",
@@ -105,7 +105,7 @@ def test_a_run_is_a_table_a_report_and_a_plot(fast: None, plans, tmp_path: Path)
     p = parse_layer(LAYER[1], LAYER[3])
     for row in rows:
         ours = row["pass"] == "fwd"
-        assert row["engine"] == ("cpu:phases" if ours else "torch") and row["suite"] == row["case"] == "custom"
+        assert row["engine"] == ("cpu:shuffle" if ours else "torch") and row["suite"] == row["case"] == "custom"
         assert row["ratio"] == (pytest.approx(row["torch_ms"] / row["ours_ms"]) if ours else 1.0)
         item = p.with_(dtype=getattr(torch, row["dtype"]), precision=row["precision"], pass_=row["pass"])
         assert row["roof_ms"] == pytest.approx(1e3 * item.roof_seconds(1e11, 1e10))
@@ -122,7 +122,7 @@ def test_a_run_is_a_table_a_report_and_a_plot(fast: None, plans, tmp_path: Path)
 def test_a_wrong_engine_prints_no_speed_and_exits_with_1(
     fast: None, plans, monkeypatch, tmp_path: Path, engine
 ) -> None:
-    plans("phases")
+    plans("shuffle")
 
     def wrong(p, plan, input, weight, bias):
         out = torch.conv_transpose2d(input, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
@@ -134,7 +134,7 @@ def test_a_wrong_engine_prints_no_speed_and_exits_with_1(
     row = json.loads(file.read_text())["rows"][0]
     assert code == 1 and row["ours_ms"] is None and row["ratio"] is None
     assert row["rel_error"] == (pytest.approx(1.0) if engine == "zeros" else pytest.approx(1.6e-3, rel=0.5))
-    line = next(line for line in out.splitlines() if "cpu:phases" in line)
+    line = next(line for line in out.splitlines() if "cpu:shuffle" in line)
     assert "wrong" in line and "x " not in line.split("wrong")[1]
     assert "custom: wrong result: relative error " in out and "PyTorch's speed" not in out
 
@@ -241,7 +241,7 @@ def test_help_names_every_suite() -> None:
 
 
 def test_explain_says_sizes_taps_roof_and_plan(plans) -> None:
-    plans("phases")
+    plans("shuffle")
     code, out = upconv_(
         "explain", "32,64,(3,5),stride=(2,3),padding=(1,2),dilation=(2,1),groups=4", "--input", "2x32x64x128",
         "--device", "cpu", "--ceilings", "1e10,1e11",
@@ -263,9 +263,9 @@ def test_explain_says_sizes_taps_roof_and_plan(plans) -> None:
     assert lines[10].startswith(
         f"roof    {1e3 * p.bytes / 1e10:.3g} ms, bound by memory: {1e3 * p.flops / 1e11:.3g} ms of FLOPs"
     )
-    assert lines[-3:-1] == ["plan    phases, engine cpu:phases", "        ✓ phases  forced"]
+    assert lines[-3:-1] == ["plan    shuffle, engine cpu:shuffle", "        ✓ shuffle  forced"]
     assert lines[-1] == (
-        f"upconv's plan cpu:phases computes the forward pass; its roof is {1e3 * p.bytes / 1e10:.3g} ms, and nothing "
+        f"upconv's plan cpu:shuffle computes the forward pass; its roof is {1e3 * p.bytes / 1e10:.3g} ms, and nothing "
         "estimates its time here."
     )
 

@@ -40,13 +40,13 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-ENGINES = ("phases", "native")
+ENGINES = ("shuffle", "native")
 
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     """The compiled operator runs by an engine of ours, and by PyTorch's operator behind the same name."""
-    with forced_plans(request.param, "split" if request.param == "phases" else "native"):
+    with forced_plans(request.param, "split" if request.param == "shuffle" else "native"):
         yield request.param
 
 

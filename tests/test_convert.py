@@ -94,7 +94,7 @@ def test_all_but_the_mark_stays() -> None:
         assert type(m).__module__.startswith(("torch.nn", __name__)) and dict(vars(m)) == before[name][2]
 
 
-@pytest.mark.parametrize("plan", ("as planned", "phases"))
+@pytest.mark.parametrize("plan", ("as planned", "shuffle"))
 @pytest.mark.parametrize("channels_last", (False, True))
 def test_outputs_and_gradients_stay(plan: str, channels_last: bool) -> None:
     model = Net()
@@ -129,7 +129,7 @@ def test_the_engine_runs_only_while_accelerated(monkeypatch: pytest.MonkeyPatch)
     right = cpu.forward
     monkeypatch.setattr(cpu, "forward", lambda *args: calls.append(args[0]) or right(*args))
     model, x = Net().eval(), torch.randn(1, 3, 6, 6)
-    with forced_plans("phases"):
+    with forced_plans("shuffle"):
         model(x)
         assert calls == []
         upconv.accelerate(model)(x)
@@ -307,7 +307,7 @@ def test_an_optimiser_keeps_working(optimiser: Any) -> None:
             if swapping and i == 6:
                 upconv.restore(model)
             stepper.zero_grad()
-            with forced_plans("phases", "split"):
+            with forced_plans("shuffle", "split"):
                 loss = (model(x) - target).square().mean()
                 loss.backward()
             stepper.step()

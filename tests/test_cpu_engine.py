@@ -69,12 +69,12 @@ def test_taps_that_all_miss_the_input(layout, size, kernel, stride, padding, out
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Batches, groups and channels are taken in parts from 32 results on, not from millions."""
-    for name in ("_CACHED_RESULT", "_DIRECT_RESULT", "_WIDE_OUTPUTS", "_SUM_AT_ONCE"):
-        monkeypatch.setattr(cpu, name, 32)
-    monkeypatch.setattr(cpu, "_WIDE_CHANNELS", 2)
-    cpu._geometry.cache_clear()
+    for name in ("_WIDE_OUTPUTS", "_SUM_AT_ONCE"):
+        monkeypatch.setattr(cpu.run, name, 32)
+    monkeypatch.setattr(cpu.run, "_WIDE_CHANNELS", 2)
+    cpu.run._geometry.cache_clear()
     yield
-    cpu._geometry.cache_clear()
+    cpu.run._geometry.cache_clear()
 
 
 @given(p=problems())
@@ -152,7 +152,7 @@ def test_the_bound_catches_wrong_results(broken: object) -> None:
     """Zeros, an error of 2^-10, and a shift by one pixel are all beyond the bound."""
     p = Problem.make(2, 8, 6, (9, 7), 3, 2, 1, 1)
     x, w, b, g = operands(p)
-    out = cpu.forward(p, "phases", x, w, b)
+    out = cpu.forward(p, "shuffle", x, w, b)
     assert forward_excess(p, out, x, w, b) <= 1
     assert forward_excess(p, broken(out), x, w, b) > 1
     grads = cpu.gradients(p, "split", g, x, w, (True, True, True))
@@ -168,17 +168,17 @@ def test_refusals_name_the_reason() -> None:
     assert cpu.refusal(p.with_(bias=False), "unbiased") == "unbiased needs a bias, and this layer has none"
     one = Problem.make(1, 2, 2, (4, 4), 3)
     assert (
-        cpu.refusal(one, "phases")
-        == "phases needs a stride above 1; at stride 1 there is a single phase, which is flip"
+        cpu.refusal(one, "shuffle")
+        == "shuffle needs a stride above 1; at stride 1 there is a single phase, which is flip"
     )
     half = p.with_(dtype=torch.bfloat16, precision="bf16")
     assert cpu.refusal(half, "unbiased") == (
         "unbiased would round the result twice in torch.bfloat16, before and after the bias"
     )
-    assert cpu.refusal(half.with_(size=(4, 1)), "phases") == (
-        "phases would read unwritten memory in oneDNN's half-precision kernels on images as narrow as (4, 1)"
+    assert cpu.refusal(half.with_(size=(4, 1)), "shuffle") == (
+        "shuffle would read unwritten memory in oneDNN's half-precision kernels on images as narrow as (4, 1)"
     )
-    assert cpu.refusal(p.with_(batch=0), "phases") == "phases needs a non-empty input, and this one is (0, 2, 4, 4)"
+    assert cpu.refusal(p.with_(batch=0), "shuffle") == "shuffle needs a non-empty input, and this one is (0, 2, 4, 4)"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

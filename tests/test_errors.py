@@ -18,7 +18,7 @@ import upconv
 from conftest import OURS, THEIRS, assert_accurate, forced_plans
 from upconv import planner
 
-PLANS = ("native", "flip", "phases", "shuffle")
+PLANS = ("native", "flip", "shuffle")
 
 
 @pytest.fixture(params=PLANS)

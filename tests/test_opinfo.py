@@ -183,6 +183,6 @@ def test_a_wrong_engine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     right = cpu.forward
     monkeypatch.setattr(cpu, "forward", lambda *args: right(*args) * 1.01)
-    with forced_plans("phases") as forced, pytest.raises(AssertionError):
+    with forced_plans("shuffle") as forced, pytest.raises(AssertionError):
         samples(2, "cpu", torch.float32)[0].check()
     assert forced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import product
 
@@ -51,9 +52,26 @@ def test_phases_partition_outputs_and_taps(p: Problem) -> None:
         taps.update(phase.taps)
         outputs.update(product(*(range(a.start, a.start + a.count * s, s) for a, s in zip(phase.axes, p.stride))))
         assert phase.output_count == len(list(product(*(range(a.count) for a in phase.axes))))
-    assert outputs == Counter(product(*(range(n) for n in p.out_size)))
+    reached = [
+        {(o + pad) % s for o in range(n)} & {k * d % s for k in range(kernel)}
+        for n, pad, s, d, kernel in zip(p.out_size, p.padding, p.stride, p.dilation, p.kernel)
+    ]
+    some_tap = [
+        [o for o in range(n) if (o + pad) % s in found]
+        for n, pad, s, found in zip(p.out_size, p.padding, p.stride, reached)
+    ]
+    assert outputs == Counter(product(*some_tap))
     assert taps == Counter(product(*(range(k) for k in p.kernel)))
     assert sum(phase.tap_count for phase in p.phases) == p.taps
+    assert len(p.phases) == p.phase_count == math.prod(p.stride) - p.tapless_phases
+
+
+@pytest.mark.parametrize("stride", [3, 1000, 200_000, 2**63 - 1])
+def test_phases_do_not_grow_with_the_stride(stride: int) -> None:
+    """A listing of all residues would never end."""
+    p = Problem.make(1, 2, 2, (5, 1), 3, stride, 1)
+    assert len(p.phases) == 9 and p.tapless_phases == stride**2 - 9
+    assert [[(a.residue, a.taps) for a in axis] for axis in p.axis_phases] == [[(0, (0,)), (1, (1,)), (2, (2,))]] * 2
 
 
 @given(p=problems(dtypes=(torch.float64,)))
@@ -108,12 +126,12 @@ def test_kb75_by_hand() -> None:
     p = Problem.make(16, 32, 64, (128, 256), (3, 5), (2, 3), (1, 2), 0, (2, 1), 4)
     assert p.out_size == (257, 766)
     height, width = p.axis_phases
-    assert [a.taps for a in height] == [(0, 1, 2), ()]
+    assert [a.taps for a in height] == [(0, 1, 2)]
     assert [a.taps for a in width] == [(0, 3), (1, 4), (2,)]
     assert [a.offsets for a in width] == [(0, 1), (0, 1), (0,)]
     assert height[0].offsets == (0, 1, 2)
-    assert [(a.start, a.count) for a in height] == [(1, 128), (0, 129)]
-    assert [phase.tap_count for phase in p.phases] == [6, 6, 3, 0, 0, 0]
+    assert [(a.start, a.count) for a in height] == [(1, 128)]
+    assert [phase.tap_count for phase in p.phases] == [6, 6, 3] and p.tapless_phases == 3
 
 
 # problems.md of the founding models: GFLOP, and the roof in ms at 4.27 TB/s and 411 TFLOP/s in TF32.

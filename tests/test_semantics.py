@@ -29,7 +29,7 @@ RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-@pytest.fixture(params=("phases", "flip"))
+@pytest.fixture(params=("shuffle", "flip"))
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     """Forces an engine forward and backward: PyTorch serves small calls, and would be compared with itself."""
     with forced_plans(request.param, "split") as forced:
@@ -37,7 +37,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
         assert forced, "no call of the test reached the engine"
 
 
-def a_call(rank: int, engine: str = "phases", **changes: Any) -> Call:
+def a_call(rank: int, engine: str = "shuffle", **changes: Any) -> Call:
     """Two images, 4 -> 6 channels in two groups, an odd kernel; strided unless the engine is for stride 1."""
     arguments: dict[str, Any] = {"stride": 1 if engine == "flip" else 2, "padding": 1, "groups": 2, **changes}
     return make_call((2, 4, *(5, 4, 6)[:rank]), (4, 3, *(3, 4, 2)[:rank]), **arguments)
@@ -129,7 +129,7 @@ def test_negated_views() -> None:
     call = a_call(2)
     x, w = (torch.complex(torch.zeros_like(t), t).conj().imag for t in (call.input, call.weight))
     assert x.is_neg() and w.is_neg()
-    with forced_plans("phases", "split"):
+    with forced_plans("shuffle", "split"):
         for input, weight in ((x, call.weight), (call.input, w), (x, w)):
             changed = Call(input, weight, call.bias, call.kwargs)
             assert_close(changed.run(OURS), changed.run(THEIRS))
@@ -351,7 +351,7 @@ def test_a_changed_operand_is_noticed(engine: str) -> None:
 
 # The last has unequal padding at its ends and a single channel, where a narrowed result is still contiguous.
 OWNERS = [
-    *(a_call(rank, name) for rank in (1, 2, 3) for name in ("phases", "flip")),
+    *(a_call(rank, name) for rank in (1, 2, 3) for name in ("shuffle", "flip")),
     make_call((1, 2, 8, 8), (2, 1, 3, 3), padding=1, output_padding=(1, 0), dilation=2),
 ]
 
@@ -754,7 +754,7 @@ def test_meta_and_fake_tensors(rank: int, engine: str) -> None:
 def test_deterministic_fill_reaches_no_result(plan: tuple[str, str]) -> None:
     """With uninitialised memory filled with NaN, an element that no plan wrote would show."""
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    calls = [a_call(rank, engine) for rank in (1, 2, 3) for engine in ("phases", "flip")]
+    calls = [a_call(rank, engine) for rank in (1, 2, 3) for engine in ("shuffle", "flip")]
     calls.append(make_call((2, 3, 4, 4), (3, 2, 2, 2), stride=5, output_padding=4))
     calls.append(make_call((2, 3, 4, 4), (3, 2, 3, 3), stride=2, output_padding=2, dilation=3))
     torch.use_deterministic_algorithms(True)

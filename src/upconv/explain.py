@@ -30,7 +30,7 @@ _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 def phase_letters(p: Problem) -> dict[tuple[int, ...], str]:
     """For each tap (a kernel index per dimension) the letter of its phase."""
     letters = {}
-    for i, phase in enumerate(phase for phase in p.phases if phase.tap_count):
+    for i, phase in enumerate(p.phases):
         for tap in phase.taps:
             letters[tap] = LETTERS[i] if i < len(LETTERS) else "*"
     return letters
@@ -64,7 +64,7 @@ def _coloured(line: str) -> Text:
 def phase_lines(p: Problem) -> list[str]:
     """A line for the phases of each tap count: their letters and their share of the outputs together."""
     total = math.prod(p.out_size)
-    used = [phase for phase in p.phases if phase.tap_count]
+    used = p.phases
     lines = []
     for count in sorted({phase.tap_count for phase in used}, reverse=True):
         alike = [i for i, phase in enumerate(used) if phase.tap_count == count]
@@ -72,11 +72,11 @@ def phase_lines(p: Problem) -> list[str]:
         more = f" … ({len(alike)} phases)" if len(alike) > MOST_LETTERS else ""
         share = sum(used[i].output_count for i in alike) / total
         lines.append(f"{letters}{more}: {_taps(count)}{' each' if len(alike) > 1 else ''}, {share:.0%} of the outputs")
-    empty = [phase for phase in p.phases if not phase.tap_count]
+    empty = p.tapless_phases
     if empty:
-        share = sum(phase.output_count for phase in empty) / total
-        have = "phase has" if len(empty) == 1 else "phases have"
-        lines.append(f"{len(empty)} {have} no tap: {share:.0%} of the outputs are just the bias")
+        share = 1 - sum(phase.output_count for phase in used) / total
+        have = "phase has" if empty == 1 else "phases have"
+        lines.append(f"{empty} {have} no tap: {share:.0%} of the outputs are just the bias")
     return lines
 
 
@@ -143,7 +143,8 @@ class Explanation:
 
         add("output", " x ".join(map(str, p.output_shape)))
         add("kernel", *map(_coloured, kernel_drawing(p)))
-        taps = f"{len(p.phases)} phase{'s' if len(p.phases) != 1 else ''}, {_taps(p.taps)}"
+        count = math.prod(p.stride)
+        taps = f"{count} phase{'s' if count != 1 else ''}, {_taps(p.taps)}"
         add("phases", f"{taps}: outputs of a phase share its taps", *phase_lines(p))
         per_byte = f"{p.flops / p.bytes:.3g} FLOP per byte" if p.bytes else "no bytes"
         add("work", f"{si(p.flops, 'FLOP')} useful, {si(p.bytes, 'B')} compulsory ({per_byte})")

@@ -374,10 +374,6 @@ def _reads_as_image(shape: Sequence[int], strides: Sequence[int], copied: bool =
     return is_channels_last((*shape[:2], 1, shape[2]), (*strides[:2], shape[2] * strides[2], strides[2]))
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
 def layout_of(input: Tensor, weight: Tensor) -> Layout:
     """The layout of the result: channels_last when either operand is, as PyTorch chooses, but for float64 on CUDA.
 

@@ -7,7 +7,8 @@ Per spatial dimension, output index ``o``, tap ``k`` (an index into the kernel) 
 Outputs with the same residue ``r = (o + padding) mod stride`` form a *phase*. A phase uses the taps
 ``{k : k * dilation mod stride == r}`` and no others, and with ``q = (o + padding - r) / stride`` it reads
 ``i = q - (k * dilation - r) / stride``: a correlation of stride 1 with fixed offsets. In several dimensions the phases
-multiply. A phase may have no taps; its outputs are just the bias. The taps of all phases together are each tap once.
+multiply. The taps of all phases together are each tap once. Outputs whose residue no tap has are just the bias: such
+residues are not listed as phases, so that describing a layer takes no longer for a larger stride.
 
 Planner, engines, reference, bench and tests take sizes, phases and taps from here.
 """
@@ -249,14 +250,28 @@ class Problem:
 
     @derived
     def axis_phases(self) -> tuple[tuple[AxisPhase, ...], ...]:
-        """For each dimension its phases, by rising residue; ``stride`` of them."""
+        """For each dimension its phases that have taps, by rising residue: at most ``kernel`` of them.
+
+        >>> [[phase.taps for phase in axis] for axis in Problem.make(1, 1, 1, (4,), kernel=3, stride=2).axis_phases]
+        [[(0, 2), (1,)]]
+        """
         axes = zip(self.kernel, self.stride, self.padding, self.dilation, self.out_size)
-        return tuple(tuple(_axis_phase(r, *axis) for r in range(axis[1])) for axis in axes)
+        return tuple(_axis_phases(*axis) for axis in axes)
 
     @derived
     def phases(self) -> tuple[Phase, ...]:
-        """All phases; their outputs partition the output, their taps partition the kernel."""
+        """All phases that have taps; their taps partition the kernel, and every other output is just the bias."""
         return tuple(Phase(axes) for axes in product(*self.axis_phases))
+
+    @property
+    def phase_count(self) -> int:
+        """Phases that have taps, without listing them."""
+        return math.prod(map(len, self.axis_phases))
+
+    @property
+    def tapless_phases(self) -> int:
+        """Residues, one per dimension, that no tap has; some of them may have no outputs either."""
+        return math.prod(self.stride) - self.phase_count
 
     @property
     def taps(self) -> int:
@@ -389,8 +404,14 @@ class Problem:
         return f"{' '.join(parts)} on {shape} {dtype} {self.layout}{batch} {self.pass_}"
 
 
-def _axis_phase(residue: int, kernel: int, stride: int, padding: int, dilation: int, out: int) -> AxisPhase:
-    taps = tuple(k for k in range(kernel) if k * dilation % stride == residue)
+def _axis_phases(kernel: int, stride: int, padding: int, dilation: int, out: int) -> tuple[AxisPhase, ...]:
+    taps: dict[int, list[int]] = {}
+    for k in range(kernel):
+        taps.setdefault(k * dilation % stride, []).append(k)
+    return tuple(_axis_phase(r, tuple(taps[r]), stride, padding, dilation, out) for r in sorted(taps))
+
+
+def _axis_phase(residue: int, taps: tuple[int, ...], stride: int, padding: int, dilation: int, out: int) -> AxisPhase:
     offsets = tuple((k * dilation - residue) // stride for k in taps)
     start = (residue - padding) % stride
     count = max(0, -(-(out - start) // stride))
