@@ -38,6 +38,7 @@ TRAINING = "h200-training"
 CONVOLUTIONS = ", convolutions too"
 """Behind a training case: `upconv.accelerate` with plain convolutions."""
 EXPORTED = "h200-exported"
+PLANNING = "planning"  # of benchmarks/planning.py, which no page has
 CURVES = curves.REPORT.stem
 SUMMARY = "h200-summary"
 COMMITS = "h200-commits"
@@ -390,7 +391,9 @@ def picture() -> str:
 def sections() -> Iterator[tuple[str, str]]:
     """Every section's name and content; of a report that does not exist, that it was not measured."""
     judgeable = _targets()
-    for name in sorted({path.stem for path in RESULTS.glob("*.json")} | set(judgeable) | LATENCY | {CURVES}):
+    for name in sorted(
+        {path.stem for path in RESULTS.glob("*.json")} - {PLANNING} | set(judgeable) | LATENCY | {CURVES}
+    ):
         path, kind = RESULTS / f"{name}.json", _judge(name)
         if not path.exists():
             yield name, ABSENT

@@ -250,8 +250,8 @@ class TiledPixels:
         for axis in (0, 1):
             count, step, offsets = self.tile[1 + axis], self.in_steps[axis], self.offsets[axis]
             if self.planewise and step > 1:
-                firsts = tuple(sorted({off % step: off for off in reversed(offsets)}.values()))
-                reach = max((off - f) // step for off in offsets for f in firsts if (off - f) % step == 0)
+                first = {off % step: off for off in reversed(offsets)}
+                firsts, reach = tuple(sorted(first.values())), max((off - first[off % step]) // step for off in offsets)
                 if (count + reach) * len(firsts) <= count * len(offsets):
                     result.append((firsts, count + reach, step))
                     continue
