@@ -121,12 +121,13 @@ def main() -> int:
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after so many seconds")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     begin = time.perf_counter()
     layers = -(-given.count // SHAPES)
     jobs = [(given.seed, range(i * SHAPES, min((i + 1) * SHAPES, given.count))) for i in range(layers)]
-    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
+    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
         pool.starmap(_compile, jobs, chunksize=4)
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     wrong: list[str] = []
