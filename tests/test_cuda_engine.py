@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -180,6 +181,19 @@ def test_operands_of_any_strides(change: str, served: list[str]) -> None:
         w = w.contiguous(memory_format=torch.channels_last)
     Call(x, w, b, call.kwargs).check()
     assert "run" in served
+
+
+def test_a_nested_tensor_behind_known_calls_is_pytorchs(served: list[str]) -> None:
+    """PyTorch's guards, which recognise the calls before it, would end the process."""
+    layer = upconv.ConvTranspose2d(4, 3, 3)
+    nested = torch.nested.nested_tensor([torch.randn(4, 5, 5), torch.randn(4, 6, 6)])
+    for _ in range(4):
+        layer(torch.randn(2, 4, 5, 5))
+    assert any(seen.calls for seen in calls.seen.values()) and "run" in served
+    with pytest.raises(NotImplementedError) as theirs:
+        nn.ConvTranspose2d(4, 3, 3)(nested)
+    with pytest.raises(NotImplementedError, match=re.escape(str(theirs.value).split("\n")[0])):
+        layer(nested)
 
 
 def test_autocast_inference_mode_and_compiled_graphs(served: list[str]) -> None:

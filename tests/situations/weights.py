@@ -468,7 +468,7 @@ def graphed_training(lab: Lab) -> Any:
 )
 def scaled_training(lab: Lab) -> Any:
     model, x, found = lab.model(), lab.x(), []
-    optimiser, scaler = torch.optim.SGD(model.parameters(), lr=0.2), torch.amp.GradScaler(lab.device, 2.0**24)
+    optimiser, scaler = torch.optim.SGD(model.parameters(), lr=0.2), torch.amp.GradScaler(lab.device, 2.0**36)
     for _ in range(6):
         optimiser.zero_grad()
         with torch.autocast(lab.device, torch.float16):
@@ -476,5 +476,5 @@ def scaled_training(lab: Lab) -> Any:
         scaler.scale(loss).backward()
         scaler.step(optimiser)
         scaler.update()
-        found += [seen(model, x), scaler.get_scale() < 2.0**24]
+        found += [seen(model, x), scaler.get_scale() < 2.0**36]
     return found

@@ -640,7 +640,7 @@ static void destroy(PyObject* self) {
 struct Operands {
   Tensor input, weight;
   std::optional<Tensor> bias;
-  bool plain;  // of PyTorch's own classes
+  bool plain;  // of PyTorch's own classes, and not nested
 
   explicit Operands(PyObject* const* of) {
     plain = THPVariable_CheckExact(of[0]) && THPVariable_CheckExact(of[1]) &&
@@ -648,6 +648,7 @@ struct Operands {
     if (!plain) return;
     input = THPVariable_Unpack(of[0]), weight = THPVariable_Unpack(of[1]);
     if (of[2] != Py_None) bias = THPVariable_Unpack(of[2]);
+    plain = !input.is_nested() && !weight.is_nested() && !(bias && bias->is_nested());  // which have no sizes
   }
 };
 
