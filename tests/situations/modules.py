@@ -8,6 +8,8 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,33 +132,37 @@ def ddp_depthwise(lab: Lab) -> Any:
     return _distributed(lab, model, lab.x().to(memory_format=torch.channels_last))
 
 
-def _distributed(lab: Lab, model: nn.Module, x: Tensor) -> Any:
-    """Steps of a model in a group of one process, and the warnings that they give."""
+@cache
+def _group(backend: str) -> Any:
+    """A group of this process alone, which stays until the process ends.
+
+    PyTorch can wait for ever where a DistributedDataParallel is the last to hold a Gloo group: the group's destructor
+    joins a thread that wants Python's lock.
+    """
     if not dist.is_available():
         raise Unavailable("torch.distributed")
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.NamedTemporaryFile() as store:
-        dist.init_process_group(
-            "nccl" if lab.device == "cuda" else "gloo", init_method=f"file://{store.name}", rank=0, world_size=1
-        )
-        try:
-            wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-            optimiser, found = torch.optim.SGD(model.parameters(), lr=0.1), []
-            with warnings.catch_warnings(record=True) as given:
-                warnings.simplefilter("always")
-                for _ in range(2):
-                    optimiser.zero_grad(set_to_none=False)
-                    wrapped(x).square().mean().backward()
-                    found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-                    optimiser.step()
-                    found.append(seen(wrapped.eval(), x))
-                    wrapped.train()
-            return found, sorted(str(w.message).split("\n")[0] for w in given)
-        finally:
-            dist.destroy_process_group()
-            if before is None:
-                os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    store = Path(tempfile.mkdtemp()) / "store"
+    if not dist.is_initialized():
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+    return dist.new_group([0], backend=backend)
+
+
+def _distributed(lab: Lab, model: nn.Module, x: Tensor) -> Any:
+    """Steps of a model in a group of one process, and the warnings that they give."""
+    group = _group("nccl" if lab.device == "cuda" else "gloo")
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    optimiser, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimiser.zero_grad(set_to_none=False)
+            wrapped(x).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimiser.step()
+            found.append(seen(wrapped.eval(), x))
+            wrapped.train()
+    return found, sorted(str(w.message).split("\n")[0] for w in given)
 
 
 @situation("pytorch/pytorch#11476", "DataParallel's replicas have tensors in place of parameters")
