@@ -35,7 +35,7 @@ from upconv.bench import cold, files, latency, report, run, training
 from upconv.bench.roofline import Ceilings
 from upconv.bench.run import Job, Row
 from upconv.bench.suites import SUITES
-from upconv.bench.timing import SWEEP
+from upconv.bench.timing import SWEEP, Repeats
 from upconv.problem import LAYOUTS, Layout, Pass, Precision
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -68,6 +68,8 @@ ORDER = (
     "cold", "cl-tf32", "cl-bf16", "gi-cl-tf32", "gw-cl-tf32", "gi-cl-bf16", "gw-cl-bf16", "ieee", "fp16", "cl-fp16",
     "conv-tf32", "conv-bf16", "frozen-tf32", "frozen-bf16",
 )  # fmt: skip
+FROZEN = Repeats(0.2, 7, 60)
+"""Of the reports with frozen weights, which have many short rows."""
 DONE, WRONG, TIME_UP = 0, 1, 3
 CHILD_WRONG, CHILD_LOST = 11, 12
 """A child's own codes: an exception that nobody catches ends it with 1."""
@@ -184,7 +186,8 @@ def sweep(
         print(f"plan {name} {job.case}", flush=True)  # a sign of life: a layer's gradients take seconds
 
     frozen = name.startswith("frozen-")
-    run.run(todo, device, SWEEP, frozen=frozen, known=old, planning=planning, progress=progress, publish=publish)
+    repeats = FROZEN if frozen else SWEEP
+    run.run(todo, device, repeats, frozen=frozen, known=old, planning=planning, progress=progress, publish=publish)
     return not report.wrong(base["rows"])
 
 
