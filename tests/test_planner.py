@@ -341,7 +341,7 @@ def test_empty_inputs_are_pytorchs() -> None:
 
 
 def _fixed(family: str, seconds: float) -> SimpleNamespace:
-    return SimpleNamespace(family=family, seconds=seconds, summary="a tile", bound="bytes")
+    return SimpleNamespace(family=family, problem=LAYERS["C"], seconds=seconds, summary="a tile", bound="bytes")
 
 
 def test_each_gradient_on_cuda_has_a_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
