@@ -467,13 +467,13 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
-// [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {8,7,6,5,4,3,2,1,0};
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+__constant__
+const short TAP_INDEX[] = {8,7,6,5,4,3,2,1,0};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
 constexpr int PACK_OUTER = PACK_K;  // of a block along the weight's first dimension
@@ -526,19 +526,24 @@ __device__ __forceinline__ void pack_part(float* tile, const float* __restrict__
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
+    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+  };
 #pragma unroll 1
   for (int variant = 0; variant < VARIANTS; variant++) {
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
 #pragma unroll 4
     for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
+      int tap = TAP_INDEX[(before + e) * SUBS + sub];
+      if (here(tap)) write(variant, e, tap);
     }
   }
 }
@@ -1634,13 +1639,13 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
-// [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {8,7,6,5,4,3,2,1,0};
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+__constant__
+const short TAP_INDEX[] = {8,7,6,5,4,3,2,1,0};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
 constexpr int PACK_OUTER = PACK_K;  // of a block along the weight's first dimension
@@ -1694,19 +1699,24 @@ __device__ __forceinline__ void pack_part(float* tile, const float* __restrict__
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
+    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+  };
 #pragma unroll 1
   for (int variant = 0; variant < VARIANTS; variant++) {
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
 #pragma unroll 4
     for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
+      int tap = TAP_INDEX[(before + e) * SUBS + sub];
+      if (here(tap)) write(variant, e, tap);
     }
   }
 }
@@ -2810,13 +2820,13 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
-// [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {0,1,2,3,4,5,6,7,8};
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+__constant__
+const short TAP_INDEX[] = {0,1,2,3,4,5,6,7,8};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
 constexpr int PACK_OUTER = 16;  // of a block along the weight's first dimension
@@ -2870,19 +2880,24 @@ __device__ __forceinline__ void pack_part(float* tile, const float* __restrict__
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
+    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+  };
 #pragma unroll 1
   for (int variant = 0; variant < VARIANTS; variant++) {
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
 #pragma unroll 4
     for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
+      int tap = TAP_INDEX[(before + e) * SUBS + sub];
+      if (here(tap)) write(variant, e, tap);
     }
   }
 }

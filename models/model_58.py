@@ -388,8 +388,11 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+// a warp's lanes read it at different places, which constant memory serves in turn
+__device__
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {
+const short TAP_INDEX[] = {
     104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, -1, 96, -1, 95, -1, 94, -1, 93, -1, 92, -1, 91, -1,
     90, -1, 89, -1, 88, -1, 87, -1, 86, -1, 85, -1, 84, -1, 83, -1, 82, -1, 81, -1, 80, -1, 79, -1, 78, -1, 77, -1, 76,
     -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70, -1, 69, 104, 68, 103, 67, 102, 66, 101, 65, 100, 64, 99, 63, 98, 62,
@@ -405,7 +408,6 @@ __constant__ const short TAP_INDEX[] = {
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
 constexpr int PACK_OUTER = PACK_K;  // of a block along the weight's first dimension
@@ -459,19 +461,33 @@ __device__ __forceinline__ void pack_part(float* tile, const float* __restrict__
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+  };
+// few of all entries: a warp looks at 32 at once
+  constexpr int STEP = PACK_THREADS / QUARTER;
+#pragma unroll 1
+  for (int base = 0; base < entries; base += 32 * STEP) {
+    int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
+    u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(TAP_INDEX[own_entry * SUBS + sub]));
+#pragma unroll 1
+    for (; found; found &= found - 1) {
+      int entry = first + (__ffs(found) - 1) * STEP, variant = 0;
+#pragma unroll 1
+      for (int end = VARIANTS; end - variant > 1;) {    // the variant that has it
+        int middle = (variant + end) / 2;
+        if (ENTRY[middle * (MB + 1)] <= entry) variant = middle;
+        else end = middle;
+      }
+      write(variant, entry - ENTRY[variant * (MB + 1)], TAP_INDEX[entry * SUBS + sub]);
     }
   }
 }
@@ -1532,8 +1548,11 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+// a warp's lanes read it at different places, which constant memory serves in turn
+__device__
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {
+const short TAP_INDEX[] = {
     104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, -1, 96, -1, 95, -1, 94, -1, 93, -1, 92, -1, 91, -1,
     90, -1, 89, -1, 88, -1, 87, -1, 86, -1, 85, -1, 84, -1, 83, -1, 82, -1, 81, -1, 80, -1, 79, -1, 78, -1, 77, -1, 76,
     -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70, -1, 69, 104, 68, 103, 67, 102, 66, 101, 65, 100, 64, 99, 63, 98, 62,
@@ -1549,7 +1568,6 @@ __constant__ const short TAP_INDEX[] = {
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
 constexpr int PACK_OUTER = PACK_K;  // of a block along the weight's first dimension
@@ -1603,19 +1621,33 @@ __device__ __forceinline__ void pack_part(float* tile, const float* __restrict__
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+  };
+// few of all entries: a warp looks at 32 at once
+  constexpr int STEP = PACK_THREADS / QUARTER;
+#pragma unroll 1
+  for (int base = 0; base < entries; base += 32 * STEP) {
+    int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
+    u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(TAP_INDEX[own_entry * SUBS + sub]));
+#pragma unroll 1
+    for (; found; found &= found - 1) {
+      int entry = first + (__ffs(found) - 1) * STEP, variant = 0;
+#pragma unroll 1
+      for (int end = VARIANTS; end - variant > 1;) {    // the variant that has it
+        int middle = (variant + end) / 2;
+        if (ENTRY[middle * (MB + 1)] <= entry) variant = middle;
+        else end = middle;
+      }
+      write(variant, entry - ENTRY[variant * (MB + 1)], TAP_INDEX[entry * SUBS + sub]);
     }
   }
 }
@@ -2728,8 +2760,11 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+// a warp's lanes read it at different places, which constant memory serves in turn
+__device__
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {
+const short TAP_INDEX[] = {
     0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15, 8, 16, 9,
     17, 10, 18, 11, 19, 12, 20, 13, 21, 14, 22, 15, 23, 16, 24, 17, 25, 18, 26, 19, 27, 20, 28, 21, 29, 22, 30, 23, 31,
     24, 32, 25, 33, 26, 34, 27, -1, 28, -1, 29, -1, 30, -1, 31, -1, 32, -1, 33, -1, 34, 35, -1, 36, -1, 37, -1, 38, -1,
@@ -2744,7 +2779,6 @@ __constant__ const short TAP_INDEX[] = {
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
 constexpr int PACK_OUTER = 16;  // of a block along the weight's first dimension
@@ -2798,19 +2832,33 @@ __device__ __forceinline__ void pack_part(float* tile, const float* __restrict__
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+  };
+// few of all entries: a warp looks at 32 at once
+  constexpr int STEP = PACK_THREADS / QUARTER;
+#pragma unroll 1
+  for (int base = 0; base < entries; base += 32 * STEP) {
+    int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
+    u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(TAP_INDEX[own_entry * SUBS + sub]));
+#pragma unroll 1
+    for (; found; found &= found - 1) {
+      int entry = first + (__ffs(found) - 1) * STEP, variant = 0;
+#pragma unroll 1
+      for (int end = VARIANTS; end - variant > 1;) {    // the variant that has it
+        int middle = (variant + end) / 2;
+        if (ENTRY[middle * (MB + 1)] <= entry) variant = middle;
+        else end = middle;
+      }
+      write(variant, entry - ENTRY[variant * (MB + 1)], TAP_INDEX[entry * SUBS + sub]);
     }
   }
 }

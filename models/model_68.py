@@ -1089,8 +1089,11 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+// a warp's lanes read it at different places, which constant memory serves in turn
+__device__
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {
+const short TAP_INDEX[] = {
     74, 73, 72, 71, 70, 69, 68, 67, 66, 65, 64, 63, 62, 61, 60, 59, 58, 57, 56, 55, 54, 53, 52, 51, 50, 49, 48, 47, 46,
     45, 44, 43, 42, 41, 40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17,
     16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0
@@ -1099,7 +1102,6 @@ __constant__ const short TAP_INDEX[] = {
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
 constexpr int PACK_OUTER = PACK_K;  // of a block along the weight's first dimension
@@ -1153,19 +1155,33 @@ __device__ __forceinline__ void pack_part(float* tile, const float* __restrict__
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+  };
+// few of all entries: a warp looks at 32 at once
+  constexpr int STEP = PACK_THREADS / QUARTER;
+#pragma unroll 1
+  for (int base = 0; base < entries; base += 32 * STEP) {
+    int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
+    u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(TAP_INDEX[own_entry * SUBS + sub]));
+#pragma unroll 1
+    for (; found; found &= found - 1) {
+      int entry = first + (__ffs(found) - 1) * STEP, variant = 0;
+#pragma unroll 1
+      for (int end = VARIANTS; end - variant > 1;) {    // the variant that has it
+        int middle = (variant + end) / 2;
+        if (ENTRY[middle * (MB + 1)] <= entry) variant = middle;
+        else end = middle;
+      }
+      write(variant, entry - ENTRY[variant * (MB + 1)], TAP_INDEX[entry * SUBS + sub]);
     }
   }
 }
@@ -2233,8 +2249,11 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+// a warp's lanes read it at different places, which constant memory serves in turn
+__device__
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {
+const short TAP_INDEX[] = {
     74, 73, 72, 71, 70, 69, 68, 67, 66, 65, 64, 63, 62, 61, 60, 59, 58, 57, 56, 55, 54, 53, 52, 51, 50, 49, 48, 47, 46,
     45, 44, 43, 42, 41, 40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17,
     16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0
@@ -2243,7 +2262,6 @@ __constant__ const short TAP_INDEX[] = {
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
 constexpr int PACK_OUTER = PACK_K;  // of a block along the weight's first dimension
@@ -2297,19 +2315,33 @@ __device__ __forceinline__ void pack_part(float* tile, const float* __restrict__
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+  };
+// few of all entries: a warp looks at 32 at once
+  constexpr int STEP = PACK_THREADS / QUARTER;
+#pragma unroll 1
+  for (int base = 0; base < entries; base += 32 * STEP) {
+    int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
+    u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(TAP_INDEX[own_entry * SUBS + sub]));
+#pragma unroll 1
+    for (; found; found &= found - 1) {
+      int entry = first + (__ffs(found) - 1) * STEP, variant = 0;
+#pragma unroll 1
+      for (int end = VARIANTS; end - variant > 1;) {    // the variant that has it
+        int middle = (variant + end) / 2;
+        if (ENTRY[middle * (MB + 1)] <= entry) variant = middle;
+        else end = middle;
+      }
+      write(variant, entry - ENTRY[variant * (MB + 1)], TAP_INDEX[entry * SUBS + sub]);
     }
   }
 }
@@ -3500,8 +3532,11 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+// a warp's lanes read it at different places, which constant memory serves in turn
+__device__
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {
+const short TAP_INDEX[] = {
     0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, 0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11, 6, 12, 7, 13, 8, 14, 9, 15, 10, 16, 11,
     17, 12, 18, 13, 19, 14, 20, 15, 21, 16, 22, 17, 23, 18, 24, 19, -1, 20, -1, 21, -1, 22, -1, 23, -1, 24, 25, -1, 26,
     -1, 27, -1, 28, -1, 29, -1, 30, 25, 31, 26, 32, 27, 33, 28, 34, 29, 35, 30, 36, 31, 37, 32, 38, 33, 39, 34, 40, 35,
@@ -3514,7 +3549,6 @@ __constant__ const short TAP_INDEX[] = {
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
 constexpr int PACK_OUTER = 16;  // of a block along the weight's first dimension
@@ -3568,19 +3602,33 @@ __device__ __forceinline__ void pack_part(float* tile, const float* __restrict__
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+  };
+// few of all entries: a warp looks at 32 at once
+  constexpr int STEP = PACK_THREADS / QUARTER;
+#pragma unroll 1
+  for (int base = 0; base < entries; base += 32 * STEP) {
+    int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
+    u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(TAP_INDEX[own_entry * SUBS + sub]));
+#pragma unroll 1
+    for (; found; found &= found - 1) {
+      int entry = first + (__ffs(found) - 1) * STEP, variant = 0;
+#pragma unroll 1
+      for (int end = VARIANTS; end - variant > 1;) {    // the variant that has it
+        int middle = (variant + end) / 2;
+        if (ENTRY[middle * (MB + 1)] <= entry) variant = middle;
+        else end = middle;
+      }
+      write(variant, entry - ENTRY[variant * (MB + 1)], TAP_INDEX[entry * SUBS + sub]);
     }
   }
 }
@@ -4652,8 +4700,11 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+// a warp's lanes read it at different places, which constant memory serves in turn
+__device__
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {
+const short TAP_INDEX[] = {
     0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, -1, 8, -1, 9, -1, 10, -1, 11, -1, 12, -1, 13, -1, 14, -1, 15,
     -1, 16, -1, 17, -1, 18, -1, 19, -1, 20, -1, 21, -1, 22, -1, 23, -1, 24, -1, 25, 0, 26, 1, 27, 2, 28, 3, 29, 4, 30,
     5, 31, 6, 32, 7, 33, 8, 34, 9, 35, 10, 36, 11, 37, 12, 38, 13, 39, 14, 40, 15, 41, 16, 42, 17, 43, 18, 44, 19, 45,
@@ -4666,7 +4717,6 @@ __constant__ const short TAP_INDEX[] = {
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
 constexpr int PACK_OUTER = 16;  // of a block along the weight's first dimension
@@ -4720,19 +4770,33 @@ __device__ __forceinline__ void pack_part(float* tile, const float* __restrict__
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+  };
+// few of all entries: a warp looks at 32 at once
+  constexpr int STEP = PACK_THREADS / QUARTER;
+#pragma unroll 1
+  for (int base = 0; base < entries; base += 32 * STEP) {
+    int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
+    u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(TAP_INDEX[own_entry * SUBS + sub]));
+#pragma unroll 1
+    for (; found; found &= found - 1) {
+      int entry = first + (__ffs(found) - 1) * STEP, variant = 0;
+#pragma unroll 1
+      for (int end = VARIANTS; end - variant > 1;) {    // the variant that has it
+        int middle = (variant + end) / 2;
+        if (ENTRY[middle * (MB + 1)] <= entry) variant = middle;
+        else end = middle;
+      }
+      write(variant, entry - ENTRY[variant * (MB + 1)], TAP_INDEX[entry * SUBS + sub]);
     }
   }
 }

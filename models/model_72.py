@@ -470,8 +470,11 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+// a warp's lanes read it at different places, which constant memory serves in turn
+__device__
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {
+const short TAP_INDEX[] = {
     68, -1, 103, -1, 66, -1, 101, -1, 64, -1, 99, -1, 54, 61, 89, 96, 52, 59, 87, 94, 50, 57, 85, 92, 40, 47, 75, 82,
     38, 45, 73, 80, 36, 43, 71, 78, -1, -1, 33, -1, -1, -1, 31, -1, -1, -1, 29, -1, -1, -1, 19, 26, -1, -1, 17, 24, -1,
     -1, 15, 22, -1, -1, 5, 12, -1, -1, 3, 10, -1, -1, 1, 8, 69, -1, 104, -1, 67, -1, 102, -1, 65, -1, 100, -1, 63, -1,
@@ -483,7 +486,6 @@ __constant__ const short TAP_INDEX[] = {
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
 constexpr int PACK_OUTER = PACK_K;  // of a block along the weight's first dimension
@@ -537,20 +539,34 @@ __device__ __forceinline__ void pack_part(float* tile, const float* __restrict__
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
-      to[WGS_M * (FRAGMENT / 4)] = low_part(v, high);
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+    to[WGS_M * (FRAGMENT / 4)] = low_part(v, high);
+  };
+// few of all entries: a warp looks at 32 at once
+  constexpr int STEP = PACK_THREADS / QUARTER;
+#pragma unroll 1
+  for (int base = 0; base < entries; base += 32 * STEP) {
+    int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
+    u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(TAP_INDEX[own_entry * SUBS + sub]));
+#pragma unroll 1
+    for (; found; found &= found - 1) {
+      int entry = first + (__ffs(found) - 1) * STEP, variant = 0;
+#pragma unroll 1
+      for (int end = VARIANTS; end - variant > 1;) {    // the variant that has it
+        int middle = (variant + end) / 2;
+        if (ENTRY[middle * (MB + 1)] <= entry) variant = middle;
+        else end = middle;
+      }
+      write(variant, entry - ENTRY[variant * (MB + 1)], TAP_INDEX[entry * SUBS + sub]);
     }
   }
 }
@@ -1636,8 +1652,11 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+// a warp's lanes read it at different places, which constant memory serves in turn
+__device__
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {
+const short TAP_INDEX[] = {
     68, -1, 103, -1, 66, -1, 101, -1, 64, -1, 99, -1, 54, 61, 89, 96, 52, 59, 87, 94, 50, 57, 85, 92, 40, 47, 75, 82,
     38, 45, 73, 80, 36, 43, 71, 78, -1, -1, 33, -1, -1, -1, 31, -1, -1, -1, 29, -1, -1, -1, 19, 26, -1, -1, 17, 24, -1,
     -1, 15, 22, -1, -1, 5, 12, -1, -1, 3, 10, -1, -1, 1, 8, 69, -1, 104, -1, 67, -1, 102, -1, 65, -1, 100, -1, 63, -1,
@@ -1649,7 +1668,6 @@ __constant__ const short TAP_INDEX[] = {
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
 constexpr int PACK_OUTER = PACK_K;  // of a block along the weight's first dimension
@@ -1703,20 +1721,34 @@ __device__ __forceinline__ void pack_part(float* tile, const float* __restrict__
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
-      to[WGS_M * (FRAGMENT / 4)] = low_part(v, high);
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+    to[WGS_M * (FRAGMENT / 4)] = low_part(v, high);
+  };
+// few of all entries: a warp looks at 32 at once
+  constexpr int STEP = PACK_THREADS / QUARTER;
+#pragma unroll 1
+  for (int base = 0; base < entries; base += 32 * STEP) {
+    int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
+    u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(TAP_INDEX[own_entry * SUBS + sub]));
+#pragma unroll 1
+    for (; found; found &= found - 1) {
+      int entry = first + (__ffs(found) - 1) * STEP, variant = 0;
+#pragma unroll 1
+      for (int end = VARIANTS; end - variant > 1;) {    // the variant that has it
+        int middle = (variant + end) / 2;
+        if (ENTRY[middle * (MB + 1)] <= entry) variant = middle;
+        else end = middle;
+      }
+      write(variant, entry - ENTRY[variant * (MB + 1)], TAP_INDEX[entry * SUBS + sub]);
     }
   }
 }
