@@ -107,6 +107,17 @@ def frozen(found: report.Report) -> str:
     return "\n".join([*lines, "", closing])
 
 
+def compiled(found: Mapping[str, Any]) -> str:
+    """A line a model: its time by ``torch.compile``, without upconv and with it."""
+    heads = ["model", "layout", "pass", "compiled ms", "compiled, with upconv ms", "ratio"]
+    lines = [_line(heads), _line(["---"] * 3 + ["---:"] * 3)]
+    for row in found["rows"]:
+        times = [f"{row[key]:.2f}" for key in ("compiled_ms", "compiled_with_upconv_ms")]
+        lines.append(_line([row["model"], row["layout"], row["mode"], *times, f"{row['ratio']:.2f}x"]))
+    versions = f"PyTorch {found['versions']['torch']} · cuDNN {found['versions']['cudnn']}"
+    return "\n".join([*lines, "", f"{found['device']} · {versions} · {found['commit'][:7]} · {found['date']}."])
+
+
 def _speedup(row: Row | None) -> str:
     if row is None:
         return ""
@@ -412,6 +423,7 @@ def sections() -> Iterator[tuple[str, str]]:
     yield "h100-summary", summary("h100")
     yield COMMITS, commits()
     yield "h200-picture", picture()
+    yield "h200-compiled", compiled(json.loads((RESULTS / "compiled" / "h200.json").read_text(encoding="utf-8")))
 
 
 def rewritten(text: str) -> str:

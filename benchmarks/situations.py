@@ -31,6 +31,7 @@ import torch  # noqa: E402
 
 import situations  # noqa: E402
 from situations import Situation, Unavailable, judge  # noqa: E402
+from upconv.bench import files  # noqa: E402
 
 PAGE = ROOT / "docs" / "situations.md"
 RESULTS = ROOT / "benchmarks" / "results" / "situations"
@@ -57,11 +58,11 @@ def run(
 ) -> None:
     """Adds verdicts by name, each printed and handed to ``keep`` as soon as it is found."""
     torch.set_num_threads(1)
-    if device == "cuda":
-        for backend in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):  # type: ignore[attr-defined]
-            backend.fp32_precision = "ieee"  # both, since torch.export asks for one answer
     for s in wanted:
         began = time.perf_counter()
+        if device == "cuda":  # each time, since torch.export sets one of the flags and then asks for both
+            for backend in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):  # type: ignore[attr-defined]
+                backend.fp32_precision = "ieee"
         if device not in s.devices:
             verdicts[s.name] = "not on this device"
             continue
@@ -122,7 +123,8 @@ def main() -> int:
 
     def keep(verdicts: dict[str, str]) -> None:
         if path:
-            path.write_text(json.dumps(build(asked.device, verdicts), indent=1) + "\n", encoding="utf-8")
+            text = json.dumps(build(asked.device, verdicts), indent=1) + "\n"
+            files.publish(path, lambda to: to.write_text(text, encoding="utf-8"))
 
     verdicts = json.loads(path.read_text())["verdicts"] if asked.resume and path and path.exists() else {}
     wanted = [s for s in situations.every() if (not asked.names or s.name in asked.names) and s.name not in verdicts]
