@@ -49,7 +49,8 @@ def print_values(screen: Console, values: Mapping[str, object], depth: int) -> N
 
 _CACHE_HELP = """Show the compiled CUDA kernels that are kept on disk, remove them, or compile a model's ahead of time.
 
-The directory is UPCONV_CACHE_DIR, else upconv in XDG_CACHE_HOME or ~/.cache; UPCONV_CACHE=off keeps none.
+The directory is UPCONV_CACHE_DIR (an absolute path), else upconv in XDG_CACHE_HOME or ~/.cache. It holds at most
+UPCONV_CACHE_BYTES, else 2 GiB. UPCONV_CACHE=off keeps none.
 
 Examples:
 
