@@ -49,6 +49,7 @@ KINDS = {
     "steps of 1-D and 3-D layers": "step-.+",
     "plain convolutions": "conv-.+",
     "exported files": "exported",
+    "frozen weights": "frozen-.+",
     "whole training steps": "training",
     "training curves": "curves",
     "the host's time": "host",
@@ -423,7 +424,8 @@ def sections() -> Iterator[tuple[str, str]]:
     yield "h100-summary", summary("h100")
     yield COMMITS, commits()
     yield "h200-picture", picture()
-    yield "h200-compiled", compiled(json.loads((RESULTS / "compiled" / "h200.json").read_text(encoding="utf-8")))
+    graphs = RESULTS / "compiled" / "h200.json"
+    yield "h200-compiled", compiled(json.loads(graphs.read_text(encoding="utf-8"))) if graphs.exists() else ABSENT
 
 
 def rewritten(text: str) -> str:
