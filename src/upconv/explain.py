@@ -13,6 +13,7 @@ from rich.text import Text
 from upconv.bench.report import si
 from upconv.bench.roofline import Ceilings
 from upconv.bench.run import plan_text
+from upconv.compiler import rule
 from upconv.cuda.gpu import Gpu
 from upconv.model_layers import Call
 from upconv.planner import Plan
@@ -152,6 +153,8 @@ class Explanation:
         expected = _expectations(p, self.plan, self.ceilings)
         if expected:
             add("model", *expected)
+        if self.plan.device.gpu is not None and p.pass_ in ("fwd", "step"):
+            add("compile", rule.sentence(p, self.plan.device, training=p.pass_ == "step"))
         add("plan", f"{plan_text(self.plan, p.pass_)}, engine {self.plan.engine(p.pass_)}", _candidates(self.plan))
         yield grid
         yield Text(verdict(p, self.plan, self.ceilings))
