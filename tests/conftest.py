@@ -361,13 +361,16 @@ def _forget_plans() -> None:
 def forced_plans(forward: str = "native", backward: str = "native") -> Iterator[list[Problem]]:
     """Every call gets these plans where `cpu` admits them (PyTorch's own operator where it does not).
 
+    ``any``: the first of the engine's own plans that it admits.
+
     Yields the list of problems that got a plan other than PyTorch's operator: a test looks there whether anything was
     forced at all.
     """
     forced: list[Problem] = []
 
     def plan(p: Problem, device: Device) -> Plan:
-        name = "native" if cpu.refusal(p, forward) else forward
+        asked = ("shuffle", "flip", "unbiased") if forward == "any" else (forward,)
+        name = next((one for one in asked if not cpu.refusal(p, one)), "native")
         back = "split" if backward == "wide" and p.dtype not in cpu.HALF else backward
         if (name, back) != ("native", "native"):
             forced.append(p)

@@ -170,7 +170,7 @@ def ours(monkeypatch: pytest.MonkeyPatch):
     from upconv import planner
 
     rule = planner.plan
-    monkeypatch.setattr(planner, "plan", lambda p, device: replace(rule(p, device), forward="phases"))
+    monkeypatch.setattr(planner, "plan", lambda p, device: replace(rule(p, device), forward="shuffle"))
     ops.forget_plans()
     yield
     monkeypatch.undo()
@@ -188,7 +188,7 @@ def test_forwards_are_those_of_accelerated_modules(ours: None, monkeypatch: pyte
     for side, count in (("torch", 0), ("ours", 1)):
         (out,) = timing.work(side, TINY, given)()  # type: ignore[arg-type]
         assert len(seen) == count and not out.requires_grad
-    assert seen == ["phases"]
+    assert seen == ["shuffle"]
 
 
 def test_a_row_is_timed_three_ways(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:

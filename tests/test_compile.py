@@ -311,7 +311,7 @@ def test_transforms_are_pytorchs(name: str, backend: str) -> None:
     ours = upconv.accelerate(copy.deepcopy(stock))
     x = torch.randn(2, 4, *(3, 4)[:rank])
     wanted = transform(stock, x)
-    with forced_plans("phases", "split"), warnings.catch_warnings():
+    with forced_plans("any", "split"), warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", ".*torch.jit.script.*")  # PyTorch's own decompositions for jvp
         found = torch.compile(lambda t: transform(ours, t), backend=backend, fullgraph=True)(x)
@@ -321,7 +321,7 @@ def test_transforms_are_pytorchs(name: str, backend: str) -> None:
 def test_a_layer_under_vmap_alone() -> None:
     layer = upconv.ConvTranspose2d(4, 6, 3, 2, 1)
     x = torch.randn(3, 2, 4, 5, 6)
-    with forced_plans("phases", "split"), warnings.catch_warnings():
+    with forced_plans("any", "split"), warnings.catch_warnings():
         warnings.simplefilter("error")
         found = torch.compile(vmap(layer), backend="aot_eager")(x)
     torch.testing.assert_close(found, torch.stack([layer(t) for t in x]), rtol=1e-4, atol=1e-5)
@@ -331,7 +331,7 @@ def test_a_compiled_layer_under_transforms() -> None:
     """The transform is outside of the graph."""
     layer = upconv.ConvTranspose1d(4, 6, 3, 2, 1)
     x = torch.randn(2, 4, 5)
-    with forced_plans("phases", "split"):
+    with forced_plans("any", "split"):
         compiled = torch.compile(layer, backend="aot_eager")
         torch.testing.assert_close(compiled(x), layer(x))  # compiled without one before
         for name in ("jvp", "dual numbers", "grad"):
@@ -377,7 +377,7 @@ def _aten(function: Callable[..., Any], *given: Tensor) -> list[str]:
 def test_the_graph_has_the_operator_that_the_rule_says(training: bool) -> None:
     layer = upconv.ConvTranspose2d(4, 6, 3, 2, 1).requires_grad_(training)
     x = torch.randn(2, 4, 5, 6)
-    for plan, ours in (("phases", True), ("native", False)):
+    for plan, ours in (("any", True), ("native", False)):
         torch._dynamo.reset()
         with forced_plans(plan, "native"):
             found = _aten(layer, x)
@@ -406,6 +406,17 @@ def test_the_rule_on_a_gpu(p: Problem, training: bool, ours: bool) -> None:
     assert said.startswith("Under torch.compile it is ") and said.endswith(".")
 
 
+@pytest.mark.parametrize("dynamic", (None, True))
+def test_groups_that_change_between_calls(dynamic: bool | None) -> None:
+    call = torch.compile(
+        lambda x, w, g: upconv.conv_transpose2d(x, w, None, 2, 1, 0, g), backend="aot_eager", dynamic=dynamic
+    )
+    x = torch.randn(1, 8, 5, 5)
+    for groups in (2, 4, 8):
+        w = torch.randn(8, 3, 3, 3)
+        torch.testing.assert_close(call(x, w, groups), nn.functional.conv_transpose2d(x, w, None, 2, 1, 0, groups))
+
+
 def test_without_kernels_the_rule_says_why() -> None:
     p = Problem.make(2, 4, 3, (5, 6), (3, 3), dtype=torch.float32)
     device = planner.Device("cuda", unavailable="PyTorch finds no CUDA device")
@@ -425,7 +436,7 @@ def test_inductor_turns_our_operators_with_its_own(inductor_cache: Path, monkeyp
     x = torch.randn(2, 8, 6, 5)
     alone = {"compile_threads": 1, "cpp.vec_isa_ok": False}
     function = torch.compile(lambda t: layer(t.sigmoid()).tanh(), options=alone, fullgraph=True)
-    with forced_plans("phases", "split"), torch.no_grad():
+    with forced_plans("any", "split"), torch.no_grad():
         out, code = torch._inductor.utils.run_and_get_code(function, x)
         torch.testing.assert_close(out, layer(x.sigmoid()).tanh(), rtol=1e-4, atol=1e-5)
     assert out.is_contiguous()  # what the caller sees is as it was traced

@@ -468,6 +468,29 @@ def test_packed_weights_die_with_the_weight(frozen: Weights) -> None:
     assert gone() is None and not packed.frozen
 
 
+def test_a_thawed_weights_copies_are_gone_at_once(frozen: Weights) -> None:
+    """Not with the next collection, since they are memory of a GPU."""
+    frozen.packs()
+    (entry,) = packed.frozen.values()
+    gone = [weakref.ref(copy.tensor) for copy in entry.packed.values()]
+    del entry
+    gc.disable()
+    try:
+        packed.thaw(frozen.weight)
+        assert len(gone) == 1 and gone[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_an_alias_ends_no_promise(frozen: Weights) -> None:
+    """``param.data`` counts changes of its own: nothing is kept of it, and the parameter stays frozen."""
+    assert [frozen.packs(), frozen.packs()] == [1, 0]
+    with torch.no_grad():
+        frozen.weight.add_(0)
+    packed.freeze(frozen.weight)
+    assert [frozen.packs(), frozen.packs(frozen.weight.data), frozen.packs()] == [1, 1, 0]
+
+
 def test_views_of_one_storage_are_told_apart(machine: Machine) -> None:
     both = torch.randn(2, *P.weight_shape)
     weights = Weights(both[0])
@@ -476,9 +499,8 @@ def test_views_of_one_storage_are_told_apart(machine: Machine) -> None:
     assert [weights.packs(weight=both[i]) for i in (0, 1, 0, 1)] == [1, 1, 0, 0]
     square = torch.randn(4, 3, 3, 3)
     packed.freeze(square)
-    assert [weights.packs(weight=w) for w in (square, square, square.mT, square)] == [1, 0, 1, 1]
-    packed.freeze(square)
-    assert [weights.packs(weight=w) for w in (square, square, torch._neg_view(square))] == [1, 0, 1]
+    assert [weights.packs(weight=w) for w in (square, square, square.mT, square)] == [1, 0, 1, 0]
+    assert [weights.packs(weight=w) for w in (square, square, torch._neg_view(square))] == [0, 0, 1]
 
 
 def test_a_weight_has_few_copies(frozen: Weights) -> None:

@@ -48,7 +48,7 @@ def image(rank: int, channels: int = 4) -> Tensor:
 
 def assert_computed(layer: Any, x: Tensor, wanted: Tensor) -> None:
     """That upconv computes a layer with a stride, and right."""
-    with forced_plans("phases") as forced:
+    with forced_plans("any") as forced:
         assert_close(layer(x).detach(), wanted.detach(), length=512)
     assert len(forced) == 1
 
@@ -308,7 +308,7 @@ def test_stock_layers_stay_stocks() -> None:
     """Beside accelerated ones in the same process: by their forward, in a graph, and as a script."""
     ours, theirs = twins("accelerated", 2, 4, 3, 3, 2)
     x = image(2)
-    with forced_plans("phases") as forced:
+    with forced_plans("any") as forced:
         theirs(x)
         graph = _graph_of(theirs, x)
     assert forced == [] and graph == [torch.conv_transpose2d]
@@ -458,7 +458,7 @@ def test_functional_calls_and_transforms(way: str) -> None:
     ours, theirs = twins(way, 2, 4, 3, 3, 2)
     x = image(2)
     params = {name: torch.randn_like(p) for name, p in theirs.named_parameters()}
-    with forced_plans("phases") as forced:
+    with forced_plans("any") as forced:
         assert_close(
             torch.func.functional_call(ours, params, (x,)), torch.func.functional_call(theirs, params, (x,)), length=512
         )

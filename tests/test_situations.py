@@ -72,7 +72,7 @@ def test_random_layers(chunk: int, device: str) -> None:
         values += isinstance(wanted, list) and isinstance(wanted[1], torch.Tensor)
         lines = _differences(draw(seed, Lab("layers", device)), wanted)
         if device == "cpu":
-            with forced_plans("phases", "split"):
+            with forced_plans("any", "split"):
                 lines += _differences(draw(seed, Lab("layers", device)), wanted)
         wrong += [f"seed {seed}: {line}" for line in lines]
     assert not wrong, "\n".join(wrong)
@@ -87,7 +87,7 @@ def _calls(way: str, device: str) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:.*complex.*")
 def test_random_layers_in_threads(device: str) -> None:
     wanted = [call() for call in _calls("stock", device)]
-    with forced_plans("phases", "split") if device == "cpu" else nullcontext():
+    with forced_plans("any", "split") if device == "cpu" else nullcontext():
         calls = _calls("layers", device)
         shares = [calls[i::4] for i in range(4)]
         found = in_threads([lambda share=share: [call() for call in share] for share in shares])
@@ -98,7 +98,7 @@ def test_random_layers_in_threads(device: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*complex.*")
 def test_random_layers_in_a_forked_process() -> None:
     wanted = [call() for call in _calls("stock", "cpu")]
-    with forced_plans("phases", "split"):
+    with forced_plans("any", "split"):
         calls = _calls("layers", "cpu")
         here = [call() for call in calls]
         there = forked(lambda: _differences([call() for call in calls], wanted))

@@ -45,7 +45,7 @@ def rows_of(model: nn.Module, *example: Any) -> dict[str, tuple[Any, ...]]:
 def test_a_row_a_layer() -> None:
     model = Net()
     model.up = upconv.accelerate(model.up)
-    with forced_plans("phases"):
+    with forced_plans("any"):
         found = upconv.summary(model, torch.randn(2, 3, 8, 8))
     shown = [(r.name, r.layer, r.input, r.device, r.forward, r.why, r.calls) for r in found.rows]
     assert shown == [
@@ -80,7 +80,7 @@ def test_it_says_what_runs() -> None:
     """The forward of each row is what the call takes, for all plans of the CPU engine."""
     model = upconv.accelerate(Net()).eval()
     x = torch.randn(2, 3, 8, 8)
-    for name in ("phases", "flip", "unbiased", "native"):
+    for name in ("shuffle", "flip", "unbiased", "native"):
         with forced_plans(name) as forced:
             found = upconv.summary(model, x)
             described = [row for row in found.rows if row.ours and row.input]
@@ -191,7 +191,7 @@ def test_the_report_counts_by_the_planner(monkeypatch: pytest.MonkeyPatch) -> No
 
     def plan(p: Problem, device: Device) -> Plan:
         ours = p.out_channels == 8 or (p.out_channels == 3 and p.size[0] > 8)
-        return Plan(p, device, "phases" if ours else "native", "native", (Candidate("x", True, "a reason"),))
+        return Plan(p, device, "shuffle" if ours else "native", "native", (Candidate("x", True, "a reason"),))
 
     monkeypatch.setattr(planner, "plan", plan)
     model = nn.Sequential(

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrizations
 
 import upconv
-from upconv import freezing
-from upconv.cuda import weights
+from upconv import freezing, planner
+from upconv.cuda import engine, weights
+from upconv.problem import Problem
 
 CUDA = pytest.mark.gpu
 Model = nn.Sequential
@@ -47,6 +49,11 @@ def net(device: str = "cpu") -> Model:
     return nn.Sequential(*layers).to(device)
 
 
+def ours(device: str = "cpu") -> Model:
+    """The same, accelerated."""
+    return upconv.accelerate(net(device), convolutions=True)
+
+
 # --- the promise -----------------------------------------------------------------------------------------------------
 
 
@@ -62,8 +69,8 @@ def frozen_layers(model: nn.Module) -> list[bool]:
 
 def test_a_model_in_training_is_not_frozen() -> None:
     with pytest.raises(ValueError, match=r"^freeze needs a model in eval mode, got one in training mode; call model"):
-        upconv.freeze(net())
-    with pytest.raises(ValueError, match="freeze needs a model in eval mode"), upconv.frozen(net()):
+        upconv.freeze(ours())
+    with pytest.raises(ValueError, match="freeze needs a model in eval mode"), upconv.frozen(ours()):
         pass
 
 
@@ -75,6 +82,7 @@ def test_freeze_says_what_it_froze(packing: None) -> None:
         nn.Linear(4, 4),
         nn.ConvTranspose2d(4, 4, 3),
     ).eval()
+    upconv.accelerate(model).append(nn.ConvTranspose2d(4, 4, 3).eval())
     model[4].train()
     lines: list[str] = []
     assert upconv.freeze(model, report=lines.append) is model
@@ -83,18 +91,21 @@ def test_freeze_says_what_it_froze(packing: None) -> None:
         "1: not frozen: its weight is computed at each call (a parametrisation or a hook)",
         "2: not frozen: its weight has no shape before the first call",
         "4: not frozen: it is in training mode",
+        "5: not frozen: it is not accelerated",
+        "1 of 5 convolutions frozen",
     ]
 
 
 def test_on_a_cpu_nothing_is_frozen() -> None:
     lines: list[str] = []
-    upconv.freeze(net().eval(), report=lines.append)
-    assert lines == [f"{i}: not frozen: only calls on a GPU pack weights, and its weight is on cpu" for i in (0, 1, 3)]
+    upconv.freeze(ours().eval(), report=lines.append)
+    each = [f"{i}: not frozen: only calls on a GPU pack weights, and its weight is on cpu" for i in (0, 1, 3)]
+    assert lines == [*each, "0 of 3 convolutions frozen"]
     assert not weights.frozen
 
 
 def test_the_promise_ends_with_thaw_and_the_context(packing: None) -> None:
-    model = upconv.freeze(net().eval())
+    model = upconv.freeze(ours().eval())
     assert frozen_layers(model) == [True] * 3
     assert upconv.thaw(model) is model
     assert frozen_layers(model) == [False] * 3
@@ -104,6 +115,22 @@ def test_the_promise_ends_with_thaw_and_the_context(packing: None) -> None:
     with pytest.raises(KeyError), upconv.frozen(model):
         raise KeyError
     assert not weights.frozen
+
+
+def test_a_context_leaves_what_was_frozen_before(packing: None) -> None:
+    model = ours().eval()
+    upconv.freeze(model[1])
+    with upconv.frozen(model), upconv.frozen(model):
+        assert frozen_layers(model) == [True] * 3
+    assert frozen_layers(model) == [False, True, False]
+
+
+@pytest.mark.parametrize("function", (upconv.freeze, upconv.thaw, upconv.accelerate, upconv.restore, upconv.warmup))
+@pytest.mark.parametrize(("given", "got"), [(5, "a int"), ([], "a list"), (nn.Conv2d, "the class Conv2d")])
+def test_what_is_no_model_is_an_error(function: Callable[[object], object], given: object, got: str) -> None:
+    wanted = f"^{function.__name__} takes a torch.nn.Module as its model, got {got}$"
+    with pytest.raises(TypeError, match=wanted):
+        function(given)
 
 
 def _loaded(model: Model) -> None:
@@ -136,7 +163,7 @@ def _stepped(model: Model) -> None:
     "change", (_loaded, _assigned, _trained_for_a_moment, _initialised, _stepped, nn.Module.double, nn.Module.half)
 )
 def test_what_pytorch_can_see_ends_the_promise(change: Callable[[Model], object], packing: None) -> None:
-    model = upconv.freeze(net().eval())
+    model = upconv.freeze(ours().eval())
     model.eval()
     assert frozen_layers(model) == [True] * 3
     change(model)
@@ -145,20 +172,48 @@ def test_what_pytorch_can_see_ends_the_promise(change: Callable[[Model], object]
 
 
 def test_part_of_a_model_in_training_ends_its_own_promise(packing: None) -> None:
-    model = upconv.freeze(net().eval())
+    model = upconv.freeze(ours().eval())
     model[1].train()
     assert frozen_layers(model) == [True, False, True]
 
 
 def test_copies_are_not_frozen_and_a_dead_model_holds_nothing(packing: None) -> None:
-    model = upconv.freeze(net().eval())
+    model = upconv.freeze(ours().eval())
     assert frozen_layers(copy.deepcopy(model)) == [False] * 3
     del model
     assert not weights.frozen
 
 
+def test_a_gradient_for_the_weight_ends_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever computes it is about to change the weight, in a way that nothing may count."""
+    weight = torch.randn(4, 3, 3, 3)
+    weights.freeze(weight)
+    plan = planner.plan(Problem.make(1, 4, 3, (5, 5), 3), planner.cpu_device())
+    monkeypatch.setattr(engine, "_gradients", lambda plan, index: SimpleNamespace(input=None, weight=None, bias=None))
+    monkeypatch.setattr(engine.cpu, "gradients", lambda *_: (None, torch.zeros(()), None))
+    for asked, frozen in ((False, True), (True, False)):
+        engine.gradients(plan, torch.randn(1, 3, 7, 7), torch.randn(1, 4, 5, 5), weight, (False, asked, False))
+        assert weights.is_frozen(weight) is frozen
+
+
+def test_other_methods_of_the_name_train_are_still_called(packing: None) -> None:
+    class Counts(nn.Module):
+        trained = 0
+
+        def train(self, mode: bool = True) -> Counts:
+            Counts.trained += 1
+            return super().train(mode)
+
+    class Layer(nn.Conv2d, Counts):
+        pass
+
+    upconv.freeze(ours().eval())
+    Layer(3, 3, 3).train()
+    assert Counts.trained == 1
+
+
 def test_training_of_stock_modules_is_as_before(packing: None) -> None:
-    upconv.freeze(net().eval())
+    upconv.freeze(ours().eval())
     layer = nn.ConvTranspose2d(3, 3, 3)
     assert layer.eval() is layer and not layer.training
     assert layer.train() is layer and layer.training
@@ -370,11 +425,11 @@ def test_gpu_a_frozen_model_gives_the_same_results(dtype: torch.dtype, autocast:
 )
 def test_gpu_a_frozen_model_is_right_behind_a_change(change: Callable[[Model], object], ieee: None) -> None:
     x = torch.randn(4, 8, 12, 12, device="cuda")
-    ours, theirs = upconv.accelerate(net("cuda").eval()), net("cuda").eval()
-    upconv.freeze(ours)
-    assert apart([evaluated(ours, x)], [evaluated(theirs, x)]) < 1e-4
-    for model in (ours, theirs):
+    model, theirs = upconv.accelerate(net("cuda").eval()), net("cuda").eval()
+    upconv.freeze(model)
+    assert apart([evaluated(model, x)], [evaluated(theirs, x)]) < 1e-4
+    for each in (model, theirs):
         torch.manual_seed(1)
-        change(model)
-    assert apart([evaluated(ours, x)], [evaluated(theirs, x)]) < 1e-4
-    assert not any(frozen_layers(ours)[1:])
+        change(each)
+    assert apart([evaluated(model, x)], [evaluated(theirs, x)]) < 1e-4
+    assert not any(frozen_layers(model)[1:])

@@ -52,6 +52,7 @@ def accelerate(model: Model, *, convolutions: bool = False, report: Report | Non
     Returns:
         The same model. Modules whose class or instance has a forward of its own are left as they are.
     """
+    modules.require(model, "accelerate")
     layers = [
         (names, module)
         for names, module in modules_of(model, _ConvNd)
@@ -84,6 +85,8 @@ def _mark(module: nn.Module) -> None:
 def restore(model: Model, *, report: Report | None = None) -> Model:
     """Undoes `accelerate`, in place: PyTorch computes the modules again.
 
+    The forward that `accelerate` gave torch.nn's classes stays; it calls PyTorch's for modules without the mark.
+
     Args:
         model: a model, or a copy or part of one, that `accelerate` has seen.
         report: called with a line for every module restored.
@@ -91,6 +94,7 @@ def restore(model: Model, *, report: Report | None = None) -> Model:
     Returns:
         The same model. Modules built as upconv's in the first place stay.
     """
+    modules.require(model, "restore")
     for names, module in modules_of(model, nn.Module):
         if vars(module).pop(modules.MARK, False):
             _say(report, f"{' = '.join(names)}: restored")
@@ -219,6 +223,7 @@ def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Pr
     Raises:
         RuntimeError: a kernel that cannot be compiled; names the problem and the plan.
     """
+    modules.require(model, "warmup")
     args, kwargs = arguments(model, example)
     with evaluated(model), torch.no_grad(), engine.collecting(every=training) as wanted:
         model(*args, **kwargs)
@@ -252,7 +257,9 @@ def arguments(model: nn.Module, example: Sequence[Any]) -> tuple[list[Any], dict
 def evaluated(model: nn.Module) -> Iterator[None]:
     """The model in eval mode; afterwards each module in its own mode again."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    # By the attribute: a `train` of the model's own may do more, as adapters that merge their weights do.
+    for module in training:
+        module.training = False
     try:
         yield
     finally:

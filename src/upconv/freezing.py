@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from upconv import modules, replays
 from upconv.cuda import weights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -26,33 +26,29 @@ def freeze(model: Model, *, report: Callable[[str], object] | None = None) -> Mo
         with upconv.frozen(model): model(image)          # or for a while
 
     The promise covers changes that PyTorch cannot see: fused optimizers, ``param.data`` updates, replayed CUDA graphs
-    and other processes. Changes that it can see end the promise for a weight: ``.train()``, a loaded state_dict, a move
-    to another device or dtype, and any in-place operation. Then the layer is right, and packs at each call again. Only
-    calls on a GPU pack weights, so on a CPU this does nothing. Kept copies take up to twice the memory of the weights.
+    and other processes. It ends for a weight with what can be seen: ``.train()``, a loaded state_dict, a move to
+    another device or dtype, an in-place operation, a gradient that is computed for it. Then the layer is right, and
+    packs at each call again. Only calls on a GPU pack weights, so move the model there first. At most two copies of a weight are
+    kept. Each is padded to whole tiles of channels, so that layers of few channels keep a multiple of their weights.
 
     Args:
-        model: a model in eval mode, in place.
-        report: called with a line for each convolution: frozen, or why not.
+        model: an accelerated model in eval mode, in place.
+        report: called with a line for each convolution: frozen, or why not; and with a line that counts them.
 
     Returns:
         The same model.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: the model is in training mode.
     """
-    if model.training:
-        raise ValueError("freeze needs a model in eval mode, got one in training mode; call model.eval() first")
-    _watch_training()
-    for name, module in model.named_modules():
-        if isinstance(module, _ConvNd):
-            reason = _refusal(module)
-            if report is not None:
-                report(f"{name or '(the model itself)'}: " + (f"not frozen: {reason}" if reason else "frozen"))
+    _freeze(model, report)
     return model
 
 
 def thaw(model: Model) -> Model:
     """Takes the promise of `freeze` back and drops the packed copies, in place; returns the same model."""
+    modules.require(model, "thaw")
     for module in model.modules():
         if isinstance(module, _ConvNd):
             _thaw(module)
@@ -61,21 +57,48 @@ def thaw(model: Model) -> Model:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Within it the model is frozen, as by `freeze`; behind it the packed copies are dropped.
+    """Within it the model is frozen, as by `freeze`; behind it what was not frozen before is thawed.
 
     Raises:
-        ValueError: as `freeze`.
+        TypeError, ValueError: as `freeze`.
     """
-    freeze(model)
+    own = _freeze(model)
     try:
         yield
     finally:
-        thaw(model)
+        for module in own:
+            _thaw(module)
+
+
+def _freeze(model: nn.Module, report: Callable[[str], object] | None = None) -> list[nn.Module]:
+    """Freezes a model; returns the layers that were not frozen before."""
+    modules.require(model, "freeze")
+    if model.training:
+        raise ValueError("freeze needs a model in eval mode, got one in training mode; call model.eval() first")
+    _watch_training()
+    replays.forget()  # what is replayed asks nobody whether a weight is frozen
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, _ConvNd)]
+    own: list[nn.Module] = []
+    done = 0
+    for name, module in found:
+        reason = _refusal(module)
+        if reason is None:
+            weight, done = module.weight, done + 1
+            if not weights.is_frozen(weight):
+                weights.freeze(weight)
+                own.append(module)
+        if report is not None:
+            report(f"{name or '(the model itself)'}: " + (f"not frozen: {reason}" if reason else "frozen"))
+    if report is not None:
+        report(f"{done} of {len(found)} convolutions frozen")
+    return own
 
 
 def _refusal(module: nn.Module) -> str | None:
-    """Freezes a layer's weight; or says why that cannot be done, in a clause."""
+    """Why a layer's weight cannot be frozen, in a clause; None where it can."""
     weight = _weight(module)
+    if not modules.is_ours(module):
+        return "it is not accelerated"
     if weight is None:
         return "its weight is computed at each call (a parametrisation or a hook)"
     if is_lazy(weight):
@@ -88,7 +111,6 @@ def _refusal(module: nn.Module) -> str | None:
         return "its weight is an inference tensor, whose changes PyTorch does not count"
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}, whose changes may be its own"
-    weights.freeze(weight)
     return None
 
 
@@ -104,7 +126,7 @@ def _weight(module: nn.Module) -> Tensor | None:
 
 def _thaw(module: nn.Module) -> None:
     weight = _weight(module)
-    if weight is not None and weight.layout is torch.strided and not is_lazy(weight):
+    if type(weight) is nn.Parameter and _packed_on(weight):  # no other was frozen
         weights.thaw(weight)
 
 
@@ -117,4 +139,4 @@ def _watch_training() -> None:
 def _train(self: Any, mode: bool = True) -> Any:
     if mode:
         _thaw(self)
-    return nn.Module.train(self, mode)
+    return super(_ConvNd, self).train(mode)

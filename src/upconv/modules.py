@@ -325,6 +325,13 @@ def install(base: Any) -> None:
         torch.compiler.reset()
 
 
+def require(model: object, caller: str) -> None:
+    """Raises TypeError, in a sentence, for what is not a module."""
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(f"{caller} takes a torch.nn.Module as its model, got {got}")
+
+
 def is_ours(module: nn.Module) -> bool:
     """Whether a module's forward is upconv's: a layer of ours, or a marked one."""
     base = base_of(type(module))

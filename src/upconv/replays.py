@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from upconv import calls, cpu
-from upconv.cuda import engine, native, provisional
+from upconv.cuda import engine, native, provisional, weights
 from upconv.planner import Plan
 
 if TYPE_CHECKING:
@@ -87,9 +87,9 @@ def offer(
     """
     global host, hoped
     if not weight.requires_grad or any(type(a) not in _IMMUTABLE for a in arguments):
-        return  # without a weight's gradient its packed weights are kept from call to call
+        return  # only layers that are trained are recorded
     tensors = (input, weight) if bias is None else (input, weight, bias)
-    if engine._collectors or any(calls._unwrapped(t) is not t for t in tensors):
+    if engine._collectors or any(calls._unwrapped(t) is not t for t in tensors) or weights.is_frozen(weight):
         return
     kind = "cuda" if input.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

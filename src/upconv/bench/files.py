@@ -58,12 +58,19 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
         if not replaceable:
             path.write_bytes(temporary.read_bytes())
             return
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp's file is for its owner alone
+        temporary.chmod(_mode(path))  # mkstemp's file is for its owner alone
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _mode(path: Path) -> int:
+    """A file's permissions; of a new one those that the process gives to new files."""
+    if path.exists():
+        return path.stat().st_mode & 0o777
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def _replaceable(path: Path) -> bool:

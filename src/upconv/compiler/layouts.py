@@ -28,10 +28,10 @@ def teach() -> None:
     lowering: Any = sys.modules.get(_LOWERING)
     if _taught or not hasattr(lowering, "make_fallback"):
         return
-    _taught = True
     operators = torch.ops.upconv
     for operator in (operators.conv_transpose_forward.default, operators.conv_transpose_backward.default):
         lowering.make_fallback(operator, layout_constraint=_constrained, warn=False)
+    _taught = True
 
 
 def _constrained(node: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

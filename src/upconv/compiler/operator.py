@@ -111,6 +111,7 @@ def _planned(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argu
         sizes = [_hints(t.shape) for t in tensors]
         strides = [_hints(t.stride()) for t in tensors]
         numbers = [_hints(v) for v in (stride, padding, output_padding, dilation)]
+        (groups,) = _hints((groups,))
     except ValueError:
         return None
     if any(dtype is not dtypes[0] or dtype not in PRECISIONS for dtype in dtypes):

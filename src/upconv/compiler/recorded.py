@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from upconv import replays
-from upconv.cuda import engine, native, provisional
+from upconv.cuda import engine, native, provisional, weights
 from upconv.planner import Plan
 
 Operands = tuple[Tensor, Tensor, "Tensor | None"]
@@ -32,6 +32,9 @@ def compute(plan: Plan, what: Any, run: Pass, operands: Operands, may_copy: int)
         may_copy: the index of the operand that may be copied to be dense; -1 for none.
     """
     a, b, c = operands
+    if weights.frozen and (weights.is_frozen(b) or (c is not None and weights.is_frozen(c))):
+        # A tape packs; the pass in Python reads the copy.
+        return run(plan, a, b, c)
     key = (what, a.stride(), b.stride(), b.dtype, c if c is None else (c.stride(), c.dtype), a.get_device())
     held = plan.replays.get(key, 0)
     if type(held) is not int and held is not replays._NEVER:

@@ -42,7 +42,7 @@ def verdict(plan: Plan, training: bool) -> Verdict:
         plan: of the call as it is traced.
         training: whether its gradients are recorded.
     """
-    return _verdict(plan, training)
+    return _verdict(plan.problem, plan.device, training)
 
 
 def sentence(p: Problem, device: planner.Device, training: bool = False) -> str:
@@ -55,8 +55,8 @@ def sentence(p: Problem, device: planner.Device, training: bool = False) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _verdict(plan: Plan, training: bool) -> Verdict:
-    p, gpu = plan.problem, plan.device.gpu
+def _verdict(p: Problem, device: planner.Device, training: bool) -> Verdict:
+    plan, gpu = planner.plan(p, device), device.gpu
     if plan.device.kind != "cuda":
         if plan.forward != "native" or (training and plan.backward == "wide"):
             return Verdict(True, "its plan is upconv's outside of a graph too")

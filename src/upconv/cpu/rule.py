@@ -36,8 +36,9 @@ _FEW_ROW = 32  # pixels in a row of the input below which the correlation of few
 _LEAST_RESULTS = 8  # output channels of the correlation that fill a vector
 # Multiplications per output from which that padding sets the time, not the pass over the results.
 _FEW_CHANNELS_WORK = {"nchw": 200, "channels_last": 400}
-_SPLIT_CHANNELS = 8  # output channels from which oneDNN's float32 sum for the bias is slower than torch.sum
+_SPLIT_CHANNELS = 16  # output channels from which oneDNN's float32 sum for the bias is slower than torch.sum
 _SPLIT_OUTPUT = 1 << 18  # elements from which that difference shows in a step
+_SPLIT_WORK = 256  # multiplications per output up to which it does
 # Multiplications per output up to which the scalar bias loop takes a third of the time at least.
 _BIAS_WORK = {torch.float32: 150, torch.bfloat16: 256, torch.float16: 256}
 
@@ -69,6 +70,8 @@ def choose_backward(p: Problem, onednn: Collection[torch.dtype]) -> Choice:
         return "native", "oneDNN sums the bias' gradient at the speed of memory here"
     if math.prod(p.output_shape) < _SPLIT_OUTPUT:
         return "native", "the output is small, so the call is bound by its overhead"
+    if p.macs > _SPLIT_WORK * math.prod(p.output_shape):
+        return "native", "the bias' gradient takes little beside the other two"
     return "split", "the bias' gradient is summed apart: in channels_last oneDNN's primitive sums it in a scalar loop"
 
 

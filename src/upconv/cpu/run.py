@@ -53,7 +53,13 @@ def forward(p: Problem, plan: str, input: Tensor, weight: Tensor, bias: Tensor |
 
 
 def refusal(p: Problem, plan: str) -> str | None:
-    """Why ``plan`` cannot compute the forward of ``p``, in a sentence; None when it can."""
+    """Why ``plan`` cannot compute the forward of ``p``, in a sentence; None when it can.
+
+    Raises:
+        ValueError: there is no such plan.
+    """
+    if plan not in FORWARD_PLANS:
+        raise ValueError(f"plan must be one of {', '.join(FORWARD_PLANS)}, got {plan!r}")
     if plan == "unbiased" and not p.bias:
         return "unbiased needs a bias, and this layer has none"
     if plan == "unbiased" and p.dtype in HALF:

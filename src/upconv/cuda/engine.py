@@ -7,6 +7,7 @@ Weights are packed at every call, unless the user has frozen them (`upconv.cuda.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -132,6 +133,8 @@ def gradients(
     by_weight = runners.weight if mask[1] else None
     if by_input is not None or by_weight is not None:  # once for both
         grad = _dense(grad, runners.format)
+    if mask[1] and weights.frozen:
+        weights.thaw(weight)  # whoever asks for its gradient is about to change it
     if by_weight is not None:  # first, so that its partial sums are gone when the input's gradient is allocated
         grad_weight = by_weight(x, grad, weight.dtype, lasting)
     if by_input is not None:
@@ -308,6 +311,16 @@ def _failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -
 # --- loading and compiling -------------------------------------------------------------------------------------------
 
 _preparing = threading.RLock()
+
+
+def _forked() -> None:
+    """In a child: a thread of the parent's may have held the lock."""
+    global _preparing
+    _preparing = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 _local = threading.local()
 _collectors = 0  # threads within `collecting`; looked at by every call
 

@@ -394,9 +394,10 @@ def considered(p: Problem, gpu: Gpu, general: bool = False, slack: float = math.
     seen: dict[int, list[tuple[float, str, Tiling, Clocks]]] = {}
     best = math.inf
     for i in sorted(range(len(found)), key=floors.__getitem__):
-        if floors[i] > slack * best or (made := made + 1) > most:
+        if floors[i] > slack * best or made >= most:
             break
         seen[i] = list(_timed(found[i], p, gpu, general))
+        made += bool(seen[i])  # of a layer with a large halo most sketches fit nowhere
         best = min([best, *(one[0] for one in seen[i])])
     timed = [(found[i], one) for i in sorted(seen) for one in seen[i]]
     few = [(t, clocks, one.spread) for one, (_, _, t, clocks) in timed if one.clusters]

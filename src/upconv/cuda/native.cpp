@@ -101,7 +101,7 @@ constexpr int64_t LAUNCH = 7, COOPERATIVE = 8, DEPENDENT = 9;
 
 static bool lies(const Tensor& t, const Buffer& as) {
   auto sizes = t.sizes();
-  if (t.scalar_type() != as.dtype || sizes != c10::IntArrayRef(as.sizes)) return false;
+  if (t.scalar_type() != as.dtype || t.is_neg() || sizes != c10::IntArrayRef(as.sizes)) return false;
   auto strides = t.strides();
   for (size_t d = 0; d < sizes.size(); d++)
     if (sizes[d] > 1 && strides[d] != as.strides[d]) return false;

@@ -17,6 +17,7 @@ Packed weights are not kept either
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -80,9 +81,10 @@ class Frozen:
         storage = weight.untyped_storage()
         at = id(storage), weight.data_ptr()
 
-        def gone(_: object) -> None:
-            if frozen.get(at) is self:
-                del frozen[at]
+        def gone(storage: object) -> None:  # of no entry, since a cycle would hold the copies until a collection
+            found = frozen.get(at)
+            if found is not None and found.storage is storage:
+                frozen.pop(at, None)
 
         # PyTorch preserves a storage's Python object as long as the storage. So the reference ends before the address
         # can be given out again.
@@ -93,7 +95,17 @@ class Frozen:
 
 frozen: dict[tuple[int, int], Frozen] = {}
 """The frozen weights, by the `id` of their storage and their address."""
-_lock = threading.RLock()
+_lock = threading.Lock()
+
+
+def _forked() -> None:
+    """In a child: a thread of the parent's may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 _packings: dict[Hashable, int] = {}
 _numbers = count()
 _MOST_PACKINGS = 4096  # as many as there are plans
@@ -137,10 +149,12 @@ def _held(weight: Tensor) -> Frozen | None:
     found = frozen.get(at)
     if found is None or weight.is_inference():
         return None
-    if found.storage() is storage and found.state == State.of(weight):
+    state = State.of(weight)
+    if found.storage() is storage and found.state == state:
         return found
-    frozen.pop(at, None)
-    return None
+    if found.storage() is not storage or found.state.version < state.version:
+        frozen.pop(at, None)
+    return None  # else an alias, of which nothing was promised
 
 
 def kept(weight: Tensor, packing: int, index: int, pack: Callable[[Tensor], Tensor] | None) -> Tensor | None:
@@ -166,7 +180,7 @@ def kept(weight: Tensor, packing: int, index: int, pack: Callable[[Tensor], Tens
     tensor = pack(weight.resolve_neg())
     if tensor.untyped_storage() is not weight.untyped_storage():  # else the kernel reads the weight as it is
         with _lock:
-            while len(entry.packed) >= MOST_COPIES:
+            while key not in entry.packed and len(entry.packed) >= MOST_COPIES:
                 del entry.packed[next(iter(entry.packed))]
             entry.packed[key] = Packed(tensor, stream, index)
     return tensor
