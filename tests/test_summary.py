@@ -404,3 +404,18 @@ def test_the_report_on_a_gpu(known: Device, line: str, monkeypatch: pytest.Monke
     lines: list[str] = []
     upconv.accelerate(nn.ConvTranspose2d(4, 4, 3), report=lines.append)
     assert lines[0] == f"(the model itself): {line}"
+
+
+def test_the_report_of_a_plain_convolution_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its input decides; and not where settings rule it out."""
+    monkeypatch.setattr(planner, "device_of", lambda device: Device("cuda", gpu=gpu.H200))
+    lines: list[str] = []
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, groups=2))
+    upconv.accelerate(model, convolutions=True, report=lines.append)
+    assert lines[:2] == [
+        "0: accelerated: its input decides whose operator computes it on NVIDIA H200; upconv's where it is expected to "
+        "be faster",
+        "1: accelerated, but PyTorch's operator computes it on NVIDIA H200: plain convolutions are upconv's without "
+        "groups and padded with zeros",
+    ]
+    assert "upconv computes 0 of 2, PyTorch's operator 1; of 1 the input decides (" in lines[2]
