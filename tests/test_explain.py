@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -197,6 +198,10 @@ def number():
 def broken():
     raise RuntimeError("no weights\\nhere")
 
+class Up(nn.ConvTranspose2d):
+    def __init__(self):
+        super().__init__(3, 8, 2, 2)
+
 class Plain(nn.Linear):
     def __init__(self):
         super().__init__(3, 3)
@@ -314,6 +319,66 @@ def test_calls_are_those_that_the_model_makes() -> None:
             assert found[1] == ("flat", flat, 1)
             last = Problem.make(2, 2, 1, (1, 1, *flat.out_size), (1, 2, 2))
             assert found[2][0] == "(the model itself)" and found[2][1].with_(layout="nchw") == last
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "words"),
+    [
+        (lambda: nn.ConvTranspose2d(3, 8, 2, 2), (2, 4, 9, 9), "to have 3 channels, but got 4 channels instead"),
+        (lambda: nn.ConvTranspose1d(6, 8, 3, groups=2), (2, 3, 9), "to have 6 channels, but got 3 channels instead"),
+        (lambda: _with(nn.ConvTranspose2d(3, 8, 2), "bias", (5,)), (2, 3, 9, 9), "expected bias to be 1-dimensional"),
+        (lambda: _with(nn.ConvTranspose2d(6, 6, 2, groups=2), "weight", (5, 3, 2, 2)), (2, 5, 9, 9), "groups=2"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_pytorchs_error(make: Any, shape: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ValueError, match="the model does not run on ") as error:
+        calls(make, [shape], torch.float32)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def _with(module: nn.Module, name: str, shape: tuple[int, ...]) -> nn.Module:
+    setattr(module, name, nn.Parameter(torch.zeros(shape)))
+    return module
+
+
+def test_a_single_layer_with_other_channels_is_one_sentence(net: str) -> None:
+    code, out = explain("--model", f"{net}:Up", "--input", "2x4x32x32", "--gpu", "L4")
+    assert code == 2 and out.count("\n") == 1
+    assert out.startswith("upconv: the model does not run on 2x4x32x32: RuntimeError: Given transposed=1, weight of")
+
+
+class Layers(nn.Module):
+    """Convolutions and transposed ones in turn, as a real device gives their layouts; may need values, so a CPU."""
+
+    def __init__(self, rank: int, needs: bool) -> None:
+        super().__init__()
+        up, down = getattr(nn, f"ConvTranspose{rank}d"), getattr(nn, f"Conv{rank}d")
+        self.all = nn.Sequential(up(3, 8, 2, 2), nn.ReLU(), up(8, 6, 3, 2), down(6, 4, 3), up(4, 4, 3), up(4, 1, 1))
+        self.needs = needs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.all(x if not self.needs or x.sum().item() == 0 else x[:1])
+        return out
+
+
+@pytest.mark.parametrize("rank", (1, 2, 3))
+@pytest.mark.parametrize("layout", ("nchw", "channels_last"))
+def test_later_layers_have_the_layout_of_a_real_device(rank: int, layout: Any) -> None:
+    shape = (2, 3, *(9,) * rank)
+    found = calls(lambda: Layers(rank, needs=False), [shape], torch.float32, layout)
+    assert found == calls(lambda: Layers(rank, needs=True), [shape], torch.float32, layout)
+    assert {call.problem.layout for call in found} == {layout if rank > 1 else "nchw"} and len(found) == 4
+
+
+def test_a_weight_in_channels_last_gives_such_results() -> None:
+    def make(needs: bool) -> nn.Module:
+        model = Layers(2, needs)
+        model.all[0].to(memory_format=torch.channels_last)
+        return model
+
+    found = calls(lambda: make(False), [(2, 3, 9, 9)], torch.float32)
+    assert [call.problem.layout for call in found] == ["nchw", *["channels_last"] * 3]
+    assert found == calls(lambda: make(True), [(2, 3, 9, 9)], torch.float32)
 
 
 def test_an_output_size_becomes_the_padding_of_the_output(net: str) -> None:

@@ -123,6 +123,71 @@ def test_the_state_stays() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+class Counting(nn.Module):
+    """Writes its buffers: in place, by assignment, into another shape; makes one and drops one. May then raise."""
+
+    def __init__(self, raises: bool) -> None:
+        super().__init__()
+        self.raises = raises
+        self.up = nn.ConvTranspose2d(3, 3, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.tensor([float("nan"), 2.0]))
+        self.register_buffer("ends", torch.tensor([1.0, 2.0]))
+        self.register_buffer("dropped", torch.ones(2))
+        self.register_buffer("empty", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.last = x.mean((0, 2, 3))
+        self.ends.resize_(4).fill_(7)
+        self.empty = x
+        del self.dropped
+        self.register_buffer("made", x, persistent=False)
+        if self.raises:
+            raise KeyError("raised")
+        out: Tensor = self.up(x)
+        return out
+
+
+@pytest.mark.parametrize("raises", (False, True))
+def test_buffers_that_a_forward_writes_stay(raises: bool) -> None:
+    model = Counting(raises)
+    held, before = dict(model._buffers), copy.deepcopy(model.state_dict())
+    if raises:
+        with pytest.raises(KeyError, match="raised"):
+            upconv.summary(model, (2, 3, 8, 8))
+    else:
+        upconv.summary(model, (2, 3, 8, 8))
+    assert list(model._buffers) == list(held) and not model._non_persistent_buffers_set
+    assert all(model._buffers[name] is tensor for name, tensor in held.items())
+    assert model.state_dict().keys() == before.keys()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_observers_of_quantisation_see_nothing() -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(3, 3, 3), nn.ReLU())
+    model.qconfig = torch.ao.quantization.get_default_qconfig()  # type: ignore[assignment]
+    model[0].qconfig = torch.ao.quantization.QConfig(
+        torch.ao.quantization.MinMaxObserver, torch.ao.quantization.default_weight_observer
+    )
+    prepared = torch.ao.quantization.prepare(model.eval())
+    before = copy.deepcopy(prepared.state_dict())
+    assert any("observer" in name or "post_process" in name for name in before)
+    upconv.summary(prepared, (1, 3, 8, 8))
+    for name, value in prepared.state_dict().items():
+        assert_equal(value, before[name])
+
+
+def test_what_autograd_saved_does_not_count_as_changed() -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(3, 3, 3), nn.BatchNorm2d(3)).eval()
+    loss = model(torch.randn(2, 3, 5, 5)).sum() + (model[1].running_var * model[1].weight).square().sum()
+    upconv.summary(model, (2, 3, 5, 5))
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
 def test_a_model_that_raises_is_left_as_it_was() -> None:
     model = Net()
     with pytest.raises(RuntimeError, match="channels"):
@@ -164,18 +229,80 @@ def test_why_a_call_is_passed_over() -> None:
         assert why(layer, x) == "torch.nn.functional.conv_transpose2d was replaced by somebody who must see the calls"
     finally:
         F.conv_transpose2d = old
+    with pytest.raises(TypeError, match="input"):
+        upconv.summary(layer, [])
     layer.forward = lambda x: x
     assert why(layer, x) == "its forward was replaced on the instance"
 
 
+class Each(nn.ConvTranspose2d):
+    """Takes several images of different sizes, in a nested tensor or a list."""
+
+    def forward(self, input: Any, output_size: Any = None) -> Any:
+        return [
+            super(Each, self).forward(x, output_size) for x in (input.unbind() if isinstance(input, Tensor) else input)
+        ]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+def test_calls_without_a_plain_tensor_are_rows() -> None:
+    model = upconv.accelerate(nn.Sequential(Each(3, 4, 3)))
+    images = [torch.randn(3, 5, 5), torch.randn(3, 6, 6)]
+    (row,) = upconv.summary(model, torch.nested.nested_tensor(images)).rows
+    assert (row.input, row.forward, row.calls, row.why) == ("nested", "PyTorch", 1, "nested tensors are PyTorch's")
+    (row,) = upconv.summary(model, {"input": images}).rows
+    assert (row.input, row.forward, row.why) == ("list", "PyTorch", "the input is a list, not a tensor")
+
+
+UNLISTED = "The model has no transposed convolution module to list; calls of functions are not listed."
+
+
 def test_models_without_transposed_convolutions_are_told_so() -> None:
     found = upconv.summary(nn.Sequential(nn.Conv2d(3, 3, 3)), (1, 3, 8, 8))
-    assert str(found) == "The model has no transposed convolution: upconv computes nothing of it."
+    assert str(found) == UNLISTED
     lines: list[str] = []
     upconv.accelerate(nn.Linear(2, 2), report=lines.append)
     upconv.accelerate(nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv1d(3, 3, 3)), report=lines.append)
-    nothing = "nothing to accelerate: the model has no transposed convolution"
+    nothing = "nothing to accelerate: the model has no transposed convolution module"
     assert lines == [nothing, f"{nothing}; accelerate(model, convolutions=True) takes its 2 plain ones"]
+
+
+def test_functional_calls_are_not_denied() -> None:
+    class Functional(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv_transpose2d(x, torch.ones(3, 2, 2, 2))
+
+    assert str(upconv.summary(Functional(), (1, 3, 8, 8))) == UNLISTED
+
+
+class Replacing(nn.Module):
+    """Writes one buffer in place and replaces another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.last = x.mean((0, 2, 3))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_modules_are_pytorchs() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.ConvTranspose2d(3, 3, 3), Replacing()))
+    before = copy.deepcopy(scripted.state_dict())
+    assert str(upconv.summary(scripted, (1, 3, 8, 8))) == f"{UNLISTED} Its scripted modules are PyTorch's."
+    mixed = upconv.summary(nn.Sequential(scripted, nn.ConvTranspose2d(3, 3, 3)), (1, 3, 8, 8))
+    assert [row.name for row in mixed.rows] == ["1"] and mixed.closing.endswith(" Its scripted modules are PyTorch's.")
+    for name, value in scripted.state_dict().items():
+        assert_equal(value, before[name])
+    lines: list[str] = []
+    upconv.accelerate(scripted, report=lines.append)
+    assert lines == [
+        "nothing to accelerate: the model has no transposed convolution module; its scripted modules are PyTorch's"
+    ]
 
 
 def test_plain_convolutions_are_listed_if_accelerated() -> None:
@@ -202,14 +329,61 @@ def test_the_report_counts_by_the_planner(monkeypatch: pytest.MonkeyPatch) -> No
     upconv.accelerate(model, report=lines.append)
     assert lines == [
         "0: accelerated: upconv computes it on a CPU (phases)",
-        "1: accelerated: upconv computes it on a CPU for some sizes of its input (phases)",
+        "1: accelerated: its input decides whose operator computes it on a CPU; upconv's for some (phases)",
         "2: accelerated, but PyTorch's operator computes it on a CPU: a reason",
         "3: accelerated, but PyTorch's operator computes it on a CPU: upconv computes in float32, bfloat16, float16 "
         "and float64, not in torch.complex64",
         "4: accelerated, but PyTorch's operator computes it on meta: upconv has no engine for meta devices",
-        "5 of 5 transposed convolutions accelerated; on a CPU and meta upconv computes 2 of them and PyTorch's "
-        "operator 3 (upconv.summary(model, example) tells for your shapes)",
+        "5 of 5 transposed convolutions accelerated; on a CPU and meta upconv computes 1 of 5, PyTorch's operator 3; "
+        "of 1 the input decides (upconv.summary(model, example) tells for your shapes)",
     ]
+
+
+def test_the_report_states_what_no_input_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are upconv's for large images or batches alone, and one that is PyTorch's for every input."""
+    cpu = Device("cpu", threads=2, onednn=frozenset({torch.float32}))
+    monkeypatch.setattr(planner, "device_of", lambda device: cpu)
+    layers = {
+        "large": (nn.ConvTranspose2d(56, 1, 9, 3, 4, output_padding=2), ((1, 56, 256, 256), (8, 56, 64, 64))),
+        "batch": (nn.ConvTranspose2d(64, 3, 4, 2, 1), ((64, 64, 32, 32),)),
+        "never": (nn.ConvTranspose2d(64, 64, 4, 2, 1), ()),
+    }
+    lines: list[str] = []
+    upconv.accelerate(nn.ModuleDict({name: layer for name, (layer, _) in layers.items()}), report=lines.append)
+    for line, (layer, shapes) in zip(lines, layers.values()):
+        for batch, channels, *size in shapes:
+            p = Problem.make(
+                batch, channels, layer.out_channels, size, layer.kernel_size, layer.stride, layer.padding,
+                layer.output_padding, bias=True,
+            )  # fmt: skip
+            assert planner.plan(p, cpu).forward == "shuffle"
+        assert ("its input decides whose operator computes it on a CPU" in line) == bool(shapes)
+    assert lines[2].endswith(": oneDNN's own transposed kernel is the fastest for this shape")
+    assert "on a CPU upconv computes 0 of 3, PyTorch's operator 1; of 2 the input decides" in lines[3]
+
+
+def test_the_report_looks_at_both_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(p: Problem, device: Device) -> Plan:
+        name = "phases" if p.layout == "channels_last" else "native"
+        return Plan(p, device, name, "native", (Candidate("x", True, "a reason"),))
+
+    monkeypatch.setattr(planner, "plan", plan)
+    lines: list[str] = []
+    upconv.accelerate(nn.ModuleList([nn.ConvTranspose3d(4, 4, 3), nn.ConvTranspose1d(4, 4, 3)]), report=lines.append)
+    assert "its input decides" in lines[0] and lines[1].endswith("computes it on a CPU: a reason")
+
+
+@pytest.mark.parametrize("home", (nn, upconv))
+def test_the_report_knows_who_must_see_the_call(home: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = F.conv_transpose2d
+    monkeypatch.setattr(F, "conv_transpose2d", lambda *args, **kwargs: old(*args, **kwargs))
+    lines: list[str] = []
+    with forced_plans("phases"):
+        layer = upconv.accelerate(home.ConvTranspose2d(4, 3, 3, 2), report=lines.append)
+        (row,) = upconv.summary(layer, (1, 4, 5, 5)).rows
+    assert lines[0] == f"(the model itself): accelerated, but PyTorch's operator computes it on a CPU: {row.why}"
+    assert "torch.nn.functional.conv_transpose2d was replaced" in row.why
+    assert "upconv computes 0 of 1, PyTorch's operator 1 (" in lines[1]
 
 
 @pytest.mark.parametrize(
@@ -230,3 +404,18 @@ def test_the_report_on_a_gpu(known: Device, line: str, monkeypatch: pytest.Monke
     lines: list[str] = []
     upconv.accelerate(nn.ConvTranspose2d(4, 4, 3), report=lines.append)
     assert lines[0] == f"(the model itself): {line}"
+
+
+def test_the_report_of_a_plain_convolution_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its input decides; and not where settings rule it out."""
+    monkeypatch.setattr(planner, "device_of", lambda device: Device("cuda", gpu=gpu.H200))
+    lines: list[str] = []
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, groups=2))
+    upconv.accelerate(model, convolutions=True, report=lines.append)
+    assert lines[:2] == [
+        "0: accelerated: its input decides whose operator computes it on NVIDIA H200; upconv's where it is expected to "
+        "be faster",
+        "1: accelerated, but PyTorch's operator computes it on NVIDIA H200: plain convolutions are upconv's without "
+        "groups and padded with zeros",
+    ]
+    assert "upconv computes 0 of 2, PyTorch's operator 1; of 1 the input decides (" in lines[2]

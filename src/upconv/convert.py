@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.utils import parametrize
 
 from upconv import modules, planner, replays
 from upconv.cuda import engine, native
-from upconv.problem import PRECISIONS, Problem
+from upconv.problem import PRECISIONS, Layout, Problem
 
 _log = logging.getLogger("upconv")
 Model = TypeVar("Model", bound=nn.Module)
@@ -118,37 +119,47 @@ def _say(report: Report | None, line: str) -> None:
 
 # --- what is said of a layer whose input is not known -----------------------------------------------------------------
 
-_SIZES = {1: (64, 1024, 16384), 2: (8, 32, 128), 3: (4, 12, 32)}
-"""Of an input along each dimension, for which a layer on a CPU is planned: small, usual and large ones."""
+_SIZES = {1: (64, 1024, 16384, 262144), 2: (8, 32, 128, 512), 3: (4, 12, 32, 128)}
+"""Of an input along each dimension, for which a layer on a CPU is planned: from small to large ones."""
+_BATCHES = (1, 8, 64)
 
 
 def _whose(module: Any) -> tuple[bool | None, str]:
     """Whether upconv computes an accelerated module on its device (None: its input decides), and a sentence why."""
     tensor = next((t for t in (*module.parameters(), *module.buffers())), torch.empty(0))
     device = planner.device_of(tensor.device)
-    kind = device.kind
-    where = "a CPU" if kind == "cpu" else device.gpu.name if device.gpu is not None else kind
-    if not module.in_channels:
+    where = "a CPU" if device.kind == "cpu" else device.gpu.name if device.gpu is not None else device.kind
+    decides = f"accelerated: its input decides whose operator computes it on {where}; upconv's"
+    reason, names = modules.passed_over(module), ""
+    if reason is None and not module.in_channels:
         return None, "accelerated: its first input decides whose operator computes it"
-    if tensor.dtype not in PRECISIONS:
-        reason: str | None = f"upconv computes in float32, bfloat16, float16 and float64, not in {tensor.dtype}"
-    elif kind not in ("cpu", "cuda"):
-        reason = f"upconv has no engine for {kind} devices"
-    elif not module.transposed:
-        reason = plain_refusal(module, device)
-    elif kind == "cuda":
-        reason = planner._no_kernels(Problem.make(1, 1, 1, (1,), 1), device)
-    else:
-        plans = _usual_plans(module, tensor.dtype, device)
-        ours = dict.fromkeys(plan.forward for plan in plans if plan.forward != "native")
-        if ours:
-            some = " for some sizes of its input" if any(plan.forward == "native" for plan in plans) else ""
-            return True, f"accelerated: upconv computes it on {where}{some} ({', '.join(ours)})"
-        reason = plans[-1].candidates[0].reason if plans else "it is no valid layer as it is set"
     if reason is None:
-        more = "" if module.transposed else " where it is expected to be faster"
-        return True, f"accelerated: upconv computes it on {where}{more}"
+        reason = _refusal(module, tensor.dtype, device)
+    if reason is None and not module.transposed:
+        return None, f"{decides} where it is expected to be faster"
+    if reason is None and device.kind == "cpu":
+        plans = _usual_plans(module, tensor.dtype, device)
+        found = dict.fromkeys(plan.forward for plan in plans)
+        ours = ", ".join(name for name in found if name != "native")
+        if ours and "native" in found:
+            return None, f"{decides} for some ({ours})"
+        if not ours:
+            reason = plans[-1].candidates[0].reason if plans else "it is no valid layer as it is set"
+        names = f" ({ours})"
+    if reason is None:
+        return True, f"accelerated: upconv computes it on {where}{names}"
     return False, f"accelerated, but PyTorch's operator computes it on {where}: {reason}"
+
+
+def _refusal(module: Any, dtype: torch.dtype, device: planner.Device) -> str | None:
+    """Why PyTorch's operator computes an accelerated module whatever its input, in a sentence; or None."""
+    if dtype not in PRECISIONS:
+        return f"upconv computes in float32, bfloat16, float16 and float64, not in {dtype}"
+    if device.kind not in ("cpu", "cuda"):
+        return f"upconv has no engine for {device.kind} devices"
+    if not module.transposed:
+        return plain_refusal(module, device)
+    return planner._no_kernels(Problem.make(1, 1, 1, (1,), 1), device) if device.kind == "cuda" else None
 
 
 def plain_refusal(module: Any, device: planner.Device) -> str | None:
@@ -163,13 +174,18 @@ def plain_refusal(module: Any, device: planner.Device) -> str | None:
 
 
 def _usual_plans(module: Any, dtype: torch.dtype, device: planner.Device) -> list[planner.Plan]:
+    """A layer's plans for inputs of many sizes, the largest last: no reason of size holds for that one."""
     rank, plans = len(module.kernel_size), []
     biased = module._parameters.get("bias", module) is not None  # a parametrised one is there too
-    for size in _SIZES[rank]:
+    reach = max(d * k // s for d, k, s in zip(module.dilation, module.kernel_size, module.stride))
+    sizes = sorted({*_SIZES[rank], 2 * reach + 1})  # one is larger than the kernel
+    layouts: tuple[Layout, ...] = ("channels_last", "nchw") if rank > 1 else ("nchw",)
+    for layout, size, batch in product(layouts, sizes, _BATCHES):
         try:
             problem = Problem.make(
-                1, module.in_channels, module.out_channels, (size,) * rank, module.kernel_size, module.stride,
+                batch, module.in_channels, module.out_channels, (size,) * rank, module.kernel_size, module.stride,
                 module.padding, module.output_padding, module.dilation, module.groups, bias=biased, dtype=dtype,
+                layout=layout,
             )  # fmt: skip
         except (TypeError, ValueError):  # no transposed convolution, of this size at least
             continue
@@ -182,7 +198,9 @@ def _closing(model: nn.Module, found: Sequence[nn.Module], verdicts: Sequence[bo
     if not found:
         plain = sum(isinstance(m, tuple(modules.PLAIN)) for m in model.modules())
         more = f"; accelerate(model, convolutions=True) takes its {plain} plain ones" if plain else ""
-        return f"nothing to accelerate: the model has no transposed convolution{more}"
+        scripted = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
+        more += "; its scripted modules are PyTorch's" if scripted else ""
+        return f"nothing to accelerate: the model has no transposed convolution module{more}"
     kinds = {bool(getattr(m, "transposed", False)) for m in found}
     line = f"{len(verdicts)} of {len(found)} {'transposed ' if kinds == {True} else ''}convolutions accelerated"
     if not verdicts:
@@ -190,9 +208,9 @@ def _closing(model: nn.Module, found: Sequence[nn.Module], verdicts: Sequence[bo
     devices = {t.device.type for m in found for t in m.parameters()}
     on = " and ".join("a CPU" if kind == "cpu" else kind for kind in sorted(devices)) or "a CPU"
     ours, theirs, open_ = (verdicts.count(value) for value in (True, False, None))
-    undecided = f", {open_} as the first input decides" if open_ else ""
+    undecided = f"; of {open_} the input decides" if open_ else ""
     return (
-        f"{line}; on {on} upconv computes {ours} of them and PyTorch's operator {theirs}{undecided}"
+        f"{line}; on {on} upconv computes {ours} of {len(verdicts)}, PyTorch's operator {theirs}{undecided}"
         " (upconv.summary(model, example) tells for your shapes)"
     )
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._prims_common import suggest_memory_format
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upconv.cpu import memory_format
@@ -99,7 +100,11 @@ def _named(network: nn.Module) -> Iterator[list[str]]:
 
 
 class _Collector(TorchDispatchMode):
-    """Counts calls of ATen's transposed convolution, whoever makes them: a module or a function."""
+    """Counts calls of ATen's transposed convolution, whoever makes them: a module or a function.
+
+    On the meta device it also does two things that a real device does and that one leaves out. It refuses a transposed
+    convolution whose tensors do not fit, and gives results of convolutions in channels_last where PyTorch does.
+    """
 
     def __init__(self, stack: list[str]) -> None:
         super().__init__()
@@ -107,10 +112,28 @@ class _Collector(TorchDispatchMode):
         self.calls: dict[tuple[str, Problem], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.convolution.default and args[6]:
+        out = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.convolution.default:
+            return out
+        if args[6]:
+            if out.is_meta:
+                _check(args[0], args[1], args[2], args[8])
             key = self.stack[-1] if self.stack else "(the model itself)", _problem(*args)
             self.calls[key] = self.calls.get(key, 0) + 1
-        return func(*args, **(kwargs or {}))
+        return out.contiguous(memory_format=_format(*args[:2])) if out.is_meta else out
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: int) -> None:
+    """Raises where PyTorch does on other devices; on a CPU, which runs next, it then says what does not fit."""
+    channels = weight.shape[1] * groups
+    if x.shape[1] != weight.shape[0] or weight.shape[0] % groups or (bias is not None and bias.shape != (channels,)):
+        raise ValueError("the channels of a transposed convolution's tensors do not fit each other")
+
+
+def _format(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """Of a convolution's result: channels_last where the input or the weight is, in two and three dimensions."""
+    found = (suggest_memory_format(t) for t in (x, weight))
+    return next((order for order in found if order is not torch.contiguous_format), torch.contiguous_format)
 
 
 def _problem(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import io
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,20 +51,28 @@ class Row:
 
 
 class Summary:
-    """What `summary` returns: ``rows``, and as text or for a rich console a table with a closing line."""
+    """What `summary` returns: ``rows``, and as text or for a rich console a table with a closing line.
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    ``scripted``: whether the model has modules of TorchScript, of which there are no rows.
+    """
+
+    def __init__(self, rows: Sequence[Row], scripted: bool = False) -> None:
         self.rows = tuple(rows)
+        self.scripted = scripted
 
     @property
     def closing(self) -> str:
         """How many calls PyTorch's operator computes on which device and why, how many upconv; by device."""
         called = [row for row in self.rows if row.input]
-        if not self.rows:
-            return "The model has no transposed convolution: upconv computes nothing of it."
-        if not called:
-            return "The model called none of its convolutions on this example."
-        return " ".join(_closing(device, called) for device in dict.fromkeys(row.device for row in called))
+        if called:
+            lines = [_closing(device, called) for device in dict.fromkeys(row.device for row in called)]
+        elif self.rows:
+            lines = ["The model called none of its convolutions on this example."]
+        else:
+            lines = ["The model has no transposed convolution module to list; calls of functions are not listed."]
+        if self.scripted:
+            lines.append("Its scripted modules are PyTorch's.")
+        return " ".join(lines)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -124,13 +132,13 @@ def summary(model: nn.Module, *example: Any) -> Summary:
 
         print(upconv.summary(model, (8, 3, 256, 256)))
 
-    The model runs once on the example, in eval mode and without gradients, and its state stays as it is. Kernels that
-    are not loaded are not compiled; PyTorch's operator stands in. Autocast and precision settings count as they are
-    now.
+    The model runs once on the example, in eval mode and without gradients. Afterwards its buffers, its modes and the
+    state of the random generators are as before. Kernels that are not loaded are not compiled; PyTorch's operator
+    stands in. Autocast and precision settings count as they are now.
 
     Args:
         model: any module, accelerated or not; its transposed convolutions are listed, and plain ones if some are
-            accelerated. A model with lazy layers is run as a copy.
+            accelerated. Scripted modules are PyTorch's and are not listed. A model with lazy layers is run as a copy.
         example: the model's arguments, tensors or shapes, as for `upconv.warmup`.
 
     Returns:
@@ -154,6 +162,7 @@ def summary(model: nn.Module, *example: Any) -> Summary:
         for name, module in listed:
             hook = module.register_forward_pre_hook(_noting(name, calls[name]), with_kwargs=True)
             stack.callback(hook.remove)
+        stack.enter_context(_buffers_kept(model))
         stack.enter_context(convert.evaluated(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(engine.collecting())
@@ -163,7 +172,55 @@ def summary(model: nn.Module, *example: Any) -> Summary:
         rows += [replace(row, calls=count) for row, count in calls[name].items()]
         if not calls[name]:
             rows.append(Row(name, _layer(module), "", "", "", "", "", "the model did not call it on this example"))
-    return Summary(rows)
+    return Summary(rows, any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()))
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Puts a model's buffers back: the tensors, also where the forward replaced them, and their values."""
+    if any(isinstance(m, LazyModuleMixin) for m in model.modules()):  # a copy, and its buffers may have no values yet
+        yield
+        return
+    held = [(module, dict(module._buffers.items()), _transient(module)) for module in model.modules()]
+    values = {id(t): (t, t.detach().clone()) for _, buffers, _ in held for t in buffers.values() if t is not None}
+    try:
+        yield
+    finally:
+        for module, buffers, transient in held:
+            _hold(module, buffers, transient)
+        with torch.no_grad():
+            for tensor, value in values.values():
+                _put_back(tensor, value)
+
+
+def _transient(module: nn.Module) -> set[str] | None:
+    """The names of the buffers that a module does not save; None for a scripted one, whose set is fixed."""
+    return None if isinstance(module, torch.jit.ScriptModule) else set(module._non_persistent_buffers_set)
+
+
+def _hold(module: nn.Module, buffers: dict[str, Tensor | None], transient: set[str] | None) -> None:
+    """Has a module hold these buffers and no others, in this order."""
+    if transient is not None:
+        module._buffers.clear()
+        module._buffers.update(buffers)
+        module._non_persistent_buffers_set = transient
+        return
+    for name, tensor in buffers.items():  # a scripted module neither gains nor loses any
+        if module._buffers[name] is not tensor:
+            module._buffers[name] = tensor
+
+
+def _put_back(tensor: Tensor, value: Tensor) -> None:
+    """Writes a former value, where it is another one: a tensor that autograd saved must not count as changed."""
+    if tensor.shape == value.shape:
+        try:
+            if torch.equal(tensor, value):
+                return
+        except RuntimeError:  # without values, like those of the meta device, or of a layout that cannot be compared
+            pass
+    else:
+        tensor.resize_(value.shape)
+    tensor.copy_(value)
 
 
 # --- a call ----------------------------------------------------------------------------------------------------------
@@ -175,8 +232,15 @@ def _noting(name: str, calls: Counter[Row]) -> Callable[..., None]:
     """A hook that counts a module's calls, each as the row that describes it."""
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x, *rest = (*args, *(kwargs[key] for key in ("input", "output_size") if key in kwargs))
+        given = (*args, *(kwargs[key] for key in ("input", "output_size") if key in kwargs))
+        if not given:
+            return  # the forward says what is missing
+        x, *rest = given
         if not isinstance(x, Tensor) or x.is_nested:
+            shown = "nested" if isinstance(x, Tensor) else type(x).__name__
+            why = "nested tensors are PyTorch's" if shown == "nested" else f"the input is a {shown}, not a tensor"
+            where = str((x if isinstance(x, Tensor) else module.weight).device)
+            calls[Row(name, _layer(module), shown, where, PYTORCH, PYTORCH, PYTORCH, why)] += 1
             return
         reason = modules.passed_over(module)
         if reason is None and ops._observed():
