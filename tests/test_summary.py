@@ -49,7 +49,7 @@ def test_a_row_a_layer() -> None:
         found = upconv.summary(model, torch.randn(2, 3, 8, 8))
     shown = [(r.name, r.layer, r.input, r.device, r.forward, r.why, r.calls) for r in found.rows]
     assert shown == [
-        ("up", "ConvTranspose2d 8->8 k4 s2 p1", "2x8x4x4", "cpu", "upconv (phases)", "forced by a test", 2),
+        ("up", "ConvTranspose2d 8->8 k4 s2 p1", "2x8x4x4", "cpu", "upconv (shuffle)", "forced by a test", 2),
         ("last", "ConvTranspose2d 8->3 k3 s1 p1x0", "2x8x8x8", "cpu", "PyTorch", "it is not accelerated", 1),
         ("unused", "ConvTranspose2d 3->3 k3 s1 p0", "", "", "", "the model did not call it on this example", 1),
     ]
@@ -328,8 +328,8 @@ def test_the_report_counts_by_the_planner(monkeypatch: pytest.MonkeyPatch) -> No
     lines: list[str] = []
     upconv.accelerate(model, report=lines.append)
     assert lines == [
-        "0: accelerated: upconv computes it on a CPU (phases)",
-        "1: accelerated: its input decides whose operator computes it on a CPU; upconv's for some (phases)",
+        "0: accelerated: upconv computes it on a CPU (shuffle)",
+        "1: accelerated: its input decides whose operator computes it on a CPU; upconv's for some (shuffle)",
         "2: accelerated, but PyTorch's operator computes it on a CPU: a reason",
         "3: accelerated, but PyTorch's operator computes it on a CPU: upconv computes in float32, bfloat16, float16 "
         "and float64, not in torch.complex64",
@@ -364,7 +364,7 @@ def test_the_report_states_what_no_input_changes(monkeypatch: pytest.MonkeyPatch
 
 def test_the_report_looks_at_both_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(p: Problem, device: Device) -> Plan:
-        name = "phases" if p.layout == "channels_last" else "native"
+        name = "shuffle" if p.layout == "channels_last" else "native"
         return Plan(p, device, name, "native", (Candidate("x", True, "a reason"),))
 
     monkeypatch.setattr(planner, "plan", plan)
@@ -378,7 +378,7 @@ def test_the_report_knows_who_must_see_the_call(home: Any, monkeypatch: pytest.M
     old = F.conv_transpose2d
     monkeypatch.setattr(F, "conv_transpose2d", lambda *args, **kwargs: old(*args, **kwargs))
     lines: list[str] = []
-    with forced_plans("phases"):
+    with forced_plans("any"):
         layer = upconv.accelerate(home.ConvTranspose2d(4, 3, 3, 2), report=lines.append)
         (row,) = upconv.summary(layer, (1, 4, 5, 5)).rows
     assert lines[0] == f"(the model itself): accelerated, but PyTorch's operator computes it on a CPU: {row.why}"

@@ -28,8 +28,9 @@ def freeze(model: Model, *, report: Callable[[str], object] | None = None) -> Mo
     The promise covers changes that PyTorch cannot see: fused optimizers, ``param.data`` updates, replayed CUDA graphs
     and other processes. It ends for a weight with what can be seen: ``.train()``, a loaded state_dict, a move to
     another device or dtype, an in-place operation, a gradient that is computed for it. Then the layer is right, and
-    packs at each call again. Only calls on a GPU pack weights, so move the model there first. At most two copies of a weight are
-    kept. Each is padded to whole tiles of channels, so that layers of few channels keep a multiple of their weights.
+    packs at each call again. Only calls on a GPU pack weights, so move the model there first. At most two copies of a
+    weight are kept. Each is padded to whole tiles of channels, so that layers of few channels keep a multiple of their
+    weights.
 
     Args:
         model: an accelerated model in eval mode, in place.

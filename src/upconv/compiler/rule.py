@@ -11,7 +11,6 @@ The rule is by the layer, never by timing. It is asked when a graph is traced.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -42,21 +41,7 @@ def verdict(plan: Plan, training: bool) -> Verdict:
         plan: of the call as it is traced.
         training: whether its gradients are recorded.
     """
-    return _verdict(plan.problem, plan.device, training)
-
-
-def sentence(p: Problem, device: planner.Device, training: bool = False) -> str:
-    """What `upconv explain` says of a layer in a compiled graph.
-
-    print(rule.sentence(problem, planner.device_of(torch.device("cuda"))))
-    """
-    found = verdict(planner.plan(p.with_(pass_="fwd"), device), training)
-    return f"Under torch.compile it is {'upconv' if found.ours else 'PyTorch'}'s: {found.reason}."
-
-
-@lru_cache(maxsize=4096)
-def _verdict(p: Problem, device: planner.Device, training: bool) -> Verdict:
-    plan, gpu = planner.plan(p, device), device.gpu
+    p, gpu = plan.problem, plan.device.gpu
     if plan.device.kind != "cuda":
         if plan.forward != "native" or (training and plan.backward == "wide"):
             return Verdict(True, "its plan is upconv's outside of a graph too")
@@ -65,7 +50,9 @@ def _verdict(p: Problem, device: planner.Device, training: bool) -> Verdict:
         return Verdict(False, plan.candidates[0].reason)
     if p.groups > 1 or p.dtype is torch.float64 or p.precision == "ieee" or gpu.capability != (9, 0):
         return Verdict(True, "nothing is known of PyTorch's operator that would speak for it")
+    where = ""
     if _turned(p, training):
+        where = " in channels_last, to which Inductor turns it,"
         plan = planner.plan(p.with_(layout="channels_last"), plan.device)
     passes: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight") if training else ("fwd",)
     ours = theirs = 0.0
@@ -77,8 +64,17 @@ def _verdict(p: Problem, device: planner.Device, training: bool) -> Verdict:
         ours += expected if choice is None else max(choice.seconds, weighed(choice))
     host = HOST * len(passes)
     what = "its passes are" if training else "it is"
-    estimates = f"{what} estimated at {1e3 * ours:.3g} ms and {1e3 * host:.2g} ms of the host"
+    estimates = f"{what} estimated{where} at {1e3 * ours:.3g} ms and {1e3 * host:.2g} ms of the host"
     return Verdict(ours + host <= theirs, f"{estimates}, PyTorch's operator at {1e3 * theirs:.3g} ms")
+
+
+def sentence(p: Problem, device: planner.Device, training: bool = False) -> str:
+    """What `upconv explain` says of a layer in a compiled graph.
+
+    print(rule.sentence(problem, planner.device_of(torch.device("cuda"))))
+    """
+    found = verdict(planner.plan(p.with_(pass_="fwd"), device), training)
+    return f"Under torch.compile it is {'upconv' if found.ours else 'PyTorch'}'s: {found.reason}."
 
 
 def _turned(p: Problem, training: bool) -> bool:
