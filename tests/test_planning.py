@@ -247,3 +247,18 @@ def test_planning_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "random grad-weight: 3 rows, median" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [out]
     assert planning.main(["--random", "1", "--suites", "", "--out", str(out), "--most", "-1"]) == 1
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        Problem.make(32, 64, 1, (16, 8, 20), 6, dtype=torch.bfloat16),
+        Problem.make(8, 256, 3, (20, 20, 20), 6, 1, 1, dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_sketches_that_fit_nowhere_do_not_end_a_search(p: Problem) -> None:
+    """Of these, whose halo is large, those of the least bound have no tiling that fits a block's shared memory."""
+    chosen = gather.choose(p, H200)
+    assert isinstance(chosen, gather.Choice), chosen
+    assert chosen.seconds <= 1.001 * min(seconds for seconds, _, _ in gather_search.considered(p, H200))

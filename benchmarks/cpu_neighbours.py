@@ -1,0 +1,101 @@
+"""Forwards and steps on a CPU against PyTorch's, quiet or beside one spinning process per core.
+
+    python benchmarks/cpu_neighbours.py --threads 2                  # benchmarks/results/cpu/threads-2-quiet.json
+    python benchmarks/cpu_neighbours.py --threads 2 --busy           # the same with neighbours
+
+Only what upconv computes by a plan of its own is timed: ours, PyTorch and PyTorch once more, in turn in one process.
+``ratio`` is PyTorch's time over ours, ``noise`` PyTorch's over its own second time, both of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from upconv import env, planner
+from upconv.bench import files, run, timing
+from upconv.bench.suites import SUITES
+
+RESULTS = Path(__file__).resolve().parent / "results" / "cpu"
+REPEATS = timing.Repeats(0.4, 7, 60)
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """So many processes that do nothing but use a core."""
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+
+
+def jobs() -> Iterator[run.Job]:
+    """Every layer of the suites once, in both layouts, forward and step; those of a GPU's suites scaled down."""
+    seen = set()
+    for suite in ("cpu", "models", "kernelbench", "field"):
+        layouts = ["nchw", "channels_last"]
+        what = run.Sweep(dtypes=[torch.float32], precisions=["ieee"], layouts=layouts, passes=["fwd", "step"])  # type: ignore[list-item]
+        for job in run.jobs(suite, SUITES[suite], what, small=suite != "cpu", bias=True):
+            if job.problem not in seen:
+                seen.add(job.problem)
+                yield job
+
+
+def measured(job: run.Job) -> dict[str, Any] | None:
+    """A job's row; None where PyTorch's operator computes it, or a step whose forward alone is ours."""
+    p, device = job.problem, torch.device("cpu")
+    plan = planner.plan(p, planner.cpu_device())
+    if (plan.forward if p.pass_ == "fwd" else plan.backward) == "native":
+        return None
+    sets = [timing.operands(p, device, seed) for seed in range(2)]
+    works = {side: [timing.work(side, p, given) for given in sets] for side in ("ours", "torch")}  # type: ignore[arg-type]
+    taken = timing.interleave(works | {"again": works["torch"]}, timing.clock(device), REPEATS)
+    times = {side: median(values) for side, values in taken.items()}
+    return {
+        "suite": job.suite, "case": job.case, "layout": p.layout, "pass": p.pass_,
+        "plan": f"{plan.forward}, {plan.backward}", "torch_ms": 1e3 * times["torch"],
+        "ratio": times["torch"] / times["ours"], "noise": times["torch"] / times["again"],
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--busy", action="store_true", help="beside one spinning process per core")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    kind = "busy" if given.busy else "quiet"
+    rows = []
+    with neighbours((os.cpu_count() or 1) if given.busy else 0):
+        for job in jobs():
+            row = measured(job)
+            if row is not None:
+                rows.append(row)
+                print(*(f"{v:.2f}" if isinstance(v, float) else v for v in row.values()), flush=True)
+    told = {
+        "device": torch.backends.cpu.get_cpu_capability(), "threads": given.threads, "neighbours": kind,
+        "versions": {"torch": torch.__version__}, "commit": env.commit(), "date": date.today().isoformat(),
+        "rows": rows,
+    }  # fmt: skip
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(told, indent=1) + "\n"
+    files.publish(RESULTS / f"threads-{given.threads}-{kind}.json", lambda to: to.write_text(text, encoding="utf-8"))
+    print(f"{len(rows)} rows, the lowest {min(row['ratio'] for row in rows):.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Small scripts from public reports, a line a case: PyTorch's layers beside ours (tests/cases)."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).resolve().parent / "cases"
+NAMES = re.findall(r"@case\ndef (\w+)", (CASES / "cpu.py").read_text(encoding="utf-8"))
+TRIES = 3
+"""Of a case that compares times, on a machine where other tests run."""
+
+
+def lines(script: str, *names: str, timeout: float = 300) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(CASES / script), *names], capture_output=True, text=True, timeout=timeout
+    )
+    found = [line for line in done.stdout.splitlines() if " OK" in line or " FAIL" in line]
+    assert found, done.stderr[-2000:]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_case_on_a_cpu(name: str) -> None:
+    timed = name in ("stride_of_thousands_is_not_slow", "one_channel_upsampling")
+    for _ in range(TRIES if timed else 1):
+        (line,) = lines("cpu.py", name)
+        if line.split()[1] == "OK":
+            return
+    pytest.fail(line)
+
+
+@pytest.mark.gpu
+def test_cases_on_a_gpu() -> None:
+    found = lines("gpu.py")
+    assert len(found) == 5 and all(" OK " in line for line in found), found
