@@ -197,7 +197,7 @@ def test_the_load_is_in_the_report(fast: None, tmp_path: Path, monkeypatch: pyte
 
 
 def test_older_reports_are_whole_and_tell_no_load(tmp_path: Path) -> None:
-    path = Path(upconv.__file__).resolve().parents[2] / "benchmarks" / "results" / "cpu-fwd.json"
+    path = Path(upconv.__file__).resolve().parents[2] / "benchmarks" / "results" / "h200-tf32.json"
     if not path.exists():
         pytest.skip("the reports are not there")
     assert "load" not in json.loads(path.read_text())

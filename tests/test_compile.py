@@ -302,8 +302,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+@pytest.mark.parametrize(("name", "backend"), diagonal(list(TRANSFORMS), ("eager", "aot_eager")))
 def test_transforms_are_pytorchs(name: str, backend: str) -> None:
     """Values of stock layers, without a break, and without a warning: no derivative is silently zero."""
     rank, transform = 1 + list(TRANSFORMS).index(name) % 2, TRANSFORMS[name]

@@ -107,7 +107,8 @@ def test_layers_that_no_plan_makes_faster_are_pytorchs(p: Problem, dtype: torch.
     ("case", "dtype", "layout", "backward"),
     [
         ("A", torch.float32, "nchw", "native"),
-        ("A", torch.float32, "channels_last", "split"),
+        ("A", torch.float32, "channels_last", "native"),
+        ("UNET", torch.float32, "channels_last", "split"),
         ("C", torch.bfloat16, "channels_last", "split"),
         ("3->5 s2", torch.float32, "channels_last", "native"),
         ("3->5 s2", torch.bfloat16, "channels_last", "split"),

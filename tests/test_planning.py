@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import conftest
 from upconv import planner
 from upconv.bench.suites import SUITES
 from upconv.cuda import direct, gather, gather_search, jit, wgrad, wgrad_costs, wgrad_search
@@ -31,6 +32,7 @@ EVERY: tuple[tuple[torch.dtype, str], ...] = (
     (torch.bfloat16, "bf16"),
 )
 SECONDS = 0.2
+EVERY_ONE = conftest.EVERY
 FACTOR = 5  # for a machine that is slower, or loaded
 
 
@@ -62,7 +64,7 @@ class Counted:
         return counted
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(4 if EVERY_ONE else 1))
 def test_random_layers_are_planned_in_few_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search makes a bounded number of tilings, and `AROUND` families ask for up to two more searches."""
     planning.measured([(planning.random_layers(1, 0)[0], H200)])  # loads all modules

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import situations
-from conftest import forced_plans, seeds
+from conftest import EVERY, forced_plans, seeds
 from situations import Lab, Unavailable, differences, judge
 from situations.fuzz import build, draw
 from situations.processes import forked, in_threads
@@ -32,7 +32,7 @@ def test_situation(name: str, device: str) -> None:
     if device not in found.devices:
         pytest.skip(f"on {' and '.join(found.devices)} only")
     try:
-        verdict = judge(found, device)
+        verdict = judge(found, device, EVERY)
     except Unavailable as missing:
         pytest.skip(f"needs {missing}")
     assert not verdict.lines, "\n".join(verdict.lines)
