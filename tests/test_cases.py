@@ -11,8 +11,6 @@ import pytest
 
 CASES = Path(__file__).resolve().parent / "cases"
 NAMES = re.findall(r"@case\ndef (\w+)", (CASES / "cpu.py").read_text(encoding="utf-8"))
-TRIES = 3
-"""Of a case that compares times, on a machine where other tests run."""
 
 
 def lines(script: str, *names: str, timeout: float = 300) -> list[str]:
@@ -28,14 +26,10 @@ def lines(script: str, *names: str, timeout: float = 300) -> list[str]:
 def test_cases_on_a_cpu() -> None:
     found = {line.split()[0]: line for line in lines("cpu.py")}
     assert set(found) == set(NAMES)
-    for name in ("stride_of_thousands_is_not_slow", "one_channel_upsampling"):
-        for _ in range(TRIES - 1):
-            if " OK" not in found[name]:
-                found[name] = lines("cpu.py", name)[0]
-    assert all(line.split()[1] == "OK" for line in found.values()), found
+    assert not [line for line in found.values() if line.split()[1] != "OK"]
 
 
 @pytest.mark.gpu
 def test_cases_on_a_gpu() -> None:
     found = lines("gpu.py")
-    assert len(found) == 5 and all(" OK " in line for line in found), found
+    assert len(found) == 5 and not [line for line in found if " OK " not in line]

@@ -75,31 +75,31 @@ def enormous_stride_raises_at_once():
     assert said[0] == said[1], said
 
 
+def times(a, b, x, enough, most=30):
+    """Best times of a and b, called in turn until `enough(stock, ours)`, for a machine that does other work too."""
+    best = [float("inf")] * 2
+    with torch.no_grad():
+        a(x), b(x)
+        for turn in range(most):
+            for i, m in enumerate((a, b)):
+                t = time.perf_counter()
+                m(x)
+                best[i] = min(best[i], time.perf_counter() - t)
+            if turn >= 4 and enough(*best):
+                break
+    return best
+
+
 @case
 def stride_of_thousands_is_not_slow():
     a, b = twins(4, 4, 3, 1000)
     x = torch.randn(1, 4, 5, 5)
     t = time.perf_counter()
-    want = a(x)
-    stock = time.perf_counter() - t
-    t = time.perf_counter()
-    near(b(x), want)
-    ours = time.perf_counter() - t
-    assert ours < 3 * stock + 0.2, f"{ours:.2f} s, stock {stock:.2f}"
-
-
-def ratio(a, b, x):
-    def best(m):
-        with torch.no_grad():
-            m(x)
-            times = []
-            for _ in range(5):
-                t = time.perf_counter()
-                m(x)
-                times.append(time.perf_counter() - t)
-        return min(times)
-
-    return best(b) / best(a)
+    near(b(x), a(x))
+    assert time.perf_counter() - t < 5
+    enough = lambda stock, ours: ours < 3 * stock + 0.2
+    stock, ours = times(a, b, x, enough)
+    assert enough(stock, ours), f"{ours:.2f} s, stock {stock:.2f}"
 
 
 @case
@@ -109,8 +109,8 @@ def one_channel_upsampling():
         ((1, 1, 4, 4), torch.randn(4, 1, 512, 512), "ConvTranspose2d"),
         ((1, 1, 2, 2), torch.randn(8, 1, 1000000), "ConvTranspose1d"),
     ):
-        r = ratio(*twins(*args, kind=kind), x)
-        assert r < 1.15, f"{args} on {tuple(x.shape)}: {r:.1f} times PyTorch's time"
+        stock, ours = times(*twins(*args, kind=kind), x, lambda stock, ours: ours < 1.15 * stock)
+        assert ours < 1.15 * stock, f"{args} on {tuple(x.shape)}: {ours / stock:.1f} times PyTorch's time"
 
 
 @case
