@@ -8,7 +8,7 @@ of these, or ``direct_any`` where no tile fits (huge kernels, strides or dilatio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -33,6 +33,7 @@ _WALK_THREADS = 128
 # Of a walk's time, where several threads have a cell, and rows begin at the vectors that they store (NOTES: fcn8s 94.6
 # -> 90.8 us, k32 s16 96 -> 87, in bfloat16 61 -> 50, k24 s8 118 -> 105, k8 s8 92.0 -> 91.3, k12 s12 81.9 and 82.1).
 _BY_PIECES = 0.95
+_BLOCKS = 8  # blocks of a kind of thread whose chunks and splits are all estimated
 _MAX_HELD = 4  # as in direct.cu: loads of four halves that wait in registers
 MARGIN = 1.1  # `Choice.margin`
 _MAX_INT = 2**30  # sizes and geometry of the tiled kernel are int32 with room for a halo
@@ -796,11 +797,22 @@ def _costs(p: Problem, gpu: Gpu, limit: float) -> tuple[list[tuple[_Cost, Tile |
     for least, i, kind in sorted(kinds):
         if least > min(best, limit):
             break
-        costs = ((_cost(p, tile, _facts(layer, tile), gpu), tile) for tile in _of_kind(p, kind))
-        of_kinds[i] = [(cost, tile) for cost, tile in costs if cost is not None]
+        of_kinds[i] = _best_blocks(_of_kind(p, kind), lambda tile: _cost(p, tile, _facts(layer, tile), gpu))
         best = min([best, *(cost.seconds for cost, _ in of_kinds[i])])
     left = min((least for least, i, _ in kinds if i not in of_kinds), default=math.inf)
     return found + [one for i in sorted(of_kinds) for one in of_kinds[i]], left
+
+
+def _best_blocks(tiles: Iterable[Tile], cost: Callable[[Tile], _Cost | None]) -> list[tuple[_Cost, Tile | Walk]]:
+    """Every tile of the blocks that are the best with one of their tiles, each with its cost."""
+    blocks: dict[tuple[int, int, int], list[Tile]] = {}
+    for tile in tiles:
+        blocks.setdefault((tile.block_x, tile.block_h, tile.slots), []).append(tile)
+    first = {block: cost(max(of, key=lambda t: (t.chunk, -t.split))) for block, of in blocks.items()}
+    seconds = {block: math.inf if found is None else found.seconds for block, found in first.items()}
+    kept = sorted(blocks, key=lambda block: seconds[block])[:_BLOCKS]
+    found = ((cost(tile), tile) for block in kept for tile in blocks[block])
+    return [(each, tile) for each, tile in found if each is not None]
 
 
 def _least(p: Problem, kind: _Kind, gpu: Gpu) -> float:
