@@ -41,8 +41,8 @@ def load(stem: str) -> dict[str, Any]:
 
 
 def mean(rows: Sequence[Row], key: str = "ratio") -> float:
-    """The geometric mean of the rows' ratios."""
-    return report.geometric_mean([row[key] for row in rows])
+    """The geometric mean of the rows' ratios, but for rows that failed."""
+    return report.geometric_mean([row[key] for row in rows if row[key] is not None])
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: int) -> str:
@@ -54,7 +54,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: int) -> 
 def times(ratio: float | None) -> str:
     """``1.25x``; with a third digit where two would hide that a ratio is below 1."""
     if ratio is None:
-        return ""
+        return "failed"
     return f"{ratio:.3f}x" if 0.995 <= ratio < 1 else f"{ratio:.2f}x"
 
 
@@ -68,6 +68,7 @@ PASSES = {
     "fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight",
     "step": "Forward and gradients",
 }  # fmt: skip
+TRAINED = {"ratio": "", "convolutions_ratio": ", plain convolutions too", "compile_ratio": ", by `torch.compile`"}
 LAYOUTS = {"nchw": "NCHW", "channels_last": "channels_last"}
 
 
@@ -124,15 +125,20 @@ def _lines(stem: str, found: Mapping[str, Any]) -> Iterator[Line]:
     commit, date = found["commit"][:7], (found.get("when") or found["date"])[:10]
     weights = "kept" if commit in KEPT else "each call"
     older = Counter(row["commit"][:7] for row in rows if "commit" in row)
-    at = commit + "".join(f", {count} rows {of}" for of, count in older.items())
+    at = commit + "".join(f", {count} of {of}" for of, count in older.items())
 
     def line(what: str, packed: str, mine: Sequence[Row], key: str = "ratio") -> Line:
-        ratios = {_name(row, rows): row[key] for row in mine if row.get("engine") != "torch" and row[key] is not None}
+        own = [row for row in mine if row.get("engine") != "torch" and row[key] is not None]
+        ratios = {_name(row, rows): row[key] for row in own}
         return Line(stem, _where(found), what, packed, ratios, len(mine), at, date)
 
     if found.get("kind") == "training":
-        yield line("Training steps of models", "each step", rows)
-        yield line("Training steps, plain convolutions too", "each step", rows, "convolutions_ratio")
+        for pass_, what in (("step", "Training steps"), ("fwd", "Inference")):
+            mine = [row for row in rows if row.get("pass", "step") == pass_]
+            packed = "each step" if pass_ == "step" else "each call"
+            for key, how in TRAINED.items():
+                if any(row.get(key) for row in mine):
+                    yield line(f"{what} of models{how}", packed, mine, key)
     elif found.get("kind") == "exported":
         yield line("Exported files of KernelBench's layers", weights, rows)
     elif stem.startswith("compiled"):
@@ -253,8 +259,8 @@ def _cpu() -> Iterator[list[str]]:
     ]
 
 
-def _slower(ratios: Sequence[float]) -> str:
-    below = [ratio for ratio in ratios if ratio < 1]
+def _slower(ratios: Sequence[float | None]) -> str:
+    below = [ratio for ratio in ratios if ratio is not None and ratio < 1]
     return f"{len(below)} of {len(ratios)}, lowest {times(min(below))}" if below else f"0 of {len(ratios)}"
 
 
@@ -270,7 +276,8 @@ def layers() -> str:
         for row in found["rows"]:
             line = cells.setdefault(row["case"], [row["case"], row["layer"]])
             for head, key in columns.items():
-                line.append(f"{row[key]:.3f}" if head.endswith("ms") else times(row[key]))
+                in_ms = head.endswith("ms") and row[key] is not None
+                line.append(f"{row[key]:.3f}" if in_ms else times(row[key]))
     heads = ["case", "layer", *(f"{name} {head}" for name in kinds for head in columns)]
     return f"{table(heads, list(cells.values()), 2)}\n\n{_conditions(kinds['TF32'])}"
 

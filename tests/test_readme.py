@@ -191,7 +191,7 @@ def test_a_report_is_summed_up_in_a_line(lines) -> None:
     assert link == "[h200-tf32](../benchmarks/results/h200-tf32.json)"
     assert cells[:-1] == [
         "Forward, float32 as TF32, NCHW", "each call", "3 of 4", "1.26x", "kb65 0.50x", "kb65 0.50x, kb69 0.996x",
-        "aaaaaaa, 1 rows bbbbbbb",
+        "aaaaaaa, 1 of bbbbbbb",
     ]  # fmt: skip
 
 
@@ -213,6 +213,18 @@ def test_rows_of_pytorch_s_operator_are_not_ours(lines) -> None:
     given = measured("tf32", {"kb57": 2.0, "kb65": 1.0})
     given["rows"][1]["engine"] = "torch"
     assert lines(given, "a" * 40)[0][3:5] == ["1 of 2", "2.00x"]
+
+
+def test_models_have_a_line_for_steps_and_one_for_inference(lines) -> None:
+    rows = [
+        {"case": f"vae {n}", "pass": pass_, "ratio": ratio, "convolutions_ratio": None, "compile_ratio": 3.0}
+        for n, (pass_, ratio) in enumerate((("step", 2.0), ("step", None), ("fwd", 0.5)))
+    ]
+    given: Any = {**measured("tf32", {}), "kind": "training", "rows": rows}
+    assert [(cells[1], cells[3], cells[4]) for cells in lines(given, "a" * 40)] == [
+        ("Training steps of models", "1 of 2", "2.00x"), ("Training steps of models, by `torch.compile`", "2", "3.00x"),
+        ("Inference of models", "1", "0.50x"), ("Inference of models, by `torch.compile`", "1", "3.00x"),
+    ]  # fmt: skip
 
 
 def test_every_report_with_speeds_has_a_line(readme) -> None:
