@@ -226,16 +226,16 @@ def stated(found: Curves) -> str:
             cells += [f"{windows(theirs)[-1]:.4f}", _summed(between_engines(model, loss))]
             cells += [f"{distance(runs[AGAIN], theirs):.2g}", _summed(between_seeds(model, loss))]
             lines.append("| " + " | ".join([*cells, "yes" if agree(model, loss) else "no"]) + " |")
-    sizes = "; ".join(
-        f"{MODELS[name][0]} of width {model['width']}, batches of {model['batch']}"
+    sizes = ". ".join(
+        f"{MODELS[name][0]} has width {model['width']} and batches of {model['batch']}"
         for name, model in found["models"].items()
     )
     text = (
-        f"Distances of losses averaged over windows of {WINDOW} steps, in the mean of the "
-        f"{-(-found['steps'] // WINDOW)} windows of {found['steps']} steps: the mean of {SEEDS} seeds (of all pairs of "
-        "them), in brackets the least and the largest. *Within*: upconv and PyTorch of the same seed are no further "
-        "apart than PyTorch of two seeds, both in the mean and at most. First and last losses are of seed 0. "
-        f"{sizes}; float32, PyTorch's default flags, plain convolutions by upconv too."
+        f"A distance is that of losses averaged over windows of {WINDOW} steps. Each number is the mean over the "
+        f"{-(-found['steps'] // WINDOW)} windows of {found['steps']} steps and over {SEEDS} seeds, or all their pairs. "
+        "The least and the largest are in brackets. *Within* compares upconv and PyTorch of the same seed with PyTorch "
+        "of two seeds. It says yes where neither the mean nor the largest distance is greater. First and last losses "
+        f"are those of seed 0. {sizes}. All in float32 by PyTorch's default flags, with plain convolutions by upconv."
     )
     device, versions = found["device"], found["versions"]
     parts = [str(device.get("name")), f"upconv {versions.get('upconv')}", f"PyTorch {versions.get('torch')}"]

@@ -1,14 +1,10 @@
-"""Writes the README's tables and pictures from the reports in benchmarks/results, the only source of its figures.
+"""Writes the figures of README.md and docs from the reports in benchmarks/results.
 
-    python benchmarks/readme.py          rewrites README.md and docs/benchmarks.md between their markers, and docs/*.png
-    python benchmarks/readme.py --check  exit code 1 when one of them is not what the reports say
-    python benchmarks/readme.py --targets  prints which targets are met; exit code 1 unless all are
+    python benchmarks/readme.py          rewrites the pages between their markers and draws docs/*.png
+    python benchmarks/readme.py --check  exit code 1 where a page is not what the reports say
 
-A section between ``<!-- NAME -->`` and ``<!-- /NAME -->`` belongs to this program; NAME is the stem of a report,
-``h200-summary``, ``h100-summary`` (the same of an H100's reports, beside the H200's targets), ``h200-commits`` (of
-which commit reports are), or ``h200-picture``, which is empty until there are reports to draw. Of reports with targets
-(targets.json) there is a table per group of cases. A target is PyTorch's time over ours: of every case, of the group's
-geometric mean (``mean``), and of our error over PyTorch's (``error``).
+A section between ``<!-- NAME -->`` and ``<!-- /NAME -->`` belongs to this program. `SECTIONS` says what writes it.
+A ratio is PyTorch's time over ours.
 """
 
 from __future__ import annotations
@@ -16,461 +12,406 @@ from __future__ import annotations
 import json
 import re
 import sys
-import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from statistics import median
+from typing import Any
 
 import curves
 
 from upconv.bench import exported, latency, plots, report
 from upconv.bench.files import publish
-from upconv.bench.run import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-TARGETS = ROOT / "benchmarks" / "targets.json"
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-LATENCY = {f"h200-{kind}" for kind in latency.KINDS}
-TRAINING = "h200-training"
-CONVOLUTIONS = ", convolutions too"
-"""Behind a training case: `upconv.accelerate` with plain convolutions."""
-EXPORTED = "h200-exported"
-PLANNING = "planning"  # of benchmarks/planning.py, which no page has
-CURVES = curves.REPORT.stem
-SUMMARY = "h200-summary"
-COMMITS = "h200-commits"
-KINDS = {
-    "forwards": "(cl-)?(tf32|bf16|fp16|ieee)",
-    "gradients for the input": "gi-.+",
-    "gradients for the weight": "gw-.+",
-    "steps of 1-D and 3-D layers": "step-.+",
-    "plain convolutions": "conv-.+",
-    "exported files": "exported",
-    "frozen weights": "frozen-.+",
-    "whole training steps": "training",
-    "training curves": "curves",
-    "the host's time": "host",
-    "first calls on new sizes": "shapes",
-    "cold kernels": "cold",
-}
-"""The kinds of reports of an H200, by what follows ``h200-`` in their stems."""
-PICTURE = "h200-fwd"
-"""The stem of the picture that is drawn from `PICTURED`, not from a report of its own name."""
-PICTURED = ("h200-tf32", "h200-bf16")
-PAGES = ("README.md", "docs/benchmarks.md")
-ABSENT = "Not measured yet."
+PAGES = ("README.md", "docs/benchmarks.md", "docs/founding-models.md")
+
+Row = Mapping[str, Any]
 
 
-# --- reports without targets -----------------------------------------------------------------------------------------
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def pivot(found: report.Report) -> str:
-    """One line a case, one column a dtype and layout: speed-ups, and a dash where PyTorch's own operator runs."""
-    rows = found["rows"]
-    columns = list(dict.fromkeys((row["dtype"], row["layout"]) for row in rows))
-    cases = {row["case"]: row["layer"].split(" on ")[0] for row in rows}
-    cells = {(row["case"], row["dtype"], row["layout"]): row for row in rows}
-    heads = ["case", "layer", *(f"{DTYPES[dtype]} {layout}" for dtype, layout in columns)]
-    lines = [_line(heads), _line(["---", "---", *("---:" for _ in columns)])]
-    for case, layer in cases.items():
-        lines.append(_line([case, layer, *(_speedup(cells.get((case, *column))) for column in columns)]))
-    summary = report.summarise(rows)
-    closing = (
-        f"{report.conditions(found)}. Geometric mean over the {summary['ours']} rows that upconv computes: "
-        f"{summary['mean_of_ours']:.2f}x. A dash: left to PyTorch's own operator, which nothing of ours beats there."
-    )
-    return "\n".join([*lines, "", closing])
-
-
-def unjudged(found: report.Report) -> str:
-    """A report without targets: speed-ups by case, or, where frozen weights were measured, times with and without."""
-    return frozen(found) if any(row["frozen_ms"] is not None for row in found["rows"]) else pivot(found)
-
-
-def frozen(found: report.Report) -> str:
-    """A line a row: PyTorch's time, ours with packing at each call and with `upconv.freeze`, and both speed-ups."""
-    heads = ["case", "layer", "dtype", "PyTorch ms", "upconv ms", "frozen ms", "ratio", "frozen ratio", "engine"]
-    numeric = {"PyTorch ms", "upconv ms", "frozen ms", "ratio", "frozen ratio"}
-    lines = [_line(heads), _line(["---:" if head in numeric else "---" for head in heads])]
-    for row in found["rows"]:
-        kept = ["", ""] if row["frozen_ms"] is None else [f"{row['frozen_ms']:.3f}", f"{row['frozen_ratio']:.2f}x"]
-        theirs, ours, ratio = _times(row)
-        kind = f"{DTYPES[row['dtype']]} {row['layout']}"
-        lines.append(_line([row["case"], row["layer"], kind, theirs, ours, kept[0], ratio, kept[1], row["engine"]]))
-    means = report.summarise(found["rows"])
-    closing = (
-        f"{report.conditions(found)}. Geometric means over the {means['ours']} rows that upconv computes: "
-        f"{means['mean_of_ours']:.2f}x, frozen {means['frozen'] or 1.0:.2f}x."
-    )
-    return "\n".join([*lines, "", closing])
-
-
-def compiled(found: Mapping[str, Any]) -> str:
-    """A line a model: its time by ``torch.compile``, without upconv and with it."""
-    heads = ["model", "layout", "pass", "compiled ms", "compiled, with upconv ms", "ratio"]
-    lines = [_line(heads), _line(["---"] * 3 + ["---:"] * 3)]
-    for row in found["rows"]:
-        times = [f"{row[key]:.2f}" for key in ("compiled_ms", "compiled_with_upconv_ms")]
-        lines.append(_line([row["model"], row["layout"], row["mode"], *times, f"{row['ratio']:.2f}x"]))
-    versions = f"PyTorch {found['versions']['torch']} · cuDNN {found['versions']['cudnn']}"
-    return "\n".join([*lines, "", f"{found['device']} · {versions} · {found['commit'][:7]} · {found['date']}."])
-
-
-def _speedup(row: Row | None) -> str:
-    if row is None:
-        return ""
-    if row["ours_ms"] is None:
-        return "wrong"
-    return "–" if row["engine"] == "torch" else f"{row['ratio']:.2f}x"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-# --- reports with targets --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Group:
-    """Cases that are judged together, with their rows as far as they were measured."""
-
-    title: str
-    targets: dict[str, float]
-    """The least ratio of each case; empty for a group that has none."""
-    mean_target: float | None
-    error_target: float | None
-    """The most that our relative error may be, as a multiple of PyTorch's."""
-    rows: dict[str, Row]
-    peak: bool = False
-    """Whether a case also misses where its peak memory is above PyTorch's."""
-
-    @property
-    def mean(self) -> float:
-        """The geometric mean over the right rows; where PyTorch's own operator runs the ratio is 1."""
-        return report.geometric_mean([row["ratio"] for row in self.rows.values() if row["ratio"] is not None])
-
-    @property
-    def missed(self) -> list[str]:
-        """The cases that were not measured, are wrong, are slower than their target or less exact."""
-        return [case for case in self.targets if not self._met(case)]
-
-    def _met(self, case: str) -> bool:
-        row = self.rows.get(case)
-        if row is None or row["ratio"] is None or row["ratio"] < self.targets[case]:
-            return False
-        if self.peak and (row["ours_peak_bytes"] or 0) > (row["torch_peak_bytes"] or 0):
-            return False
-        if self.error_target is None:
-            return True
-        ours, theirs = row["rel_error"], row["torch_rel_error"]
-        return ours is not None and theirs is not None and ours <= self.error_target * theirs
-
-    @property
-    def mean_met(self) -> bool:
-        """Whether the mean reaches its target, with every case measured and right."""
-        whole = all(case in self.rows and self.rows[case]["ratio"] is not None for case in self.targets)
-        return self.mean_target is None or (whole and self.mean >= self.mean_target)
-
-    @property
-    def met(self) -> bool:
-        """Whether every target is met."""
-        return not self.missed and self.mean_met
-
-
-def groups(name: str, rows: Sequence[Row]) -> list[Group]:
-    """A report's rows by the groups of its targets, then those that have none."""
-    found, rest = [], {row["case"]: row for row in rows}
-    for given in _targets()[_judge(name)]:
-        mine = {case: rest.pop(case) for case in given["cases"] if case in rest}
-        peak = given.get("peak", False)
-        found.append(Group(given["title"], given["cases"], given.get("mean"), given.get("error"), mine, peak))
-    if rest:
-        found.append(Group("Without targets", {}, None, None, rest))
+def load(stem: str) -> dict[str, Any]:
+    """A report as it is in its file, by the name of the file."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{stem}.json").read_text(encoding="utf-8"))
     return found
 
 
-def _targets() -> dict[str, list[dict[str, Any]]]:
-    loaded: dict[str, list[dict[str, Any]]] = json.loads(TARGETS.read_text(encoding="utf-8"))
-    return loaded
+def mean(rows: Sequence[Row], key: str = "ratio") -> float:
+    """The geometric mean of the rows' ratios, but for rows that failed."""
+    return report.geometric_mean([row[key] for row in rows if row[key] is not None])
 
 
-def _judge(name: str) -> str:
-    """The report by whose targets one is judged: an H100's by the H200's."""
-    return name.replace("h100-", "h200-", 1)
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: int) -> str:
+    """A table of Markdown, with numbers from the column ``numeric`` on."""
+    rule = ["---"] * numeric + ["---:"] * (len(heads) - numeric)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
 
 
-def judged(name: str, found: report.Report) -> str:
-    """A table per group: times, ratio and target, roof, engine; what was missed; where it was measured."""
-    parts = []
-    for group in groups(name, found["rows"]):
-        heads = ["case", "layer", "PyTorch ms", "upconv ms", "ratio", "target", "roof ms", "of roof", "engine"]
-        if not group.targets:
-            heads.remove("target")
-        if group.error_target is not None:
-            heads.append("error, PyTorch's")
-        numeric = {"PyTorch ms", "upconv ms", "ratio", "roof ms", "of roof"}
-        lines = [f"**{group.title}**", "", _line(heads)]
-        lines.append(_line(["---:" if head in numeric else "---" for head in heads]))
-        for case in [*group.targets, *(case for case in group.rows if case not in group.targets)]:
-            row = group.rows.get(case)
-            cells = [case, "" if row is None else row["layer"], *_times(row)]
-            if group.targets:
-                mark = "" if row is None else "missed" if case in group.missed else "met"
-                cells.append(f"{group.targets[case]:g}x {mark}".strip())
-            cells += _roof(row)
-            if group.error_target is not None:
-                cells.append("" if row is None else _errors(row))
-            lines.append(_line(cells))
-        parts.append("\n".join([*lines, "", _verdict(group)]))
-    rates = found["ceilings"]["matmul_flops_per_s"]
-    roof = ", ".join(f"{precision} matmul {report.si(rate, 'FLOP/s')}" for precision, rate in rates.items())
-    copy = report.si(found["ceilings"]["copy_bytes_per_s"], "B/s")
-    parts.append(f"{report.conditions(found)}{_older(found)}. Roof: copy {copy}, {roof}.")
-    return "\n\n".join(parts)
+def times(ratio: float | None) -> str:
+    """``1.25x``; with a third digit where two would hide that a ratio is below 1."""
+    if ratio is None:
+        return "failed"
+    return f"{ratio:.3f}x" if 0.995 <= ratio < 1 else f"{ratio:.2f}x"
 
 
-def _older(found: report.Report) -> str:
-    """Which rows of a report are of earlier commits, by how many."""
-    commits = Counter(row["commit"][:7] for row in cast(list[dict[str, Any]], found["rows"]) if "commit" in row)
-    of = ", ".join(f"{count} of {commit}" for commit, count in commits.items())
-    return f" (of {len(found['rows'])} rows {of}, measured then)" if of else ""
+# --- every report in a line ------------------------------------------------------------------------------------------
+
+KEPT = frozenset({
+    "39b22b3", "f3b6f8e", "cc56d63", "41efbe4", "b01cbc5", "85ae0f0", "58deefe", "4f7ef4a", "e960006", "e21f0f2",
+})  # fmt: skip
+"""Commits whose layers kept packed weights between calls without being asked. Later ones pack at each call."""
+PASSES = {
+    "fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight",
+    "step": "Forward and gradients",
+}  # fmt: skip
+TRAINED = {"ratio": "", "convolutions_ratio": ", plain convolutions too", "compile_ratio": ", by `torch.compile`"}
+LAYOUTS = {"nchw": "NCHW", "channels_last": "channels_last"}
 
 
-def _times(row: Row | None) -> list[str]:
-    if row is None:
-        return ["", "", "not measured"]
-    if row["ours_ms"] is None or row["torch_ms"] is None:
-        return ["", "", "wrong" if (row["failure"] or "").startswith("wrong") else "failed"]
-    return [f"{row['torch_ms']:.3f}", f"{row['ours_ms']:.3f}", f"{row['ratio']:.2f}x"]
+@dataclass(frozen=True)
+class Line:
+    """Rows of a report that are summed up in one line."""
+
+    stem: str
+    where: str
+    """The device and the versions."""
+    what: str
+    weights: str
+    """When weights were packed: at ``each call``, ``kept``, ``frozen``; or ``none`` that are packed."""
+    ratios: Mapping[str, float]
+    """By the rows' names; rows that PyTorch's own operator computes are left out."""
+    total: int
+    commit: str
+    date: str
+
+    def cells(self) -> list[str]:
+        """The line of the table."""
+        lowest = min(self.ratios, key=lambda name: self.ratios[name])
+        below = [f"{name} {times(ratio)}" for name, ratio in self.ratios.items() if ratio < 1]
+        count = f"{len(self.ratios)} of {self.total}" if len(self.ratios) < self.total else str(self.total)
+        link = f"[{self.stem}](../benchmarks/results/{self.stem}.json)"
+        average = times(report.geometric_mean(list(self.ratios.values())))
+        least = f"{lowest} {times(self.ratios[lowest])}"
+        return [
+            link, self.what, self.weights, count, average, least, ", ".join(below) or "none", self.commit, self.date
+        ]  # fmt: skip
 
 
-def _roof(row: Row | None) -> list[str]:
-    if row is None:
-        return ["", "", ""]
-    share = "" if row["percent_of_roof"] is None else f"{row['percent_of_roof']:.0f}%"
-    return [f"{row['roof_ms']:.3f}", share, row["engine"]]
+def lines() -> Iterator[Line]:
+    """Every report that compares speeds and names its commit."""
+    for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("c*/*.json")], key=_order):
+        found, stem = json.loads(path.read_text(encoding="utf-8")), str(path.relative_to(RESULTS).with_suffix(""))
+        rows = found.get("rows")
+        if found.get("commit") and isinstance(rows, list) and "ratio" in rows[0]:
+            yield from _lines(stem, found)
 
 
-def _errors(row: Row) -> str:
-    return ", ".join("–" if error is None else f"{error:.1e}" for error in (row["rel_error"], row["torch_rel_error"]))
+def _order(path: Path) -> tuple[int, int, str]:
+    """By the device, then by the kind: models ahead of layers."""
+    name = path.relative_to(RESULTS).as_posix()
+
+    def rank(kinds: Sequence[str]) -> int:
+        return next(i for i, kind in enumerate(kinds) if kind in name)
+
+    return rank(("h200", "h100", "")), rank(("training", "compiled", "exported", "frozen", "conv-", "")), name
 
 
-def _verdict(group: Group) -> str:
-    text = f"Geometric mean {group.mean:.2f}x"
-    if group.mean_target is not None:
-        text += f" (target {group.mean_target:g}x: {'met' if group.mean_met else 'missed'})"
-    if group.targets:
-        text += f"; {len(group.targets) - len(group.missed)} of {len(group.targets)} cases meet their targets"
-        text += f", missed: {', '.join(group.missed)}" if group.missed else ""
-    if group.error_target is not None:
-        text += f". A case also misses when its error is over {group.error_target:g} times PyTorch's"
-    used = {case: row["tolerance_used"] for case, row in group.rows.items() if row["tolerance_used"] is not None}
-    if used:
-        worst = max(used, key=lambda case: used[case] or 0.0)
-        text += f". Largest difference from PyTorch's result: {used[worst]:.2g} of KernelBench's tolerance ({worst})"
-    return text + "."
+def _lines(stem: str, found: Mapping[str, Any]) -> Iterator[Line]:
+    rows: list[dict[str, Any]] = found["rows"]
+    commit, date = found["commit"][:7], (found.get("when") or found["date"])[:10]
+    weights = "kept" if commit in KEPT else "each call"
+    older = Counter(row["commit"][:7] for row in rows if "commit" in row)
+    at = commit + "".join(f", {count} of {of}" for of, count in older.items())
+
+    def line(what: str, packed: str, mine: Sequence[Row], key: str = "ratio") -> Line:
+        own = [row for row in mine if row.get("engine") != "torch" and row[key] is not None]
+        ratios = {_name(row, rows): row[key] for row in own}
+        return Line(stem, _where(found), what, packed, ratios, len(mine), at, date)
+
+    if found.get("kind") == "training":
+        for pass_, what in (("step", "Training steps"), ("fwd", "Inference")):
+            mine = [row for row in rows if row.get("pass", "step") == pass_]
+            packed = "each step" if pass_ == "step" else "each call"
+            for key, how in TRAINED.items():
+                if any(row.get(key) for row in mine):
+                    yield line(f"{what} of models{how}", packed, mine, key)
+    elif found.get("kind") == "exported":
+        yield line("Exported files of KernelBench's layers", weights, rows)
+    elif stem.startswith("compiled"):
+        yield line("Models by `torch.compile`, with upconv and without", weights, rows)
+    elif stem.startswith("cpu/"):
+        load_ = "quiet" if found["neighbours"] == "quiet" else "other processes on all cores"
+        for pass_ in ("fwd", "step"):
+            mine = [row for row in rows if row["pass"] == pass_]
+            yield line(f"{PASSES[pass_]}, float32, {load_}", "each call", mine)
+    else:
+        what = _title(rows)
+        yield line(what, "none" if rows[0]["pass"] == "grad-weight" else weights, rows)
+        if any(row.get("frozen_ratio") for row in rows):
+            yield line(what, "frozen", rows, "frozen_ratio")
 
 
-def summary(gpu: str = "h200") -> str:
-    """One line a group of every report with targets that is there, of a GPU."""
-    heads = ["group", "geometric mean", "target", "cases that meet their targets", "lowest"]
-    lines = [_line(heads), _line(["---", "---:", "---", "---", "---"])]
-    for name in (target.replace("h200", gpu, 1) for target in _targets()):
-        if not (RESULTS / f"{name}.json").exists():
-            continue
-        for group in groups(name, measured_rows(name)):
-            if not group.targets or (not group.rows and all(case.endswith(CONVOLUTIONS) for case in group.targets)):
-                continue  # reports from before convolutions
-            target = ""
-            if group.mean_target is not None:
-                target = f"{group.mean_target:g}x {'met' if group.mean_met else 'missed'}"
-            met = f"{len(group.targets) - len(group.missed)} of {len(group.targets)}"
-            timed = [row for row in group.rows.values() if row["ratio"] is not None]
-            lowest = min(timed, key=lambda row: row["ratio"] or 0.0, default=None)
-            least = "" if lowest is None else f"{lowest['case']} {lowest['ratio']:.2f}x"
-            lines.append(_line([group.title, f"{group.mean:.2f}x", target, met, least]))
-    return "\n".join(lines) if len(lines) > 2 else ABSENT
+def _title(rows: Sequence[Row]) -> str:
+    row = rows[0]
+    subject = "Plain convolutions, forward and gradients" if row["suite"] == "convolutions" else PASSES[row["pass"]]
+    if row["pass"] == "step" and row["suite"] != "convolutions":
+        subject += " of 1-D and 3-D layers"
+    kind = {"tf32": "float32 as TF32", "ieee": "float32 as IEEE"}.get(row["precision"], row["dtype"])
+    layouts = {row["layout"] for row in rows}
+    return f"{subject}, {kind}, {LAYOUTS[row['layout']] if len(layouts) == 1 else 'both layouts'}"
 
 
-def trained(found: latency.Latency) -> str:
-    """The table of training steps, with what was to be reached."""
-    judged_by = {case: group for group in groups(TRAINING, _rows(found)) for case in group.targets}
+def _name(row: Row, rows: Sequence[Row]) -> str:
+    """A row's case; with what tells it from its report's other rows of that case."""
+    differ = [key for key in ("layout", "mode") if len({other.get(key) for other in rows}) > 1]
+    return " ".join([row["case"] if "case" in row else row["model"], *(row[key] for key in differ)])
 
-    def target(row: Mapping[str, Any]) -> str:
-        marks = []
-        for case in (row["case"], f"{row['case']}{CONVOLUTIONS}"):
-            group = judged_by.get(case)
-            if group is not None and case in group.rows:
-                marks.append(f"{group.targets[case]:g}x {'missed' if case in group.missed else 'met'}")
-        return ", ".join(marks)
 
-    shown = [*latency.columns(found), ("target", target)]
-    lines = [_line([head for head, _ in shown]), _line(["---" for _ in shown])]
-    lines += [_line([text(row) for _, text in shown]) for row in found["rows"]]
-    verdicts = [
-        f"{group.title}: {_verdict(group)}" for group in groups(TRAINING, _rows(found)) if group.targets and group.rows
+def _where(found: Mapping[str, Any]) -> str:
+    device, versions = found["device"], found["versions"]
+    if isinstance(device, str):  # reports by programs of benchmarks/
+        device = {"type": "cpu" if "threads" in found else "cuda", "name": device, "threads": found.get("threads")}
+    if device["type"] == "cpu":
+        return f"CPU ({device['name']}, {device['threads']} threads), PyTorch {versions['torch']}"
+    return f"{device['name']}, PyTorch {versions['torch']}, cuDNN {versions['cudnn']}"
+
+
+def reports() -> str:
+    """A table for each device with its versions, and a line for each report."""
+    heads = ["report", "what", "weights", "rows", "mean", "lowest", "below PyTorch", "commit", "date"]
+    by_device: dict[str, list[Line]] = {}
+    for line in lines():
+        by_device.setdefault(line.where, []).append(line)
+    return "\n\n".join(
+        f"**{where}**\n\n{table(heads, [line.cells() for line in mine], len(heads))}"
+        for where, mine in by_device.items()
+    )
+
+
+# --- README ----------------------------------------------------------------------------------------------------------
+
+KINDS = ("tf32", "bf16")
+"""Of the columns float32 and bfloat16, in the reports' names."""
+MODELS = {"dcgan": "DCGAN", "unet": "U-Net", "vae": "VAE decoder", "hifigan": "HiFi-GAN generator"}
+CPU_MODELS = {"GAN1": "GANs", "UNET": "U-Nets", "HiFi-GAN": "HiFi-GAN"}
+"""Cases of the CPU's suite that stand for a kind of model."""
+
+
+def gains() -> str:
+    """What is gained by kind of model and device: README's table."""
+    heads = [
+        "what", "device", "float32", "bfloat16", "float32, `convolutions=True`",
+        "bfloat16, `convolutions=True`", "slower than PyTorch",
+    ]  # fmt: skip
+    return table(heads, [*_models(), *_layers(), *_cpu()], 2)
+
+
+def _models() -> Iterator[list[str]]:
+    steps = {row["case"]: row for row in load("h200-training")["rows"]}
+    for name, title in MODELS.items():
+        mine = [steps[f"{name} {dtype}"] for dtype in ("fp32", "bf16")]
+        both = [row[key] for key in ("ratio", "convolutions_ratio") for row in mine]
+        yield [f"{title}, training step", "H200", *map(times, both), _slower(both)]
+    steps = {row["case"]: row for row in load("h100-training")["rows"]}
+    pairs = [[steps[f"{name} {dtype}"] for name in MODELS] for dtype in ("fp32", "bf16")]
+    means = [mean(rows, key) for key in ("ratio", "convolutions_ratio") for rows in pairs]
+    both = [row[key] for rows in pairs for row in rows for key in ("ratio", "convolutions_ratio")]
+    yield ["These four, mean", "H100", *map(times, means), _slower(both)]
+    rows = load("compiled/h200")["rows"]
+    halves = [[row for row in rows if row["model"].startswith("kb") == level2] for level2 in (True, False)]
+    yield ["Models by `torch.compile`, mean", "H200", *(times(mean(half)) for half in halves), "", "",
+           _slower([row["ratio"] for row in rows])]  # fmt: skip
+
+
+def _layers() -> Iterator[list[str]]:
+    def line(title: str, stems: Sequence[Sequence[str]], key: str = "ratio") -> list[str]:
+        pairs = [[row for stem in some for row in load(stem)["rows"]] for some in stems]
+        slower = _slower([row[key] for rows in pairs for row in rows])
+        return [title, "H200", *(times(mean(rows, key)) for rows in pairs), "", "", slower]
+
+    frozen, last = [[f"h200-frozen-{kind}"] for kind in KINDS], [[f"h200-cl-{kind}"] for kind in KINDS]
+    gradients = [[f"h200-{pass_}{kind}" for pass_ in ("gi-", "gi-cl-", "gw-", "gw-cl-")] for kind in KINDS]
+    count = len(load(frozen[0][0])["rows"])
+    yield line(f"One layer, forward ({count} layers)", frozen)
+    yield line("The same, weights frozen", frozen, "frozen_ratio")
+    yield line("One layer, forward, channels_last, weights kept", last)
+    yield line("One layer, its gradients, both layouts, weights kept", gradients)
+
+
+def _cpu() -> Iterator[list[str]]:
+    rows = load("cpu-fwd")["rows"]
+    ours = [row for row in rows if row["engine"] != "torch"]
+    left = [title for case, title in CPU_MODELS.items() if not any(row["case"] == case for row in ours)]
+    yield [f"Grouped, dilated or few-channel layers ({len(ours)} of {len(rows)} rows)", "CPU", times(mean(ours)),
+           "", "", "", _slower([row["ratio"] for row in ours])]  # fmt: skip
+    yield [
+        f"Other layers, such as the wide ones of {', '.join(left)}",
+        "CPU",
+        "none: PyTorch's operator",
+        "",
+        "",
+        "",
+        "",
     ]
-    closing = f"A case also misses when its peak memory is above PyTorch's. {report.conditions(found)}."
-    return "\n\n".join(["\n".join(lines), *verdicts, closing])
 
 
-def files(found: exported.Exported) -> str:
-    """The table of the exported files under KernelBench's rules, with what was to be reached."""
-    by_case = {row["case"]: row for row in found["rows"]}
-    judged_by = [group for group in groups(EXPORTED, _rows(found)) if group.targets]
-    shown = exported.columns(found)
-    lines = [_line([*(head for head, _ in shown), "target"])]
-    lines.append(_line(["---" if head in ("case", "layer") else "---:" for head, _ in shown] + ["---"]))
-    for group in judged_by:
-        for case, target in group.targets.items():
-            row = by_case.get(case)
-            if row is not None:
-                mark = "missed" if case in group.missed else "met"
-                lines.append(_line([*(text(row) for _, text in shown), f"{target:g}x {mark}"]))
-    verdicts = [f"{group.title}: {_verdict(group)}" for group in judged_by]
-    closing = f"{exported.summary(found)}. {report.conditions(found)}."
-    return "\n\n".join(["\n".join(lines), *verdicts, closing])
+def _slower(ratios: Sequence[float | None]) -> str:
+    below = [ratio for ratio in ratios if ratio is not None and ratio < 1]
+    return f"{len(below)} of {len(ratios)}, lowest {times(min(below))}" if below else f"0 of {len(ratios)}"
 
 
-def _rows(found: latency.Latency | exported.Exported) -> list[Row]:
-    """Rows of training and of exported files as far as `Group` reads them; of a file that is wrong without a ratio.
+# --- docs ------------------------------------------------------------------------------------------------------------
 
-    A training step with plain convolutions has a row of its own.
-    """
-    blank = {"rel_error": None, "torch_rel_error": None, "tolerance_used": None}
-    plain: Any = [{**blank, **row} for row in found["rows"]]
+
+def layers() -> str:
+    """Forwards of single layers: TF32 and bfloat16 side by side, weights packed at each call and frozen."""
+    kinds = {name: load(f"h200-frozen-{stem}") for name, stem in zip(("TF32", "bf16"), KINDS)}
+    columns = {"PyTorch ms": "torch_ms", "upconv ms": "ours_ms", "ratio": "ratio", "frozen": "frozen_ratio"}
+    cells: dict[str, list[str]] = {}
+    for found in kinds.values():
+        for row in found["rows"]:
+            line = cells.setdefault(row["case"], [row["case"], row["layer"]])
+            for head, key in columns.items():
+                in_ms = head.endswith("ms") and row[key] is not None
+                line.append(f"{row[key]:.3f}" if in_ms else times(row[key]))
+    heads = ["case", "layer", *(f"{name} {head}" for name in kinds for head in columns)]
+    return f"{table(heads, list(cells.values()), 2)}\n\n{_conditions(kinds['TF32'])}"
+
+
+def rounding() -> str:
+    """The layers whose TF32 result differs from PyTorch's by more than KernelBench's tolerance."""
+    ieee = {row["case"]: row for row in load("h200-ieee")["rows"]}
+    found = load("h200-tf32")
+    cells = []
     for row in found["rows"]:
-        if row.get("convolutions_ratio") is not None:
-            ratio, peak = row["convolutions_ratio"], row["convolutions_peak_bytes"]
-            case = f"{row['case']}{CONVOLUTIONS}"
-            plain.append({**blank, **row, "case": case, "ratio": ratio, "ours_peak_bytes": peak})
-    rows: list[Row] = plain
-    return rows
+        if row["tolerance_used"] > 1:
+            exact = ieee[row["case"]]
+            errors = [f"{row[key]:.1e}" for key in ("rel_error", "torch_rel_error")]
+            shares = [f"{of['tolerance_used']:.2g}" for of in (row, exact)]
+            cells.append([row["case"], *errors, shares[0], times(row["ratio"]), shares[1], times(exact["ratio"])])
+    heads = ["case", "TF32: upconv's error", "PyTorch's error", "of tolerance", "ratio", "IEEE: of tolerance", "ratio"]
+    return f"{table(heads, cells, 1)}\n\n{_conditions(found)}"
 
 
-def measured_rows(name: str) -> list[Row]:
-    """The rows of a report with targets; none of one that does not exist."""
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        return []
-    if _judge(name) == EXPORTED:
-        return _rows(exported.load(path))
-    return _rows(latency.load(path)) if _judge(name) == TRAINING else report.load(path)["rows"]
+def columns_of(found: Any, shown: Sequence[tuple[str, Callable[[Row], str]]], words: int) -> str:
+    """The table that the bench shows of a report; ``words``: how many columns have no numbers."""
+    shown = [(head, text) for head, text in shown if head != "engine"]
+    cells = [[text(row) for _, text in shown] for row in found["rows"]]
+    return f"{table([head for head, _ in shown], cells, words)}\n\n{_conditions(found)}"
 
 
-def waiting(found: latency.Latency) -> str:
-    """The table of a report of `upconv.bench.latency`."""
-    shown = latency.columns(found)
-    lines = [_line([head for head, _ in shown]), _line(["---" for _ in shown])]
-    lines += [_line([text(row) for _, text in shown]) for row in found["rows"]]
-    closing = f"{latency.title(found).capitalize()}. {report.conditions(found)}."
-    return "\n".join([*lines, "", closing])
+def training() -> str:
+    found = latency.load(RESULTS / "h200-training.json")
+    return columns_of(found, latency.columns(found), 1)
 
 
-def commits() -> str:
-    """Of which commit each kind of report is; where one kind has several, which report is of which."""
-    parts = []
-    for kind, pattern in KINDS.items():
-        stems: dict[str, list[str]] = {}
-        for path in sorted(RESULTS.glob("h200-*.json")):
-            if re.fullmatch(f"h200-{pattern}", path.stem):
-                commit: str | None = json.loads(path.read_text(encoding="utf-8"))["commit"]
-                short = "an unknown commit" if commit is None else commit[:7] + commit[40:]  # what may follow: -dirty
-                stems.setdefault(short, []).append(f"`{path.stem}`")
-        if len(stems) > 1:
-            each = (f"{commit} ({', '.join(of)})" for commit, of in stems.items())
-            parts.append(f"{kind} {', '.join(each)}")
-        elif stems:
-            parts.append(f"{kind} {next(iter(stems))}")
-    text = f"Reports by the commit that they were measured of: {'; '.join(parts)}."
-    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False) if parts else ABSENT
+def host() -> str:
+    found = latency.load(RESULTS / "h200-host.json")
+    return columns_of(found, latency.columns(found), 2)
 
 
-def picture() -> str:
-    """The README's link to the picture of the roofs; empty while there is nothing to draw."""
-    if not any((RESULTS / f"{stem}.json").exists() for stem in PICTURED):
-        return ""
-    return f"![Share of the roof and speed-up over PyTorch of every layer, H200](docs/{PICTURE}.png)"
+def shapes() -> str:
+    found = latency.load(RESULTS / "h200-shapes.json")
+    return columns_of(found, latency.columns(found), 1)
+
+
+def files() -> str:
+    """The exported files by KernelBench's rules."""
+    found = exported.load(RESULTS / "h200-exported.json")
+    return f"{exported.summary(found)}.\n\n{columns_of(found, exported.columns(found), 2)}"
+
+
+def compiled() -> str:
+    """Models by ``torch.compile``, without upconv and with it."""
+    found = load("compiled/h200")
+    cells = []
+    for row in found["rows"]:
+        ms = [f"{row[key]:.2f}" for key in ("compiled_ms", "compiled_with_upconv_ms")]
+        cells.append([row["model"], row["layout"], row["mode"], *ms, times(row["ratio"])])
+    heads = ["model", "layout", "pass", "compiled ms", "compiled, with upconv ms", "ratio"]
+    return f"{table(heads, cells, 3)}\n\n{_conditions(found)}"
+
+
+def cold() -> str:
+    """How long a first call waits for its kernels."""
+    found = load("h200-cold")
+    heads = ["what", "median", "longest"]
+    cells = []
+    for head, key, unit in (
+        ("forward", "fwd_s", "s"), ("gradient for the input", "grad_input_s", "s"),
+        ("gradient for the weight", "grad_weight_s", "s"), ("optimised kernel, in the background", "later_s", "s"),
+        ("a kernel from disk", "cached_ms", "ms"),
+    ):  # fmt: skip
+        values = [row[key] for row in found["rows"] if row[key] is not None]
+        cells.append([head, f"{median(values):.2g} {unit}", f"{max(values):.2g} {unit}"])
+    return f"{table(heads, cells, 1)}\n\n{len(found['rows'])} rows. {_conditions(found)}"
+
+
+def cpu() -> str:
+    """Speed-ups on a CPU by layer, a column for each layout; a dash where PyTorch's own operator runs."""
+    found = load("cpu-fwd")
+    layouts = list(dict.fromkeys(row["layout"] for row in found["rows"]))
+    cells: dict[str, list[str]] = {}
+    for row in found["rows"]:
+        line = cells.setdefault(row["case"], [row["case"], row["layer"].split(" on ")[0], *[""] * len(layouts)])
+        line[2 + layouts.index(row["layout"])] = "–" if row["engine"] == "torch" else times(row["ratio"])
+    heads = ["case", "layer", *(LAYOUTS[layout] for layout in layouts)]
+    return f"{table(heads, list(cells.values()), 2)}\n\n{_conditions(found)}"
+
+
+def _conditions(found: Any) -> str:
+    return f"{_where(found)}, commit {found['commit'][:7]}, {(found.get('when') or found['date'])[:10]}."
 
 
 # --- the pages -------------------------------------------------------------------------------------------------------
 
-
-def sections() -> Iterator[tuple[str, str]]:
-    """Every section's name and content; of a report that does not exist, that it was not measured."""
-    judgeable = _targets()
-    for name in sorted(
-        {path.stem for path in RESULTS.glob("*.json")} - {PLANNING} | set(judgeable) | LATENCY | {CURVES}
-    ):
-        path, kind = RESULTS / f"{name}.json", _judge(name)
-        if not path.exists():
-            yield name, ABSENT
-        elif kind == CURVES:
-            yield name, curves.stated(curves.load(path))
-        elif kind == TRAINING:
-            yield name, trained(latency.load(path))
-        elif kind == EXPORTED:
-            yield name, files(exported.load(path))
-        elif kind in LATENCY:
-            yield name, waiting(latency.load(path))
-        else:
-            found = report.load(path)
-            yield name, judged(name, found) if kind in judgeable else unjudged(found)
-    yield SUMMARY, summary()
-    yield "h100-summary", summary("h100")
-    yield COMMITS, commits()
-    yield "h200-picture", picture()
-    graphs = RESULTS / "compiled" / "h200.json"
-    yield "h200-compiled", compiled(json.loads(graphs.read_text(encoding="utf-8"))) if graphs.exists() else ABSENT
+SECTIONS: dict[str, Callable[[], str]] = {
+    "gains": gains, "reports": reports, "layers": layers, "rounding": rounding, "training": training,
+    "compiled": compiled, "host": host, "shapes": shapes, "cold": cold, "exported": files, "cpu": cpu,
+    "curves": lambda: curves.stated(curves.load(RESULTS / "h200-curves.json")),
+}  # fmt: skip
 
 
 def rewritten(text: str) -> str:
-    """A page with every section that a report stands behind made anew."""
-    for name, content in sections():
-        section = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(\n<!-- /{re.escape(name)} -->)", re.DOTALL)
-        text = section.sub(lambda match, content=content: f"{match[1]}{content}{match[2]}", text)  # type: ignore[misc]
-    return text
+    """A page with its sections made anew.
+
+    Raises:
+        KeyError: a marker that names no section.
+        OSError: a report that is not there.
+    """
+
+    def section(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{SECTIONS[match[1]]()}\n<!-- /{match[1]} -->"
+
+    return re.sub(r"<!-- ([\w-]+) -->\n.*?\n<!-- /\1 -->", section, text, flags=re.DOTALL)
 
 
-def draw(text: str) -> None:
-    """Draws the pictures that a page links as the README does, as far as there are reports for them."""
-    for name in re.findall(r"\(docs/([\w-]+)\.png\)", text):
-        target = ROOT / "docs" / f"{name}.png"
-        if name == PICTURE:
-            paths = [RESULTS / f"{stem}.json" for stem in PICTURED]
-            shown = [report.load(path) for path in paths if path.exists()]
-            if shown:
-                plots.plot_roofs(shown, target)
-        elif (RESULTS / f"{name}.json").exists():
-            plots.plot(report.load(RESULTS / f"{name}.json"), target)
+def draw() -> None:
+    """Draws the pictures of the pages."""
+    shown = [report.load(RESULTS / f"h200-frozen-{kind}.json") for kind in KINDS]
+    for found in shown:  # the layers of KernelBench and those best known: all of them are too many for a picture
+        found["rows"] = [row for row in found["rows"] if row["suite"] == "cuda"]
+    plots.plot_roofs(shown, ROOT / "docs" / "h200-fwd.png")
+    plots.plot(report.load(RESULTS / "cpu-fwd.json"), ROOT / "docs" / "cpu-fwd.png")
+    curves.draw(curves.load(RESULTS / "h200-curves.json"), ROOT / "docs" / "training-curves.png")
 
 
 def main() -> int:
-    if "--targets" in sys.argv[1:]:
-        found = []
-        for name in _targets():
-            for group in groups(name, measured_rows(name)):
-                if group.targets:
-                    found.append(group)
-                    verdict = _verdict(group) if group.rows else ABSENT.lower()
-                    print(f"{'met   ' if group.met else 'missed'} {group.title}: {verdict}")
-        return int(not all(group.met for group in found))
-    stale = False
+    check, stale = "--check" in sys.argv[1:], False
     for page in PAGES:
         was = (ROOT / page).read_text(encoding="utf-8")
         new = rewritten(was)
-        if "--check" not in sys.argv[1:]:
-            publish(ROOT / page, lambda path, new=new: path.write_text(new, encoding="utf-8"))  # type: ignore[misc]
-            draw(new)
-            if f"]({curves.PICTURE.name})" in new:
-                curves.draw(curves.load(RESULTS / f"{CURVES}.json"), curves.PICTURE)
-        elif new != was:
+        if check and new != was:
             print(f"{page} differs from benchmarks/results; run: make readme")
             stale = True
+        elif not check:
+            publish(ROOT / page, lambda path, new=new: path.write_text(new, encoding="utf-8"))  # type: ignore[misc]
+    if not check:
+        draw()
     return int(stale)
 
 

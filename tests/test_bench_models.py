@@ -243,23 +243,3 @@ def test_the_command_shows_and_keeps_frozen_rows(ours: None, monkeypatch: pytest
     assert "frozen ms" in done.stdout and f"{row['frozen_ratio']:.2f}x" in done.stdout
     assert f"{row['frozen_ratio']:.2f}x of the same rows with upconv.freeze" in done.stdout
     assert report.summarise([row])["frozen"] == pytest.approx(row["frozen_ratio"])
-
-
-def test_frozen_reports_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-    import readme
-
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    rows = []
-    for name, times in (("a", (8.0, 4.0, 2.0)), ("b", (9.0, 3.0, 3.0))):
-        row = run.blank(Job("cuda", name, TINY), CPU)
-        theirs, ours_, kept = times
-        row.update(torch_ms=theirs, ours_ms=ours_, frozen_ms=kept, ratio=theirs / ours_, frozen_ratio=theirs / kept)
-        row["engine"] = "cuda:gather"
-        rows.append(row)
-    found = report.build(rows, {"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}, CPU)
-    files.save(found, tmp_path / "h200-frozen-tf32.json")
-    text = readme.rewritten("<!-- h200-frozen-tf32 -->\n<!-- /h200-frozen-tf32 -->\n".replace("\n<", "\nold\n<", 1))
-    layer = "4->6 k3x2 s2x1 p1x0 op1x0 g2 on 2x4x5x6"
-    assert f"| a | {layer} | fp32 nchw | 8.000 | 4.000 | 2.000 | 2.00x | 4.00x | cuda:gather |" in text
-    assert "over the 2 rows that upconv computes: 2.45x, frozen 3.46x." in text and "old" not in text
