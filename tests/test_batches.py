@@ -145,7 +145,7 @@ def test_images_whose_pixels_meet_are_of_several_rows() -> None:
     for pass_ in ("fwd", "grad-weight"):
         layer = Problem.make(4, 64, 128, (248, 216), 1, dtype=torch.bfloat16, pass_=pass_)  # type: ignore[arg-type]
         family = wgrad if pass_ == "grad-weight" else gather
-        chosen = batches.choose(family, layer, H200)
+        chosen = family.candidate(layer, H200)
         assert chosen.problem == layer.in_a_row and chosen.seconds < 0.9 * family.choose(layer, H200).seconds
 
 
@@ -200,7 +200,7 @@ def test_small_images_are_taken_side_by_side(precision: Precision, pass_: Pass) 
         128, 512, 256, (4, 4), 4, 2, 1, dtype=DTYPES[precision], precision=precision, layout="channels_last",
         pass_=pass_,
     )  # fmt: skip
-    chosen, alone = batches.choose(family, p, H200), family.choose(p, H200)
+    chosen, alone = family.candidate(p, H200), family.choose(p, H200)
     assert isinstance(alone, gather.Choice)
     assert chosen == family.choose(abreast(p), H200) and chosen.seconds < 0.8 * alone.seconds
     assert "the batch as width: " in chosen.summary and "the batch as width" not in alone.summary
@@ -211,7 +211,7 @@ def test_small_images_are_taken_side_by_side(precision: Precision, pass_: Pass) 
         (p.with_(layout="nchw"), H200, False),
         (p, A100, False),  # whose threads read images as they lie
     ):
-        found = batches.choose(family, other, chip, general)
+        found = family.candidate(other, chip, None, general)
         assert isinstance(found, str) or not found.problem.batch_as_width
 
 
@@ -236,13 +236,13 @@ def test_images_that_end_amid_tiles_are_taken_one_below_the_other(pass_: Pass, m
     p = Problem.make(
         512, 256, 256, (14, 14), 2, 2, dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_=pass_
     )  # fmt: skip
-    chosen, alone = batches.choose(gather, p, H200), gather.choose(p, H200)
+    chosen, alone = gather.candidate(p, H200), gather.choose(p, H200)
     assert isinstance(alone, gather.Choice)
     assert chosen.problem == p.stacked and chosen.seconds < 0.92 * alone.seconds
-    assert batches.choose(gather, p.with_(size=(16, 14)), H200).problem.batch == 512
-    assert batches.choose(gather, p, H200, general=True).problem.batch == 512
+    assert gather.candidate(p.with_(size=(16, 14)), H200).problem.batch == 512
+    assert gather.candidate(p, H200, general=True).problem.batch == 512
     monkeypatch.setattr(batches, "LONGEST", 512 * 14)  # rows that kernels cannot count
-    assert batches.choose(gather, p, H200).problem.batch == 512
+    assert gather.candidate(p, H200).problem.batch == 512
 
 
 def test_other_families_take_batches_as_they_are() -> None:

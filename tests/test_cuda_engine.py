@@ -21,7 +21,7 @@ from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equ
 from strategies import excess, operands, problems
 from upconv import calls, ops, planner, reference
 from upconv.compiler.arguments import text_of
-from upconv.cuda import engine, families, gpu, jit
+from upconv.cuda import engine, families, family, gpu, jit
 from upconv.cuda import weights as packed
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
@@ -39,7 +39,7 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(family.Defaults):
     """Computes on the CPU from packed weights alone, and counts what it is asked to do."""
 
     problem: Problem
@@ -63,15 +63,14 @@ class Choice:
         return Prepared(self)
 
 
-class Prepared:
+class Prepared(family.Prepared):
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
-        if choice.packing is not None:
-            self.packing = choice.packing
+        self.packing = choice if choice.packing is None else choice.packing
         self.packs = choice.packs
         self.claims = choice.claims
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         self.choice.log.append("pack")
         return weight.detach() if self.choice.identity else weight.detach().clone(memory_format=torch.contiguous_format)
 

@@ -119,7 +119,7 @@ def kernels(case: Case, gpu: Gpu, kind: Kind) -> Iterator[Kernel]:
     p = case.problem.with_(dtype=DTYPES[precision], precision=precision, layout=layout)
     choice = planner.plan(p, planner.Device("cuda", gpu=gpu)).selection(pass_).choice
     assert choice is not None, f"no kernel of ours computes {kind}"
-    for unit in (*choice.sources(), *getattr(choice, "packing_sources", ())):
+    for unit in (*choice.sources(), *choice.packing_sources):
         quick = getattr(unit, "quick", None)
         for form in (unit, None if quick is None else quick()):
             if form is not None:

@@ -25,7 +25,7 @@ import upconv
 from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, forced_plans, make_call
 from strategies import excess, gradient_excess, operands, problems
 from upconv import cpu, ops, planner, reference
-from upconv.cuda import engine, families, gpu, jit, packs
+from upconv.cuda import engine, families, family, gpu, jit, packs
 from upconv.cuda import weights as packed
 from upconv.planner import Device
 from upconv.problem import Pass, Problem
@@ -42,7 +42,7 @@ Log = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class StandIn:
+class StandIn(family.Defaults):
     """A choice that computes its pass by the reference; the log holds ``(what, pass)``."""
 
     problem: Problem
@@ -65,13 +65,11 @@ class StandIn:
         assert all(t.is_contiguous(memory_format=layout) and t.dtype is self.problem.dtype for t in tensors)
 
 
-class Data:
+class Data(family.Prepared):
     """``fwd`` and ``grad-input``."""
 
-    casts = False
-
     def __init__(self, choice: StandIn) -> None:
-        self.choice = choice
+        self.choice = self.packing = choice
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         p = self.choice.problem
@@ -97,10 +95,8 @@ class Data:
             out.copy_(reference.gradients(p, x, torch.zeros(p.input_shape), packed)[0])
 
 
-class Weight:
+class Weight(family.PreparedWeight):
     """``grad-weight``."""
-
-    casts = False
 
     def __init__(self, choice: StandIn) -> None:
         self.choice = choice

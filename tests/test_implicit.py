@@ -19,7 +19,7 @@ from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families, implicit, jit, relayout
 from upconv.cuda.axes import any_size, result_shape, source_shape
-from upconv.cuda.families import weighed
+from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200, Gpu
 from upconv.cuda.implicit import Tile
 from upconv.problem import Pass, Precision, Problem

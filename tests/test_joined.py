@@ -16,7 +16,7 @@ from joined_interpreter import JoinedInterpreter
 from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
 from upconv.bench.suites import SUITES
-from upconv.cuda import families, jit, joined
+from upconv.cuda import families, family, jit, joined
 from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.problem import Pass, Precision, Problem
@@ -155,7 +155,7 @@ def case(name: str, precision: Precision) -> Problem:
 @pytest.mark.parametrize("name", ["kb61", "kb68", "kb69"])
 def test_it_is_the_fastest_family_for_narrow_images(name: str, precision: Precision) -> None:
     found = families.choose(case(name, precision), H200)
-    best = min((c for c in found.values() if not isinstance(c, str)), key=families.weighed)
+    best = min((c for c in found.values() if not isinstance(c, str)), key=family.weighed)
     assert best.family == "joined" and 0 < best.seconds < 1e-2
     assert re.fullmatch(
         rf"rows joined to one: wgmma {precision}, tile of \d+ places x 64 channels, \d stages of \d+ places x "

@@ -15,7 +15,7 @@ from pairs_interpreter import PairsInterpreter
 from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
 from upconv.bench.suites import SUITES
-from upconv.cuda import families, jit, pairs
+from upconv.cuda import families, family, jit, pairs
 from upconv.cuda.axes import Unfit
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.problem import Precision, Problem
@@ -149,7 +149,7 @@ def case(name: str, precision: Precision) -> Problem:
 @pytest.mark.parametrize("name", ["unet1", "hifigan", "nnunet"])
 def test_it_is_the_fastest_family_for_u_nets_and_vocoders(name: str, precision: Precision) -> None:
     found = families.choose(case(name, precision), H200)
-    best = min((c for c in found.values() if not isinstance(c, str)), key=families.weighed)
+    best = min((c for c in found.values() if not isinstance(c, str)), key=family.weighed)
     assert best.family == "pairs" and 0 < best.seconds < 1e-3
     assert re.fullmatch(
         rf"pixels as rows, taps in pairs: wgmma {precision}, tile of \d+ x \d+ places x \d+ columns, \d stages of \d+ "

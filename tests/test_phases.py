@@ -22,7 +22,7 @@ from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families, jit, phases
 from upconv.cuda.axes import Unfit, any_size
-from upconv.cuda.families import weighed
+from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.phases import Tile
 from upconv.problem import Precision, Problem, output_length

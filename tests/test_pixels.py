@@ -16,7 +16,7 @@ from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families, jit, pixels
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
-from upconv.cuda.families import weighed
+from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.pixels import Tile
 from upconv.problem import Precision, Problem, output_length

@@ -21,7 +21,7 @@ from upconv import cpu, planner, reference
 from upconv.bench import suites
 from upconv.bench.run import plan_text
 from upconv.cli import app
-from upconv.cuda import families, gpu
+from upconv.cuda import families, family, gpu
 from upconv.explain import estimated_ceilings
 from upconv.planner import Device
 from upconv.problem import LAYOUTS, PRECISIONS, Pass, Problem
@@ -288,7 +288,7 @@ def test_the_cheaper_family_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     p = LAYERS["C"]
 
     def fixed(family: str, seconds: float) -> SimpleNamespace:
-        return SimpleNamespace(family=family, problem=p, seconds=seconds, summary="a tile", bound="bytes")
+        return _fixed(family, seconds)
 
     for times in ({"gather": 2.0, "direct": 1.0}, {"gather": 1.0, "direct": 2.0}, {"gather": 3.0, "direct": 3.0}):
         answers = {name: fixed(name, seconds) for name, seconds in times.items()}
@@ -310,9 +310,8 @@ def test_packing_counts_where_another_kernel_reads_the_weights_in_place(monkeypa
     bytes_ = 4 * 1024 * 512 * 16
     packing = 2 * bytes_ / gpu.H200.bandwidth
 
-    def fixed(family: str, seconds: float, in_place: bool) -> SimpleNamespace:
-        made = {"family": family, "problem": p, "gpu": gpu.H200, "seconds": seconds, "in_place": in_place}
-        return SimpleNamespace(**made, summary="a tile", bound="bytes")
+    def fixed(name: str, seconds: float, in_place: bool) -> SimpleNamespace:
+        return _fixed(name, seconds, 0.0 if in_place else family.packing_seconds(p, gpu.H200))
 
     for gain, taken in ((0.9 * packing, "gather"), (1.5 * packing, "implicit")):
         answers = {"gather": fixed("gather", 1e-3, True), "implicit": fixed("implicit", 1e-3 - gain, False)}
@@ -341,8 +340,11 @@ def test_empty_inputs_are_pytorchs() -> None:
     assert plan.delegates and plan.candidates[0].reason == "the input is empty"
 
 
-def _fixed(family: str, seconds: float) -> SimpleNamespace:
-    return SimpleNamespace(family=family, problem=LAYERS["C"], seconds=seconds, summary="a tile", bound="bytes")
+def _fixed(family: str, seconds: float, packing_seconds: float = 0.0) -> SimpleNamespace:
+    return SimpleNamespace(
+        family=family, problem=LAYERS["C"], seconds=seconds, summary="a tile", bound="bytes", margin=1.0,
+        packing_seconds=packing_seconds,
+    )  # fmt: skip
 
 
 def test_each_gradient_on_cuda_has_a_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

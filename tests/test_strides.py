@@ -15,7 +15,7 @@ from strides_interpreter import StridesInterpreter
 from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
 from upconv.bench.suites import SUITES
-from upconv.cuda import families, jit, strides
+from upconv.cuda import families, family, jit, strides
 from upconv.cuda.axes import Unfit
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.problem import Precision, Problem
@@ -128,7 +128,7 @@ def case(name: str, precision: Precision) -> Problem:
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 def test_it_is_the_fastest_family_for_a_vocoders_upsampling(precision: Precision) -> None:
     found = families.choose(case("hifigan", precision), H200)
-    best = min((c for c in found.values() if not isinstance(c, str)), key=families.weighed)
+    best = min((c for c in found.values() if not isinstance(c, str)), key=family.weighed)
     assert best.family == "strides" and 0 < best.seconds < 1e-3
     assert re.fullmatch(
         rf"pixels as rows, each output 2 taps: wgmma {precision}, tile of \d+ x \d+ places x \d+ columns, stages of "

@@ -18,7 +18,7 @@ from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families, gather, jit, sweep
 from upconv.cuda.axes import Unfit, any_size, source_shape
-from upconv.cuda.families import weighed
+from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.sweep import Sweep
 from upconv.problem import Layout, Pass, Precision, Problem, output_length

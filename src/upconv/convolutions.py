@@ -27,7 +27,7 @@ from torch import Tensor
 
 from upconv import calls, cpu, ops, planner, replays
 from upconv.cuda import engine
-from upconv.cuda.families import weighed
+from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.planner import Plan
 from upconv.problem import Layout, Pass, Precision, Problem, is_channels_last, output_length

@@ -11,7 +11,7 @@ import torch
 from upconv import cpu
 from upconv.cpu import rule
 from upconv.cuda import families
-from upconv.cuda.families import weighed
+from upconv.cuda.family import Choice, best_of, weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Pass, Problem
 
@@ -50,7 +50,7 @@ class Selection:
 
     name: str
     """A kernel family, or ``native``."""
-    choice: families.Choice | None
+    choice: Choice | None
     """The family's configuration; None for ``native``."""
     candidates: tuple[Candidate, ...]
     """The chosen one first."""
@@ -71,7 +71,7 @@ class Plan:
     """How the gradients are taken together: a plan of `upconv.cpu`, or `FAMILIES`: by kernels, see `selection`."""
     candidates: tuple[Candidate, ...]
     """The candidates for the problem's own pass (for a step: the forward's), the chosen one first."""
-    choice: families.Choice | None = None
+    choice: Choice | None = None
     """On a GPU the configuration of the kernel that computes the forward."""
 
     @cached_property
@@ -113,7 +113,7 @@ class Plan:
             return self.grad_weight
         return Selection(self.forward, self.choice, self.candidates)
 
-    def choices(self, pass_: Pass) -> dict[Pass, families.Choice]:
+    def choices(self, pass_: Pass) -> dict[Pass, Choice]:
         """The kernels of a pass on a GPU; a step's are those of its three passes."""
         found = {name: self.selection(name).choice for name in _parts(pass_)}
         return {name: choice for name, choice in found.items() if choice is not None}
@@ -236,32 +236,33 @@ def select(p: Problem, device: Device, general: bool = False) -> Selection:
 
     ``general``: among kernels that serve every size of the input.
     """
-    found: dict[str, families.Choice | str] = {}
+    found: dict[str, Choice | str] = {}
     reason = _no_kernels(p, device)
     if reason is None and device.gpu is not None:
         found = families.choose(p, device.gpu, general)
         reason = "none of upconv's kernels fits"
-    fitting = {name: choice for name, choice in found.items() if not isinstance(choice, str)}
-    best = min(fitting, key=lambda name: weighed(fitting[name]), default=None)
-    others = [
-        Candidate(name, False, answer if isinstance(answer, str) else _slower(answer, fitting[str(best)]))
-        for name, answer in found.items()
-        if name != best
-    ]
+    best = best_of(found)
     if best is None:
-        return Selection("native", None, (Candidate("native", True, str(reason)), *others))
+        refused = (Candidate(name, False, str(answer)) for name, answer in found.items())
+        return Selection("native", None, (Candidate("native", True, str(reason)), *refused))
+    others = [
+        Candidate(name, False, answer if isinstance(answer, str) else _slower(answer, best))
+        for name, answer in found.items()
+        if answer is not best
+    ]
     others.append(Candidate("native", False, "PyTorch's operator serves only what no kernel of ours fits"))
-    return Selection(best, fitting[best], (Candidate(best, True, _modelled(fitting[best])), *others))
+    name = next(name for name, answer in found.items() if answer is best)
+    return Selection(name, best, (Candidate(name, True, _modelled(best)), *others))
 
 
 _UNPLANNED = "where the forward is PyTorch's own operator its gradients are too"
 
 
-def _modelled(choice: families.Choice) -> str:
+def _modelled(choice: Choice) -> str:
     return f"{1e3 * choice.seconds:.3g} ms by the model, bound by {choice.bound}: {choice.summary}"
 
 
-def _slower(choice: families.Choice, best: families.Choice) -> str:
+def _slower(choice: Choice, best: Choice) -> str:
     """Why a choice is not the best one, in a sentence."""
     if choice.seconds >= best.seconds:
         return f"slower: {_modelled(choice)}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from upconv import convolutions, planner
-from upconv.cuda.families import weighed
+from upconv.cuda.family import weighed
 from upconv.planner import Plan
 from upconv.problem import Pass, Problem
 

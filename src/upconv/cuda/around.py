@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from upconv.cuda import batches, gather, implicit, wgrad
-from upconv.cuda.families import weighed
+from upconv.cuda import batches, family, gather, implicit, wgrad
+from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
@@ -22,7 +22,7 @@ _GAIN = 5e-6  # at least: three or four launches stand against one or two, each 
 
 
 @dataclass(frozen=True)
-class Choice(ABC):
+class Choice(family.Defaults, ABC):
     """A choice for the rearranged problem."""
 
     inner: Inner
@@ -46,7 +46,11 @@ class Choice(ABC):
 
     @property
     def margin(self) -> float:
-        return getattr(self.inner, "margin", 1.0)
+        return self.inner.margin
+
+    @property
+    def packing_seconds(self) -> float:
+        return self.inner.packing_seconds
 
     @property
     def inner_units(self) -> tuple[Any, ...]:
@@ -57,28 +61,18 @@ class Choice(ABC):
         return found
 
 
-class Gradient:
-    """A gradient's inner kernel, loaded for a device."""
+class GradInput(family.Prepared, ABC):
+    """The gradient for the input by an inner kernel, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
-        self._inner: Any = choice.inner.prepare(device)
-        self.casts = self._inner.casts
-
-
-class GradInput(Gradient, ABC):
-    """The gradient for the input."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        super().__init__(choice, device)
+        inner: Any = choice.inner
+        self._inner = inner.prepare(device)
+        self.casts, self.claims, self.packing = self._inner.casts, self._inner.claims, choice
         self._inner.load() if choice.inner.problem.taps == 1 else self._inner.load_packed()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weight itself: `run` packs what it makes of it."""
         return weight
-
-    @property
-    def claims(self) -> bool:
-        return bool(getattr(self._inner, "claims", False))
 
     @abstractmethod
     def run(
@@ -96,12 +90,13 @@ class GradInput(Gradient, ABC):
         self._inner.run(x, packed, None, out, *((fresh, True) if claim else (fresh,)))
 
 
-class GradWeight(Gradient, ABC):
-    """The gradient for the weight."""
+class GradWeight(family.PreparedWeight, ABC):
+    """The gradient for the weight by an inner kernel, loaded for a device."""
 
-    @property
-    def together(self) -> bool:
-        return bool(self._inner.together)
+    def __init__(self, choice: Choice, device: int) -> None:
+        inner: Any = choice.inner
+        self._inner = inner.prepare(device)
+        self.casts, self.together = self._inner.casts, self._inner.together
 
     @property
     def loaded(self) -> bool:
@@ -121,6 +116,8 @@ class GradWeight(Gradient, ABC):
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why tensors are not rearranged for a problem, in a sentence; None when they may be."""
+    if too_long := batches.too_long(p):
+        return too_long
     if p.pass_ not in ("grad-input", "grad-weight"):
         return "these kernels compute gradients only: a forward takes no memory beside packed weights"
     if gpu.capability[0] != 9:
@@ -135,8 +132,8 @@ def choose(q: Problem, gpu: Gpu, others: bool = False) -> Inner | str:
 
     ``others``: or for one of the same bytes (`batches`), which the choice then has.
     """
-    families: tuple[Any, ...] = (gather, implicit) if q.pass_ == "grad-input" else (wgrad,)
-    found = [batches.choose(family, q, gpu) if others else family.choose(q, gpu) for family in families]
+    inner: tuple[Any, ...] = (gather, implicit) if q.pass_ == "grad-input" else (wgrad,)
+    found = [one.candidate(q, gpu) if others else one.choose(q, gpu) for one in inner]
     choices: list[Inner] = [choice for choice in found if not isinstance(choice, str)]
     return min(choices, key=weighed) if choices else str(found[0])
 

@@ -11,8 +11,9 @@ are one row (`Problem.in_a_row`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
 from upconv.problem import Problem
@@ -24,30 +25,33 @@ _FEWEST = 8  # of them, a group of columns
 _GAIN = 0.95  # of the other choice's time, since both are estimates
 
 
-class Family(Protocol):
-    """A kernel family's module."""
+def too_long(p: Problem) -> str | None:
+    """Why kernels that count along an axis in 32 bits cannot serve a problem, in a sentence; None where they can."""
+    longest = max(p.batch, *p.size, *p.out_size)
+    if longest <= LONGEST:
+        return None
+    return f"the kernel counts along an axis in 32 bits, which {longest} elements are too many for"
 
-    def choose(self, p: Problem, gpu: Gpu, general: bool = False) -> Any: ...
 
-
-def choose(family: Family, p: Problem, gpu: Gpu, general: bool = False) -> Any:
+def choose(search: Callable[..., Any], p: Problem, gpu: Gpu, general: bool, widest: int) -> Any:
     """A family's best choice for a problem, or for one that is the same; or the sentence why it has none.
 
-    Those that take other problems say so by ``MOST_ABREAST``: pixels along a side of images that are tried side by
-    side, each by another search for tiles. ``general``: of choices that serve every size of the input.
+    Args:
+        search: the family's ``choose(problem, gpu, general)``.
+        general: of choices that serve every size of the input.
+        widest: pixels along a side of images that are tried side by side, each by another search for tiles.
     """
-    chosen = family.choose(p, gpu, general)
-    largest: int | None = getattr(family, "MOST_ABREAST", None)
-    if general or largest is None:
+    chosen = search(p, gpu, general)
+    if general:
         return chosen
-    if (flat := p.flat) is not None and not isinstance(other := family.choose(flat, gpu), str):
+    if (flat := p.flat) is not None and not isinstance(other := search(flat, gpu), str):
         chosen = _faster(chosen, replace(other, flat=True))
-    if (row := p.in_a_row) is not None and row.size[-1] < LONGEST:
-        chosen = _faster(chosen, family.choose(row, gpu))
+    if (row := p.in_a_row) is not None:
+        chosen = _faster(chosen, search(row, gpu))
     gapless = p.pass_ == "grad-weight" and max(p.stride) <= MAX_BOX_STEP  # chunks of any shape, of images as they are
-    narrow = max(*p.size, *p.out_size) <= largest and p.batch >= _FEWEST and not gapless
+    narrow = max(*p.size, *p.out_size) <= widest and p.batch >= _FEWEST and not gapless
     if narrow and (abreast := p.abreast) is not None:
-        chosen = _faster(chosen, family.choose(abreast, gpu), _GAIN)
+        chosen = _faster(chosen, search(abreast, gpu), _GAIN)
     rows = p.batch * max(p.size[0], p.out_size[0])
     if (
         p.pass_ != "grad-weight"
@@ -56,7 +60,7 @@ def choose(family: Family, p: Problem, gpu: Gpu, general: bool = False) -> Any:
         and rows < LONGEST
         and (stacked := p.stacked) is not None
     ):
-        chosen = _faster(chosen, family.choose(stacked, gpu), _GAIN)
+        chosen = _faster(chosen, search(stacked, gpu), _GAIN)
     return chosen
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
+from upconv.cuda import batches
+from upconv.cuda.family import Choice
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
@@ -15,7 +17,7 @@ class Tiled(Protocol):
 
 
 T = TypeVar("T")
-C = TypeVar("C")
+C = TypeVar("C", bound=Choice)
 A = TypeVar("A", bound=Tiled)
 
 
@@ -63,6 +65,10 @@ class Chooser(Generic[T, C]):
     def __call__(self, p: Problem, gpu: Gpu, general: bool = False) -> C | str:
         """``general``: of choices that serve every size of the input, of which there are none."""
         return self._general if general else self._found(p, gpu)
+
+    def candidate(self, p: Problem, gpu: Gpu, best: Choice | None = None, general: bool = False) -> C | str:
+        """As `upconv.cuda.family` asks."""
+        return batches.too_long(p) or self(p, gpu, general)
 
     def cache_clear(self) -> None:
         """Forgets the answers."""

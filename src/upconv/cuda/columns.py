@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from upconv.cuda import family
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
@@ -84,7 +85,7 @@ class PixelTile:
 
 
 @dataclass(frozen=True)
-class TileChoice(Generic[T]):
+class TileChoice(family.Defaults, Generic[T]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     tile: T
@@ -100,6 +101,10 @@ class TileChoice(Generic[T]):
     def in_place(self) -> bool:
         """Whether the kernel reads channels-last weights as they lie, so that nothing is packed."""
         return False
+
+    @property
+    def packing_seconds(self) -> float:
+        return 0.0 if self.in_place else family.packing_seconds(self.problem, self.gpu)
 
     def even_grid(self, tiles: int) -> int:
         """Blocks for so many tiles: at most one for each multiprocessor, no more than it takes to be done as soon.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from upconv.cuda import direct_wgrad, jit
+from upconv.cuda import batches, direct_wgrad, family, jit
 from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
@@ -665,7 +665,7 @@ def _of_kind(p: Problem, kind: _Kind) -> Iterator[Tile]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(family.Defaults):
     """A configuration of the direct kernels for a problem, and what the model thinks of it."""
 
     family: str
@@ -684,6 +684,10 @@ class Choice:
     def margin(self) -> float:
         """Its model hopes near a tie (NOTES: dcganO 42 us by it, 72 measured; as a gather-GEMM 44 and 44)."""
         return MARGIN
+
+    @property
+    def packing_seconds(self) -> float:
+        return family.packing_seconds(self.problem)
 
     def macros(self) -> dict[str, int]:
         """The kernel's macros."""
@@ -706,14 +710,14 @@ class Choice:
         return Prepared(self, device)
 
 
-class Prepared:
+class Prepared(family.Prepared):
     """A choice's kernels, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
         p, m = choice.problem, choice.macros()
         (unit,) = choice.sources()
         arch = gpu_of(device).arch
-        self._device = device
+        self._device, self.packing = device, choice
         self._words = p.groups * p.taps if isinstance(choice.tile, Walk) else packed_words(m)
         self._acc = torch.float64 if p.dtype == torch.float64 else torch.float32
         self._pack = Launcher(jit.kernel(unit.source, "direct_pack", arch, unit.label), 256, 0, "PPqqqqqq")
@@ -736,7 +740,7 @@ class Prepared:
         self._tail = (*sizes, tiles_h, tiles_w)
         self._run = Launcher(kernel, m["THREADS"], shared_words(m)[2] * self._acc.itemsize, "PPPPiiiiiiii")
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Weights ``(in_channels, out_channels // groups, *kernel)`` of any strides as the kernel reads them.
 
         A tensor of one dimension, float32 (float64 for float64); the copy is made on the current stream.
@@ -748,7 +752,9 @@ class Prepared:
         self._pack(self._device, min(-(-self._words // 256), 2**16), arguments)
         return packed
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
         """Computes ``out`` from ``x``, both batched and dense in the problem's layout, on the current stream."""
         at = 0 if bias is None else bias.data_ptr()
         self._run(self._device, self._grid, (x.data_ptr(), packed.data_ptr(), at, out.data_ptr(), *self._tail))
@@ -782,6 +788,18 @@ def choose(p: Problem, gpu: Gpu, limit: float = math.inf) -> Choice | direct_wgr
         return _choose_any(p, gpu)
     cost, chosen = best
     return Choice("direct", cost.seconds, _summary(p, chosen, cost), cost.bound, p, chosen)
+
+
+def candidate(
+    p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False
+) -> Choice | direct_wgrad.Choice | str:
+    """As `upconv.cuda.family` asks; of what CUDA cores cannot do as fast no tile is looked for."""
+    fastest = math.inf if best is None else family.weighed(best)
+    if p.pass_ != "fwd":
+        return batches.too_long(p) or choose(p, gpu, fastest)
+    if (least := least_seconds(p, gpu)) > fastest:
+        return f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
+    return choose(p, gpu, fastest)
 
 
 def _costs(p: Problem, gpu: Gpu, limit: float) -> tuple[list[tuple[_Cost, Tile | Walk]], float]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from upconv.cuda import jit
+from upconv.cuda import batches, family, jit
 from upconv.cuda.gpu import Gpu, fma_lanes
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
@@ -57,7 +57,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(family.Defaults):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     family: str
@@ -114,7 +114,7 @@ def full(values: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) * (3 - len(values)) + values
 
 
-class GradInput:
+class GradInput(family.Prepared):
     """The gradient for the input, its kernel loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
@@ -130,14 +130,16 @@ class GradInput:
         self.packing = ("contiguous", p.pass_)
         """What `pack`'s result depends on beside the weight."""
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weight itself, contiguous."""
         return weight.contiguous()
 
-    def run(self, grad: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        """Launches the kernel: ``grad`` and ``out`` dense in the problem's layout; there is never a bias."""
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
+        """Launches the kernel: ``x`` (the output's gradient) and ``out`` dense in the problem's layout; no bias."""
         assert bias is None
-        self._run(self._device, self._grid, (grad.data_ptr(), packed.data_ptr(), out.data_ptr(), *self._sizes))
+        self._run(self._device, self._grid, (x.data_ptr(), packed.data_ptr(), out.data_ptr(), *self._sizes))
 
 
 class Sums:
@@ -164,7 +166,7 @@ class Sums:
         )
 
 
-class GradWeight:
+class GradWeight(family.PreparedWeight):
     """The gradient for the weight, its kernels loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
@@ -178,7 +180,7 @@ class GradWeight:
         self._grid = _weight_blocks(p, choice.tile) * choice.splits
         self._sizes = (p.batch, *full(p.size), *full(p.out_size), positions, -(-positions // choice.splits))
 
-    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
         """Writes the weight's gradient into ``out`` (contiguous or channels_last).
 
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
@@ -267,3 +269,8 @@ def _grad_weight(p: Problem, gpu: Gpu) -> Choice:
     seconds += 2 * splits * numel * 4 / gpu.bandwidth + splits * 20e-9
     summary = f"a thread sums {co} output channels x {taps} taps, {splits} ranges of positions, grid {blocks * splits}"
     return Choice("direct_wgrad", seconds, summary, bound, p, tile, splits)
+
+
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
+    """As `upconv.cuda.family` asks."""
+    return batches.too_long(p) or choose(p, gpu)

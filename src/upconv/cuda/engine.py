@@ -19,7 +19,7 @@ from torch import Tensor
 
 from upconv import cpu
 from upconv.cuda import weights
-from upconv.cuda.families import Prepared, PreparedWeight, Unit
+from upconv.cuda.family import Prepared, PreparedWeight, Unit
 from upconv.cuda.gpu import current_device as _current_device
 from upconv.problem import Pass, is_channels_last
 
@@ -200,8 +200,8 @@ class WeightRunner:
         doubtful = p.layout == "channels_last" and (p.in_channels == 1 or max(p.size) == 1)
         self.otherwise = cpu.dense_strides(p.weight_shape, torch.contiguous_format) if doubtful else None
         self.prepared: PreparedWeight = _prepare(plan, index, "grad-weight")
-        self.casts = getattr(self.prepared, "casts", False)
-        self.together = getattr(self.prepared, "together", False)
+        self.casts = self.prepared.casts
+        self.together = self.prepared.together
 
     def __call__(self, x: Tensor, grad: Tensor, dtype: torch.dtype, lasting: bool = True) -> Tensor:
         """The gradient for the weight, in its ``dtype`` and the problem's layout; ``grad`` (the output's) is dense."""
@@ -217,7 +217,7 @@ class WeightRunner:
         out = x.new_empty_strided(self.shape, strides, dtype=dtype if mixed else None)
         try:
             if self.together and lasting and not _capturing():
-                self.prepared.run(x, grad, out, True)  # type: ignore[call-arg]
+                self.prepared.run(x, grad, out, True)
             else:
                 self.prepared.run(x, grad, out)
         except torch.OutOfMemoryError:
@@ -247,13 +247,11 @@ class Runner:
         self.format = cpu.memory_format(p.layout, p.rank)
         self.strides = cpu.dense_strides(self.shape, self.format)
         self.prepared: Prepared = _prepare(plan, index, pass_)
-        self.casts = getattr(self.prepared, "casts", False)
-        self.packs = getattr(self.prepared, "packs", False)
-        self.biased = getattr(self.prepared, "biased", False)
-        self.claims = getattr(self.prepared, "claims", False)
-        self.pack_to_keep = getattr(self.prepared, "pack_to_keep", self.prepared.pack)
-        packing = getattr(self.prepared, "packing", plan.selection(pass_).choice)
-        self.packing = weights.number((pass_, packing, p.dtype, p.weight_shape))
+        self.casts = self.prepared.casts
+        self.packs = self.prepared.packs
+        self.biased = self.prepared.biased
+        self.claims = self.prepared.claims
+        self.packing = weights.number((pass_, self.prepared.packing, p.dtype, p.weight_shape))
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True) -> Tensor:
         if _current_device() != self.index:
@@ -277,7 +275,7 @@ class Runner:
         capturing = _capturing()
         packed = None
         if weights.frozen and not capturing and (self.casts or weight.dtype is x.dtype):
-            packed = weights.kept(weight, self.packing, self.index, self.pack_to_keep if lasting else None)
+            packed = weights.kept(weight, self.packing, self.index, self.prepared.pack_to_keep if lasting else None)
         rounded = None  # a bias that is rounded together with the weight
         if weight.dtype is not x.dtype:
             if not self.casts:
@@ -291,12 +289,12 @@ class Runner:
         if packed is None:
             weight = weight.resolve_neg()
             if self.packs and lasting and rounded is None and not capturing:
-                self.prepared.run_packing(x, weight, bias, out)  # type: ignore[attr-defined]
+                self.prepared.run_packing(x, weight, bias, out)
                 return
             packed = self.prepared.pack(weight) if rounded is None else self.prepared.pack(weight, rounded)
             fresh = not capturing  # drivers before CUDA 12.3 capture no dependents
         if self.claims and lasting and not capturing:
-            self.prepared.run(x, packed, bias, out, fresh, True)  # type: ignore[call-arg]
+            self.prepared.run(x, packed, bias, out, fresh, True)
         else:
             self.prepared.run(x, packed, bias, out, fresh)
 
@@ -425,7 +423,7 @@ def compile_all(
         if choice is None or _loaded(plan, index, pass_):
             continue
         assert plan.device.gpu is not None
-        found: tuple[Unit, ...] = (*choice.sources(), *getattr(choice, "packing_sources", ()))
+        found: tuple[Unit, ...] = (*choice.sources(), *choice.packing_sources)
         for unit in found:
             units.setdefault((unit.source, plan.device.gpu.arch), (unit.label, plan, index, pass_))
     lines = []
@@ -458,9 +456,8 @@ def compile_all(
 
 def _load(runner: Runner | WeightRunner | None) -> None:
     """Loads what a runner's prepared kernels leave to their first use, if they do."""
-    load = getattr(None if runner is None else runner.prepared, "load", None)
-    if load is not None:
-        load()
+    if runner is not None:
+        runner.prepared.load()
 
 
 def _loaded(plan: Plan, index: int, pass_: Pass) -> bool:
@@ -475,4 +472,4 @@ def _loaded(plan: Plan, index: int, pass_: Pass) -> bool:
 
 def _complete(runner: Runner | WeightRunner | None) -> bool:
     """Whether there is a runner whose kernels are loaded, as `_load` loads them."""
-    return runner is not None and bool(getattr(runner.prepared, "loaded", True))
+    return runner is not None and runner.prepared.loaded

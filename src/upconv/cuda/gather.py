@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upconv.cuda import jit
+from upconv.cuda import batches, family, jit
 from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.boxes import Tensor5, Words, channels_last, dense, encode, of_class
 from upconv.cuda.gather_model import alignment_of
@@ -33,7 +33,7 @@ from upconv.problem import Problem
 # Pixels along a side of images that `batches` tries side by side. What tiles of larger ones read comes from many places
 # of the memory (NOTES: 256->256 k2 s2 on 512 images of 14 x 14, gradient for the input in TF32 274 -> 343 us, where the
 # model has 226 -> 198).
-MOST_ABREAST = 16
+WIDEST = 16
 # Of clusters that the model has so near, one whatever the size, since each is a kernel to be compiled.
 _ALIKE = 1.03
 # Packing a forward's weights: seconds, bytes a second. And the share of its time by which multiplying them as they lie
@@ -63,7 +63,7 @@ _launched = attrgetter("boxable", "packs", "claimed", "last_rounds", "grid")
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(family.Defaults):
     """A tiling for a problem on a GPU, and what the model thinks of it."""
 
     tiling: Tiling
@@ -96,6 +96,10 @@ class Choice:
     @property
     def family(self) -> str:
         return "gather"
+
+    @property
+    def packing_seconds(self) -> float:
+        return 0.0 if self.in_place else family.packing_seconds(self.problem, self.gpu)
 
     @property
     def margin(self) -> float:
@@ -318,6 +322,7 @@ class Prepared(BoxedPacks, LazyPacks):
         )
         """What `pack`'s result depends on beside the weight."""
         self._choice, self._zeros = choice, Counters(device, 4)
+        self.packs = choice.packs > 0
         self.claims, self._counters = choice.claimed, Counters(device, t.m_groups + 1)
         if self._boxed_unit is None and not choice.packs:
             self.load()
@@ -351,11 +356,6 @@ class Prepared(BoxedPacks, LazyPacks):
     def _run_packing(self) -> Launches:
         (unit,) = self._choice.packing_sources
         return self._load_gather(unit, self._codes.replace("(", "PPii(", 1), False)
-
-    @property
-    def packs(self) -> bool:
-        """Whether `run_packing` is there."""
-        return self._choice.packs > 0
 
     def pack_to_keep(self, weight: Tensor) -> Tensor:
         """`pack`, for many calls: packed weights are multiplied faster in TF32 than a forward's as they lie."""
@@ -509,6 +509,11 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
     ``general``: of those that serve every size of the input.
     """
     return _choose(p, gpu, general)
+
+
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
+    """As `upconv.cuda.family` asks: `choose`, for the problem or for one whose tensors are the same (`batches`)."""
+    return batches.too_long(p) or batches.choose(choose, p, gpu, general, WIDEST)
 
 
 @lru_cache(maxsize=4096)

@@ -373,7 +373,9 @@ class Prepared(LazyPacks):
         assert self._boxed_unit is not None
         return self._load_implicit(self._boxed_unit)
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
         """Launches the kernel: ``x``, the source, and ``out``, the result, dense in channels_last.
 
         ``packed`` is what `pack` returned; ``bias``: of the result's channels, in the problem's dtype, or float32 if
@@ -601,3 +603,4 @@ choose = Chooser(
     none="no tile's stages fit in shared memory, or its tiles are too many to count",
 )
 """The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

@@ -431,3 +431,4 @@ choose = Chooser(
     none="no tile fits shared memory, or there are more than the kernel counts in 32 bits",
 )
 """The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

@@ -24,7 +24,7 @@ class OneMappedChoice(TileChoice[T]):
     threads: ClassVar[int]
     """Of a block."""
     biased: ClassVar[bool] = False
-    """Whether the gradient for the input takes a bias too (`upconv.cuda.families.Prepared`)."""
+    """Whether the gradient for the input takes a bias too (`upconv.cuda.family.Prepared`)."""
     tile: Any
     """With ``macros()``, ``arguments`` and ``tiles`` of a problem, its packed words and blocks, and shared bytes."""
 
@@ -88,7 +88,9 @@ class Prepared(Packs):
         self.packing = (choice.family, *choice.packing)
         """What `pack`'s result depends on beside the weight."""
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
         """Launches the kernel: ``x`` and ``out`` contiguous, ``packed`` what `pack` returned.
 
         ``fresh``: `pack` was called just before, and the kernel loads its first pixels beside what that launched.

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from upconv.cuda import jit
+from upconv.cuda import family, jit
 from upconv.cuda.boxes import Five, Tensor5, Words, encode
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, Launches, bind
@@ -48,7 +48,7 @@ def run_beside(out: Tensor, run: Callable[[Tensor], None]) -> None:
     out.copy_(whole)
 
 
-class Packs:
+class Packs(family.Prepared):
     """What choices share whose kernels read packed weights, on a device."""
 
     _boxed_unit: Unit | None = None

@@ -415,3 +415,4 @@ choose = Chooser(
     none="no tile fits a row of such strides, or the tiles are too many",
 )
 """The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

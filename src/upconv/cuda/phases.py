@@ -487,3 +487,4 @@ choose = Chooser(
     none=_why_none,
 )
 """The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

@@ -321,7 +321,9 @@ class Prepared(LazyPacks):
         assert self._boxed_unit is not None
         return self._load_pixels(self._boxed_unit, f"({'q' * 16})")
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
         """Launches the kernel: ``x``, the output's gradient, and ``out``, the input's, dense in channels_last.
 
         ``packed`` is what `pack` returned; there is no bias. ``fresh``: `pack` was called just before, and the kernel
@@ -465,3 +467,4 @@ choose = Chooser(
     none="this layer's weights leave no room for a ring of planes in shared memory, or its sums in registers",
 )
 """The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from upconv import cpu
 from upconv.cuda import around, jit
-from upconv.cuda.families import weighed
+from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
@@ -277,3 +277,6 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     if not around.gains(weighed(found) * hoped, otherwise):
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, with copies"
     return found
+
+
+candidate = choose

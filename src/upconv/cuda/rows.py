@@ -17,7 +17,7 @@ from itertools import product
 
 from torch import Tensor
 
-from upconv.cuda import gather, jit
+from upconv.cuda import family, gather, jit
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.choosing import Chooser
 from upconv.cuda.columns import PRECISIONS, instruction
@@ -204,7 +204,8 @@ def _segments(walks: int, slices: int, slots: int, multiprocessors: int) -> int:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(family.Defaults):
+    packing_seconds = 0.0
     """Rows for a problem on a GPU, and what the model thinks of it."""
 
     rows: Rows
@@ -263,7 +264,9 @@ class Prepared(Packs):
         self.packing = ("rows", s.chunk, p.precision, p.stride[0])
         """What `pack`'s result depends on beside the weight."""
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
         """Launches the kernel: ``x``, the output's gradient, and ``out``, the input's, contiguous.
 
         ``packed`` is what `pack` returned; there is no bias. ``fresh``: `pack` was called just before, and the kernel
@@ -353,3 +356,4 @@ choose = Chooser(
     none="this layer's weights leave no room for a ring of rows in shared memory, or its sums in registers",
 )
 """The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

@@ -20,7 +20,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from upconv.cuda import jit
+from upconv.cuda import batches, family, jit
 from upconv.cuda.direct_wgrad import DTYPES, Sums, Unit, full
 from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.cuda.gpu import gpu as gpu_of
@@ -321,7 +321,7 @@ def _fullest(words: Iterable[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(family.Defaults):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     family: str
@@ -379,7 +379,7 @@ class _Prepared:
         return int(self._units and grad.data_ptr() % self._bytes == 0)
 
 
-class GradInput(_Prepared):
+class GradInput(_Prepared, family.Prepared):
     """The gradient for the input, its kernel loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
@@ -391,18 +391,20 @@ class GradInput(_Prepared):
         self.packing = ("contiguous", choice.problem.pass_)
         """What `pack`'s result depends on beside the weight."""
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weight itself, contiguous."""
         return weight.contiguous()
 
-    def run(self, grad: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        """Launches the kernel: ``grad`` and ``out`` dense in the problem's layout; there is never a bias."""
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
+        """Launches the kernel: ``x`` (the output's gradient) and ``out`` dense in the problem's layout; no bias."""
         assert bias is None
-        pointers = (grad.data_ptr(), packed.data_ptr(), out.data_ptr())
-        self._run(self._device, self._grid, (*pointers, *self._sizes, self._whole(grad)))
+        pointers = (x.data_ptr(), packed.data_ptr(), out.data_ptr())
+        self._run(self._device, self._grid, (*pointers, *self._sizes, self._whole(x)))
 
 
-class GradWeight(_Prepared):
+class GradWeight(_Prepared, family.PreparedWeight):
     """The gradient for the weight, its kernels loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
@@ -414,7 +416,7 @@ class GradWeight(_Prepared):
         self._grid = _weight_blocks(p, tile) * choice.splits
         self._per_split = -(-self._tiles // choice.splits)
 
-    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
         """Writes the weight's gradient into ``out`` (contiguous or channels_last).
 
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
@@ -440,6 +442,15 @@ def choose(p: Problem, gpu: Gpu) -> Choice | str:
     if p.batch == 0 or 0 in p.size:
         return "an empty input has no work"
     return _choose(p, gpu)
+
+
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
+    """As `upconv.cuda.family` asks; of what CUDA cores cannot do as fast no tile is looked for."""
+    if too_long := batches.too_long(p):
+        return too_long
+    if p.pass_ != "fwd" and best is not None and (least := least_seconds(p, gpu)) > family.weighed(best):
+        return f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
+    return choose(p, gpu)
 
 
 def least_seconds(p: Problem, gpu: Gpu) -> float:

@@ -335,3 +335,4 @@ choose = Chooser(
     none="there are more tiles than the kernel counts in 32 bits",
 )
 """The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

@@ -21,7 +21,7 @@ from itertools import product
 
 from torch import Tensor
 
-from upconv.cuda import gather, jit
+from upconv.cuda import family, gather, jit
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.choosing import Chooser
 from upconv.cuda.columns import instruction, stores_wide
@@ -282,7 +282,7 @@ def _segments(walks: int, slices: int, slots: int, multiprocessors: int) -> int:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(family.Defaults):
     """A sweep for a problem on a GPU, and what the model thinks of it."""
 
     sweep: Sweep
@@ -304,6 +304,10 @@ class Choice:
         the worse of the two (kb61's gradient in bfloat16 by a sweep 514 us, by `pixels` 385).
         """
         return 1.1 if self.sweep.channels_last else 1.15
+
+    @property
+    def packing_seconds(self) -> float:
+        return family.packing_seconds(self.problem, self.gpu)
 
     @property
     def grid(self) -> int:
@@ -351,7 +355,9 @@ class Prepared(gather.BoxedPacks):
         self.packing = ("sweep", s.slots, s.chunk, p.precision, p.pass_, p.out_channels, s.entries)
         """What `pack`'s result depends on beside the weight."""
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
 
         For pass "grad-input" they are as for `gather.Prepared.run`. ``fresh``: `pack` was called just before, and the
@@ -525,3 +531,4 @@ choose = Chooser(
     none="no tile of this layer fits in registers, shared memory and one stretch of code",
 )
 """The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from upconv import cpu
 from upconv.cuda import around, jit
-from upconv.cuda.families import weighed
+from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
@@ -239,3 +239,6 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     if not around.gains(weighed(found), otherwise):
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, its stride undone first"
     return found
+
+
+candidate = choose

@@ -17,7 +17,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from upconv.cuda import jit
+from upconv.cuda import batches, family, jit
 from upconv.cuda.boxes import Tensor5, Words, channels_last, dense, encode, of_class
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
@@ -37,7 +37,7 @@ from upconv.cuda.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad_warpgroups import COMMON_WIDTHS, WarpgroupTiling
 from upconv.problem import Problem
 
-MOST_ABREAST = 32  # pixels along a side of images that `batches` tries side by side
+WIDEST = 32  # pixels along a side of images that `batches` tries side by side
 _RUNS = 8  # warps of a block of the second step
 _SIZES = "i" * 12  # of the kernels' parameters: images, sizes, counts of chunks
 _CHUNK_BOX = "i" * 4  # and of `gapless` ones: a chunk's box
@@ -53,7 +53,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(family.Defaults):
     """A tiling for a problem on a GPU, and what the model thinks of it."""
 
     tiling: AnyTiling
@@ -142,7 +142,7 @@ class Choice:
         return Prepared(self, device)
 
 
-class Prepared:
+class Prepared(family.PreparedWeight):
     """A choice's kernels, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
@@ -357,6 +357,11 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
     ``general``: of those that serve every size of the input.
     """
     return _choose(p, gpu, general)
+
+
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
+    """As `upconv.cuda.family` asks: `choose`, for the problem or for one whose tensors are the same (`batches`)."""
+    return batches.too_long(p) or batches.choose(choose, p, gpu, general, WIDEST)
 
 
 @lru_cache(maxsize=4096)
