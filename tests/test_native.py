@@ -658,7 +658,7 @@ def test_what_is_forgotten_is_freed(machine: Machine, module: Any) -> None:
     assert is_replayed(out)
     (call,) = calls.seen[id(layer.weight)].calls
     plan = call.plan
-    plan.replays.clear()
+    replays.recorded(plan).clear()
     ops.forget_plans()
     of_this = [g for g in gc.get_objects() if type(g) is replays._Gradients and g._passes.plan is plan]
     assert len(of_this) == 1, "the graph still needs it"

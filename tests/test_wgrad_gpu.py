@@ -17,7 +17,7 @@ from torch import Tensor
 
 import upconv
 from upconv import cpu, ops, reference
-from upconv.cuda import direct, direct_wgrad, staged, wgrad, wgrad_costs, wgrad_search
+from upconv.cuda import direct, direct_wgrad, engine, staged, wgrad, wgrad_costs, wgrad_search
 from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.launch import Launcher
 from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
@@ -365,7 +365,7 @@ def test_a_training_step_adds_up_at_once_and_a_captured_one_in_two_steps(monkeyp
     assert names[-1:] == ["wgrad"]
     plan = ops._find_plan(2, x, layer.weight, None, (2, 2), (1, 1), (0, 0), 1, (1, 1))
     assert plan is not None
-    runner = plan.gradient_runners[0].weight
+    runner = engine.loaded(plan).gradients[0].weight
     assert runner is not None and not runner.prepared.loaded  # type: ignore[attr-defined]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # compiles and loads what it needs

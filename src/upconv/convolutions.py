@@ -74,11 +74,6 @@ class Convolution:
         """As its other calls are computed."""
         return replace(self, training=False) if self.training else self
 
-    @cached_property
-    def replays(self) -> dict[Any, Any]:
-        """What `upconv.replays` knows of its calls."""
-        return {}
-
     @property
     def problem(self) -> Problem:
         """The transposed convolution's."""
@@ -453,7 +448,7 @@ class _Passes:
         self.result = c.problem.input_shape
 
     def loaded(self, index: int) -> bool:
-        found = self.plan.gradient_runners.get(index)
+        found = engine.loaded(self.plan).gradients.get(index)
         return not self._c.for_output or (found is not None and "input" in vars(found))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -519,7 +519,7 @@ class _Passes:
         self.plan, self.result = plan, plan.problem.output_shape
 
     def loaded(self, index: int) -> bool:
-        return index in self.plan.runners
+        return index in engine.loaded(self.plan).runners
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return engine.forward(self.plan, x, weight, bias)

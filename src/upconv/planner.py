@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,9 +13,6 @@ from upconv.cuda import families
 from upconv.cuda.family import Choice, best_of, weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Pass, Problem
-
-if TYPE_CHECKING:
-    from upconv.cuda import engine
 
 
 @dataclass(frozen=True)
@@ -56,9 +52,9 @@ class Selection:
     """The chosen one first."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """How each pass of a `Problem` is computed on a device.
+    """How each pass of a `Problem` is computed on a device; equal to itself alone.
 
     The names are those of `upconv.cpu`'s plans, on a GPU those of the kernel families (`upconv.cuda.families.FAMILIES`;
     for the weight's gradient its `WEIGHT_FAMILIES`), and ``native`` for PyTorch's own operator.
@@ -73,21 +69,6 @@ class Plan:
     """The candidates for the problem's own pass (for a step: the forward's), the chosen one first."""
     choice: Choice | None = None
     """On a GPU the configuration of the kernel that computes the forward."""
-
-    @cached_property
-    def runners(self) -> dict[int, engine.Runner]:
-        """The forward's kernels as loaded on each CUDA device, by its index; filled by `upconv.cuda.engine`."""
-        return {}
-
-    @cached_property
-    def gradient_runners(self) -> dict[int, engine.Gradients]:
-        """As `runners`, for the gradients."""
-        return {}
-
-    @cached_property
-    def replays(self) -> dict[Any, Any]:
-        """What `upconv.replays` knows of its calls."""
-        return {}
 
     @cached_property
     def grad_input(self) -> Selection:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -62,9 +63,18 @@ hoped = True
 
 
 def forget() -> None:
-    """Drops what is known of calls; Python computes each once more. (What is recorded is their plans'.)"""
+    """Drops what is known of calls; Python computes each once more. What is `recorded` stays."""
     if host is not None:
         host.forget()
+
+
+@lru_cache(maxsize=4096)
+def recorded(holder: Any) -> dict[Any, Any]:
+    """What is known of the calls of a plan or a convolution, by what tells them apart; of those used last.
+
+    A value is the number of calls like it, or what replays them, or `_NEVER`.
+    """
+    return {}
 
 
 def offer(
@@ -79,7 +89,7 @@ def offer(
     """Told of each training call that Python computes; the third like it is recorded, if the module is there.
 
     Args:
-        holder: what planned it; it has ``replays``, a dict of this module's.
+        holder: what planned it, hashable.
         passes: what it computes, of the holder.
         plain: whether it is a plain convolution's.
         input, weight, bias: as the caller gave them.
@@ -104,12 +114,13 @@ def offer(
     if engine._capturing():  # passes that are captured do without what outlives them
         return
     key = (autocast, weight.dtype, arguments, *((t.stride(), t.requires_grad) for t in tensors), input.get_device())
-    found = holder.replays.get(key, 0)
+    known = recorded(holder)
+    found = known.get(key, 0)
     if type(found) is int:
         if found < CALLS - 1:
-            holder.replays[key] = found + 1
+            known[key] = found + 1
             return
-        found = holder.replays[key] = _recorded(module, passes(holder), input, weight, bias, autocast) or _NEVER
+        found = known[key] = _recorded(module, passes(holder), input, weight, bias, autocast) or _NEVER
     if found is not _NEVER:
         p = passes(holder).plan.problem
         precision = _PRECISIONS[p.precision] if p.dtype is torch.float32 and input.is_cuda else 0

@@ -25,7 +25,7 @@ def compute(plan: Plan, what: Any, run: Pass, operands: Operands, may_copy: int)
     """A pass by a plan, replayed where it can be; the third call like it is recorded.
 
     Args:
-        plan: what the pass is computed by; it keeps what is recorded.
+        plan: what the pass is computed by.
         what: names the pass among the plan's.
         run: the pass in Python, of the plan and the operands.
         operands: its three operands.
@@ -36,7 +36,7 @@ def compute(plan: Plan, what: Any, run: Pass, operands: Operands, may_copy: int)
         # A tape packs; the pass in Python reads the copy.
         return run(plan, a, b, c)
     key = (what, a.stride(), b.stride(), b.dtype, c if c is None else (c.stride(), c.dtype), a.get_device())
-    held = plan.replays.get(key, 0)
+    held = replays.recorded(plan).get(key, 0)
     if type(held) is not int and held is not replays._NEVER:
         found: Results | None = native.module().play(held, a, b, c, may_copy)
         if found is not None:
@@ -57,7 +57,7 @@ def _count(plan: Plan, key: Any, held: int, run: Pass, operands: Operands) -> No
         return
     if provisional.pending() or engine._capturing():
         return
-    plan.replays[key] = held + 1 if held < replays.CALLS - 1 else _recorded(module, plan, run, operands)
+    replays.recorded(plan)[key] = held + 1 if held < replays.CALLS - 1 else _recorded(module, plan, run, operands)
 
 
 def _recorded(module: Any, plan: Plan, run: Pass, operands: Operands) -> Any:

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -46,7 +46,7 @@ def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, lasting:
         RuntimeError: the kernel could not be compiled, loaded or launched; names the problem and the plan.
     """
     index = x.get_device()
-    runner = plan.runners.get(index)
+    runner = loaded(plan).runners.get(index)
     if runner is None or _collectors:
         runner = _runner(plan, index)
         if runner is None:  # `collecting` wants to know what is missing, not to compile it
@@ -308,6 +308,23 @@ def _failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -
 
 # --- loading and compiling -------------------------------------------------------------------------------------------
 
+
+
+class Loaded:
+    """A plan's kernels by the index of the CUDA device that they are loaded on."""
+
+    def __init__(self) -> None:
+        self.runners: dict[int, Runner] = {}
+        """The forward's."""
+        self.gradients: dict[int, Gradients] = {}
+
+
+@lru_cache(maxsize=4096)
+def loaded(plan: Plan) -> Loaded:
+    """What is loaded of a plan; of the plans used last."""
+    return Loaded()
+
+
 _preparing = threading.RLock()
 
 
@@ -328,9 +345,10 @@ def _runner(plan: Plan, index: int) -> Runner | None:
     if not _noted(plan, index, "fwd"):
         return None
     with _preparing:
-        if index not in plan.runners:
-            plan.runners[index] = Runner(plan, index)
-        return plan.runners[index]
+        runners = loaded(plan).runners
+        if index not in runners:
+            runners[index] = Runner(plan, index)
+        return runners[index]
 
 
 def warming() -> bool:
@@ -355,8 +373,9 @@ def _noted(plan: Plan, index: int, pass_: Pass, of: Convolved | None = None, bia
 
 
 def _gradients(plan: Plan, index: int) -> Gradients:
-    found = plan.gradient_runners.get(index)
-    return plan.gradient_runners.setdefault(index, Gradients(plan, index)) if found is None else found
+    of = loaded(plan).gradients
+    found = of.get(index)
+    return of.setdefault(index, Gradients(plan, index)) if found is None else found
 
 
 class Wanted(NamedTuple):
@@ -462,8 +481,8 @@ def _load(runner: Runner | WeightRunner | None) -> None:
 
 def _loaded(plan: Plan, index: int, pass_: Pass) -> bool:
     if pass_ == "fwd":
-        return _complete(plan.runners.get(index))
-    found = plan.gradient_runners.get(index)
+        return _complete(loaded(plan).runners.get(index))
+    found = loaded(plan).gradients.get(index)
     if found is None or ("input" if pass_ == "grad-input" else "weight") not in vars(found):
         return False
     runner = found.input if pass_ == "grad-input" else found.weight
