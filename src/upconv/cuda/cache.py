@@ -20,7 +20,6 @@ import os
 import stat
 import struct
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from upconv import forks
 from upconv.cuda.trust import insecure
 
 _MARK = b"upconv01"
@@ -38,21 +38,11 @@ _EMPTIED_TO = 0.9  # of the limit, so that not each write removes something
 _COUNTED_EVERY = 1 / 16  # of the limit: bytes that a process writes before it counts what the directory holds again
 _USED_SECONDS = 86400.0  # the time of the last use is kept to a day
 
-_state_lock = threading.Lock()
+_state_lock = forks.Lock()
 _warned = False
 _swept = False
 _uncounted = math.inf
 """Bytes that this process wrote since it last counted what the directory holds."""
-
-
-def _forked() -> None:
-    """A child has no thread of its parent's that would give back the lock."""
-    global _state_lock
-    _state_lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 def directory() -> Path | None:

@@ -7,7 +7,6 @@ Weights are packed at every call, unless the user has frozen them (`upconv.cuda.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from upconv import cpu
+from upconv import cpu, forks
 from upconv.cuda import weights
 from upconv.cuda.family import Prepared, PreparedWeight, Unit
 from upconv.cuda.gpu import current_device as _current_device
@@ -309,7 +308,6 @@ def _failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -
 # --- loading and compiling -------------------------------------------------------------------------------------------
 
 
-
 class Loaded:
     """A plan's kernels by the index of the CUDA device that they are loaded on."""
 
@@ -325,17 +323,8 @@ def loaded(plan: Plan) -> Loaded:
     return Loaded()
 
 
-_preparing = threading.RLock()
+_preparing = forks.Lock(threading.RLock)
 
-
-def _forked() -> None:
-    """In a child: a thread of the parent's may have held the lock."""
-    global _preparing
-    _preparing = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 _local = threading.local()
 _collectors = 0  # threads within `collecting`; looked at by every call
 

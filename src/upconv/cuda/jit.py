@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from upconv import forks
 from upconv.cuda import cache
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -174,7 +175,7 @@ def _key(text: str, arch: str) -> str:
 
 # --- compilation -----------------------------------------------------------------------------------------------------
 
-_lock = threading.Lock()
+_lock = forks.Lock()
 _busy: dict[str, threading.Lock] = {}
 _cubins: dict[str, bytes] = {}
 """The latest, which are loaded soon; of the others the disk has most."""
@@ -445,7 +446,7 @@ def _uncaptured(driver: Any) -> Iterator[None]:
 
 _libraries: dict[str, Any] = {}
 _kernels: dict[tuple[str, str], Kernel] = {}
-_load_lock = threading.Lock()
+_load_lock = forks.Lock()
 
 
 def kernel(source: str, entry: str, arch: str, label: str = "", keep: bool = True) -> Kernel:
@@ -490,11 +491,8 @@ def _drive(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _forked() -> None:
-    """A child has no thread of its parent's that would give back a lock."""
-    global _lock, _load_lock
-    _lock, _load_lock = threading.Lock(), threading.Lock()
+    """A child has no thread that compiles."""
     _busy.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+forks.in_child(_forked)

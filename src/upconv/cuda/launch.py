@@ -7,7 +7,6 @@ PyTorch for the current stream and calls the driver.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import struct
 import threading
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from upconv import forks
 from upconv.cuda import jit
 from upconv.cuda.gpu import current_device, current_stream, gpu
 from upconv.cuda.jit import Kernel
@@ -61,17 +61,16 @@ class Notes(Protocol):
 
 _notes = 0  # threads within `noted_by`; looked at by every launch
 _noting = threading.local()
-_lock = threading.Lock()
+_lock = forks.Lock()
 
 
 def _forked() -> None:
-    """A child has no thread of its parent's that would give back the lock, or be within `noted_by`."""
-    global _lock, _notes
-    _lock, _notes = threading.Lock(), int(getattr(_noting, "by", None) is not None)
+    """A child has no other thread that would be within `noted_by`."""
+    global _notes
+    _notes = int(getattr(_noting, "by", None) is not None)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+forks.in_child(_forked)
 
 
 @contextmanager

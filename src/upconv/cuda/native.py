@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from upconv import forks
 from upconv.cuda import cache
 from upconv.cuda.trust import insecure
 
@@ -46,7 +47,7 @@ _FUNCTIONS = (
 _MOST_SECONDS = 180.0  # that a process waits for another that compiles
 _COMPILING_SECONDS = 900.0  # of a compiler, at the lowest priority, that is taken to hang then
 
-_lock = threading.Lock()
+_lock = forks.Lock()
 _done = threading.Event()
 _builder: threading.Thread | None = None
 _module: Any = None
@@ -134,14 +135,13 @@ def _start() -> None:
 
 def _forked() -> None:
     """A child has no thread of its parent's."""
-    global _builder, _done, _child, _lock
-    _lock, _child = threading.Lock(), None
+    global _builder, _done, _child
+    _child = None
     if _module is None:
         _builder, _done = None, threading.Event()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+forks.in_child(_forked)
 
 
 def _build() -> None:

@@ -18,6 +18,8 @@ from weakref import WeakSet
 
 import torch
 
+from upconv import forks
+
 if TYPE_CHECKING:
     from upconv.cuda.launch import Launches
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _THREADS = max(1, min(4, _CORES // 2))
 
-_lock = threading.Lock()
+_lock = forks.Lock()
 _jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 _threads = 0
 _pending: WeakSet[Provisional] = WeakSet()
@@ -162,12 +164,11 @@ def _work() -> None:
 
 def _forked() -> None:
     """A child has no thread of its parent's, so that what these were compiling its next launch compiles."""
-    global _lock, _threads
-    _lock, _threads = threading.Lock(), 0
+    global _threads
+    _threads = 0
     _jobs.clear()
     for each in _pending:
         each.abandon()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+forks.in_child(_forked)

@@ -17,8 +17,6 @@ Packed weights are not kept either
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from collections.abc import Callable, Hashable
 from itertools import count
@@ -27,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from upconv import forks
 from upconv.cuda.gpu import current_stream
 
 MOST_COPIES = 2
@@ -95,17 +94,8 @@ class Frozen:
 
 frozen: dict[tuple[int, int], Frozen] = {}
 """The frozen weights, by the `id` of their storage and their address."""
-_lock = threading.Lock()
+_lock = forks.Lock()
 
-
-def _forked() -> None:
-    """In a child: a thread of the parent's may have held the lock."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 _packings: dict[Hashable, int] = {}
 _numbers = count()
 _MOST_PACKINGS = 4096  # as many as there are plans
