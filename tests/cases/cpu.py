@@ -7,6 +7,7 @@ import time
 import traceback
 
 import torch
+import torch._dynamo  # once, ahead of the forks
 import torch.nn as nn
 import torch.nn.functional as F
 
