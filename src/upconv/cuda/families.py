@@ -3,7 +3,7 @@
 A family is a module of this package: for the forward and the gradient for the input `upconv.cuda.gather`,
 `upconv.cuda.joined`, `upconv.cuda.sweep`, `upconv.cuda.rows`, `upconv.cuda.pixels`, `upconv.cuda.implicit`,
 `upconv.cuda.subpixel`, `upconv.cuda.strides`, `upconv.cuda.pairs`, `upconv.cuda.phases`, `upconv.cuda.direct`; for the
-gradient for the weight `upconv.cuda.wgrad`, `upconv.cuda.direct_wgrad`; for both `upconv.cuda.staged`,
+gradient for the weight `upconv.cuda.wgrad`; for both `upconv.cuda.staged`,
 `upconv.cuda.unshuffle`, `upconv.cuda.relayout`. It answers a `Problem` with a `Choice`, its best configuration by its
 own cost model, or with the sentence why it has none; the choice, prepared for a device, is what `upconv.cuda.engine`
 runs. The planner asks all of them and takes the one that expects the least time. Nothing here needs a GPU or loads a
@@ -44,7 +44,7 @@ FAMILIES = (
 
 Of equals the first is taken.
 """
-WEIGHT_FAMILIES = ("wgrad", "direct_wgrad", "staged", "unshuffle", "relayout")
+WEIGHT_FAMILIES = ("wgrad", "staged", "unshuffle", "relayout")
 """As `FAMILIES`, of the gradient for the weight."""
 # Families that have kernels for one size of the input alone.
 _TENSOR_CORES = (
