@@ -44,7 +44,6 @@ from upconv.cuda import (
     pixels,
     relayout,
     rows,
-    strides,
     subpixel,
     sweep,
     wgrad,
@@ -112,11 +111,6 @@ EVERY_LANE = {
     "subpixel.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
-    ),
-    "strides.cu": (
-        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
-        ("barrier_init(empty_w + 8 * i, CONSUMERS * 4);", "barrier_init(empty_w + 8 * i, CONSUMERS * 128);"),
     ),
     "pairs.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
@@ -431,8 +425,6 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "pixels-16": ("pixels", lambda: run_pixels(problem(NARROW, "bf16", "channels_last", "grad-input"), 3, 5)),
     "subpixel": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "tf32", "nchw", "fwd"))),
     "subpixel-16": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),
-    "strides": ("strides", lambda: run_choice(strides, problem(TAPPED, "tf32", "nchw", "fwd"))),
-    "strides-16": ("strides", lambda: run_choice(strides, problem(TAPPED, "bf16", "nchw", "fwd"))),
     "pairs": ("pairs", lambda: run_choice(pairs, problem(LONE_BACK, "tf32", "nchw", "grad-input"))),
     "pairs-16": ("pairs", lambda: run_choice(pairs, problem(TAPPED_BACK, "bf16", "nchw", "grad-input"))),
     "implicit": ("implicit", lambda: run_implicit(problem(STRIDED, "tf32", "channels_last", "grad-input"), True, 2)),

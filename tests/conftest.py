@@ -47,7 +47,6 @@ from upconv.cuda import (
     pixels,
     relayout,
     staged,
-    strides,
     subpixel,
     unshuffle,
     wgrad,
@@ -575,7 +574,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         monkeypatch.setattr(module, "cluster_fits", lambda device, blocks: True)
     for module in (packs, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (packs, gather, wgrad, joined, subpixel, strides, pixels, implicit, pairs, phases):
+    for module in (packs, gather, wgrad, joined, subpixel, pixels, implicit, pairs, phases):
         monkeypatch.setattr(module, "encode", encode)
     return found
 

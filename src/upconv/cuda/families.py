@@ -2,7 +2,7 @@
 
 A family is a module of this package: for the forward and the gradient for the input `upconv.cuda.gather`,
 `upconv.cuda.joined`, `upconv.cuda.sweep`, `upconv.cuda.rows`, `upconv.cuda.pixels`, `upconv.cuda.implicit`,
-`upconv.cuda.subpixel`, `upconv.cuda.strides`, `upconv.cuda.pairs`, `upconv.cuda.phases`, `upconv.cuda.direct`; for the
+`upconv.cuda.subpixel`, `upconv.cuda.pairs`, `upconv.cuda.phases`, `upconv.cuda.direct`; for the
 gradient for the weight `upconv.cuda.wgrad`; for both `upconv.cuda.staged`,
 `upconv.cuda.unshuffle`, `upconv.cuda.relayout`. It answers a `Problem` with a `Choice`, its best configuration by its
 own cost model, or with the sentence why it has none; the choice, prepared for a device, is what `upconv.cuda.engine`
@@ -32,7 +32,6 @@ FAMILIES = (
     "pixels",
     "implicit",
     "subpixel",
-    "strides",
     "pairs",
     "phases",
     "direct",
@@ -48,7 +47,7 @@ WEIGHT_FAMILIES = ("wgrad", "staged", "unshuffle", "relayout")
 """As `FAMILIES`, of the gradient for the weight."""
 # Families that have kernels for one size of the input alone.
 _TENSOR_CORES = (
-    "gather", "joined", "sweep", "rows", "pixels", "implicit", "subpixel", "strides", "pairs", "phases", "wgrad",
+    "gather", "joined", "sweep", "rows", "pixels", "implicit", "subpixel", "pairs", "phases", "wgrad",
 )  # fmt: skip
 _PACK_LAUNCH = 1.5e-6  # seconds, by a launch of its own or within the kernel's
 _AROUND = ("unshuffle", "relayout")  # which call the others' kernels, and are asked behind them
