@@ -525,8 +525,7 @@ def tiles(p: Problem, beyond: bool = False) -> Iterator[Tile]:
             warps = tile.tap_groups * max(1, 8 // tile.tap_groups)
             lanes = 1 if probe.lanes_are_channels else 32
             if beyond:
-                for w in widths:
-                    yield _with_units(p, Tile(layer, lanes // w, w, 1, ci, kh, kw, warps))
+                yield from (_with_units(p, Tile(layer, -(-lanes // w), w, 1, ci, kh, kw, warps)) for w in widths)
                 continue
             for r, w, groups in product(rows, widths, (1, 2, 4, 8, 16)):
                 if lanes > 1 and not min(_POSITIONS[0], height * width) <= r * w * groups <= _POSITIONS[1]:
