@@ -43,7 +43,6 @@ from upconv.cuda import (
     phases,
     pixels,
     relayout,
-    rows,
     subpixel,
     sweep,
     wgrad,
@@ -103,10 +102,6 @@ EVERY_LANE = {
             "barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);",
             "barrier_init(barriers.left + 8 * i, PRODUCER_THREADS);",
         ),
-    ),
-    "rows.cu": (
-        ("if ((threadIdx.x & 31) == 0) release(empty, count);", "release(empty, count);"),
-        ("barrier_init(empty + 8 * i, USERS * 4);", "barrier_init(empty + 8 * i, USERS * 128);"),
     ),
     "subpixel.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
@@ -419,8 +414,6 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         "sweep",
         lambda: run_sweep(problem(DEEP, "bf16", "channels_last", "fwd"), lambda s: s.slots > 1 and s.turns),
     ),
-    "rows": ("rows", lambda: run_choice(rows, problem(ODD, "tf32", "nchw", "grad-input"))),
-    "rows-16": ("rows", lambda: run_choice(rows, problem(ODD, "bf16", "nchw", "grad-input"))),
     "pixels": ("pixels", lambda: run_pixels(problem(NARROW, "tf32", "channels_last", "grad-input"), 2, 2)),
     "pixels-16": ("pixels", lambda: run_pixels(problem(NARROW, "bf16", "channels_last", "grad-input"), 3, 5)),
     "subpixel": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "tf32", "nchw", "fwd"))),
