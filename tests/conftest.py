@@ -44,7 +44,6 @@ from upconv.cuda import (
     packs,
     pairs,
     phases,
-    pixels,
     relayout,
     staged,
     subpixel,
@@ -574,7 +573,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         monkeypatch.setattr(module, "cluster_fits", lambda device, blocks: True)
     for module in (packs, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (packs, gather, wgrad, joined, subpixel, pixels, implicit, pairs, phases):
+    for module in (packs, gather, wgrad, joined, subpixel, implicit, pairs, phases):
         monkeypatch.setattr(module, "encode", encode)
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import random
 from collections.abc import Iterator, Sequence
 from itertools import product
 

@@ -115,9 +115,7 @@ def guarded(out: Tensor) -> None:
     assert tail.isnan().all(), "stores beyond the result"
 
 
-def check_weight(
-    choice: wgrad.Choice | staged.Choice, x: Tensor, g: Tensor, truth: Tensor
-) -> None:
+def check_weight(choice: wgrad.Choice | staged.Choice, x: Tensor, g: Tensor, truth: Tensor) -> None:
     """A choice's gradient is the truth, and the same to the last bit again, from views off alignment too, when it is
     written in the other memory format, and when blocks add up their sums together."""
     p = choice.problem

@@ -1,7 +1,7 @@
 """Kernel families: which there are, what each answers and gives, and the choice of each for a problem.
 
 A family is a module of this package: for the forward and the gradient for the input `upconv.cuda.gather`,
-`upconv.cuda.joined`, `upconv.cuda.sweep`, `upconv.cuda.pixels`, `upconv.cuda.implicit`,
+`upconv.cuda.joined`, `upconv.cuda.sweep`, `upconv.cuda.implicit`,
 `upconv.cuda.subpixel`, `upconv.cuda.pairs`, `upconv.cuda.phases`, `upconv.cuda.direct`; for the
 gradient for the weight `upconv.cuda.wgrad`; for both `upconv.cuda.staged`,
 `upconv.cuda.unshuffle`, `upconv.cuda.relayout`. It answers a `Problem` with a `Choice`, its best configuration by its
@@ -28,7 +28,6 @@ FAMILIES = (
     "gather",
     "joined",
     "sweep",
-    "pixels",
     "implicit",
     "subpixel",
     "pairs",
@@ -46,7 +45,7 @@ WEIGHT_FAMILIES = ("wgrad", "staged", "unshuffle", "relayout")
 """As `FAMILIES`, of the gradient for the weight."""
 # Families that have kernels for one size of the input alone.
 _TENSOR_CORES = (
-    "gather", "joined", "sweep", "pixels", "implicit", "subpixel", "pairs", "phases", "wgrad",
+    "gather", "joined", "sweep", "implicit", "subpixel", "pairs", "phases", "wgrad",
 )  # fmt: skip
 _PACK_LAUNCH = 1.5e-6  # seconds, by a launch of its own or within the kernel's
 _AROUND = ("unshuffle", "relayout")  # which call the others' kernels, and are asked behind them
