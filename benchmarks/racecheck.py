@@ -41,10 +41,7 @@ from upconv.cuda import (
     joined,
     pairs,
     phases,
-    pixels,
     relayout,
-    rows,
-    strides,
     subpixel,
     sweep,
     wgrad,
@@ -105,26 +102,13 @@ EVERY_LANE = {
             "barrier_init(barriers.left + 8 * i, PRODUCER_THREADS);",
         ),
     ),
-    "rows.cu": (
-        ("if ((threadIdx.x & 31) == 0) release(empty, count);", "release(empty, count);"),
-        ("barrier_init(empty + 8 * i, USERS * 4);", "barrier_init(empty + 8 * i, USERS * 128);"),
-    ),
     "subpixel.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
     ),
-    "strides.cu": (
-        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
-        ("barrier_init(empty_w + 8 * i, CONSUMERS * 4);", "barrier_init(empty_w + 8 * i, CONSUMERS * 128);"),
-    ),
     "pairs.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
-    ),
-    "pixels.cu": (
-        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
     ),
     "implicit.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
@@ -259,17 +243,6 @@ def run_joined(p: Problem, quick: bool = False) -> None:
     if isinstance(choice, str) or choice.tile.tiles(p) < 4 * choice.grid:
         raise RuntimeError(f"{choice}: no consumer has a second tile")
     run_prepared(choice.prepare(0), p)
-
-
-def run_pixels(p: Problem, consumers: int, stages: int) -> None:
-    """A tile of so many consumers, whose blocks have several tiles for each and go round the ring again and again."""
-    chip = replace(gpu(0), multiprocessors=2)
-    tile = next(t for t in pixels.candidates(p, chip) if t.consumers == consumers and t.stages >= stages)
-    choice = pixels.Choice(replace(tile, stages=stages), p, chip, 0.0, "")
-    if tile.tiles(p) < 2 * consumers * choice.grid:
-        raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
-    prepared = choice.prepare(0)
-    run_prepared(prepared, p)
 
 
 def run_implicit(p: Problem, halves: bool, stages: int = 0) -> None:
@@ -425,14 +398,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         "sweep",
         lambda: run_sweep(problem(DEEP, "bf16", "channels_last", "fwd"), lambda s: s.slots > 1 and s.turns),
     ),
-    "rows": ("rows", lambda: run_choice(rows, problem(ODD, "tf32", "nchw", "grad-input"))),
-    "rows-16": ("rows", lambda: run_choice(rows, problem(ODD, "bf16", "nchw", "grad-input"))),
-    "pixels": ("pixels", lambda: run_pixels(problem(NARROW, "tf32", "channels_last", "grad-input"), 2, 2)),
-    "pixels-16": ("pixels", lambda: run_pixels(problem(NARROW, "bf16", "channels_last", "grad-input"), 3, 5)),
     "subpixel": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "tf32", "nchw", "fwd"))),
     "subpixel-16": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),
-    "strides": ("strides", lambda: run_choice(strides, problem(TAPPED, "tf32", "nchw", "fwd"))),
-    "strides-16": ("strides", lambda: run_choice(strides, problem(TAPPED, "bf16", "nchw", "fwd"))),
     "pairs": ("pairs", lambda: run_choice(pairs, problem(LONE_BACK, "tf32", "nchw", "grad-input"))),
     "pairs-16": ("pairs", lambda: run_choice(pairs, problem(TAPPED_BACK, "bf16", "nchw", "grad-input"))),
     "implicit": ("implicit", lambda: run_implicit(problem(STRIDED, "tf32", "channels_last", "grad-input"), True, 2)),

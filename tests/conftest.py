@@ -35,7 +35,7 @@ import upconv
 from upconv import calls, cpu, ops, planner, replays
 from upconv.cuda import cache as cubins
 from upconv.cuda import (
-    direct_wgrad,
+    direct_grad,
     gather,
     implicit,
     jit,
@@ -44,10 +44,8 @@ from upconv.cuda import (
     packs,
     pairs,
     phases,
-    pixels,
     relayout,
     staged,
-    strides,
     subpixel,
     unshuffle,
     wgrad,
@@ -567,15 +565,15 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
-    for module in (packs, wgrad, staged, direct_wgrad, relayout, unshuffle):
+    for module in (packs, wgrad, staged, direct_grad, relayout, unshuffle):
         monkeypatch.setattr(module, "Launcher", Launcher)
-    for module in (packs, gather, wgrad, staged, direct_wgrad, relayout, unshuffle):
+    for module in (packs, gather, wgrad, staged, direct_grad, relayout, unshuffle):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for module in (gather, implicit):
         monkeypatch.setattr(module, "cluster_fits", lambda device, blocks: True)
     for module in (packs, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (packs, gather, wgrad, joined, subpixel, strides, pixels, implicit, pairs, phases):
+    for module in (packs, gather, wgrad, joined, subpixel, implicit, pairs, phases):
         monkeypatch.setattr(module, "encode", encode)
     return found
 

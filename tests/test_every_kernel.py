@@ -37,7 +37,7 @@ DTYPES: dict[Precision, torch.dtype] = {
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 Kind = tuple[Precision, Layout, Pass]
 
-CUDA_CORES = ("direct", "direct_wgrad", "staged")
+CUDA_CORES = ("direct", "staged")
 CUDA_CORE_ENTRIES = ("direct", "direct_walk", "grad_input", "grad_weight")
 OPERANDS = {"tf32": "tf32", "ieee": "tf32", "bf16": "bf16", "fp16": "f16"}
 """What matrix instructions call a precision's operands; IEEE's are sums of several TF32 ones."""
@@ -66,8 +66,6 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     ("direct", "100a", "fwd", "nchw", 64): 88,
     # Of 48 registers.
     ("direct", "120", "grad-input", "nchw", 64): 8,  # kb57, kb71, pix, dcgan1 to dcgan3
-    # ptxas stops at 128 registers: too few for 9 float64 sums and more (test_direct_wgrad.py).
-    ("direct_wgrad", "any", "grad-weight", "any", 64): 16,
     # Why is not known.
     ("staged", "80", "grad-weight", "nchw", 32): 16,  # fsrcnn
     ("staged", "86", "grad-weight", "nchw", 32): 16,
@@ -76,7 +74,7 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     ("staged", "80", "grad-weight", "channels_last", 64): 176,  # kb68
     ("staged", "100a", "grad-weight", "channels_last", 64): 40,  # kb75
 }
-"""Bytes of local memory of a thread at most, by family, architecture (or any), pass, layout (or any) and bits.
+"""Bytes of local memory of a thread at most, by family, architecture, pass, layout and bits.
 
 For the entries that multiply; what is not here, packs, copies or adds up has none.
 """
@@ -153,7 +151,7 @@ def most_local(choice: Any, gpu: Gpu) -> int:
     """Of `ALLOWED`, for a choice's kernel itself."""
     p = choice.problem
     own = (choice.family, gpu.arch, p.pass_, p.layout, 8 * p.dtype.itemsize)
-    return max((most for key, most in ALLOWED.items() if all(a in ("any", b) for a, b in zip(key, own))), default=0)
+    return ALLOWED.get(own, 0)
 
 
 def complaints(kernel: Kernel, gpu: Gpu) -> Iterator[str]:

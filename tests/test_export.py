@@ -26,7 +26,7 @@ from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
-from upconv.cuda import direct, direct_wgrad, gather, jit, joined, packs, staged, wgrad, wgrad_costs
+from upconv.cuda import direct, direct_grad, gather, jit, joined, packs, staged, wgrad, wgrad_costs
 from upconv.cuda.axes import result_shape
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
 from upconv.cuda.tiling import CLAIMS_BYTES
@@ -299,9 +299,9 @@ made: list[Recorder] = []
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     made.clear()
-    for family in (packs, direct, wgrad, direct_wgrad, staged):
+    for family in (packs, direct, wgrad, direct_grad, staged):
         monkeypatch.setattr(family, "Launcher", Recorder)
-    for family in (packs, gather, direct, wgrad, direct_wgrad, staged):
+    for family in (packs, gather, direct, wgrad, direct_grad, staged):
         monkeypatch.setattr(family, "gpu_of", lambda device: H200)
     for family in (packs, gather, joined, wgrad):
         monkeypatch.setattr(family, "encode", lambda *arguments, **named: bytes(128))
@@ -320,8 +320,6 @@ def library_choice(v: host.Variant, q: Problem, gpu: Gpu) -> Any:
     if isinstance(c, wgrad.Choice):
         splits = wgrad_costs.whole(c.tiling, wgrad_costs.chunk_clocks(c.tiling), q, gpu, at_once=False, general=True)[2]
         return replace(c, problem=q, splits=splits)
-    if isinstance(c, direct_wgrad.Choice):
-        return direct_wgrad.choose(q, gpu)
     if isinstance(c, staged.Choice):
         return replace(c, problem=q, splits=staged._cost(q, c.tile, gpu)[2])
     return replace(c, problem=q)

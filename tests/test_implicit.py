@@ -14,7 +14,6 @@ from conftest import EVERY, Stubs, assert_interpreted, precision_by_turns, seeds
 from gather_interpreter import Ints
 from implicit_interpreter import ImplicitInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
-from test_pixels import draw_problem, layer_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families, implicit, jit, relayout
@@ -22,7 +21,7 @@ from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200, Gpu
 from upconv.cuda.implicit import Tile
-from upconv.problem import Pass, Precision, Problem
+from upconv.problem import Pass, Precision, Problem, output_length
 
 LAST = "the implicit GEMM is for forwards and gradients for the input in channels_last"
 
@@ -31,6 +30,29 @@ def tiles_of(p: Problem) -> list[Tile]:
     """All candidates of a problem, clusters too."""
     every = implicit.candidates(any_size(p), H200)
     return [t for whole in every for t in (whole, *implicit._clustered(whole, p, H200))]
+
+
+def draw_problem(rng: random.Random) -> Problem:
+    """A small channels-last layer's gradient for the input."""
+    rank = rng.choice((2, 2, 3))
+    kernel = [rng.choice((1, 2, 3, 3, 4, 5)) for _ in range(rank)]
+    stride = [rng.choice((1, 2, 2, 3, 5)) for _ in range(rank)]
+    dilation = [rng.choice((1, 1, 2, 3)) for _ in range(rank)]
+    size = [rng.choice((1, 3, 8, 9, 20) if axis else (1, 2, 5)) for axis in range(3 - rank, 3)]
+    axes = list(zip(size, kernel, stride, dilation))
+    padding = [rng.randint(0, min((output_length(n, k, s, 0, 0, e) - 1) // 2, (k - 1) * e)) for n, k, s, e in axes]
+    output_padding = [rng.randrange(max(s, e)) for s, e in zip(stride, dilation)]
+    precision: Precision = rng.choice(("tf32", "fp16", "bf16"))
+    return Problem.make(
+        rng.randint(1, 3), rng.choice((1, 7, 8, 24)), rng.choice((8, 16, 40)), size, kernel, stride, padding,
+        output_padding, dilation, dtype=DTYPES[precision], precision=precision, layout="channels_last",
+        pass_="grad-input",
+    )  # fmt: skip
+
+
+def layer_of(name: str, precision: Precision) -> Problem:
+    (layer,) = {case.problem for cases in SUITES.values() for case in cases if case.name == name}
+    return layer.with_(dtype=DTYPES[precision], precision=precision, layout="channels_last", pass_="grad-input")
 
 
 def check(t: Tile, p: Problem, seed: int, blocks: int) -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import random
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import upconv
-from conftest import HOPPER, assert_accurate, assert_capturable
-from test_gather_gpu import PRECISIONS
+from conftest import HOPPER, assert_accurate, assert_capturable, tf32_magnitude
+from test_gather_gpu import PRECISIONS, _truth
 from test_implicit import tiles_of
-from test_pixels_gpu import assert_serves, operands
 from upconv import planner
 from upconv.cpu import memory_format
 from upconv.cuda import implicit
@@ -45,6 +45,59 @@ LAYERS = {
     "phases without taps": (2, 40, 24, (17, 18), 2, (3, 4)),
     "phases of a row": (3, 33, 64, (5, 150), (4, 1), (3, 1), (1, 0)),
 }
+
+
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def operands(p: Problem) -> Given:
+    """A gradient in channels_last, a contiguous weight, the result in float64, and what its sums' terms come to."""
+    torch.manual_seed(zlib.crc32(str(p).encode()))
+    grad = torch.randn(source_shape(p), device="cuda").to(p.dtype)
+    weight = (torch.randn(p.weight_shape, device="cuda") / 8).to(p.dtype)
+    truth = _truth(p, grad.double(), weight.double(), None)
+    magnitude = _truth(p, grad.double().abs(), weight.double().abs(), None)
+    if p.precision == "tf32":
+        products = source_shape(p)[1] * p.taps
+        magnitude = tf32_magnitude(magnitude, products)
+    return grad.contiguous(memory_format=memory_format("channels_last", p.rank)), weight, truth, magnitude
+
+
+def assert_serves(prepared: Any, p: Problem, given: Given, about: object) -> None:
+    """Kernels are right for `operands`, and give the same bits for weights and gradients that lie in any way.
+
+    ``about``: the tile, for the message.
+    """
+    grad, weight, truth, magnitude = given
+    device, last = grad.device, memory_format("channels_last", p.rank)
+    products = source_shape(p)[1] * p.taps
+
+    def empty(numel: int, off: int) -> torch.Tensor:
+        return torch.full((numel + off + 8,), float("nan"), device=device, dtype=p.dtype)
+
+    outs = []
+    for one in (weight, weight.contiguous(memory_format=last)):
+        out = torch.full(result_shape(p), float("nan"), device=device, dtype=p.dtype).contiguous(memory_format=last)
+        prepared.run(grad, prepared.pack(one), None, out, fresh=True)
+        outs.append(out)
+    assert torch.equal(*outs), about
+    assert_accurate(outs[0], truth, magnitude, products)
+    for off in (1, 3):  # a gradient and a result that begin off 16 bytes, amid what must not be read or written
+        around, place = empty(grad.numel(), off), empty(truth.numel(), off)
+        view = around.as_strided(grad.shape, grad.stride(), off).copy_(grad)
+        out = place.as_strided(truth.shape, outs[0].stride(), off)
+        prepared.run(view, prepared.pack(weight), None, out)
+        assert torch.equal(out, outs[0]), about
+        assert int(place.isnan().sum()) == off + 8
+    moved = torch.empty(weight.numel() + 1, device=device, dtype=p.dtype)
+    moved = moved.as_strided(weight.shape, weight.contiguous(memory_format=last).stride(), 1).copy_(weight)
+    others = [moved]  # channels-last off 16 bytes, which no box brings
+    if p.precision != "tf32":  # autocast's weights: rounded on their way
+        others += [weight.float(), weight.float().contiguous(memory_format=last)]
+    for one in others:
+        out = torch.full_like(outs[0], float("nan"))
+        prepared.run(grad, prepared.pack(one), None, out)
+        assert torch.equal(out, outs[0]), about
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "grad-input"])

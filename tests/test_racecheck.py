@@ -125,7 +125,7 @@ import os, pathlib, sys, time
 tool, name = sys.argv[2], sys.argv[sys.argv.index("--run") - 1]
 log = pathlib.Path({folder!r})
 (log / name).write_text(os.environ["UPCONV_CACHE_DIR"])
-while {together} and name == "rows" and not (log / "pairs").exists():  # the first case waits for the fourth
+while {together} and name == "sweep" and not (log / "pairs").exists():  # the first case waits for the fourth
     time.sleep(0.05)
 assert os.path.isdir(os.environ["UPCONV_CACHE_DIR"])
 assert (os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1") == (tool == "memcheck")
@@ -152,7 +152,7 @@ def test_cases_are_told_of_in_their_order(
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    names = ["rows", "boxes", "joined", "pairs"]
+    names = ["sweep", "boxes", "joined", "pairs"]
     monkeypatch.setattr(sys, "argv", ["racecheck.py", *names, *["--memcheck"] * (tool == "memcheck")])
     assert racecheck.main() == (1 if tool == "memcheck" else 0)
     lines = capsys.readouterr().out.splitlines()

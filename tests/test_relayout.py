@@ -22,7 +22,7 @@ KERNELS = Path(jit.__file__).parent / "kernels"
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
 KB73 = Problem.make(4, 32, 32, (32, 64, 128), 3, 2, 1)
-WIDER = Problem.make(4, 64, 64, (32, 64, 128), 3, 2, 1)  # whose weights leave `rows` no room
+WIDER = Problem.make(4, 64, 64, (32, 64, 128), 3, 2, 1)
 DCGAN = Problem.make(128, 512, 256, (4, 4), 4, 2, 1)
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BOUNDS = {"tf32": 1e-3, "bf16": 4e-3, "fp16": 6e-4}

@@ -14,7 +14,7 @@ import torch
 
 from conftest import by_turns
 from upconv.bench import suites
-from upconv.cuda import direct, direct_wgrad, families, gather, gpu, jit, joined, staged, wgrad
+from upconv.cuda import direct, direct_grad, families, gather, gpu, jit, joined, staged, wgrad
 from upconv.export.specialise import WIDTH, Specialised, specialise
 from upconv.problem import Problem
 
@@ -50,8 +50,7 @@ SAMPLE: dict[str, tuple[Problem, object]] = {
     "direct halves": (CASES["fsrcnn"].with_(dtype=torch.float16, precision="fp16"), direct),
     "direct walk": (CASES["depthw"].with_(precision="tf32"), direct),
     "direct any": (Problem.make(1, 2, 2, (4, 4), 65, 1, 32, dtype=torch.float64), direct),
-    "direct grad-input": (kb("kb72", "grad-input"), direct_wgrad),
-    "direct grad-weight": (CASES["depthw"].with_(pass_="grad-weight", precision="tf32"), direct_wgrad),
+    "direct grad-input": (kb("kb72", "grad-input"), direct_grad),
     "staged grad-input": (kb("kb72", "grad-input"), staged),
     "staged grad-weight": (CASES["depthw"].with_(pass_="grad-weight", precision="tf32"), staged),
     "staged grad-input channels_last bf16": (
@@ -144,7 +143,7 @@ def test_the_machine_code_stays_what_it_was(sample: Sample) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("name", ["gather grad-input", "wgrad mma", "direct walk", "direct grad-weight"])
+@pytest.mark.parametrize("name", ["gather grad-input", "wgrad mma", "direct walk", "staged grad-weight"])
 def test_the_ptx_stays_what_it_was(name: str) -> None:
     source, entries = unit(name)
     made = whole(specialise(source, "one", entries))

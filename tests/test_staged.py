@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from conftest import HOST, host_header, host_program, needs_gxx
 from strategies import DTYPES, problems
-from test_direct_wgrad import GPUS, GRADIENTS, SUITE, needs_nvrtc, versions
+from test_direct_grad import GPUS, GRADIENTS, SUITE, needs_nvrtc, versions
 from upconv import planner, reference
 from upconv.bench.suites import SUITES, Case
 from upconv.cuda import jit, staged
@@ -80,11 +80,9 @@ def check_on_host(p: Problem, tile: Tile, splits: int, whole: bool, seed: int, f
     torch.testing.assert_close(out, expected.to(p.dtype).double(), rtol=0, atol=0)
 
 
-def draw(p: Problem, rng: random.Random) -> Tile | None:
-    """One of the tiles that are tried for a problem and fit; a weight's gradient of few positions has none."""
-    fitting = list(staged.fitting(p, H200))
-    assert fitting or p.pass_ == "grad-weight"
-    return rng.choice(fitting) if fitting else None
+def draw(p: Problem, rng: random.Random) -> Tile:
+    """One of the tiles that are tried for a problem and fit."""
+    return rng.choice(list(staged.fitting(p, H200)))
 
 
 TOLERATED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -111,8 +109,6 @@ def depthwise(draw: st.DrawFn) -> Problem:
 def check_any_tile(p: Problem, rng: random.Random, folder: Path) -> None:
     """One tile of those that are tried, units whole or not, up to as many ranges of tiles as there are tiles."""
     tile = draw(p, rng)
-    if tile is None:
-        return
     tiles = tile.blocks_of(p)[2]
     splits = min(tiles, rng.choice((1, 2, 3, 7, tiles)))
     splits = -(-tiles // -(-tiles // splits))
@@ -208,6 +204,16 @@ def test_it_is_chosen_where_it_was_measured_to_be_faster() -> None:
     for (name, layout, pass_), family in wanted.items():
         p = cases[name].with_(layout=layout, pass_=pass_, bias=False, precision="tf32")
         assert planner.select(p, planner.Device("cuda", gpu=H200)).name == family, (name, layout, pass_)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("size", "stride"), [((6, 6, 1), (5, 3, 1)), ((6, 1, 3), (1, 1, 3)), ((2, 4, 2), (1, 2, 1))])
+def test_few_positions_have_a_tile(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A warp's lanes are columns of the weight's gradient: an image may have fewer positions than a warp has lanes."""
+    p = Problem.make(4, 12, 84, size, (3, 4, 5), stride, (0, 1, 1), groups=4, pass_="grad-weight", dtype=dtype)
+    assert not [tile for tile in staged.tiles(p) if math.prod(size[1:]) >= tile.h * tile.w]
+    for gpu in GPUS:
+        assert isinstance(staged.choose(p, gpu), Choice)
 
 
 def test_refusals_are_sentences() -> None:

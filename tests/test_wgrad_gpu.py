@@ -17,7 +17,7 @@ from torch import Tensor
 
 import upconv
 from upconv import cpu, ops, reference
-from upconv.cuda import direct, direct_wgrad, engine, staged, wgrad, wgrad_costs, wgrad_search
+from upconv.cuda import direct, engine, staged, wgrad, wgrad_costs, wgrad_search
 from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.launch import Launcher
 from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
@@ -115,9 +115,7 @@ def guarded(out: Tensor) -> None:
     assert tail.isnan().all(), "stores beyond the result"
 
 
-def check_weight(
-    choice: wgrad.Choice | direct_wgrad.Choice | staged.Choice, x: Tensor, g: Tensor, truth: Tensor
-) -> None:
+def check_weight(choice: wgrad.Choice | staged.Choice, x: Tensor, g: Tensor, truth: Tensor) -> None:
     """A choice's gradient is the truth, and the same to the last bit again, from views off alignment too, when it is
     written in the other memory format, and when blocks add up their sums together."""
     p = choice.problem
@@ -424,13 +422,9 @@ def draw_few(rng: random.Random, kind: str, precision: Precision, layout: Layout
     return p
 
 
-def any_tile(p: Problem, rng: random.Random) -> staged.Choice | None:
-    """A choice of any tile that fits; few positions have none for the weight's gradient."""
-    fitting = list(staged.fitting(p, gpu(0)))
-    if not fitting:
-        assert p.pass_ == "grad-weight"
-        return None
-    tile = rng.choice(fitting)
+def any_tile(p: Problem, rng: random.Random) -> staged.Choice:
+    """A choice of any tile that fits."""
+    tile = rng.choice(list(staged.fitting(p, gpu(0))))
     seconds, bound, splits = staged._cost(p, tile, gpu(0))
     return staged.Choice("staged", seconds, "drawn", bound, p, tile, splits)
 
@@ -445,12 +439,9 @@ def test_weight_gradients_on_cuda_cores(precision: Precision, layout: Layout, ki
         p = draw_few(rng, kind, precision, layout)
         x, g = operands(p, i)
         truth = weight_truth(p, x, g)
-        choice = direct_wgrad.choose(p, gpu(0))
-        assert not isinstance(choice, str), choice
-        check_weight(choice, x, g, truth)
         for found in (staged.choose(p, gpu(0)), any_tile(p, rng)):
-            if isinstance(found, staged.Choice):
-                check_weight(found, x, g, truth)
+            assert isinstance(found, staged.Choice), found
+            check_weight(found, x, g, truth)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -466,7 +457,6 @@ def test_input_gradients_on_cuda_cores(precision: Precision, layout: Layout, kin
         truth = reference.gradients(p, g, x, weight)[0]
         strided = weight.contiguous(memory_format=cpu.memory_format("channels_last" if p.rank > 1 else "nchw", p.rank))
         for choice in (direct.choose(p, gpu(0)), staged.choose(p, gpu(0)), any_tile(p, rng)):
-            assert choice is not None
             assert not isinstance(choice, str), choice
             prepared = choice.prepare(0)
             found = []
@@ -486,7 +476,7 @@ def test_input_gradients_on_cuda_cores(precision: Precision, layout: Layout, kin
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["wgrad", "direct_wgrad", "staged", "direct", "staged input"])
+@pytest.mark.parametrize("family", ["wgrad", "staged", "direct", "staged input"])
 @pytest.mark.parametrize("precision", ["ieee", "bf16"])
 def test_batches_beyond_65535(precision: Precision, family: str, layout: Layout) -> None:
     """No dimension of a grid but the first may follow the batch."""
@@ -507,7 +497,7 @@ def test_batches_beyond_65535(precision: Precision, family: str, layout: Layout)
         return
     truth = weight_truth(p, x, g)
     if family != "wgrad":
-        few = direct_wgrad.choose(p, gpu(0)) if family == "direct_wgrad" else staged.choose(p, gpu(0))
+        few = staged.choose(p, gpu(0))
         assert not isinstance(few, str), few
         check_weight(few, x, g, truth)
         return
@@ -533,7 +523,7 @@ def test_tensors_of_more_than_2_31_elements(name: str, layout: Layout) -> None:
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("needs 24 GB of free memory")
     few = name == "depthwise"
-    choices = (staged.choose(p, gpu(0)), direct_wgrad.choose(p, gpu(0))) if few else (wgrad.choose(p, gpu(0)),)
+    choices = (staged.choose(p, gpu(0)) if few else wgrad.choose(p, gpu(0)),)
     last = p.with_(batch=1)
     tensors = []
     for shape, t in zip((p.input_shape, p.output_shape), operands(last)):

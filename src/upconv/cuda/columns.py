@@ -6,10 +6,9 @@ See kernels/columns.cuh.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from upconv.cuda import family
-from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
@@ -39,49 +38,6 @@ def instruction(prefix: str, columns: int, words_of_a: int = 0) -> dict[str, str
 def stores_wide(element: int, columns: int, channels: int) -> bool:
     """Whether lanes may exchange float32 results of so many columns and channels, to store 16 bytes each."""
     return element == 4 and columns % 16 == 0 and channels % 4 == 0
-
-
-class PixelTile:
-    """What tiles of `pixels` and `implicit` have alike: a problem, columns of N, and source channels of a box."""
-
-    problem: Problem
-    chunk: int
-    columns: Any
-    """Of a matrix instruction: channels of the result, a multiple of 8."""
-
-    @property
-    def element(self) -> int:
-        return self.problem.dtype.itemsize
-
-    @property
-    def channels(self) -> tuple[int, int]:
-        """The source's and the result's."""
-        return source_shape(self.problem)[1], result_shape(self.problem)[1]
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Along D, H, W."""
-        return (1,) * (3 - self.problem.rank) + self.problem.stride
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a pixel in shared memory."""
-        return self.chunk * self.element
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether lanes may exchange float32 results with a neighbour, to store 16 bytes each."""
-        return stores_wide(self.element, self.columns, self.channels[1])
-
-    @property
-    def weight_span(self) -> int:
-        """Bytes of a row of a box of weights."""
-        return self.row_bytes
-
-    @property
-    def weight_box(self) -> tuple[int, int, int, int, int]:
-        """The box of a tap's weights for a chunk, where they come as they lie."""
-        return self.chunk, 1, self.columns, 1, 1
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from upconv.cuda import batches, direct_wgrad, family, jit
+from upconv.cuda import batches, direct_grad, family, jit
 from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
@@ -769,13 +769,13 @@ def grid(p: Problem, tile: Tile) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=1024)
-def choose(p: Problem, gpu: Gpu, limit: float = math.inf) -> Choice | direct_wgrad.Choice | str:
+def choose(p: Problem, gpu: Gpu, limit: float = math.inf) -> Choice | direct_grad.Choice | str:
     """The tile that the model expects to be fastest, or the sentence why this family has none.
 
     ``limit``: seconds of another family's choice; tiles that cannot be faster need not be looked at.
     """
     if p.pass_ == "grad-input":
-        return direct_wgrad.choose(p, gpu)
+        return direct_grad.choose(p, gpu)
     if p.pass_ != "fwd":
         return f"the direct kernels compute forwards and gradients for the input, not {p.pass_}"
     if p.batch == 0 or 0 in p.size:
@@ -792,7 +792,7 @@ def choose(p: Problem, gpu: Gpu, limit: float = math.inf) -> Choice | direct_wgr
 
 def candidate(
     p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False
-) -> Choice | direct_wgrad.Choice | str:
+) -> Choice | direct_grad.Choice | str:
     """As `upconv.cuda.family` asks; of what CUDA cores cannot do as fast no tile is looked for."""
     fastest = math.inf if best is None else family.weighed(best)
     if p.pass_ != "fwd":

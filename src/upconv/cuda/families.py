@@ -16,11 +16,8 @@ FAMILIES = (
     "gather",
     "joined",
     "sweep",
-    "rows",
-    "pixels",
     "implicit",
     "subpixel",
-    "strides",
     "pairs",
     "phases",
     "direct",
@@ -32,7 +29,7 @@ FAMILIES = (
 
 Of equals the first is taken.
 """
-WEIGHT_FAMILIES = ("wgrad", "direct_wgrad", "staged", "unshuffle", "relayout")
+WEIGHT_FAMILIES = ("wgrad", "staged", "unshuffle", "relayout")
 """As `FAMILIES`, of the gradient for the weight."""
 
 

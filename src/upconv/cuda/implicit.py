@@ -1,6 +1,6 @@
 """Forward and gradient for the input of channels-last layers as an implicit GEMM, a tap at a time. wgmma only.
 
-`gather` and `pixels` read a pixel of the source once for several taps, which are shifts of one tile; so tiles are whole
+`gather` reads a pixel of the source once for several taps, which are shifts of one tile; so tiles are whole
 rows of 8 pixels and more, and images of 14 x 14 leave a quarter of them empty. Where taps share little (the kernel is
 about the stride), or channels are many and images small, there is nothing to gain by that: here each tap has pixels of
 its own, a tile is a box of any shape, and channels of the result are columns of any number. Weights stream through the
@@ -24,7 +24,7 @@ from upconv.cuda import jit
 from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape, table
 from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
 from upconv.cuda.choosing import Chooser
-from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
+from upconv.cuda.columns import PRECISIONS, TileChoice, instruction, stores_wide
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
 from upconv.cuda.launch import Launches, as_run, cluster_fits
 from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps, run_beside
@@ -75,7 +75,7 @@ def phases(p: Problem) -> tuple[Phase, ...]:
 
 
 @dataclass(frozen=True)
-class Tile(PixelTile):
+class Tile:
     """A tile's constants for one layer at any size; its box of pixels is a problem's own."""
 
     problem: Problem
@@ -91,6 +91,35 @@ class Tile(PixelTile):
     """Of the ring, a step's pixels and weights each."""
     cluster: int = 1
     """Blocks that share a tile's steps and add up their sums."""
+
+    @property
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """The source's and the result's."""
+        return source_shape(self.problem)[1], result_shape(self.problem)[1]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Along D, H, W."""
+        return (1,) * (3 - self.problem.rank) + self.problem.stride
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a pixel in shared memory."""
+        return self.chunk * self.element
+
+    @property
+    def weight_span(self) -> int:
+        """Bytes of a row of a box of weights."""
+        return self.row_bytes
+
+    @property
+    def weight_box(self) -> tuple[int, int, int, int, int]:
+        """The box of a tap's weights for a chunk, where they come as they lie."""
+        return self.chunk, 1, self.columns, 1, 1
 
     @property
     def column_blocks(self) -> int:
@@ -153,14 +182,14 @@ class Tile(PixelTile):
 
     @property
     def wide_stores(self) -> bool:
-        """Whether float32 results are stored 16 bytes a lane, where they may be (`exchanges`).
+        """Whether float32 results are stored 16 bytes a lane, where they may be (`stores_wide`).
 
         Not where one consumer of a forward stores while the other has long tiles to multiply, which that disturbs
         (NOTES: vae in TF32 245 -> 255 us, unet1 191 -> 200; of short ones unet4 559 -> 446, mrcnn 231 -> 213). Nor of
         clusters, whose blocks then have more to divide.
         """
         short = self.halves or not self.forward or self.mean_steps < _LONG
-        return self.exchanges and self.cluster == 1 and short
+        return stores_wide(self.element, self.columns, self.channels[1]) and self.cluster == 1 and short
 
     @property
     def turnable(self) -> bool:

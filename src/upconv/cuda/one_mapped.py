@@ -1,4 +1,4 @@
-"""What families share whose kernel reads its source by one tensor map: joined, subpixel, strides, pairs, phases.
+"""What families share whose kernel reads its source by one tensor map: joined, subpixel, pairs, phases.
 
 Such a kernel has the arguments ``(packed, bias, result, sizes..., map)`` and is in one source with what packs weights.
 """

@@ -1,7 +1,7 @@
 """Gradients on CUDA cores from tiles in shared memory. The kernels are ``staged.cu``.
 
 Depthwise layers, small groups and few channels: a tile of the output's gradient is read once, in whole units, and its
-taps meet it in shared memory. (`upconv.cuda.direct_wgrad` reads every tap through the first-level cache: a stride of 8
+taps meet it in shared memory. (`upconv.cuda.direct_grad` reads every tap through the first-level cache: a stride of 8
 makes each such load eight, NOTES: fcn8s 392 us for the input's gradient where its bytes take 83.)
 
 `choose` tries every tile of a small grid; the cost model counts what a multiprocessor issues, what its shared memory
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import batches, family, jit
-from upconv.cuda.direct_wgrad import DTYPES, Sums, Unit, full
+from upconv.cuda.direct_grad import DTYPES, Unit, full
 from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
@@ -39,6 +39,7 @@ _SHARED = 228 << 10  # bytes of a multiprocessor; others have less, which leaves
 _SPLITS = 512  # ranges of tiles at most; their partial sums are added in a second step
 _MAX_BYTES = 64 << 20  # of partial sums
 _MOST_WARPS = 16
+_REDUCE_THREADS = 256  # of a block that adds the ranges' sums
 _POSITIONS = 256, 4096  # of a tile, at least and at most, where lanes are columns (grad-weight)
 _WIDE_KERNEL = 8  # columns from which on their taps may be cut into parts; none of fewer was faster so
 _LAUNCH = 4e-6  # seconds
@@ -405,14 +406,17 @@ class GradInput(_Prepared, family.Prepared):
 
 
 class GradWeight(_Prepared, family.PreparedWeight):
-    """The gradient for the weight, its kernels loaded for a device."""
+    """The gradient for the weight as one slice of sums for each range of tiles; a second kernel adds them in order."""
 
     def __init__(self, choice: Choice, device: int) -> None:
         super().__init__(choice, device)
         (unit,), p, tile = choice.sources(), choice.problem, choice.tile
         kernel = jit.kernel(unit.source, "grad_weight", gpu_of(device).arch, unit.label)
         self._run = Launcher(kernel, tile.threads, tile.shared_bytes, "PPP" + "i" * 11)
-        self._sums = Sums(p, unit, device, choice.splits)
+        kernel = jit.kernel(unit.source, "reduce", gpu_of(device).arch, unit.label)
+        self._reduce = Launcher(kernel, _REDUCE_THREADS, 0, "PPiqqq")
+        self._splits, self._numel = choice.splits, math.prod(p.weight_shape)
+        self._sums = torch.float64 if p.dtype is torch.float64 else torch.float32
         self._grid = _weight_blocks(p, tile) * choice.splits
         self._per_split = -(-self._tiles // choice.splits)
 
@@ -421,10 +425,12 @@ class GradWeight(_Prepared, family.PreparedWeight):
 
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
         """
-        slices = self._sums.slices(x)
+        slices = x.new_empty_strided((self._splits * self._numel,), (1,), dtype=self._sums)
         pointers = (x.data_ptr(), grad.data_ptr(), slices.data_ptr())
         self._run(self._device, self._grid, (*pointers, *self._sizes, self._whole(grad), self._per_split))
-        self._sums.add(slices, out)
+        strides = out.stride()
+        sums = (slices.data_ptr(), out.data_ptr(), self._splits, strides[0], strides[1], strides[-1])
+        self._reduce(self._device, -(-self._numel // _REDUCE_THREADS), sums)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -482,18 +488,24 @@ def _summary(p: Problem, tile: Tile, splits: int) -> str:
 
 
 def fitting(p: Problem, gpu: Gpu) -> Iterator[Tile]:
-    """Those of `tiles` that a GPU can run."""
+    """Those of `tiles` that a GPU can run; of a weight's gradient with few positions, tiles larger than the image."""
+    found = False
     for tile in tiles(p):
         with suppress(Unfit):
             yield tile.checked(gpu.shared_bytes)
+            found = True
+    if not found and p.pass_ == "grad-weight":
+        for tile in tiles(p, beyond=True):
+            with suppress(Unfit):
+                yield tile.checked(gpu.shared_bytes)
 
 
 def _with_units(p: Problem, tile: Tile) -> Tile:
     return replace(tile, vector=_unit(p, tile))
 
 
-def tiles(p: Problem) -> Iterator[Tile]:
-    """Every tile that is tried for a layer."""
+def tiles(p: Problem, beyond: bool = False) -> Iterator[Tile]:
+    """Every tile that is tried for a layer; ``beyond``: those of one warp's positions, whatever the image has."""
     layer = p.with_(batch=1, size=tuple(1024 + 2 * pad // s for pad, s in zip(p.padding, p.stride)))
     rank, cin = p.rank, p.in_channels // p.groups
     height, width = (p.size[-2] if rank > 1 else 1), p.size[-1]
@@ -523,6 +535,9 @@ def tiles(p: Problem) -> Iterator[Tile]:
                 continue
             warps = tile.tap_groups * max(1, 8 // tile.tap_groups)
             lanes = 1 if probe.lanes_are_channels else 32
+            if beyond:
+                yield from (_with_units(p, Tile(layer, -(-lanes // w), w, 1, ci, kh, kw, warps)) for w in widths)
+                continue
             for r, w, groups in product(rows, widths, (1, 2, 4, 8, 16)):
                 if lanes > 1 and not min(_POSITIONS[0], height * width) <= r * w * groups <= _POSITIONS[1]:
                     continue

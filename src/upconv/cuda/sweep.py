@@ -32,7 +32,6 @@ from upconv.cuda.launch import as_run
 from upconv.cuda.packs import PACK_THREADS, Unit, layer_text, run_beside
 from upconv.cuda.tiling import Tiling
 from upconv.cuda.tiling_pixels import MAX_PIXELS
-from upconv.cuda.walks import Walks
 from upconv.derived import derived_from, varied
 from upconv.problem import Problem
 
@@ -76,7 +75,7 @@ IN_STEP_W TILE_N TILE_H TILE_W
 
 
 @dataclass(frozen=True)
-class Sweep(Walks):
+class Sweep:
     """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
 
     Raises, on `checked`:
@@ -257,11 +256,19 @@ class Sweep(Walks):
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
-    def extent(self) -> tuple[int, int]:
-        return self.tile
+    def counts(self, p: Problem, multiprocessors: int) -> tuple[int, int, int, int]:
+        """Images, segments of a walk along D, and tiles along H and W, of a problem of this layer."""
+        d, h, w = result_shape(p)[2:]
+        rows, columns = -(-h // self.tile[0]), -(-w // self.tile[1])
+        return p.batch, _segments(p.batch * rows * columns, d, self.slots, multiprocessors), rows, columns
 
-    def segments(self, walks: int, slices: int, multiprocessors: int) -> int:
-        return _segments(walks, slices, self.slots, multiprocessors)
+    def walk(self, p: Problem, multiprocessors: int) -> int:
+        """Result slices of a walk, which takes a step more for each slot but one."""
+        return -(-result_shape(p)[2] // self.counts(p, multiprocessors)[1])
+
+    def grid(self, p: Problem, multiprocessors: int) -> int:
+        """Blocks: one for each multiprocessor."""
+        return min(math.prod(self.counts(p, multiprocessors)), multiprocessors)
 
     def arguments(self, p: Problem, multiprocessors: int) -> tuple[int, ...]:
         """The kernel's integer arguments behind its four pointers."""

@@ -35,7 +35,7 @@ THREADS = 256
 _MOST_CHANNELS = 64  # of output channels and phases: beyond, the strided layer has channels enough of its own
 # But layers that no tensor cores take as they are have no choice, and of many taps these take longer (NOTES: FCN-32s'
 # 64 x 64, for the weight in bfloat16 375 us, without the stride 196).
-_CUDA_CORES = "direct", "direct_wgrad", "staged"
+_CUDA_CORES = "direct", "staged"
 _MANY_TAPS = 256
 _MOST_PADDED = 2  # times as many in channels_last, where zeros make whole 16 bytes of them
 _RATE = 0.5  # of the device's copy rate, of single elements with some read from afar; and the launches:

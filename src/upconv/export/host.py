@@ -14,7 +14,7 @@ from textwrap import dedent, indent
 
 import torch
 
-from upconv.cuda import direct, direct_wgrad, gather, joined, staged, wgrad, wgrad_costs
+from upconv.cuda import direct, direct_grad, gather, joined, staged, wgrad, wgrad_costs
 from upconv.cuda.axes import source_shape
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.packs import PACK_THREADS
@@ -23,7 +23,7 @@ from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 
-Choice = gather.Choice | joined.Choice | direct.Choice | direct_wgrad.Choice | wgrad.Choice | staged.Choice
+Choice = gather.Choice | joined.Choice | direct.Choice | direct_grad.Choice | wgrad.Choice | staged.Choice
 
 # Of the time of the kernel for every size, by their models, from which on joined rows are worth a kernel more (NOTES:
 # 0.72 to 0.86 of it kb61, kb68, kb69, which gain 7 to 28%; 1.0 and 1.13 kb58 and kb70, 678 us for 682, 2,960 for
@@ -63,8 +63,8 @@ class Variant:
             return "Joined"
         if isinstance(c, wgrad.Choice):
             return "GradWeight"
-        if isinstance(c, direct_wgrad.Choice):
-            return "DirectGradInput" if self.pass_ == "grad-input" else "DirectGradWeight"
+        if isinstance(c, direct_grad.Choice):
+            return "DirectGradInput"
         if isinstance(c, staged.Choice):
             return "StagedGradInput" if self.pass_ == "grad-input" else "StagedGradWeight"
         return "DirectAny" if c.tile is None else "DirectWalk" if isinstance(c.tile, direct.Walk) else "Direct"
@@ -95,7 +95,7 @@ def _choice(p: Problem, pass_: Pass, gpu: Gpu) -> Choice:
     wanted = p.with_(pass_="fwd") if pass_ == "fwd" else p.with_(pass_=pass_, bias=False)
     selection = select(wanted, Device("cuda", gpu=gpu), general=True)
     choice = selection.choice
-    if not isinstance(choice, (gather.Choice, direct.Choice, direct_wgrad.Choice, wgrad.Choice, staged.Choice)):
+    if not isinstance(choice, (gather.Choice, direct.Choice, direct_grad.Choice, wgrad.Choice, staged.Choice)):
         reason = "; ".join(c.reason for c in selection.candidates)
         raise ValueError(f"the layer must have kernels to be exported, and for {pass_} there is none: {reason}")
     return choice
@@ -358,7 +358,7 @@ def functions(found: tuple[Variant, ...]) -> tuple[str, ...]:
 def _sizes(v: Variant) -> int:
     return {
         "Gather": 11, "Joined": 6, "Direct": 8, "DirectAny": 7, "DirectWalk": 8, "GradWeight": 12, "DirectGradInput": 8,
-        "DirectGradWeight": 9, "StagedGradInput": 10, "StagedGradWeight": 11,
+        "StagedGradInput": 10, "StagedGradWeight": 11,
     }[v.kind]  # fmt: skip
 
 
@@ -451,7 +451,7 @@ def _block(v: Variant) -> tuple[int, int]:
         return c.tiling.threads, c.tiling.shared_bytes
     if isinstance(c, staged.Choice):
         return c.tile.threads, c.tile.shared_bytes
-    if isinstance(c, direct_wgrad.Choice) or c.tile is None:
+    if isinstance(c, direct_grad.Choice) or c.tile is None:
         return 256, 0
     m = c.macros()
     if isinstance(c.tile, direct.Walk):
@@ -696,26 +696,6 @@ CLASSES = {
                 return best[1]
         '''
     ),
-    "DirectGradWeight": dedent(
-        '''\
-        class DirectGradWeight(NamedTuple):
-            """Gradient for the weight on CUDA cores: blocks share the pixels; their sums are added after."""
-
-            name: str
-            unit: int
-            unit_out: int
-            blocks: int  # for the channels and taps of the weight, with every share of the pixels
-
-            def launch(self, batch, size, out_size, processors):
-                """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
-                pixels = batch * math.prod(size)
-                most = min(512, ceil(pixels, 256), max(1, (64 << 20) // (8 * WEIGHTS)))
-                shares = max(1, min(most, ceil(8 * processors, self.blocks)))
-                shares = ceil(pixels, ceil(pixels, shares))  # without shares that were empty
-                sizes = (batch, *size, *out_size, pixels, ceil(pixels, shares))
-                return self.blocks * shares, shares, sizes
-        '''
-    ),
     "StagedGradInput": dedent(
         '''\
         class StagedGradInput(NamedTuple):
@@ -793,12 +773,8 @@ def record(v: Variant) -> str:
         # Python 3.12 adds floats otherwise than 3.11, in the last digits; a file is to be the same by both.
         given |= {"chunk_seconds": float(f"{seconds:.9g}")}
         given |= {"block_seconds": float(f"{wgrad_costs.block_seconds(c.gpu):.9g}")}
-    elif isinstance(c, direct_wgrad.Choice):
-        p = c.problem
-        if v.pass_ == "grad-input":
-            given |= {"channel_blocks": p.groups * -(-(p.in_channels // p.groups) // c.tile.ci)}
-        else:
-            given |= {"unit_out": v.unit_out, "blocks": direct_wgrad._weight_blocks(p, c.tile)}
+    elif isinstance(c, direct_grad.Choice):
+        given |= {"channel_blocks": c.channel_blocks}
     elif isinstance(c, staged.Choice):
         s = c.tile
         if v.pass_ == "grad-input":

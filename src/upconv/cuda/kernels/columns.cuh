@@ -1,5 +1,5 @@
-// What kernels share whose columns of N are output channels (sweep, rows, subpixel, strides, pairs, pixels, implicit,
-// phases), or whose rows of M are (joined): packing what their operand of weights is, and counting in its descriptors.
+// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases),
+// or whose rows of M are (joined): packing what their operand of weights is, and counting in its descriptors.
 // A kernel that includes this has ELEMENT, VEC, and STORE_BITS(v): a float32 as it is stored.
 #define PACK_THREADS 256
 

@@ -1,4 +1,4 @@
-// The kernels that pack weights for `joined`, `sweep`, `subpixel`, `strides`, `pairs`, `pixels`, `implicit` and
+// The kernels that pack weights for `joined`, `sweep`, `subpixel`, `pairs`, `implicit` and
 // `phases`, which define `pack_weights` before.
 extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, char* __restrict__ packed, int tap_step) {
   pack_weights(weight, packed, tap_step);

@@ -8,8 +8,8 @@
 // where tiles are few, those of most taps come first.
 //
 // Taps share nothing, so that a tile is a box of any shape: its pixels follow each other in shared memory, whatever rows they lie in, and
-// images of 14 x 14 fill it, where tiles of whole rows leave a quarter empty. (`gather` and `pixels`, whose taps are shifts of one
-// tile, read a pixel once for several taps; where the kernel is the stride there is nothing to share.) A launch tells the box. Rows of a tile
+// images of 14 x 14 fill it, where tiles of whole rows leave a quarter empty. (`gather`, whose taps are shifts of one
+// tile, reads a pixel once for several taps; where the kernel is the stride there is nothing to share.) A launch tells the box. Rows of a tile
 // that its box leaves out are whatever shared memory had: a row of M is a pixel of the result alone, and these are not stored.
 //
 // Consumers halve a tile's pixels (HALVES), or take whole tiles in turn, so that one stores while another multiplies. Where tiles are

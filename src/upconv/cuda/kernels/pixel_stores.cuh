@@ -1,4 +1,4 @@
-// How `pixels`, `implicit` and `sweep` store: rows of M are pixels of a channels-last result, columns of N its channels.
+// How `implicit` and `sweep` store: rows of M are pixels of a channels-last result, columns of N its channels.
 // A kernel that includes this has COUT, the result's channels, STORE_COLUMNS, a block's, and WIDE_STORES, whether lanes store 16 bytes of float32 each.
 #if ELEMENT == 4
 // Unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (ptxas then serialises: C7514).

@@ -1,4 +1,4 @@
-// What `subpixel`, `strides` and `pairs` share: rows of M are places of the input, columns of N have rows of 128 bytes of channels in shared memory.
+// What `subpixel` and `pairs` share: rows of M are places of the input, columns of N have rows of 128 bytes of channels in shared memory.
 // A kernel that includes this has COLUMNS, MB, K_STEPS, multiply(sums, fragment, descriptor), ALL_COLUMNS and CHANNEL_OF(column): whose
 // output channel a column of the layer is.
 

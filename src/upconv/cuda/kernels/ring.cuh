@@ -1,5 +1,5 @@
 // The ring of STAGES that one thread fills by the tensor copy engine (of `joined` warps, from another ring) and
-// consumers empty: shared by `joined`, `subpixel`, `strides`, `pairs`, `pixels`, `implicit` and `phases`.
+// consumers empty: shared by `joined`, `subpixel`, `pairs`, `implicit` and `phases`.
 struct alignas(64) TensorMap { u64 opaque[16]; };       // a CUtensorMap; <cuda.h> does not compile under NVRTC
 
 template <int COUNT>

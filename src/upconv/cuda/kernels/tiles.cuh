@@ -1,4 +1,4 @@
-// Tiles of TILE_D x TILE_H x TILE_W places of an image, one behind the other along W first: shared by `pixels` and `phases`.
+// Tiles of TILE_D x TILE_H x TILE_W places of an image, one behind the other along W first.
 struct Sizes {
   int out_d, out_h, out_w;                              // of the result
   int tiles_d, tiles_h, tiles_w, tiles;
