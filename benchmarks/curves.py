@@ -9,9 +9,7 @@ seeds 0 to 7, and with PyTorch from seed 0 once more. A seed decides the weights
 equal seeds only roundings differ. These grow as a training goes on, and a GAN's fast: PyTorch's second run from seed 0
 shows what its own kernels, some of which add in any order, leave of a seed. So what can be asked of equal seeds is that
 upconv and PyTorch lie no further apart than two trainings by PyTorch from different seeds do; and of more than one
-seed, since that differs from seed to seed and from pair to pair (NOTES: of seed 0 alone, a DCGAN's discriminator was
-0.041 from PyTorch's, which of seeds 0 and 1 were 0.029 apart; but PyTorch's second run from the same seed lay 0.033
-from its first, and six pairs of seeds 0.027 to 0.042). Losses are compared by their means over windows of 20
+seed, since that differs from seed to seed and from pair to pair. Losses are compared by their means over windows of 20
 steps. upconv's are `upconv.accelerate(network, convolutions=True)`, as the examples have them.
 
 Training needs ``pip install 'upconv[examples]'``; both models are trained at the same time, in a process each.

@@ -1,23 +1,19 @@
-"""Writes into docs/kernels.md the cost model's constants, and `upconv explain` of KernelBench's 2-D layers on an H200.
+"""Writes into docs/explain.md what `upconv explain` says of two of KernelBench's layers on an H200.
 
-    python benchmarks/explain.py          rewrites docs/kernels.md between its markers
+    python benchmarks/explain.py          rewrites docs/explain.md between its markers
     python benchmarks/explain.py --check  exit code 1 when the planner says something else by now
 
-A section between ``<!-- explain-kb57 -->`` and ``<!-- /explain-kb57 -->`` belongs to this program, and so does that of
-``gather-constants``, a table of ``upconv/cuda/costs.py``. No GPU is needed: plans are made by the cost models, for TF32
-and NCHW, and the roof is the data sheet's (`upconv.explain.estimated_ceilings`). Below what the command prints stands
-how the gather family cuts the layer.
+A section between ``<!-- explain-kb57 -->`` and ``<!-- /explain-kb57 -->`` belongs to this program. No GPU is needed:
+plans are made by the cost models, for TF32 and NCHW, and the roof is the data sheet's
+(`upconv.explain.estimated_ceilings`). Below what the command prints stands how the gather family cuts the layer.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
 import io
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -25,14 +21,14 @@ from rich.console import Console
 from upconv import planner
 from upconv.bench import files
 from upconv.bench.suites import SUITES
-from upconv.cuda import costs, gather
+from upconv.cuda import gather
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import Tiling, useful
 from upconv.explain import Explanation, estimated_ceilings
 from upconv.problem import Problem
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels.md"
-CASES = ("kb57", "kb65", "kb69", "kb71", "kb75", "kb78", "kb81")
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "explain.md"
+CASES = ("kb57", "kb81")
 WIDTH = 110
 
 
@@ -77,34 +73,8 @@ def cut(t: Tiling) -> str:
     )
 
 
-def constants() -> str:
-    """The sets of constants of the gather family's model, a column for each, and what they are."""
-    columns = [asdict(found) for found in costs.SETS.values()]
-    meanings = _meanings()
-    rows = [["", *costs.SETS, "clocks, or as it says"], ["---"] * (len(columns) + 2)]
-    rows += [[f"`{name}`", *(_number(column[name]) for column in columns), meanings[name]] for name in columns[0]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _meanings() -> dict[str, str]:
-    """The first sentence of each field's docstring."""
-    (found,) = ast.parse(inspect.getsource(costs.Constants)).body
-    assert isinstance(found, ast.ClassDef)
-    named = {}
-    for field, text in zip(found.body, found.body[1:]):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            line = " ".join(str(ast.literal_eval(text.value)).split())
-            named[field.target.id] = line.split(" (")[0].removesuffix(".")
-    return named
-
-
-def _number(value: float | tuple[float, ...]) -> str:
-    return ", ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else f"{value:g}"
-
-
 def sections() -> Iterator[tuple[str, str]]:
     """Every section's name and content."""
-    yield "gather-constants", constants()
     problems = {case.name: case.problem.with_(precision="tf32") for case in SUITES["kernelbench"]}
     for name in CASES:
         yield f"explain-{name}", explained(problems[name])
@@ -116,7 +86,7 @@ def rewritten(text: str) -> str:
         section = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
         text, found = section.subn(lambda match, content=content: f"{match[1]}{content}{match[2]}", text)  # type: ignore[misc]
         if found != 1:
-            raise ValueError(f"docs/kernels.md must have the markers of {name} once; it has them {found} times")
+            raise ValueError(f"docs/explain.md must have the markers of {name} once; it has them {found} times")
     return text
 
 
@@ -125,7 +95,7 @@ def main() -> int:
     new = rewritten(was)
     if "--check" in sys.argv[1:]:
         if new != was:
-            print("docs/kernels.md differs from what the planner says; run: python benchmarks/explain.py")
+            print("docs/explain.md differs from what the planner says; run: python benchmarks/explain.py")
         return int(new != was)
     files.publish(PAGE, lambda path: path.write_text(new, encoding="utf-8"))
     return 0

@@ -214,7 +214,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -817,7 +817,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -884,7 +884,7 @@ constexpr int RUNS_OF_SUBTILE = 8;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -963,7 +963,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -973,8 +973,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -990,9 +990,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -1042,8 +1040,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -1095,9 +1093,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -1380,7 +1377,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -1694,9 +1691,8 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int thread) {
   long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
   const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
-  // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
-  // for the input took
-  // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
+  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
+  // what would take the time. Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
   constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
   int share = thread / PLACES, place_of = thread % PLACES;
@@ -2035,7 +2031,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -2102,7 +2098,7 @@ constexpr int RUNS_OF_SUBTILE = 8;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -2181,7 +2177,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -2191,8 +2187,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -2208,9 +2204,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -2260,8 +2254,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -2313,9 +2307,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -2592,7 +2585,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -2905,9 +2898,8 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int thread) {
   long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
   const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
-  // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
-  // for the input took
-  // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
+  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
+  // what would take the time. Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
   constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
   int share = thread / PLACES, place_of = thread % PLACES;
@@ -3246,7 +3238,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -3313,7 +3305,7 @@ constexpr int RUNS_OF_SUBTILE = 8;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -3392,7 +3384,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -3402,8 +3394,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -3419,9 +3411,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -3471,8 +3461,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -3524,9 +3514,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -3706,10 +3695,9 @@ constexpr int CONSUMER_REGISTERS = 216;  // of a thread
 // Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide the output channels of a block, the others its taps,
 // UNITS x SUBS fragments of A at a time: UNITS neighbours for each of SUBS bands of rows. A unit is a tap; or, STACKED, a column of
 // taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
-// a fragment is read once, not once a tap (measured: reads of A take as long as a multiplication by 64 channels, of B half of it).
+// a fragment is read once, not once a tap: reads of A take as long as a multiplication by 64 channels.
 // STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo, so that an instruction always takes all
-// of its rows (measured: ptxas waits for each one where some that share sums differ in shape, C7511); rows beyond the
-// image are zeros.
+// of its rows: ptxas waits for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
 // Where splits are
@@ -3836,11 +3824,10 @@ template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, in
 __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
     int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
-  // (measured: in parts of 4
-  // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
-  // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
-  // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. Copies in
+  // parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
+  // A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address
+  // arithmetic the bound.
   constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
@@ -3895,9 +3882,8 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
 // slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and
 // the weight is written in
-// whole sectors (measured: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the
-// block's warps divide
-// the slices (measured: dcganO 29 us, with 8 rows 36).
+// whole sectors; of small ones it is one row, and the block's warps divide
+// the slices, since more rows leave blocks idle.
 // =====================================================================================================================
 
 constexpr int RUNS = 8;  // warps of a block
@@ -4169,8 +4155,7 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * 
 
 __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g,
     u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
-  // By a shuffle ptxas knows that a warp's lanes have the same (measured: bfloat16 kb78 351 -> 319 us, kb65 644 -> 608, kb57
-  // 947 -> 906; kb69 847 -> 872. Of other tiles some lose: dcgan3 bfloat16 68 -> 71, unet1 channels_last 102 -> 108.)
+  // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31, row = lane >> 2, q = lane & 3;
   int wg_m = wg % WGS_M, first_unit = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * UNITS;
   int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;  // of the block's BLOCK_CO
@@ -4460,11 +4445,10 @@ template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, in
 __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
     int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
-  // (measured: in parts of 4
-  // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
-  // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
-  // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. Copies in
+  // parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
+  // A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address
+  // arithmetic the bound.
   constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
@@ -4519,9 +4503,8 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
 // slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and
 // the weight is written in
-// whole sectors (measured: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the
-// block's warps divide
-// the slices (measured: dcganO 29 us, with 8 rows 36).
+// whole sectors; of small ones it is one row, and the block's warps divide
+// the slices, since more rows leave blocks idle.
 // =====================================================================================================================
 
 constexpr int RUNS = 8;  // warps of a block

@@ -175,7 +175,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -824,7 +824,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -968,18 +968,12 @@ constexpr int CLAIM_STEP = 1;  // a block's weights are of one M-group
 // next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where
 // memory bounds:
-// multiprocessors differ in their share of its bandwidth (measured: kb81 TF32 loads for 232 us in the mean, for 261 in
-// one block; kb79
-// 519 -> 476 us claimed, kb73 bfloat16 367 -> 343). What a tile's results are does not depend on who computes them.
+// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 // CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1. Before it
 // there is `Cursor`.
 // LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those
 // before are dealt out evenly, so that blocks that read
-// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed. (measured: unet4's
-// gradient for the input in
-// TF32 channels_last, whose blocks end between 353 and 374 us: of its 124 rounds none claimed 384.4 us, 2 380.1, 4
-// 378.4, 6 379.6, 8 381.0,
-// 12 383.3, all 463. kb75's, of 31: none 153.9, 1 153.8, 2 150.7, 4 151.2.)
+// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
 //
 // `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (CLAIM_STEP such), and
 // how many blocks
@@ -1011,7 +1005,7 @@ struct Claimer {
     untold = true;
     return upcoming;
   }
-  // Behind the tile's first boxes, which are not to wait for this (measured: kb75 TF32 284 -> 278 us, kb79 481 -> 475).
+  // Behind the tile's first boxes, which are not to wait for this.
   __device__ __forceinline__ void tell() {
     if (!untold) return;
     untold = false;
@@ -1496,7 +1490,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -1548,8 +1542,8 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
 
 // A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
-// and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
-// straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
+// and its first fragment, is asked for in the one before: tables of taps read in each
+// would be slower. Shorter stretches stay straight, which is the fastest.
 template <int FIRST>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -1590,7 +1584,7 @@ constexpr int RUNS_OF_SUBTILE = 8;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -1669,7 +1663,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -1679,8 +1673,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -1696,9 +1690,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -1748,8 +1740,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -1801,9 +1793,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = wg * NB, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -1842,7 +1833,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
       give_back(last, lane);
     }
     weights.end();
-    following = claims.next();  // ahead of the stores, which hide the wait (measured: nnunet2 bfloat16 97 -> 92 us)
+    following = claims.next();                           // ahead of the stores, which hide the wait
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -2083,7 +2074,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -2371,9 +2362,8 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int thread) {
   long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
   const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
-  // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
-  // for the input took
-  // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
+  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
+  // what would take the time. Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
   constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
   int share = thread / PLACES, place_of = thread % PLACES;
@@ -2714,7 +2704,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -2766,8 +2756,8 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
 
 // A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
-// and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
-// straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
+// and its first fragment, is asked for in the one before: tables of taps read in each
+// would be slower. Shorter stretches stay straight, which is the fastest.
 template <int FIRST>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -2808,7 +2798,7 @@ constexpr int RUNS_OF_SUBTILE = 8;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -2887,7 +2877,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -2897,8 +2887,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -2914,9 +2904,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -2966,8 +2954,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -3019,9 +3007,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = wg * NB, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -3287,7 +3274,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -3575,9 +3562,8 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int thread) {
   long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
   const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
-  // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
-  // for the input took
-  // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
+  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
+  // what would take the time. Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
   constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
   int share = thread / PLACES, place_of = thread % PLACES;
@@ -3918,7 +3904,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -3970,8 +3956,8 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
 
 // A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
-// and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
-// straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
+// and its first fragment, is asked for in the one before: tables of taps read in each
+// would be slower. Shorter stretches stay straight, which is the fastest.
 template <int FIRST>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -4012,7 +3998,7 @@ constexpr int RUNS_OF_SUBTILE = 8;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -4091,7 +4077,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -4101,8 +4087,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -4118,9 +4104,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -4170,8 +4154,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -4223,9 +4207,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = wg * NB, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -4397,10 +4380,9 @@ constexpr int CONSUMER_REGISTERS = 152;  // of a thread
 // Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide the output channels of a block, the others its taps,
 // UNITS x SUBS fragments of A at a time: UNITS neighbours for each of SUBS bands of rows. A unit is a tap; or, STACKED, a column of
 // taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
-// a fragment is read once, not once a tap (measured: reads of A take as long as a multiplication by 64 channels, of B half of it).
+// a fragment is read once, not once a tap: reads of A take as long as a multiplication by 64 channels.
 // STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo, so that an instruction always takes all
-// of its rows (measured: ptxas waits for each one where some that share sums differ in shape, C7511); rows beyond the
-// image are zeros.
+// of its rows: ptxas waits for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
 // Where splits are
@@ -4527,11 +4509,10 @@ template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, in
 __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
     int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
-  // (measured: in parts of 4
-  // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
-  // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
-  // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. Copies in
+  // parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
+  // A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address
+  // arithmetic the bound.
   constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
@@ -4586,9 +4567,8 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
 // slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and
 // the weight is written in
-// whole sectors (measured: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the
-// block's warps divide
-// the slices (measured: dcganO 29 us, with 8 rows 36).
+// whole sectors; of small ones it is one row, and the block's warps divide
+// the slices, since more rows leave blocks idle.
 // =====================================================================================================================
 
 constexpr int RUNS = 8;  // warps of a block
@@ -4861,8 +4841,7 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * 
 
 __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g,
     u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
-  // By a shuffle ptxas knows that a warp's lanes have the same (measured: bfloat16 kb78 351 -> 319 us, kb65 644 -> 608, kb57
-  // 947 -> 906; kb69 847 -> 872. Of other tiles some lose: dcgan3 bfloat16 68 -> 71, unet1 channels_last 102 -> 108.)
+  // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31, row = lane >> 2, q = lane & 3;
   int wg_m = wg % WGS_M, first_unit = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * UNITS;
   int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;  // of the block's BLOCK_CO
@@ -5152,11 +5131,10 @@ template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, in
 __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
     int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
-  // (measured: in parts of 4
-  // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
-  // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
-  // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. Copies in
+  // parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
+  // A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address
+  // arithmetic the bound.
   constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
@@ -5211,9 +5189,8 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
 // slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and
 // the weight is written in
-// whole sectors (measured: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the
-// block's warps divide
-// the slices (measured: dcganO 29 us, with 8 rows 36).
+// whole sectors; of small ones it is one row, and the block's warps divide
+// the slices, since more rows leave blocks idle.
 // =====================================================================================================================
 
 constexpr int RUNS = 8;  // warps of a block

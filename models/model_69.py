@@ -177,7 +177,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -833,7 +833,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -974,18 +974,12 @@ constexpr int CLAIM_STEP = 1;  // a block's weights are of one M-group
 // next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where
 // memory bounds:
-// multiprocessors differ in their share of its bandwidth (measured: kb81 TF32 loads for 232 us in the mean, for 261 in
-// one block; kb79
-// 519 -> 476 us claimed, kb73 bfloat16 367 -> 343). What a tile's results are does not depend on who computes them.
+// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 // CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1. Before it
 // there is `Cursor`.
 // LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those
 // before are dealt out evenly, so that blocks that read
-// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed. (measured: unet4's
-// gradient for the input in
-// TF32 channels_last, whose blocks end between 353 and 374 us: of its 124 rounds none claimed 384.4 us, 2 380.1, 4
-// 378.4, 6 379.6, 8 381.0,
-// 12 383.3, all 463. kb75's, of 31: none 153.9, 1 153.8, 2 150.7, 4 151.2.)
+// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
 //
 // `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (CLAIM_STEP such), and
 // how many blocks
@@ -1017,7 +1011,7 @@ struct Claimer {
     untold = true;
     return upcoming;
   }
-  // Behind the tile's first boxes, which are not to wait for this (measured: kb75 TF32 284 -> 278 us, kb79 481 -> 475).
+  // Behind the tile's first boxes, which are not to wait for this.
   __device__ __forceinline__ void tell() {
     if (!untold) return;
     untold = false;
@@ -1500,7 +1494,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -1556,8 +1550,8 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
 
 // A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
-// and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
-// straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
+// and its first fragment, is asked for in the one before: tables of taps read in each
+// would be slower. Shorter stretches stay straight, which is the fastest.
 template <int FIRST>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -1597,7 +1591,7 @@ constexpr int RUNS_OF_SUBTILE = 8;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -1676,7 +1670,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -1686,8 +1680,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -1703,9 +1697,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -1755,8 +1747,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -1808,9 +1800,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -2101,7 +2092,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -2386,9 +2377,8 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int thread) {
   long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
   const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
-  // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
-  // for the input took
-  // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
+  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
+  // what would take the time. Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
   constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = SHARES;
   int share = 0, place_of = thread;
@@ -2726,7 +2716,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -2782,8 +2772,8 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
 
 // A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
-// and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
-// straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
+// and its first fragment, is asked for in the one before: tables of taps read in each
+// would be slower. Shorter stretches stay straight, which is the fastest.
 template <int FIRST>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -2823,7 +2813,7 @@ constexpr int RUNS_OF_SUBTILE = 8;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -2902,7 +2892,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -2912,8 +2902,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -2929,9 +2919,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -2981,8 +2969,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -3034,9 +3022,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -3301,7 +3288,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -3442,18 +3429,12 @@ constexpr int CLAIM_STEP = 1;  // a block's weights are of one M-group
 // next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where
 // memory bounds:
-// multiprocessors differ in their share of its bandwidth (measured: kb81 TF32 loads for 232 us in the mean, for 261 in
-// one block; kb79
-// 519 -> 476 us claimed, kb73 bfloat16 367 -> 343). What a tile's results are does not depend on who computes them.
+// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 // CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1. Before it
 // there is `Cursor`.
 // LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those
 // before are dealt out evenly, so that blocks that read
-// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed. (measured: unet4's
-// gradient for the input in
-// TF32 channels_last, whose blocks end between 353 and 374 us: of its 124 rounds none claimed 384.4 us, 2 380.1, 4
-// 378.4, 6 379.6, 8 381.0,
-// 12 383.3, all 463. kb75's, of 31: none 153.9, 1 153.8, 2 150.7, 4 151.2.)
+// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
 //
 // `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (CLAIM_STEP such), and
 // how many blocks
@@ -3485,7 +3466,7 @@ struct Claimer {
     untold = true;
     return upcoming;
   }
-  // Behind the tile's first boxes, which are not to wait for this (measured: kb75 TF32 284 -> 278 us, kb79 481 -> 475).
+  // Behind the tile's first boxes, which are not to wait for this.
   __device__ __forceinline__ void tell() {
     if (!untold) return;
     untold = false;
@@ -3970,7 +3951,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -4022,8 +4003,8 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
 
 // A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
-// and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
-// straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
+// and its first fragment, is asked for in the one before: tables of taps read in each
+// would be slower. Shorter stretches stay straight, which is the fastest.
 template <int FIRST>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -4064,7 +4045,7 @@ constexpr int RUNS_OF_SUBTILE = 8;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -4143,7 +4124,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -4153,8 +4134,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -4170,9 +4151,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -4222,8 +4201,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -4275,9 +4254,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = wg * NB, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -4316,7 +4294,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
       give_back(last, lane);
     }
     weights.end();
-    following = claims.next();  // ahead of the stores, which hide the wait (measured: nnunet2 bfloat16 97 -> 92 us)
+    following = claims.next();                           // ahead of the stores, which hide the wait
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -4560,7 +4538,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -4845,9 +4823,8 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int thread) {
   long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
   const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
-  // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
-  // for the input took
-  // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
+  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
+  // what would take the time. Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
   constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = 1, BY_ROW = SHARES;
   int share = thread / PLACES, place_of = thread % PLACES;
@@ -5186,7 +5163,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -5242,8 +5219,8 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
 
 // A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
-// and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
-// straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
+// and its first fragment, is asked for in the one before: tables of taps read in each
+// would be slower. Shorter stretches stay straight, which is the fastest.
 template <int FIRST>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -5283,7 +5260,7 @@ constexpr int RUNS_OF_SUBTILE = 8;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -5362,7 +5339,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -5372,8 +5349,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -5389,9 +5366,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -5441,8 +5416,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -5494,9 +5469,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -5741,9 +5715,8 @@ typedef u32 bits;
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
 // slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and
 // the weight is written in
-// whole sectors (measured: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the
-// block's warps divide
-// the slices (measured: dcganO 29 us, with 8 rows 36).
+// whole sectors; of small ones it is one row, and the block's warps divide
+// the slices, since more rows leave blocks idle.
 // =====================================================================================================================
 
 constexpr int RUNS = 8;  // warps of a block
@@ -6020,8 +5993,7 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * 
 
 __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g,
     u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
-  // By a shuffle ptxas knows that a warp's lanes have the same (measured: bfloat16 kb78 351 -> 319 us, kb65 644 -> 608, kb57
-  // 947 -> 906; kb69 847 -> 872. Of other tiles some lose: dcgan3 bfloat16 68 -> 71, unet1 channels_last 102 -> 108.)
+  // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31, row = lane >> 2, q = lane & 3;
   int wg_m = wg % WGS_M, first_unit = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * UNITS;
   int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;  // of the block's BLOCK_CO
@@ -6293,11 +6265,10 @@ template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, in
 __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
     int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
-  // (measured: in parts of 4
-  // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
-  // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
-  // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. Copies in
+  // parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
+  // A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address
+  // arithmetic the bound.
   constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
@@ -6352,9 +6323,8 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
 // slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and
 // the weight is written in
-// whole sectors (measured: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the
-// block's warps divide
-// the slices (measured: dcganO 29 us, with 8 rows 36).
+// whole sectors; of small ones it is one row, and the block's warps divide
+// the slices, since more rows leave blocks idle.
 // =====================================================================================================================
 
 constexpr int RUNS = 8;  // warps of a block

@@ -218,7 +218,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -358,18 +358,12 @@ constexpr int CLAIM_STEP = M_GROUPS;  // a block's weights are of one M-group
 // next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where
 // memory bounds:
-// multiprocessors differ in their share of its bandwidth (measured: kb81 TF32 loads for 232 us in the mean, for 261 in
-// one block; kb79
-// 519 -> 476 us claimed, kb73 bfloat16 367 -> 343). What a tile's results are does not depend on who computes them.
+// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 // CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1. Before it
 // there is `Cursor`.
 // LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those
 // before are dealt out evenly, so that blocks that read
-// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed. (measured: unet4's
-// gradient for the input in
-// TF32 channels_last, whose blocks end between 353 and 374 us: of its 124 rounds none claimed 384.4 us, 2 380.1, 4
-// 378.4, 6 379.6, 8 381.0,
-// 12 383.3, all 463. kb75's, of 31: none 153.9, 1 153.8, 2 150.7, 4 151.2.)
+// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
 //
 // `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (CLAIM_STEP such), and
 // how many blocks
@@ -401,7 +395,7 @@ struct Claimer {
     untold = true;
     return upcoming;
   }
-  // Behind the tile's first boxes, which are not to wait for this (measured: kb75 TF32 284 -> 278 us, kb79 481 -> 475).
+  // Behind the tile's first boxes, which are not to wait for this.
   __device__ __forceinline__ void tell() {
     if (!untold) return;
     untold = false;
@@ -833,7 +827,7 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
   return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
 }
 
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
+// groups of columns lie evenly over two neighbouring subtiles
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -851,7 +845,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -908,8 +902,7 @@ __device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[
   if (STEP == 0) give_back(behind, lane);
 }
 
-// Not by recursion, each level of which the compiler works through with all that are in it (measured: dcgan2's gradient in bfloat16
-// channels_last, 32 steps: 1.83 -> 1.56 s of its optimiser, to the same machine code).
+// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
 template <int VARIANT, int... STEPS>
 __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4],
     Fragments& weights, const Columns& pixels, u32 behind, int lane) {
@@ -917,8 +910,8 @@ __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[M
   weights.end_stretch(sizeof...(STEPS));
 }
 
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
-// (measured: with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9.)
+// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
+// is then compiled, and fetched.
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -947,7 +940,7 @@ constexpr int RUNS_OF_SUBTILE = 1;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -1026,7 +1019,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -1036,8 +1029,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -1053,9 +1046,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -1105,8 +1096,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -1158,9 +1149,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -1448,7 +1438,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -1731,9 +1721,8 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int thread) {
   long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
   const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
-  // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
-  // for the input took
-  // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
+  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
+  // what would take the time. Where rows are short, threads share them out.
   constexpr int SHARES = 1;
   constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = SHARES;
   int share = 0, place_of = thread;
@@ -2022,7 +2011,7 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
   return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
 }
 
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
+// groups of columns lie evenly over two neighbouring subtiles
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -2040,7 +2029,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -2097,8 +2086,7 @@ __device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[
   if (STEP == 0) give_back(behind, lane);
 }
 
-// Not by recursion, each level of which the compiler works through with all that are in it (measured: dcgan2's gradient in bfloat16
-// channels_last, 32 steps: 1.83 -> 1.56 s of its optimiser, to the same machine code).
+// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
 template <int VARIANT, int... STEPS>
 __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4],
     Fragments& weights, const Columns& pixels, u32 behind, int lane) {
@@ -2106,8 +2094,8 @@ __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[M
   weights.end_stretch(sizeof...(STEPS));
 }
 
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
-// (measured: with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9.)
+// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
+// is then compiled, and fetched.
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -2136,7 +2124,7 @@ constexpr int RUNS_OF_SUBTILE = 1;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -2215,7 +2203,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -2225,8 +2213,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -2242,9 +2230,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -2294,8 +2280,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -2347,9 +2333,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -2619,7 +2604,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -2759,18 +2744,12 @@ constexpr int CLAIM_STEP = 1;  // a block's weights are of one M-group
 // next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where
 // memory bounds:
-// multiprocessors differ in their share of its bandwidth (measured: kb81 TF32 loads for 232 us in the mean, for 261 in
-// one block; kb79
-// 519 -> 476 us claimed, kb73 bfloat16 367 -> 343). What a tile's results are does not depend on who computes them.
+// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 // CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1. Before it
 // there is `Cursor`.
 // LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those
 // before are dealt out evenly, so that blocks that read
-// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed. (measured: unet4's
-// gradient for the input in
-// TF32 channels_last, whose blocks end between 353 and 374 us: of its 124 rounds none claimed 384.4 us, 2 380.1, 4
-// 378.4, 6 379.6, 8 381.0,
-// 12 383.3, all 463. kb75's, of 31: none 153.9, 1 153.8, 2 150.7, 4 151.2.)
+// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
 //
 // `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (CLAIM_STEP such), and
 // how many blocks
@@ -2802,7 +2781,7 @@ struct Claimer {
     untold = true;
     return upcoming;
   }
-  // Behind the tile's first boxes, which are not to wait for this (measured: kb75 TF32 284 -> 278 us, kb79 481 -> 475).
+  // Behind the tile's first boxes, which are not to wait for this.
   __device__ __forceinline__ void tell() {
     if (!untold) return;
     untold = false;
@@ -3260,7 +3239,7 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
   return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
 }
 
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
+// groups of columns lie evenly over two neighbouring subtiles
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -3284,7 +3263,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -3343,8 +3322,7 @@ __device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[
   if (STEP == 0) give_back(behind, lane);
 }
 
-// Not by recursion, each level of which the compiler works through with all that are in it (measured: dcgan2's gradient in bfloat16
-// channels_last, 32 steps: 1.83 -> 1.56 s of its optimiser, to the same machine code).
+// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
 template <int VARIANT, int... STEPS>
 __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4],
     Fragments& weights, const Columns& pixels, u32 behind, int lane) {
@@ -3352,8 +3330,8 @@ __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[M
   weights.end_stretch(sizeof...(STEPS));
 }
 
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
-// (measured: with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9.)
+// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
+// is then compiled, and fetched.
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -3382,7 +3360,7 @@ constexpr int RUNS_OF_SUBTILE = 1;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -3461,7 +3439,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -3471,8 +3449,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -3488,9 +3466,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -3540,8 +3516,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -3593,9 +3569,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -3882,7 +3857,7 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
       "r"((u32)ok) : "memory");
@@ -4165,9 +4140,8 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int thread) {
   long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
   const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
-  // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
-  // for the input took
-  // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
+  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
+  // what would take the time. Where rows are short, threads share them out.
   constexpr int SHARES = 1;
   constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = SHARES;
   int share = 0, place_of = thread;
@@ -4483,7 +4457,7 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
   return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
 }
 
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
+// groups of columns lie evenly over two neighbouring subtiles
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -4507,7 +4481,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
@@ -4565,8 +4539,7 @@ __device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[
   step(acc[block], a, weights, pixels, row_at(entry), STEP, steps_of(VARIANT), lane);
 }
 
-// Not by recursion, each level of which the compiler works through with all that are in it (measured: dcgan2's gradient in bfloat16
-// channels_last, 32 steps: 1.83 -> 1.56 s of its optimiser, to the same machine code).
+// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
 template <int VARIANT, int... STEPS>
 __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4],
     Fragments& weights, const Columns& pixels, u32 behind, int lane) {
@@ -4574,8 +4547,8 @@ __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[M
   weights.end_stretch(sizeof...(STEPS));
 }
 
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
-// (measured: with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9.)
+// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
+// is then compiled, and fetched.
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -4604,7 +4577,7 @@ constexpr int RUNS_OF_SUBTILE = 1;
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
 // constants only
-// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -4683,7 +4656,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     // rows: the first lane's, and how many on
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -4693,8 +4666,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -4710,9 +4683,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
-    // TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -4762,8 +4733,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
   store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
@@ -4815,9 +4786,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = wg * NB, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -5053,9 +5023,8 @@ typedef u32 bits;
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
 // slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and
 // the weight is written in
-// whole sectors (measured: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the
-// block's warps divide
-// the slices (measured: dcganO 29 us, with 8 rows 36).
+// whole sectors; of small ones it is one row, and the block's warps divide
+// the slices, since more rows leave blocks idle.
 // =====================================================================================================================
 
 constexpr int RUNS = 8;  // warps of a block
@@ -5590,11 +5559,10 @@ template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, in
 __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
     int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
-  // (measured: in parts of 4
-  // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
-  // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
-  // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. Copies in
+  // parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
+  // A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address
+  // arithmetic the bound.
   constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
@@ -5649,9 +5617,8 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
 // slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and
 // the weight is written in
-// whole sectors (measured: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the
-// block's warps divide
-// the slices (measured: dcganO 29 us, with 8 rows 36).
+// whole sectors; of small ones it is one row, and the block's warps divide
+// the slices, since more rows leave blocks idle.
 // =====================================================================================================================
 
 constexpr int RUNS = 8;  // warps of a block

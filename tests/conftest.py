@@ -57,8 +57,8 @@ from upconv.problem import Precision, Problem
 
 if find_spec("expecttest") is None:
     # PyTorch's modules of tests take a class from it for their own test cases to build on; OpInfo samples and
-    # module_db, which are in them, need no more (NOTES: without, GPU machines that have PyTorch but not what it is
-    # tested with left test_opinfo.py and test_modules.py out).
+    # module_db, which are in them, need no more. So test_opinfo.py and
+    # test_modules.py run on machines that have PyTorch, but not what it is tested with.
     sys.modules["expecttest"] = ModuleType("expecttest")
     sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
 

@@ -170,7 +170,7 @@ def test_large_layers_are_ours_and_small_or_pointwise_ones_pytorchs() -> None:
         chosen((16, 64, 256, 256), 64, 3, device=Device("cuda", unavailable="no driver")),
     ):  # fmt: skip
         assert theirs is None or not (theirs.for_output or theirs.for_weight)
-    # NOTES: forward 106 us, PyTorch's 111; the gradient for the weight 111, and 125.
+    # The forward gains too little; the gradient for the weight gains enough.
     both = chosen((16, 256, 64, 64), 256, 3, **last)
     assert both is not None and not both.for_output and both.for_weight
 
@@ -220,7 +220,7 @@ def test_the_rule_asks_for_no_compiler(kernels: Kernels, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 def test_replayed_short_layers_are_ours_if_the_host_gains(layout: Any) -> None:
-    """NOTES: 26 to 31 us, PyTorch's 29 to 44, in a step that waits for its host; nothing but that takes them in."""
+    """Both take nearly as long, in a step that waits for its host; nothing but that takes them in."""
     case = ((64, 256, 16, 16), 256, 3) if layout == "channels_last" else ((128, 256, 8, 8), 512, 4, 2)
     ours = chosen(*case, layout=layout, training=True)
     assert ours.for_output and ours.for_input
@@ -241,13 +241,13 @@ def test_what_makes_short_layers_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "LEAST", 5e-6)
     assert of(*tiny) is None
     monkeypatch.undo()
-    deep = (8, 512, 8, 8), 1024, 4, 2  # cuDNN copies 16 MB of weights (NOTES: for the input 53 us, PyTorch's 78)
+    deep = (8, 512, 8, 8), 1024, 4, 2  # cuDNN copies 16 MB of weights
     single: Any = {"dtype": torch.float32, "precision": "tf32"}
     assert of(*deep, **single).for_input
     monkeypatch.setattr(convolutions, "_COPIES_WEIGHT", 0.0)
     assert not of(*deep, **single).for_input
     monkeypatch.undo()
-    # NOTES: for the weight 22 us, PyTorch's 15.
+    # PyTorch's gradient for this weight is the faster one.
     p = convolutions.transposed((32, 64, 4, 4), (128, 64, 4, 4), *[(n, n) for n in (2, 1, 1)], torch.bfloat16, "bf16")
     assert p is not None and not convolutions.choose(p, H200, True).for_weight  # type: ignore[union-attr]
     convolutions.choose.cache_clear()

@@ -34,7 +34,7 @@ def test_every_admitted_plan_computes_the_forward(p: Problem) -> None:
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("groups", (1, 2, 4))
 def test_planes_that_no_tap_reaches_are_written(groups: int, bias: bool) -> None:
-    """PyTorch's bfloat16 operator leaves them as they were in memory (docs/measured.md)."""
+    """PyTorch's bfloat16 operator leaves them as they were in memory (docs/experiments.md)."""
     p = Problem.make(2, 4, 4, (4, 4, 6), (2, 3, 3), 2, 0, (1, 0, 0), (1, 1, 3), groups, bias=bias, dtype=torch.bfloat16)
     assert planner.plan(p, planner.Device("cpu")).forward == "wide" and cpu.refusal(p, "native")
     x, w, b, _ = operands(p)

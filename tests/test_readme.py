@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from typer.testing import CliRunner
 from upconv.bench import files, plots, report, roofline, run
 from upconv.bench.suites import SUITES
 from upconv.cli import app
-from upconv.cuda import costs
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -260,41 +258,21 @@ def test_the_picture_of_the_roofs(tmp_path: Path) -> None:
         plots.plot_roofs([measured("tf32", {"kb57": None})], tmp_path / "r.png")
 
 
-# --- docs/kernels.md -------------------------------------------------------------------------------------------------
-
-
-def test_docs_explain_has_a_place_for_every_layer() -> None:
-    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    for name in (f"explain-kb{n}" for n in (57, 65, 69, 71, 75, 78, 81)):
-        assert page.count(f"<!-- {name} -->\n```") == page.count(f"```\n<!-- /{name} -->") == 1
-    assert page.count("<!-- gather-constants -->\n|  |") == page.count(" |\n<!-- /gather-constants -->") == 1
+# --- docs/explain.md -------------------------------------------------------------------------------------------------
 
 
 def test_docs_say_what_the_planner_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of the seven 2-D layers and the model's constants: stale where `benchmarks/explain.py` was not run."""
+    """Plans of the layers in docs/explain.md: stale where `benchmarks/explain.py` was not run."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import explain
 
-    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    page = explain.PAGE.read_text(encoding="utf-8")
+    assert [name for name, _ in explain.sections()] == [f"explain-{name}" for name in explain.CASES]
     assert explain.rewritten(page) == page
-    stale = page.replace("| `l2_weights` |", "| `l2_weights` | 7 |", 1)
+    stale = page.replace("\nplan ", "\nplans ", 1)
     assert stale != page and explain.rewritten(stale) == page
     with pytest.raises(ValueError, match="markers of explain-kb57 once; it has them 0 times"):
         explain.rewritten(page.replace("<!-- explain-kb57 -->\n", ""))
-
-
-def test_the_tables_constants_are_the_models() -> None:
-    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    table = page.split("<!-- gather-constants -->\n")[1].split("\n<!-- /gather-constants -->")[0]
-    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
-    assert head[1:] == [*costs.SETS, "clocks, or as it says"]
-    for name, *cells, meaning in rows:
-        assert meaning
-        for cell, found in zip(cells, costs.SETS.values(), strict=True):
-            value = getattr(found, name.strip("`"))
-            wanted = value if isinstance(value, tuple) else (value,)
-            assert tuple(float(part) for part in cell.split(",")) == pytest.approx(wanted, rel=1e-5)
-    assert [name.strip("`") for name, *_ in rows] == [field.name for field in fields(costs.Constants)]
 
 
 # --- training curves -------------------------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
 """Calls that were made before: by what a call is recognised as one whose plan is known.
 
 A training step finds the host's caches cold, and there each attribute of a tensor and each flag of PyTorch's that a
-call asks for costs it half a microsecond (NOTES: a recorded forward with a stub for the driver takes 13 us in a loop
-and 71 in a step; recognised 11 and 60). PyTorch's own guards, which its compiler has for graphs, compare tensors'
-types, dispatch keys, dtypes, devices, shapes, strides and ``requires_grad`` by one call. The keys are those that its
-dispatcher would see, so that autocast, inference mode, functorch transforms, dispatch modes, tracing, and negated,
-sparse or wrapped tensors are a difference too. What keys do not tell is asked for beside.
+call asks for costs it half a microsecond (docs/experiments.md). PyTorch's own guards, which its compiler has for
+graphs, compare tensors' types, dispatch keys, dtypes, devices, shapes, strides and ``requires_grad`` by one call. The
+keys are those that its dispatcher would see, so that autocast, inference mode, functorch transforms, dispatch modes,
+tracing, and negated, sparse or wrapped tensors are a difference too. What keys do not tell is asked for beside.
 """
 
 from __future__ import annotations

@@ -36,23 +36,19 @@ LEAST = 1e-6
 """Seconds of a forward, by the bound of `small`, from which on calls may be ours. Shorter ones are not worth a kernel's
 compilation."""
 MARGIN = 0.85
-"""Our estimate must be below this share of `expected` (NOTES: of 288 passes in NCHW timed on an H100, all three of 96
-layers in TF32 or bfloat16, 207 are, in which PyTorch takes 1.01 to 9 times as long, 2.2 in the mean; below 0.9 one took
-0.93. Of 144 in channels_last 54, of 1.01 to 7.3, 2.0 in the mean; below 0.9 one took 0.87. Of passes from 5 us to
-`SHORT`, in both layouts on an H200, 224, of which all but one gain, 1.96 in the mean, that one 0.98)."""
+"""Our estimate must be below this share of `expected`, so that of the timed passes all but one gain
+(docs/experiments.md)."""
 SHORT = 45e-6
 """Seconds that PyTorch is expected to take for a pass, below which a training step waits for its host."""
 MARGIN_SHORT = 1.25
 """`MARGIN` of `SHORT` passes in training. There the host decides, whose time for a replayed call and its backward is
-173 us, PyTorch's 287; 257 and 419 under autocast (NOTES: the step of DCGAN in bfloat16, whose last convolutions this
-makes ours, 12.1 -> 9.7 ms, PyTorch's 14.6). Of 189 passes on an H200 that it takes in and `MARGIN` leaves out, 36 in
-channels_last, PyTorch's kernels take 1.33 times as long in the mean; in 24, one in channels_last, they are the
-faster ones, the most so 21.8 us for 33.4. (A graph that is captured behind such steps has these too.)"""
+shorter than that for PyTorch's operator. A few of these passes are slower on the GPU (docs/experiments.md). A graph
+that is captured behind such steps has these too."""
 _MACS = {2: 2048, 4: 1024}  # of a multiprocessor's tensor cores a clock, by an element's bytes (sm_90)
 _PADDED = 8  # channels, to whose multiples cuDNN pads
 _RATE_WEIGHT = 0.45  # of the products' rate, which cuDNN's kernels of the gradient for the weight reach in TF32
 # NCHW: that of its others; copies of both tensors, to its own layout and back; its kernels' beginnings and ends. And
-# copies of the weight, where a pass is short (NOTES: 139 of up to 45 us; of long ones nobody has timed it).
+# copies of the weight, where a pass is short. Long ones were not timed so.
 _RATE, _COPIES, _LAUNCHES, _COPIES_WEIGHT = 0.65, 2.0, 15e-6, 5.0
 # channels_last: the same, and how much longer a tile of 64 columns takes for its products than one of 128.
 _RATE_LAST, _LAUNCH, _NARROW = 0.72, 5e-6, 1.4

@@ -1,9 +1,8 @@
 """Descriptions that are never changed: values that follow from their fields, found once, and others made from them.
 
 Planning a layer looks at thousands of tilings, each a frozen dataclass whose numbers follow from few fields. What the
-standard library has for this takes most of that time (NOTES: 132 problems of KernelBench planned on two cores of a Zen
-5, Python 3.11: 37.2 s by `functools.cached_property`, which takes a lock at each first use before Python 3.12, and
-`dataclasses.replace`, which calls ``__init__``; 19.1 s by these).
+standard library has for this takes most of that time (docs/experiments.md): `functools.cached_property` takes a lock at
+each first use before Python 3.12, and `dataclasses.replace` calls ``__init__``.
 """
 
 from __future__ import annotations

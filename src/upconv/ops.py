@@ -393,9 +393,8 @@ def _autocast(
     """Operands in autocast's dtype: every floating tensor of the device but float64, as PyTorch casts them.
 
     ``rounding``: float32 weights and biases stay, for an engine that rounds them where it reads them. That spares a
-    training step each cast and its derivative (NOTES: 32 us of a recording forward's 124), and the gradients for
-    weight and bias come in float32, by tensor cores without a rounding to 16 bits (but where they are differentiated
-    again, or batched).
+    training step each cast and its derivative; and the gradients for weight and bias come in float32, by tensor cores
+    without a rounding to 16 bits (but where they are differentiated again, or batched).
     """
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind)

@@ -3,8 +3,8 @@
 A layer's call under autograd that is made again and again is first computed in Python. When the module of
 `upconv.cuda.native` is there, its forward is recorded (`upconv.cuda.tape`), and from the next call on the module
 recognises it and does what it did, as one autograd function in C++; its gradients are recorded when they are first
-asked for. NOTES: of a layer's host time in a training step whose caches are cold, 200 us of forward and backward, half
-is a Function in Python and 90 are the Python around its launches.
+asked for. Most of a small layer's host time in a training step is the Function in Python and the Python around its
+launches.
 
 What cannot be recorded (passes that copy operands) stays in Python, and so does each call that a tape does not fit
 (``native.cpp``); a pass of a plain convolution that is PyTorch's is a step of a tape. A tape does what the pass in

@@ -30,7 +30,7 @@ to 1.3 times as long each on a slow host, and one of 348 passes exceeds 1.5 s by
 _PRECISIONS: dict[Precision, torch.dtype] = {"tf32": torch.float32, "bf16": torch.bfloat16}
 _PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 """In the order of the report's columns."""
-_CACHED = 0.1  # of the time beside others, below which a kernel alone was not compiled (NOTES: from a cache 0.04)
+_CACHED = 0.1  # of the time beside others, below which a kernel alone was not compiled
 
 Row = tuple[str, Precision, Layout]
 

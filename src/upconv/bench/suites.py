@@ -82,7 +82,7 @@ _MODELS = (
 
 # Layers of published models in the shapes in which they are trained and used: many more than those of `models`, and of
 # sizes that tiles do not fit: images of 1 x 1 to 8 x 8, of 14 x 14, rows of odd lengths, one image, large kernels, many
-# channels. What was first measured on them: docs/measured.md.
+# channels. What was first measured on them: docs/experiments.md.
 _FIELD = (
     # DCGAN's generator, others', and decoders of variational autoencoders on MNIST, CIFAR and CelebA.
     _case("dcgan128.1", "128x100x1x1", 512, 4),

@@ -264,8 +264,8 @@ def _peak(trainer: Trainer, device: torch.device) -> int | None:
     """Bytes that a step asks the allocator for at its peak, beside what it holds between steps; None on a CPU.
 
     The median of three, behind those in which calls are recorded. Not the allocator's blocks: these are longer than
-    what is asked for, by their past up to 2 MB of 340. (NOTES: in float32 DCGAN, U-Net and the VAE decoder ask for as
-    much as PyTorch's to the byte, where either side's blocks were longer in some runs.)
+    what is asked for, by their past up to 2 MB of 340. Models that ask for the same bytes may have blocks of different
+    lengths.
     """
     if device.type != "cuda":
         return None

@@ -12,11 +12,11 @@ from upconv.problem import AxisPhase, Problem
 class Axis:
     """One dimension of a correlation ``y[t] = sum_j w[j] x[start + t + j*step]``, ``t`` in ``range(count)``.
 
-    NOTES: oneDNN's fast kernels refuse a padding of the window's reach or more and fall back to im2col (8.6 -> 37 ms
-    measured), so outputs whose window misses the input altogether (``output_padding`` makes such) are not computed:
-    ``live`` is the range of ``t`` that is, and the caller fills the others with the bias. Taps that lie further apart
-    than the input is long may miss it for every output, though windows do not: oneDNN's bfloat16 kernels for AMX crash
-    where there is none (a size of 1, taps 3 apart).
+    oneDNN's fast kernels refuse a padding of the window's reach or more and fall back to im2col (docs/experiments.md),
+    so outputs whose window misses the input altogether (``output_padding`` makes such) are not computed: ``live`` is
+    the range of ``t`` that is, and the caller fills the others with the bias. Taps that lie further apart than the
+    input is long may miss it for every output, though windows do not: oneDNN's bfloat16 kernels for AMX crash where
+    there is none (a size of 1, taps 3 apart).
     """
 
     def __init__(self, size: int, taps: int, start: int, count: int, step: int) -> None:

@@ -12,9 +12,8 @@ HALF = (torch.bfloat16, torch.float16)
 def unwritten(p: Problem) -> bool:
     """Whether PyTorch's own operator may return memory that nothing wrote, in planes behind the last tap.
 
-    NOTES: PyTorch 2.13's bfloat16 forward of 3-D layers with an output padding along the depth and a dilation along
-    another axis: 4->4 k(2,3,3) s2 d(1,1,3) op(1,0,0) on 1x4x4x4x6 in 47 of 60 calls among spoilt memory, without the
-    dilation or the output padding in none, nor in float16, float32 or 2-D.
+    PyTorch 2.13's bfloat16 forward does so in 3-D, with an output padding along the depth and a dilation along another
+    axis. It does not in other dtypes, in 2-D, or without either (docs/experiments.md).
     """
     behind = p.rank == 3 and p.output_padding[0] > 0 and max(p.dilation) > 1
     return behind and p.dtype is torch.bfloat16 and p.batch > 0 and min(p.size) > 0
@@ -23,10 +22,10 @@ def unwritten(p: Problem) -> bool:
 def untrusted(p: Problem) -> bool:
     """Whether oneDNN's half-precision kernels may read memory that nothing wrote.
 
-    NOTES: PyTorch 2.13's bfloat16 weight gradient, and now and then its input gradient, holds garbage or NaN, or
-    corrupts the heap, for images with a last dimension of 1, and in 3-D with any dimension under 4 (20 of 4,000 random
-    layers); its channels_last forward convolutions do so in 3-D with a depth of 1. None with all sizes from 4 on:
-    nothing is lost by staying clear of sizes under 4.
+    PyTorch 2.13's bfloat16 weight gradient, and now and then its input gradient, holds garbage or NaN, or corrupts the
+    heap, for images with a last dimension of 1, and in 3-D with any dimension under 4. Its channels_last forward
+    convolutions do so in 3-D with a depth of 1. With all sizes from 4 on no such result was found
+    (docs/experiments.md). So nothing is lost by staying clear of sizes under 4.
     """
     return p.dtype in HALF and min(p.size if p.rank == 3 else p.size[-1:]) < 4
 
@@ -34,12 +33,11 @@ def untrusted(p: Problem) -> bool:
 def untrusted_gradients(p: Problem) -> bool:
     """As `untrusted`, for the gradients.
 
-    NOTES: bfloat16 ones crash in channels_last where the padding exceeds the kernel's reach. In float32 it is the input
-    gradient of channels_last images one pixel wide, with one output channel (4 of 6,600 random layers, all such).
-    PyTorch's float32 gradients of images with sizes under 4 corrupt the heap besides, twice in about 15,000 random
-    layers; which ones is not known, so those stay PyTorch's. The bfloat16 weight gradient of 3-D channels_last layers
-    is wrong, by half and more, where the padding along the depth reaches half of it: 146 of 1,444 such layers of
-    stride 1 to 3, with one thread and with two, and none of 3,912 others.
+    bfloat16 ones crash in channels_last where the padding exceeds the kernel's reach. In float32 it is the input
+    gradient of channels_last images one pixel wide, with one output channel. PyTorch's float32 gradients of images with
+    sizes under 4 corrupt the heap besides, rarely; which ones is not known, so those stay PyTorch's. The bfloat16
+    weight gradient of 3-D channels_last layers is wrong, by half and more, where the padding along the depth reaches
+    half of it (docs/experiments.md).
     """
     single = p.rank == 2 and p.size[-1] == 1 and p.out_channels == p.groups and p.layout == "channels_last"
     beyond = any(pad > d * (k - 1) for pad, d, k in zip(p.padding, p.dilation, p.kernel))

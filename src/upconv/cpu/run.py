@@ -186,8 +186,8 @@ def _wide(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-# NOTES: below 16 input channels oneDNN reads NCHW through a padded copy; with channels_last weights PyTorch has the
-# input reordered once instead (2 channels, 1178x1178: 26.9 -> 7.5 ms; 56 channels: 2.2 -> 2.5).
+# Below 16 input channels oneDNN reads NCHW through a padded copy. With channels_last weights PyTorch has the input
+# reordered once instead (docs/experiments.md).
 _NARROW_INPUT = 16
 
 
@@ -324,8 +324,8 @@ def torch_gradients(
     return [g if asked else None for g, asked in zip(found, mask)]
 
 
-# NOTES: PyTorch sums half precisions by converting the whole tensor to float32 first; from 32 MiB on that copy is
-# mapped anew at every call (8.4 million elements: 9.2 ms, in two halves 0.6).
+# PyTorch sums half precisions by converting the whole tensor to float32 first. From 32 MiB on that copy is mapped anew
+# at every call.
 _SUM_AT_ONCE = 4 << 20
 
 

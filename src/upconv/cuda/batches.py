@@ -1,12 +1,10 @@
 """Batches of small images as other problems, whose tensors have the same bytes in the same places.
 
 Tiles of `upconv.cuda.gather` and chunks of `upconv.cuda.wgrad` in NCHW are neighbouring positions of an image, and
-images of 4 x 4 leave most of these empty (NOTES: 512->256 k4 s2 on 128 of them in channels_last, bfloat16: forward,
-gradient for the input 53, 46 us; PyTorch's 25, 30. Those of `upconv.cuda.implicit`, and the weight's in channels_last,
-are boxes of any shape). But images of one pixel may be the pixels of one image
-(`Problem.flat`), small ones lie side by side (`Problem.abreast`), and, where the kernel is the stride, one below the
-other (`Problem.stacked`). Nor do rows of tiles end where images' do: those of a kernel of one weight without a stride
-are one row (`Problem.in_a_row`).
+images of 4 x 4 leave most of these empty. Those of `upconv.cuda.implicit`, and the weight's in channels_last, are boxes
+of any shape. But images of one pixel may be the pixels of one image (`Problem.flat`), small ones lie side by side
+(`Problem.abreast`), and, where the kernel is the stride, one below the other (`Problem.stacked`). Nor do rows of tiles
+end where images' do: those of a kernel of one weight without a stride are one row (`Problem.in_a_row`).
 """
 
 from __future__ import annotations

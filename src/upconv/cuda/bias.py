@@ -1,7 +1,7 @@
 """The gradient for the bias on a GPU: a kernel of our own for tensors whose bytes are the work. It is ``bias.cu``.
 
-``torch.sum`` over an NCHW tensor's images and pixels reaches half of the memory's bandwidth (kb64's takes 0.85 ms, its
-bytes 0.45), which is a tenth of a layer's training step. Small tensors are left to it.
+``torch.sum`` over an NCHW tensor's images and pixels reaches half of the memory's bandwidth, which is a tenth of a
+layer's training step. Small tensors are left to it.
 """
 
 from __future__ import annotations

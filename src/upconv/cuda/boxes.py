@@ -108,9 +108,8 @@ def fullest(
 ) -> tuple[int, tuple[int, int, int, int]]:
     """(how many, images, D, H, W) of the boxes of at most ``most`` pixels, of which the fewest are needed.
 
-    Of equals that of the fewest images, then the narrowest: with a step along W the engine is slower (NOTES: 3-D
-    256->256 k4 s2 on 4 x 16 x 16, the gradient for the input in TF32 102 us, by the widest 148; layers without a stride
-    and others of k2 s2 the same). ``stride``: from one of its pixels to the next in the tensor that is traversed.
+    Of equals that of the fewest images, then the narrowest: with a step along W the engine is slower
+    (docs/experiments.md). ``stride``: from one of its pixels to the next in the tensor that is traversed.
     """
     full = (1,) * (3 - len(size))
     d, h, w = full + size

@@ -64,11 +64,10 @@ class Constants:
     lost: float = 0.0
     """Channels-last: share of a line's rest that comes anew where the cache has lost it (`gather_model._LINES`)."""
     scale: float = 1.0
-    """Factor of all of a tile's clocks, so that other families compare (NOTES: the forward's times are right on
-    average, those of gradients in NCHW 4% too long, of channels_last 9%)."""
+    """Factor of all of a tile's clocks, so that other families compare."""
 
 
-# 3-D layers' forward in NCHW, where the other fit lost 5 to 11% on kb61 and kb73; mma.sync.
+# 3-D layers' forward in NCHW, which the other fit does not suit; mma.sync.
 _OTHERS = Constants(
     step=(6.1, 5.9),
     drain=(190.0, 140.0),
@@ -125,9 +124,8 @@ _GRAD_INPUT = replace(
     turning=(608.0, 120.0, 117.0),
     latency=901.0,
 )
-# NOTES: pixels come at 50 bytes a clock where NCHW's boxes bring 22, outputs leave at 35 where NCHW's leave at 15: so
-# more tiles share their chunks than go in turn (with the constants of the epilogue before, 20 bytes a clock, kb73's
-# forward in bfloat16 took 248 us instead of 225).
+# Boxes bring pixels, and epilogues store outputs, more than twice as fast as in NCHW. So more tiles share their chunks
+# than go in turn.
 _CHANNELS_LAST = Constants(
     step=(5.71, 0.0165),
     drain=(523.0, 537.0),
@@ -148,8 +146,7 @@ _CHANNELS_LAST = Constants(
     scale=0.974,
 )
 
-# The same where planes come one by one: the loader is never far behind, so that tiles are large and chunks long
-# (NOTES: unet1's gradient for the input in TF32 213 -> 183 us).
+# The same where planes come one by one: the loader is never far behind, so that tiles are large and chunks long.
 _PLANEWISE = replace(
     _CHANNELS_LAST,
     step=(6.29, 0.0165),
@@ -169,8 +166,8 @@ _PLANEWISE = replace(
 )
 
 # IEEE float32 by wgmma, forwards and gradients for the input: three matrix instructions for two fragments of weights,
-# and sums that leave the tensor cores behind every stretch, which consumers in turn cannot hide from each other (NOTES:
-# with the constants of TF32 kb69 took 4,989 us in turn, where by halves it takes 4,278).
+# and sums that leave the tensor cores behind every stretch, which consumers in turn cannot hide from each other. TF32's
+# constants therefore choose turns too often.
 _IEEE = Constants(
     step=(5.38, 10.8),
     drain=(296.0, 253.0),

@@ -30,8 +30,8 @@ _MAX_THREADS = 512
 _MAX_SUMS = 96  # per thread in 32-bit registers, of 255; windows, weights and addresses need the rest
 _MAX_UNROLLED = 1024  # multiply-adds in a kernel's body: 1.0 s of NVRTC
 _WALK_THREADS = 128
-# Of a walk's time, where several threads have a cell, and rows begin at the vectors that they store (NOTES: fcn8s 94.6
-# -> 90.8 us, k32 s16 96 -> 87, in bfloat16 61 -> 50, k24 s8 118 -> 105, k8 s8 92.0 -> 91.3, k12 s12 81.9 and 82.1).
+# Of a walk's time, where several threads have a cell, and rows begin at the vectors that they store
+# (docs/experiments.md).
 _BY_PIECES = 0.95
 _BLOCKS = 8  # blocks of a kind of thread whose chunks and splits are all estimated
 _MAX_HELD = 4  # as in direct.cu: loads of four halves that wait in registers
@@ -491,8 +491,8 @@ def _walk_columns(p: Problem, walk: Walk) -> int:
 def _pieces(p: Problem) -> int:
     """Threads that may have a cell along W together, with a vector of its outputs each; 1 where they may not.
 
-    Taps of a vector must be neighbours, as many for each of its outputs, and of the same columns. (NOTES: float64,
-    whose vectors are of two, gains nothing: fcn8s 180 -> 182 us.)
+    Taps of a vector must be neighbours, as many for each of its outputs, and of the same columns. Vectors of float64
+    are of two, and gain nothing.
     """
     w = axes(p)[2]
     vector = _vector(w.stride, p.dtype.itemsize)
@@ -644,7 +644,7 @@ def _of_kind(p: Problem, kind: _Kind) -> Iterator[Tile]:
     for block_x, block_h in product((2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16, 32)):
         if (block_x > 2 and block_x * cells >= 2 * max(w.cells, 2)) or (block_h > 1 and block_h >= 2 * h.cells):
             continue
-        # Rows shorter than a line cost twice the model and more (measured on fsrcnn and depthw).
+        # Rows shorter than a line cost twice the model and more (measured on layers of few channels).
         if not last and block_x * cells < min(16, w.cells):
             continue
         units = block_x * block_h * h.stride // phases
@@ -682,7 +682,7 @@ class Choice(family.Defaults):
 
     @property
     def margin(self) -> float:
-        """Its model hopes near a tie (NOTES: dcganO 42 us by it, 72 measured; as a gather-GEMM 44 and 44)."""
+        """Its model is too optimistic near a tie with other families."""
         return MARGIN
 
     @property

@@ -31,30 +31,25 @@ from upconv.derived import derived, varied
 from upconv.problem import Problem
 
 # Pixels along a side of images that `batches` tries side by side. What tiles of larger ones read comes from many places
-# of the memory (NOTES: 256->256 k2 s2 on 512 images of 14 x 14, gradient for the input in TF32 274 -> 343 us, where the
-# model has 226 -> 198).
+# of the memory, which is slower (docs/experiments.md).
 WIDEST = 16
 # Of clusters that the model has so near, one whatever the size, since each is a kernel to be compiled.
 _ALIKE = 1.03
 # Packing a forward's weights: seconds, bytes a second. And the share of its time by which multiplying them as they lie
-# in TF32 is slower, of one tap (NOTES: unet1 201 -> 203 us, where packing takes 14), of several (kb57 1,821 -> 1,862,
-# vae 249 -> 260, kb61 1,043 -> 1,129, kb78 619 -> 924; dcgan1 94.2 -> 95.5, 512->256 k4 s2 on 4 x 4 53 -> 60).
+# in TF32 is slower: of one tap, of several (docs/experiments.md).
 _PACKING = 2.5e-6, 0.9e12
 _FOUR_LOADS = {True: 0.015, False: 0.06}
 SIZES = "i" * 11  # `Tiling.arguments`
-# A kernel that packs the weights itself: parts of them that a block packs at most, and its longest time (NOTES: the
-# host takes 16 us for two launches and 11 for one, in a training step twice that; the GPU 0 to 2 us more with a part a
-# block, 3 to 4 with four, 5 with eight).
+# A kernel that packs the weights itself: parts of them that a block packs at most, and its longest time: two launches
+# take the host longer than one, but the GPU takes longer with each part a block (docs/experiments.md).
 _MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
 _LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
 _CLAIMED_TILES = 18  # for each multiprocessor
 _LAST_ROUNDS = 4  # that blocks which stay abreast claim
 # Of 16-bit channels-last gradients that wait for memory: tiles of few places that have all channels, where blocks claim
-# them; tiles of some channels read pixels again, and their blocks must stay abreast (NOTES: unet4 197.0 -> 193.4 us, by
-# tiles of 256 places 202; in TF32 385.9 and 385.6).
+# them; tiles of some channels read pixels again, and their blocks must stay abreast (docs/experiments.md).
 _CLAIMED, _PLACES = 0.985, 128
-# Of 1-D layers, what claims gain by what the model has (NOTES: 0.84 to 0.98 of 16 layers, of those dealt out 0.91 to
-# 1.12; kb74 TF32 was 528 us by `joined`, which is 460 by tiles that are claimed).
+# Of 1-D layers, what claims gain, which the model lacks.
 _LINES_CLAIMED = 0.95
 _LONG_CODE = 32  # matrix instructions in a row, from which on NVRTC takes over a second
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
@@ -103,10 +98,8 @@ class Choice(family.Defaults):
 
     @property
     def margin(self) -> float:
-        """Its model hopes where several slices' rows fill the tiles (NOTES: right on kb58 and kb70, by which it was
-        fitted; ten other such layers of 3 to 32 output channels took 0.93 to 1.53 times as long). In channels_last it
-        does not where there is no stride (60 took 0.83 to 1.34 times the model's, most up to 1.15, unrolled or not).
-        Of lines it is the less hopeful one, whose blocks claim tiles."""
+        """Its model is too optimistic for tiles that combine depth slices, so its estimate is scaled. In channels_last
+        it is not, where there is no stride. Of 1-D layers whose blocks claim tiles it is too pessimistic."""
         p = self.problem
         if p.rank == 1 and self.claimed:
             return _LINES_CLAIMED
@@ -130,9 +123,9 @@ class Choice(family.Defaults):
         """Whether its blocks claim tiles.
 
         All of them, or those at the end (`last_rounds`). All are dealt out to blocks that read the same pixels for
-        other channels, where these are more than the results, in NCHW; to blocks whose groups share lines (NOTES: kb75
-        in TF32 channels_last 277 -> 307 us), if not `_ends_claimed`; and to blocks with few tiles, for which asking
-        takes longer than waiting for the last (vae, 16 each, 1 to 2%).
+        other channels, where these are more than the results, in NCHW; to blocks whose groups share lines, if not
+        `_ends_claimed`; and to blocks with few tiles, for which asking takes longer than waiting for the last
+        (docs/experiments.md).
         """
         t, p = self.tiling, self.problem
         if not t.claimable(self.gpu.shared_bytes):
@@ -153,9 +146,8 @@ class Choice(family.Defaults):
         """Whether blocks that should stay abreast claim their last tiles: those that read the same pixels for other
         channels, in channels_last, where these are more than the results; or half of them, and read by two.
 
-        NOTES: 96->192 k1 on 16 x 192 x 192 in TF32, read by three, takes 187 us claimed, 204 with 15 sixteenths dealt
-        out; nnunet2's forward, with four results for a pixel, 181 and 187. In NCHW kb75's gradient for the input in
-        bfloat16 takes 129 us dealt out, 131 with any claims.
+        Where three blocks read the same pixels, where a pixel has four results, and in NCHW, this gains nothing or
+        loses (docs/experiments.md).
         """
         t, p = self.tiling, self.problem
         if not (t.channels_last and t.resident and t.m_groups > 1 and t.parts == 1):
@@ -231,8 +223,8 @@ class Choice(family.Defaults):
     def quick(self) -> Choice | None:
         """The same to the last bit, compiled fast; None where this is, or has no such form.
 
-        NOTES: NVRTC takes 1.0 to 3.8 s for 122 choices of the benchmark's on a GPU's host, and 0.6 to 1.3 for these,
-        which take 1.10 times as long in the mean and 1.5 at most.
+        NVRTC takes seconds for long straight code, and a third of that for a loop, which is a little slower
+        (docs/experiments.md).
         """
         t = self.tiling
         if t.quick or not t.wgmma or t.parts > 1 or t.longest_stretch * t.nb < _LONG_CODE:
@@ -297,10 +289,8 @@ class Prepared(BoxedPacks, LazyPacks):
             self._codes += f"({'q' * 16})"  # the result's map behind the source's
         self._unit, *boxed = choice.sources()
         self._boxed_unit = (*boxed, None)[0]
-        # Groups of a channels-last pixel share sectors, so their blocks are to stay abreast (NOTES: kb75's gradient for
-        # the input in bfloat16 took 113 us launched beside `pack`, where blocks begin one by one, and 92 behind it). So
-        # are those that read pairs of lines, which memory bounds, once they take long (unet4 TF32 418 and 388 us,
-        # bfloat16 218 and 200).
+        # Blocks that begin one by one beside `pack` drift apart. Groups of a channels-last pixel share sectors, and
+        # what memory bounds shares pairs of lines: such blocks are to stay together (docs/experiments.md).
         lines = in_two_lines(p) and choice.seconds > _LONG_BESIDE
         abreast = t.channels_last and (p.groups > 1 or lines)
         self._overlaps = t.wgmma and gpu_of(device).capability >= (9, 0) and not abreast
@@ -479,8 +469,7 @@ def promotion(t: Tiling) -> int:
 def in_two_lines(p: Problem) -> bool:
     """Whether a channels-last tile reads whole pairs of lines that no other reads: kernel and stride are the same.
 
-    NOTES: unet4 in TF32 444 -> 427 us, its gradient 405 -> 387; in bfloat16 240 -> 230, 204 -> 201. With halos, or
-    weights through a ring, nothing to 20% more (kb81's gradient in bfloat16); where 256 bytes are of several rows, 1%.
+    With halos, or weights through a ring, the second line is lost before it is read (docs/experiments.md).
     """
     if p.groups > 1 or p.kernel != p.stride or max(p.dilation) > 1 or max(p.padding) > 0:
         return False
@@ -492,8 +481,8 @@ def store_unit(t: Tiling, p: Problem) -> int:
     """Bytes at multiples of which all rows of ``p``'s result begin and end: 16 or two elements; else 0.
 
     One element: where a channel's outputs are no whole pairs, since eight rows of as many channels are stored together.
-    A kernel has no way to store rows that begin elsewhere then; where runs begin at more it still finds out. (NOTES:
-    with all three ways, unrolled over registers, kb68 takes 2.8 s to compile instead of 1.2, kb77 2.5 instead of 2.0.)
+    A kernel has no way to store rows that begin elsewhere then; where runs begin at more it still finds out. A kernel
+    with all three ways takes up to twice as long to compile.
     """
     if t.channels_last or t.shuffle is not None or not t.contiguous:
         return 0

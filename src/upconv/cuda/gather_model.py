@@ -22,14 +22,12 @@ _FILL_RUN = 240.0, 400.0  # clocks of each run of it beside: of a channel's; of 
 MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 # Results that the copy engine stores: bytes a clock that threads leave in shared memory for it, and clocks beside.
 STAGED = 64.0, 300.0
-# By how much the model hopes there, by `split` (NOTES: pix in bfloat16 on an H100, which it has at 116 us both times,
-# by halves of the pixels 134, of the channels 123, and by other epilogues 137).
+# By how much the model is too optimistic there, by `split`.
 _STAGED_HOPE = 1.035, 1.02
 # Of planes one by one with weights through a ring: it decides only where the model sees no difference to weights that
-# stay (NOTES: kb81's gradient for the input in TF32, 120 us by a ring and 95 without, 88.9 and 89.0 by the model).
+# stay.
 _RING = 1.002
-# Of consumers that share weights against those that share pixels, where the model sees no difference (NOTES: dcgan1
-# bfloat16 64.6 -> 58.9 us, TF32 105.9 -> 102.7).
+# Of consumers that share weights against those that share pixels, where the model sees no difference.
 HALVED = 1.0005
 _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _LINE = 128  # bytes that come from memory together, of which a channels-last chunk may take a part
@@ -75,7 +73,7 @@ def tile_clocks(t: Tiling, alignment: int) -> Clocks:
     of_rows = t.subs * t.element * min(couts, t.rows_per_sub * t.wgs_m)
     per_tile_out = math.prod(t.tile[1:3]) * columns * t.width_subs * of_rows // t.cluster  # a block's share
     staged = t.pixels * t.row_bytes if t.channels_last else t.slot_bytes
-    # Boxes of rows that begin anywhere bring parts of sectors (NOTES: kb68 bfloat16, 48-byte rows: 3.08 -> 3.92 ms).
+    # Boxes of rows that begin anywhere bring parts of sectors.
     copied = staged * (1 + 32 / (t.staging_units * 16)) if t.tensor_map and t.classed else staged
     if t.channels_last:
         copied += t.pixels * c.row
@@ -95,7 +93,7 @@ def tile_clocks(t: Tiling, alignment: int) -> Clocks:
     of_chunk = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
     straight, longest, ring = t.straight or t.rolled, t.longest_stretch, t.ring_fragments
-    for entries, times in t.repeated_entries:  # few (NOTES: 768 -> 3 k16 s16 has 256 variants of one)
+    for entries, times in t.repeated_entries:  # few, where many variants have the same entries
         chunks = t.chunks_of_block if entries else 0
         steps = chunks * t.fragments_of_chunk(entries)
         matrix = steps * fragment_time
@@ -161,9 +159,9 @@ def seconds_of(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, 
     seconds = (clocks.tile * waves + tail) / gpu.clock
     ragged = 1.0
     if t.channels_last:
-        if t.bare and not t.contiguous:  # (NOTES: kb81 bfloat16 137 us, with all phases of a row in a tile 126)
+        if t.bare and not t.contiguous:  # a tile lacks some phases of a row, so sectors are written in parts
             ragged = 1.05
-    elif result_shape(p)[-1] * t.element % 32:  # (NOTES: kb81 TF32 319 us, with a row's halves stored together 296)
+    elif result_shape(p)[-1] * t.element % 32:  # halves stored together share a sector
         ragged = 1.16 if _halves_of_a_row(t) else 1.25
     out = math.prod(result_shape(p))
     source = math.prod(source_shape(p)) * _read(t, min(tiles, gpu.multiprocessors // t.cluster), gpu)
@@ -201,7 +199,7 @@ def _halves_of_a_row(t: Tiling) -> bool:
 
 
 def _ragged(t: Tiling, alignment: int, c: Constants) -> float:
-    """What stores that do not fill sectors of 32 bytes cost, as a factor (kernels.md, Epilogue)."""
+    """What stores that do not fill sectors of 32 bytes cost, as a factor (docs/design.md, Stores)."""
     if t.shuffle is not None:
         return 1.5
     if t.channels_last:

@@ -30,10 +30,9 @@ MOST_SKETCHES = 250
 """Sketches whose tilings a search tries, those with the least bound first; of a large halo most fit nowhere."""
 _PROMISING = 12  # of the tilings that promise most with clusters so many are looked at
 _AHEAD = 4500.0  # clocks that the rings should look ahead
-_SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
-# Of channels-last tiles that wait for memory, 64 neighbours of a row as one (NOTES: gradients of unet4 in TF32 387 us
-# instead of 385.5, in bfloat16 201 instead of 197, of nnunet2 in TF32 169 instead of 167.5; forwards 427 and 416, 230
-# and 213, 198 and 187; nnunet2 in bfloat16 the same). Not in files: their boxes ask for a line, and were not timed so.
+_SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to one 1-D layer
+# Of channels-last tiles that wait for memory, 64 neighbours of a row as one (docs/experiments.md). Not in files: their
+# boxes ask for a line, and were not timed so.
 _LONG = 1.003
 _SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
 _TAPS = "problem", "unroll", "subs", "w_subs"
@@ -150,9 +149,8 @@ class Sketch:
     def _groups(self, base: Tiling) -> tuple[int, ...]:
         """`Tiling.run_groups`."""
         sub, tile = self.shape.sub, self.shape.tile
-        # Short ones where many sub-positions would fill shared memory (NOTES: kb81's runs of 320 outputs, not of 160,
-        # whose ends share a sector of 32 bytes: 0.349 -> 0.330 ms, bfloat16 0.187 -> 0.159; but kb75 bfloat16, whose
-        # tiling the model changes with it, 0.268 -> 0.317).
+        # Short ones where many sub-positions would fill shared memory. The ends of long runs share fewer sectors of 32
+        # bytes with other runs (docs/experiments.md).
         # channels_last makes the same rounds of both.
         if base.width_subs >= 3 and sub == (1, 64):
             return (4,) if base.channels_last else (4, 8)
@@ -322,8 +320,8 @@ def _rows_of_images(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, 
 def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     """The tiling with stages that look ahead far enough, as shared memory allows; None when it does not fit at all.
 
-    A load takes about a thousand clocks from its request to its use (NOTES: with rings of 1,000 clocks unet1 took 0.48
-    ms, of 4,000 0.30), so stages go where the least time lies ahead. ``scarce``: with one pixel tile.
+    A load takes about a thousand clocks from its request to its use (docs/experiments.md), so stages go where the least
+    time lies ahead. ``scarce``: with one pixel tile.
     """
     fragment_time = fragment_clocks(t)
     chunk_time = t.most_entries * t.k_steps * t.parts * fragment_time
@@ -371,8 +369,7 @@ def drains(p: Problem) -> bool:
     """Whether the tensor copy engine may store a problem's result: NCHW images of 16 bits whose rows are whole units.
 
     Of a strided forward each phase must have as many rows. Not where a tile reads more than it stores, as of gradients
-    of strided layers (NOTES: dcgan2's 57 -> 69 us), nor in 1-D, where the model does not know the best tile (kb64's
-    gradient 798 us, by these 762 to 824).
+    of strided layers, nor in 1-D, where the model does not know the best tile (docs/experiments.md).
     """
     if p.dtype.itemsize != 2 or p.layout != "nchw" or p.rank != 2 or p.groups > 1:
         return False
@@ -458,11 +455,9 @@ def _clustered(
 ) -> Iterator[tuple[float, str, Tiling]]:
     """Of tilings whose tiles leave multiprocessors idle those that promise most where clusters share the chunks.
 
-    All clusters must run at once: a block has one tile, so a second would begin where the first ends (NOTES: nnunet's
-    gradient for the input in TF32 channels_last, three waves of halves for two of whole tiles, 60 -> 78 us). Nor are
-    those looked at whose loads the model has far too cheap: planes of 32 bytes of a pixel (256->256 k4 s4 on 24 x 24,
-    four blocks, 52 us of 34), halves of rows of several classes (2,048->256 k4 s2 on 32 images of 8 x 6 101 -> 129).
-    ``found``: each with a factor of its seconds.
+    All clusters must run at once: a block has one tile, so a second would begin where the first ends. Nor are those
+    looked at whose loads the model has far too cheap: planes of 32 bytes of a pixel, and halves of rows of several
+    classes (docs/experiments.md). ``found``: each with a factor of its seconds.
     """
     promising: list[tuple[float, int, int, Tiling, float]] = []
     for t, clocks, factor in found:

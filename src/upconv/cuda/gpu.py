@@ -143,8 +143,7 @@ class Gpu:
     def clusters(self, blocks: int) -> int:
         """How many clusters of so many blocks run at once, where a block takes a multiprocessor; an estimate.
 
-        A cluster stays in one part of the GPU. Parts differ in size, and from device to device (NOTES: one H200 ran 66
-        clusters of 2 blocks, 39 of 3, 30 of 4, 22 of 5, 17 of 6, 15 of 7, 15 of 8).
+        A cluster stays in one part of the GPU. Parts differ in size, and from device to device (docs/experiments.md).
         """
         if self.capability < (9, 0):
             return 0

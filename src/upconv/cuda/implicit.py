@@ -185,8 +185,7 @@ class Tile:
         """Whether float32 results are stored 16 bytes a lane, where they may be (`stores_wide`).
 
         Not where one consumer of a forward stores while the other has long tiles to multiply, which that disturbs
-        (NOTES: vae in TF32 245 -> 255 us, unet1 191 -> 200; of short ones unet4 559 -> 446, mrcnn 231 -> 213). Nor of
-        clusters, whose blocks then have more to divide.
+        (docs/experiments.md). Nor of clusters, whose blocks then have more to divide.
         """
         short = self.halves or not self.forward or self.mean_steps < _LONG
         return stores_wide(self.element, self.columns, self.channels[1]) and self.cluster == 1 and short
@@ -269,10 +268,8 @@ class Tile:
 
         Few tiles of the same pixels, a phase each, have L2 read pixels once; some of a phase side by side its weights.
         Where the latter are more than the pixels, in 3-D, all blocks have one phase at a time. How many side by side,
-        with weights that blocks share, is as measured (NOTES: TF32, one and four or eight: unet1 227 and 185 us,
-        1,024->512 k4 s2 on 64 of 4 x 4 61 and 48; 256->256 k3 s2 on 64 x 64 256 and 248; 3-D 128->64 k4 s2 on 16^3 480
-        and 576, 128->64 k3 s2 on 32^3 131 and 145; 256->256 k4 s2 on 4 x 16 x 16, bfloat16, 67, all 50). Where phases
-        differ, eight only if a block comes to all of them again and again.
+        with weights that blocks share, is as measured (docs/experiments.md). Where phases differ, eight only if a block
+        comes to all of them again and again.
         """
         blocks, of = max(1, gpu.multiprocessors // self.column_blocks), len(self.phases)
         # From tile to tile a block's phase moves on by as much as the blocks leave beyond whole rounds, or one more.
@@ -308,13 +305,9 @@ class Choice(TileChoice[Tile]):
 
     @property
     def margin(self) -> float:
-        """NOTES: its times are right, and those of the gather-GEMM in channels_last up to a quarter too hopeful for
-        small layers (256->128 k3 s2 on 128 images of 4 x 4, bfloat16, 12 us where its model has 8.8; here 9.0, and so
-        the model). Of larger ones they are right too (dcgan1 in TF32 91 us here, 88 there). Of forwards those miss a
-        constant 3 to 6 us, and these are too hopeful where phases differ or tiles are bound by L2: of 153 layers what
-        is so taken is 1.2% slower than the better of both on average, by the times as they are 2.7%, never 9.6%. In 16
-        bits stores of short tiles take longer than it knows (256->256 k2 s2 on 512 of 14 x 14 136 us, not 114), and
-        large layers are a little slower than by the gather-GEMM (vae 140 us, 135 there)."""
+        """The gather-GEMM's model is too optimistic for small channels-last layers, and misses a constant of forwards.
+        This one is too optimistic where phases differ, where tiles are bound by L2, and for 16-bit stores of short
+        tiles. So it is scaled until the choice between both loses least over timed layers (docs/experiments.md)."""
         if self.tile.forward:
             hope = 1.1
             if self.tile.element == 2:
@@ -377,8 +370,8 @@ class Prepared(LazyPacks):
         self._boxed_unit = (*turned, None)[0] if t.forward else self._unit  # which reads both
         self._grid, self._sizes, self._tiling = choice.grid, as_run(_SIZES, t.arguments(p, choice.gpu)), t
         self._tails: dict[int, Words] = {}
-        # Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights (NOTES:
-        # 256->256 k4 s2 on 16 of 32 x 32 in TF32 126 us beside it, 102 behind).
+        # Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights
+        # (docs/experiments.md).
         self._overlaps = choice.seconds < _BESIDE_PACK
         self.packing = ("implicit", p.precision, p.pass_, t.turnable)
         """What `pack`'s result depends on beside the weight."""
@@ -509,7 +502,7 @@ def candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
         stages = min(_MOST_STAGES, gpu.shared_bytes // (t.stage_bytes + 16))
         if stages >= 2:
             found.append(replace(t, stages=stages))
-    # Weights as they lie spare a training step their packing (NOTES: 1,024->512 k4 s2 on 8 x 8, bfloat16, 9 of 24 us).
+    # Weights as they lie spare a training step their packing (docs/experiments.md).
     return tuple([t for t in found if t.turnable] or found)
 
 
@@ -557,8 +550,7 @@ _GRADIENT = Constants(1.065, 46.6, 25.2, (1.67, 1.97), 2150.0, (10.8, 0.0), 0.0,
 _FORWARD = Constants(1.028, 37.6, 0.0, (2.134, 1.722), 1929.0, (11.06, 715.0), 0.3, 10533.0, (0.0, 2.771), 0.484)
 
 
-# Of the copy engine, for a pixel of a box that reaches beyond the last channel (NOTES: 48 channels in chunks of 32 of
-# float32, 24 of 32 and 40 of 64 of bfloat16 took 1.7 to 3.2 times the model's time without this, on an H100).
+# Of the copy engine, for a pixel of a box that reaches beyond the last channel; fitted on an H100.
 _PARTIAL = 6.0
 
 

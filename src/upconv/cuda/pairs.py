@@ -304,7 +304,7 @@ class Choice(OneMappedChoice[Tile]):
 
     family = "pairs"
     threads = THREADS
-    # NOTES: where the gather-GEMM's estimate is up to 1.1 times as high, timed times are the same (dcgan2, nnunet2).
+    # Where the gather-GEMM's estimate is up to 1.1 times as high, both take equally long.
     margin = 1.1
 
     @property

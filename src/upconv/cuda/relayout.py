@@ -1,16 +1,14 @@
 """Gradients by the kernels for channels_last tensors, on copies. The copying kernels are ``relayout.cu``.
 
-Where a stride is wide, NCHW rows are turned to rows of channels in shared memory for few products (NOTES: kb73's
-gradient for the input in bfloat16 took 799 us, its channels_last kernel 233); where they are shorter than 16 bytes, no
-box brings them. Then it is cheaper to turn a tensor once: a copy of the source, the channels_last kernel, and for the
-gradient for the input a copy of its result.
+Where a stride is wide, NCHW rows are turned to rows of channels in shared memory for few products; where they are
+shorter than 16 bytes, no box brings them. Then it is cheaper to turn a tensor once: a copy of the source, the
+channels_last kernel, and for the gradient for the input a copy of its result.
 
 Nor do boxes bring pixels whose channels are no whole 16 bytes. For the weight such tensors are copied, in either memory
 format, into pixels of some channels more, which are zeros.
 
 The copies take as much memory as the tensors, while the gradient is computed. cuDNN's kernels for these layers do too
-(NOTES: `convolution_backward` peaked at 1.0 to 1.2 times the copies' bytes beyond its result in all but two of 44
-gradients measured).
+(docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -31,19 +29,17 @@ from upconv.cuda.wgrad import Unit
 from upconv.problem import Problem
 
 THREADS = 256
-# Elements that a block copies, by their bytes (NOTES: kb73's gradient to channels_last in TF32 594 us with 4,096, 642
-# with 8,192; in bfloat16 338, 314 and 296 with 4,096, 8,192 and 16,384).
+# Elements that a block copies, by their bytes.
 _TILE = {2: 16384, 4: 4096}
 _SMALL = 64  # pixels of an image, up to which a block copies those of several; each number of them is a kernel
 _RATE = 0.83  # of the device's copy rate: 3.5 TB/s on an H200 for 67 to 1,250 MB
 _COPY = 4e-6  # of a copy beside its bytes: 17 MB took 17 us
 # Share of the fastest kernel's time up to which copies are worth the search for what would follow them, up to a second
-# for a new layer (NOTES: kb73 in TF32, 0.52, gains 1 %).
+# for a new layer.
 _MOST_COPYING = 0.55
-# The weight's gradient: copies cost least in the cache (NOTES: dcgan1 in bfloat16 128 -> 80 us). Beyond it and in TF32
-# times are the model's to 15 % (NOTES: of twelve layers 0.85 to 1.25 of it), and so much better they must be. (kb68
-# in bfloat16, which would be 1,913 -> 2,159, is not.)
-_MANY_TAPS = 256  # (NOTES: 21->21 k64 s32 in bfloat16 channels_last 400 us, where the model has 177)
+# The weight's gradient: copies cost least in the cache (docs/experiments.md). Beyond it and in TF32 times are the
+# model's to 15 %, and so much better they must be.
+_MANY_TAPS = 256  # from which on the model is far too low
 _HOPED = 1.15
 
 
@@ -246,7 +242,6 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "a tensor of nearly 2^31 units of 16 bytes and more is not copied into wider pixels"
     apart = (s // math.gcd(s, d) for s, d in zip(p.stride, p.dilation))  # taps of different phases
     if p.pass_ == "grad-input" and all(k <= n for k, n in zip(p.kernel, apart)):
-        # NOTES: unet1 (k2 s2), TF32: 296 us without copies, 313 with them by their parts; the model has 359 and 325.
         return "taps that do not overlap read every output once in either memory format"
     if p.pass_ == "grad-weight" and p.groups > 1:
         return "for the weight copies pay without groups alone"

@@ -8,8 +8,7 @@ only the packed weights and the epilogue know of the stride (``kernels/shuffle.c
 of one q lie ``s`` outputs apart from the next one's, and the epilogue writes whole lines.
 
 A large stride along W gains by it with many channels too: a consumer's registers hold four of its phases, so that the
-strided layer's tiles write 16 of 32 bytes and other tiles those between (NOTES: HiFi-GAN's first upsampling, stride 8:
-266 -> 205 us in TF32, 150 -> 133 in bfloat16).
+strided layer's tiles write 16 of 32 bytes and other tiles those between (docs/experiments.md).
 
 Per axis, with the padding p: an output is ``o + p = q s + u``, a tap ``k = a s + u``, and phase u at q sums input
 ``q - a`` times tap a. Counting q from the first one that has an output leaves ``lead = p mod s`` outputs of it before

@@ -2,7 +2,7 @@
 
 Depthwise layers, small groups and few channels: a tile of the output's gradient is read once, in whole units, and its
 taps meet it in shared memory. (`upconv.cuda.direct_grad` reads every tap through the first-level cache: a stride of 8
-makes each such load eight, NOTES: fcn8s 392 us for the input's gradient where its bytes take 83.)
+makes each such load eight.)
 
 `choose` tries every tile of a small grid; the cost model counts what a multiprocessor issues, what its shared memory
 serves and what the memories bring.
@@ -30,7 +30,7 @@ from upconv.problem import Problem
 
 _UNROLLED = 512  # multiply-adds of a thread in a straight stretch of code (longer: registers spill)
 _SUMS = 72  # registers of a thread that hold sums (float64: half of them)
-_INPUTS = 16  # and the input's elements that meet them (grad-weight; 32 spill: fsrcnn 267 us instead of 167)
+_INPUTS = 16  # and the input's elements that meet them (grad-weight; 32 spill)
 _UNIT = 16  # bytes
 _SECTOR = 32  # bytes that memory brings at a time
 _HOISTED = 110  # sums and elements of a column of g from which on the compiler keeps all of them in registers
@@ -243,7 +243,7 @@ class Tile:
         if self.weight:
             ahead, sums = max(self.ci, self.channels) * self.h * self.w, self.sums + self.rows * self.ci
             column = (self.rows - 1) * step_h + (self.kh - 1) * dil_h + 1  # of g, of which some are on their way
-            # NOTES: counted so, 48 sums and 72 of g spilled 400 bytes, and fcn8s took 314 us instead of 160.
+            # A long column is counted whole: beside many sums it spills (docs/experiments.md).
             sums += column if self.sums + column > _HOISTED else min(column, 24)
         else:
             ahead, sums = self.axes[1][0] * self.axes[2][0] * self.weights, self.sums + 12

@@ -2,8 +2,8 @@
 
 Such a layer, the usual upsampling of a U-Net, is a product of matrices: pixels times columns, which are taps of output
 channels. `gather` makes pixels columns of N, for which float32 ones must be turned in shared memory, whose traffic is
-what bounds it for many channels (NOTES: unet1 in TF32 261 us, here 199). Here they are rows of M, which lanes read as
-they lie (``kernels/subpixel.cu``); an image's pixels are one long row, since none has a halo.
+what bounds it for many channels. Here they are rows of M, which lanes read as they lie (``kernels/subpixel.cu``); an
+image's pixels are one long row, since none has a halo.
 """
 
 from __future__ import annotations
@@ -146,8 +146,7 @@ class Choice(OneMappedChoice[Tile]):
 
     family = "subpixel"
     threads = THREADS
-    # NOTES: the gather-GEMM's model is too high for these layers. Timed both ways, unet1, nnunet and, in 16 bits, unet4
-    # are faster here (estimates 1.27 to 1.55 apart), nnunet2 in 16 bits is not, 112 us for 105 (1.12 apart).
+    # The gather-GEMM's model is too high for these layers, so a small lead over it is none.
     margin = 1.15
 
     @property

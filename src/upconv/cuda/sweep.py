@@ -305,11 +305,8 @@ class Choice(family.Defaults):
 
     @property
     def margin(self) -> float:
-        """NOTES: the gather-GEMM's model is 5 to 12% too high where nothing is unrolled. With this margin, and that of
-        unrolled tilings, what is chosen for 31 layers and passes takes 1.0% longer than the faster of both. In
-        channels_last the families' choice for 60 takes 2.1% longer than the fastest, where both models tie mostly for
-        the worse of the two (kb61's gradient in bfloat16 by a sweep 514 us, by `pixels` 385).
-        """
+        """The gather-GEMM's model is too high where nothing is unrolled. With this margin, and that of unrolled
+        tilings, the choice between both loses least over timed layers."""
         return 1.1 if self.sweep.channels_last else 1.15
 
     @property
@@ -459,7 +456,7 @@ def _fitted(s: Sweep, gpu: Gpu) -> Sweep | None:
         return None
     every = s.pixels.chunks + 1
     changes = [{"stages_p": every}] if s.resident and every <= _MOST_STAGES else []
-    # With a third tile consumers part: one stores while the other multiplies (NOTES: kb61 TF32 1.39 -> 1.25 ms).
+    # With a third tile consumers part: one stores while the other multiplies (docs/experiments.md).
     if s.channels_last:  # what is on its way has no other place
         changes += [{"stages_p": 3}, {"stages_w": 4}, {"stages_p": 4}, {"stages_w": 6}, {"stages_p": 6}]
     else:

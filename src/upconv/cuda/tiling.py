@@ -148,7 +148,7 @@ class Tiling(TiledWeights):
             raise Unfit("a tile has one plane, or its planes come by no boxes")
         if self.plane_barriers > 1 and not self._planes_in_turn:
             raise Unfit("not every variant reads all planes in turn in one stretch of code")
-        # With one stage what is multiplied was never copied, or not yet (NOTES: all NaN behind shared memory of NaNs).
+        # With one stage what is multiplied was never copied, or not yet.
         if not self.tensor_map and (self.stages_p if self.channels_last else self.stages_s) < 2:
             raise Unfit("threads that copy pixels have a stage ahead of the one that is read")
         if self.drained and not self._drainable:
@@ -203,7 +203,7 @@ class Tiling(TiledWeights):
     def _planes_in_turn(self) -> bool:
         if not ((self.straight or self.rolled) and self.mb == 1):
             return False
-        # A round is a plane (NOTES: dilated taps of tiles of one row are in more planes than there are remainders).
+        # A round is a plane. Dilated taps of tiles of one row are in more planes than there are remainders.
         if self.rolled and any(len(block) != self.plane_count * self.taps_unrolled for (block,) in self.entries):
             return False
         return all(len({self.plane_of(off) for off, _ in block}) == self.plane_count for (block,) in self.entries)

@@ -179,9 +179,8 @@ class TiledWeights(TiledPixels):
     def rolled(self) -> bool:
         """Whether a variant's chunk is a loop of rounds, between which the tensor cores do not drain.
 
-        Straight code of so many matrix instructions takes twice as long to compile (NOTES: kb77 TF32 2.5 -> 1.4 s on a
-        GPU's host), and may spill (kb75's gradient in bfloat16 NCHW 198 us, by rounds 129; kb61's 704, 595). A loop
-        costs the others of 25 to 32 steps 0.7% on average, kb77 and kb78 in bfloat16 channels_last 2%.
+        Straight code of so many matrix instructions takes twice as long to compile, and may spill. A loop costs other
+        kernels little (docs/experiments.md).
         """
         if not self._short or self.mb > 1:
             return False
@@ -196,8 +195,7 @@ class TiledWeights(TiledPixels):
     def _round_of_chunk(self) -> tuple[int, int]:
         """Taps of a round, and sets of fragments; (0, 0) for none.
 
-        Not of planes for consumers in turn (NOTES: gradients of dcgan2, dcgan3 and pix in bfloat16 channels_last 49.3
-        us and by rounds 53.1, 53.3 and 56.5, 96.6 and 104.3; where these fill each other's gaps, as in TF32, the same).
+        Not of planes for consumers in turn, of which neither fills the other's gaps (docs/experiments.md).
         """
         if not self.planewise:
             return self._round
@@ -264,8 +262,7 @@ class TiledWeights(TiledPixels):
 
         A chunk's pixel tile (`planewise`: its last plane) is given back in the next chunk, which must have one of its
         own. Where consumers share chunks each fills the other's gaps, and of few steps the late return costs more than
-        it gains (NOTES: consumers that share, unet1's gradient for the input 282 -> 304 us; 9 steps, kb81's in bfloat16
-        126 -> 156. What it gains elsewhere, kb57 2.04 -> 1.99 ms, is of separate runs and within their spread).
+        it gains (docs/experiments.md).
         """
         steps = [n * self.k_steps for n in self.distinct_entries if n]
         if not (self.straight or self.rolled) or self.split != 2 or min(steps) < _STEPS_CONTINUED:
@@ -340,10 +337,9 @@ class TiledWeights(TiledPixels):
     def boxable(self) -> bool:
         """Whether weights may come as they lie in memory, channels-last, by the tensor copy engine, and not packed.
 
-        A tap's boxes are rows of `weight_span` bytes. Of 32 these take the engine longer than the multiplications
-        (NOTES: gradients for the input, kb73 TF32 507 -> 1,001 us, kb78 613 -> 941), unless they are brought once. So
-        do a forward's small boxes where sub-positions share a block (NOTES: kb70 bfloat16 1,193 -> 2,543, kb58 TF32 448
-        -> 1,436).
+        A tap's boxes are rows of `weight_span` bytes. Of 32 these take the engine longer than the multiplications,
+        unless they are brought once. So do a forward's small boxes where sub-positions share a block
+        (docs/experiments.md).
         """
         forward = self.problem.pass_ == "fwd"
         rings = self.w_stage % self.k_steps == 0 and self.weight_span > 32

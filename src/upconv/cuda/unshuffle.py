@@ -4,8 +4,7 @@ A transposed convolution of stride s to C channels is one without a stride to ``
 shuffled: the phases of the output are its channels (Shi et al., Real-Time Single Image and Video Super-Resolution Using
 an Efficient Sub-Pixel Convolutional Neural Network, 2016). For the gradients the output's is unshuffled first. Then
 what a matrix instruction sums over is phases and channels, where the strided layer has channels alone, mostly zeros
-(NOTES: FSRCNN's last layer, one channel, 81 taps, stride 3: 9 channels and 9 taps; its gradients in TF32 took 78 and
-163 us on CUDA cores, and would take 114 and 222 on tensor cores as they are).
+(docs/experiments.md).
 
 Per axis: with the padding p an output is ``o + p = q s + u``, a tap ``t = a s + u``, and output phase u at q sums input
 ``q - a`` times tap a of that phase.
@@ -33,8 +32,7 @@ from upconv.problem import Problem
 
 THREADS = 256
 _MOST_CHANNELS = 64  # of output channels and phases: beyond, the strided layer has channels enough of its own
-# But layers that no tensor cores take as they are have no choice, and of many taps these take longer (NOTES: FCN-32s'
-# 64 x 64, for the weight in bfloat16 375 us, without the stride 196).
+# But layers that no tensor cores take as they are have no choice, and of many taps these take longer.
 _CUDA_CORES = "direct", "staged"
 _MANY_TAPS = 256
 _MOST_PADDED = 2  # times as many in channels_last, where zeros make whole 16 bytes of them

@@ -209,8 +209,8 @@ class BoxedTiling(Tiling):
 
     @_chunk
     def g_one_box(self) -> bool:
-        """Whether one box brings g's tile (channels_last: for each `g_width` channels and plane), not one for each row
-        (NOTES: 320 clocks a box, 16 in dcgan1's chunk)."""
+        """Whether one box brings g's tile (channels_last: for each `g_width` channels and plane), not one for each
+        row: a box costs hundreds of clocks, however small."""
         return self.lined or self._g_whole_box is not None
 
     @_chunk
@@ -361,8 +361,8 @@ def _fewest_conflicts(
 ) -> tuple[int, int]:
     """How many 16-byte units, so many or a few more, rows of channels are apart, and how often lanes meet a bank then.
 
-    ``every``: whose multiples they are. NOTES: a unit that no column needs is copied all the same: dcgan1 in TF32 with
-    6 units, where lanes meet banks twice, 114 us, with 11, where they do not, 140.
+    ``every``: whose multiples they are. A unit that no column needs is copied all the same, so wide rows without
+    conflicts may be slower than narrow ones with some.
     """
     found = []
     for apart in range(units, units + 8 * every, every):

@@ -30,7 +30,7 @@ _BOX_BESIDE = 88.0  # clocks of a box of x beyond the first beside copies by thr
 # Clocks of a chunk: mma.sync's, barriers and the first fragments; wgmma's, copies by threads; rows together, by boxes.
 _CHUNK = 700.0, 600.0, 150.0
 _STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
-_LATENCY = 588.0  # clocks from a copy's begin to its first bytes (NOTES: kb71 bfloat16 with 2 stages 288 us, 4 228)
+_LATENCY = 588.0  # clocks from a copy's begin to its first bytes
 _STACKED = 0.831, 3.56  # of the matrix instructions' own clocks where rows share one, and clocks of each beside them
 _WARPGROUP_STEP = 35.3  # clocks a step of wgmma costs: the fragment is waited for
 _DRAIN = 93.0, 73.0  # clocks at the end of a stretch of wgmma: of taps one by one; of rows together, or by classes
@@ -47,33 +47,27 @@ _TOGETHER = 3.4  # the exponent by which these, which overlap, are added
 # And how much more: with two stages, by bytes of an element; with rows of x of so many bytes; with taps along D.
 _TWO_STAGES, _SHORT, _DEEP = {4: 0.09, 2: 0.12}, {64: 0.17, 32: 0.64}, 0.57
 # Lines that are touched where rows of x begin at multiples of so many bytes, and g's at as many or twice as many, by
-# measured times (NOTES: 256->256 k4 s2 on 32 images of 32 x 24, bfloat16, 242 us where the model had 132; TF32 231 and
-# 198; of 16 x 12, TF32, 149 and 76; 512->256 k3 s2 on 15 x 20, TF32, 72 and 49). Shorter rows share lines.
+# measured times. Shorter rows share lines.
 _STRADDLING, _LEAST_STRADDLING = {16: 3.0, 32: 2.0}, 48
 _OVERLAP = 0.063, 0.203  # of a chunk's clocks that are not its bound: g by boxes; by threads
 _SYNC_NCHW = 1.25  # what the mma.sync kernel takes beyond its model: fragments off 16 bytes
 _SYNC_NCHW_16 = 2.2  # and where each is put together from two words
 # channels_last by boxes: of 2,600 timed choices of 43 layers on an H100 and an H200, and the fastest of which its own
-# are 2.1% behind (6.1% with the constants before: dcgan1 in bfloat16 75 us for 49). As NCHW's, and by bytes of an
-# element: clocks of an instruction, where fragments come by descriptors its share; of x that is turned.
+# are 2.1% behind. As NCHW's, and by bytes of an element: clocks of an instruction, where fragments come by descriptors
+# its share; of x that is turned.
 _LAST_TENSOR, _LAST_NARROW, _LAST_STACKED = 0.826, 0.925, 0.956  # of up to 64 columns less, of rows together
 _LAST_INSTRUCTION, _LAST_SHARED = {4: 63.3, 2: 31.9}, 0.371
 _LAST_READ, _LAST_READ_STACKED, _LAST_WRITTEN, _LAST_TURNED = 0.3, 1.5, 0.891, 6.46
 _LAST_LINE, _LAST_BOX, _LAST_L2 = 2.07, 16.5, 200.0
 _LAST_TOGETHER, _LAST_BESIDE, _LAST_SETS, _LAST_GAPLESS = 10.0, 170.0, 0.006, 0.122
-# A halo is read for each image of a tile (NOTES: kb57 bfloat16 by 2 x 2 x 64 820 us, 1 x 8 x 32 779; kb71 by 2 x 2 x 64
-# 209, 4 x 1 x 64 263, 1 x 4 x 64 191).
+# A halo is read for each image of a tile.
 _LAST_IMAGES = 0.04
-# Rows together, with taps along D (NOTES: kb73 bfloat16 212 us, one by one 189; the model has both at 179).
+# Rows together, with taps along D.
 _LAST_DEEP = 0.02
 # Where both operands are read by descriptors, a stage is given back a chunk late, so that its next chunk has one stage
-# less to arrive in: clocks, bytes a clock, and the exponent (NOTES: of 43 layers in bfloat16 choices are 3.5% behind
-# the best timed ones without this, 2.3% with it; with three stages nnunet 33.4 us, fragments from registers 30.3; 3-D
-# 256->128 k3 s2 on 16^3 39 and 37).
+# less to arrive in: clocks, bytes a clock, and the exponent.
 _LAST_ARRIVES = 1000.0, 90.0, 8.0
-# And what memory bounds, where the ring has so many stages, whose blocks are late by less (NOTES: unet4 bfloat16 by 4
-# stages of four taps 203.1 us, 8 of half a chunk 201.9, 7 of two taps 196.8; the model has them at 224, 228 and 227.
-# kb77 bfloat16 66.5 -> 63.4 by it).
+# And what memory bounds, where the ring has so many stages, whose blocks are late by less.
 _DEEP_RING = 6, 0.985
 
 
@@ -81,8 +75,7 @@ _DEEP_RING = 6, 0.985
 class Ends:
     """What blocks take beside their chunks, fitted with those; the rest of NCHW's to 511 timed choices of 19 layers.
 
-    Sums lie in the second-level cache, whatever the memory's rate (NOTES: by that of an H100 the model took two steps
-    for dcgan1 in bfloat16, 75 us, where blocks that write the weight themselves take 49).
+    Sums are in the second-level cache, so the memory's rate does not count.
     """
 
     block: float

@@ -230,7 +230,7 @@ def _by_boxes(of: _Search) -> bool:
     """Whether the tensor copy engine can bring the input's pixels.
 
     It wants pitches of whole 16 bytes, and so must a box begin where its rows are swizzled: a group's that begins off
-    16 bytes is an illegal instruction (NOTES: 2 groups of 4 float16 channels).
+    16 bytes is an illegal instruction.
     """
     p = of.problem
     if of.gpu.arch != "90a" or p.precision == "ieee":
@@ -266,7 +266,7 @@ def _warpgroup_bases(of: _Search) -> Iterator[WarpgroupTiling]:
         )  # fmt: skip
         if base.accumulators > (160 if groups == 2 else 104):
             continue
-        # NOTES: by 160 of 320 channels 66 -> 82 us, by 96 of 192 51 -> 64 (by the model 58 and 48); by 80 50 -> 41.
+        # Pixels of float32 that are turned take longer in such widths, which the model does not know.
         if base.turned and ci >= 96 and ci % 64:
             continue
         if base.entries * subs * (groups // split_m) <= 1.5 * base.set_taps:
@@ -274,7 +274,7 @@ def _warpgroup_bases(of: _Search) -> Iterator[WarpgroupTiling]:
 
 
 def _warpgroup_tiling(of: _Search, base: WarpgroupTiling, chunk: Chunk) -> WarpgroupTiling | None:
-    most = 8 if of.last and not of.general else 4  # NOTES: kb71 bfloat16 channels_last 205 us with 4, 187 with 5
+    most = 8 if of.last and not of.general else 4
     if isinstance(chunk, int):
         t = varied(base, tile=(1, 1, 1, 1), gapless=chunk)
         return _staged(t, of.gpu, most) if t.box_g and t.g_one_box and t.segment >= 32 else None
@@ -317,8 +317,7 @@ def _widths(cin: int, steep: bool, rows_of_32: bool) -> tuple[int, ...]:
     found: tuple[int, ...] = (32,) if cin <= 32 else (64,) if cin <= 64 else (64, 128)
     if steep and cin > 128:
         found += (256,)
-    # And as wide as sums allow, where fewer columns then have no channel (NOTES: nnunet's 320 by 160, kb61's 48 by 48;
-    # but 80 in bfloat16 channels_last by 128 25.5 us, by 80 27.7, by 96 29).
+    # And as wide as sums allow, where fewer columns then have no channel (docs/experiments.md).
     blocks = -(-cin // _MOST_WIDTH)
     even = -(-cin // (16 * blocks)) * 16
     if cin <= 32 or even in found or even * blocks >= -(-cin // found[-1]) * found[-1]:

@@ -60,7 +60,7 @@ class WarpgroupTiling(BoxedTiling):
         """Of a thread that copies, and of one that multiplies."""
         if self.warpgroups == 2:
             return 72, 216
-        return (80, 144) if self.turned else (56, 152)  # NOTES: with 56 the warps that turn kb73's pixels spill
+        return (80, 144) if self.turned else (56, 152)  # with 56 the warps that turn pixels spill
 
     @property
     def row_columns(self) -> int:
@@ -83,11 +83,9 @@ class WarpgroupTiling(BoxedTiling):
     @derived
     def a_shared(self) -> bool:
         """Whether matrix instructions read g's tile by descriptors: 16-bit rows of 64 channels, whose pixels of a tap
-        are neighbours. A stage is given back a chunk later, so that copies want three (with two unet1 106 -> 184 us).
+        are neighbours. A stage is given back a chunk later, so that copies want three.
 
-        NOTES: bfloat16 kb77 82 -> 64 us, dcgan1 54 -> 52, pix 116 -> 113, kb65 512 -> 496, kb69 718 -> 678, vae 141 ->
-        132. Where three warpgroups take many rows or channels a fragment serves it is no faster (kb57, kb61) or slower
-        (vae with 128 channels 133 -> 143, kb68 1,905 -> 1,913).
+        Where three warpgroups take many rows or channels a fragment serves it gains nothing (docs/experiments.md).
         """
         if not (self.channels_last and self.element == 2 and self.box_g and self.g_width == 64 and self.subs == 1):
             return False
@@ -144,8 +142,8 @@ class WarpgroupTiling(BoxedTiling):
     def adds_up(self) -> bool:
         """Whether blocks may write the weight themselves: of several splits as a cluster or together, or of one alone.
 
-        Of 16-bit NCHW tilings not those that have several taps in a fragment (NOTES: hifigan bfloat16 128 -> 137 us in
-        all; its loop alone 118 -> 132, which is not explained; TF32 187 -> 176), but interleaved ones (110 -> 95).
+        Of 16-bit NCHW tilings not those that have several taps in a fragment, which are slower for an unknown reason,
+        but interleaved ones (docs/experiments.md).
         """
         if self.subs > 1 and self.element == 2 and not self.channels_last and not self.interleaved:
             return False
@@ -155,8 +153,6 @@ class WarpgroupTiling(BoxedTiling):
     def hands_over(self) -> bool:
         """Whether blocks of two splits may exchange sums while they multiply (kernels/wgrad_handover.cuh): of
         warpgroups with two units each, of which one is the other block's.
-
-        NOTES: unet1 bfloat16 100.4 -> 96.8 us.
         """
         if not (self.a_shared and self.g_one_box and self.adds_up) or self.stacked or self.gapless:
             return False

@@ -25,9 +25,8 @@ from upconv.problem import Pass, Problem
 
 Choice = gather.Choice | joined.Choice | direct.Choice | direct_grad.Choice | wgrad.Choice | staged.Choice
 
-# Of the time of the kernel for every size, by their models, from which on joined rows are worth a kernel more (NOTES:
-# 0.72 to 0.86 of it kb61, kb68, kb69, which gain 7 to 28%; 1.0 and 1.13 kb58 and kb70, 678 us for 682, 2,960 for
-# 2,647). As the models have it, not `family.weighed`: the gather-GEMM's is right for these two.
+# Of the time of the kernel for every size, by their models, from which on joined rows are worth a kernel more. As the
+# models have it, not `family.weighed`: the gather-GEMM's estimate is right for such layers.
 _JOINED = 0.95
 
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")

@@ -1,12 +1,9 @@
 // Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
-// multiprocessors differ in their share of its bandwidth (NOTES: kb81 TF32 loads for 232 us in the mean, for 261 in one block; kb79
-// 519 -> 476 us claimed, kb73 bfloat16 367 -> 343). What a tile's results are does not depend on who computes them.
+// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 // CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1. Before it there is `Cursor`.
 // LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those before are dealt out evenly, so that blocks that read
-// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed. (NOTES: unet4's gradient for the input in
-// TF32 channels_last, whose blocks end between 353 and 374 us: of its 124 rounds none claimed 384.4 us, 2 380.1, 4 378.4, 6 379.6, 8 381.0,
-// 12 383.3, all 463. kb75's, of 31: none 153.9, 1 153.8, 2 150.7, 4 151.2.)
+// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
 //
 // `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (CLAIM_STEP such), and how many blocks
 // are done. Null: tiles are dealt out evenly.
@@ -47,7 +44,7 @@ struct Claimer {
     untold = true;
     return upcoming;
   }
-  // Behind the tile's first boxes, which are not to wait for this (NOTES: kb75 TF32 284 -> 278 us, kb79 481 -> 475).
+  // Behind the tile's first boxes, which are not to wait for this.
   __device__ __forceinline__ void tell() {
     if (!untold) return;
     untold = false;

@@ -7,13 +7,11 @@
 // same 16 bytes of them at once (or, in PIECES, as many times 16).
 //
 // Stores. Where a thread's outputs of a row are one vector, a warp stores neighbouring vectors. Else they go through shared
-// memory, so that each store covers neighbours: in vectors, or, where rows do not begin at such, one by one. (NOTES: fcn8s in
-// float32, whose threads have two vectors: 200 us stored as they are, 213 where pairs of lanes exchanged halves, to
-// write whole sectors of 32 bytes, and 92 so.)
+// memory, so that each store covers neighbours: in vectors, or, where rows do not begin at such, one by one. Stored
+// as they are, or exchanged by pairs of lanes, they take more than twice as long.
 //
 // PIECES > 1: as many threads have a cell, neighbours, and a vector of its outputs each, which they store as it is where rows begin at
-// vectors: its taps are neighbours too, and others than the next thread's. (NOTES: nothing goes through shared memory but taps then.
-// fcn8s 94.6 -> 90.8 us, of which a fill of its result takes 78.)
+// vectors: its taps are neighbours too, and others than the next thread's. Nothing goes through shared memory but taps then.
 //
 // Constraints: an output plane has fewer than 2^31 elements; a channel of an image has (runs * strips) / THREADS blocks,
 // rounded up.
@@ -44,7 +42,7 @@ struct alignas(WIDE * sizeof(T)) Line {
     T v[WIDE];
 };
 
-// A vector of taps, read where it stands: the compiler would keep those of all steps, and spill them (NOTES: fcn8s in bfloat16, 552 bytes).
+// A vector of taps, read where it stands: the compiler would keep those of all steps, and spill them.
 __device__ __forceinline__ Pack load_taps(u32 at) {
     Pack pack;
 #if DTYPE == 3

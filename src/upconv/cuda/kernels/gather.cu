@@ -119,9 +119,8 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 #define RESULT char*
 #endif
 __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* bias, RESULT y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (NOTES: kb72 91 -> 84 us, nnunet2 bfloat16
-  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
-  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
 #if BARE && (ELEMENT == 2 || CHANNELS_LAST)
   int warp = thread >> 5, lane = thread & 31;
 #else
@@ -199,7 +198,7 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
     give_back(behind, lane);
 #endif
 #if CLAIMED && SPLIT != 2
-    following = claims.next();                           // ahead of the stores, which hide the wait (NOTES: nnunet2 bfloat16 97 -> 92 us)
+    following = claims.next();                           // ahead of the stores, which hide the wait
 #endif
 #if CLUSTER > 1
     add_up(ALL_SUMS, tiles, wg, thread);

@@ -31,8 +31,8 @@
 #endif
 
 #if CHANNELS_LAST
-// Warps that hold the channels of a sub-position. (NOTES: with a buffer for each, so that a store had 32 bytes of a pixel in half
-// precision: bfloat16 kb81 0.214 ms instead of 0.131, unet4 0.356 and 0.236, vae 0.164 and 0.132, kb57 1.00 and 0.89.)
+// Warps that hold the channels of a sub-position. They share a buffer: with a buffer for each a store has
+// 32 bytes of a pixel in half precision, and lanes meet the same banks.
 #define TEAM (ROWS_PER_SUB / 16)
 #define PIXEL_UNITS (ROWS_PER_SUB * ELEMENT / 16)       // of a pixel in the buffer
 #define PIXELS_AT_ONCE (TEAM * 32 / PIXEL_UNITS)        // that a team stores: 32 bytes a thread of its 16 rows
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_of_pixel(char* to, const u32 (&v)[4], int 
 #endif
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
-// after unrolling, and until then the compiler keeps all sums in memory (NOTES: vae TF32 2.1 -> 1.4 s to compile).
+// after unrolling, and until then the compiler keeps all sums in memory.
 #if W_SUBS <= 16
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = BLOCKS_OF_W;
@@ -91,14 +91,14 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 #if BARE
 // Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
 // in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
-// are long and begin where sectors do. (NOTES: as tiles of their own, which multiply nothing and pass through the buffer, kb77 0.50
-// instead of 0.39 ms, bfloat16 0.33 and 0.29, kb75 0.31 and 0.17, kb81 0.18 and 0.15.)
+// are long and begin where sectors do. Tiles of their own would multiply nothing, and pass
+// through the buffer all the same.
 #if !CHANNELS_LAST
 #define FILL_STEPS (TILE_W * OUT_STEP_W * ELEMENT / 512 < 3 ? TILE_W * OUT_STEP_W * ELEMENT / 512 + 1 : 4)
 
 // A share of a run of one channel: from where the sector of its first byte begins (but not before `lowest`) to `end`, or, if it is not
 // the run's `last`, to where the sector of `end` begins. A call stores FILL_STEPS times 512 bytes, `from` there on, without a branch, so
-// that several channels' are under way, each along its row (NOTES: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
+// that several channels' are under way, each along its row: all channels in turn would be slower.
 __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane, bool exists) {
   const u32 v[4] = {word, word, word, word};
   int phase = (int)((u64)share & 31), a = -phase > lowest ? -phase : lowest, z = last ? end : ((end + phase) & ~31) - phase;
@@ -269,7 +269,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;  // rows: the first lane's, and how many on
-    // Compared, not divided, where rows are long (NOTES: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    // Compared, not divided, where rows are long.
     if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
@@ -296,8 +296,8 @@ __device__ __forceinline__ void store_beside(char* to, long long plane, int rows
 
 #if ELEMENT == 4
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (NOTES: loads and stores of kb57
-// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = STORE_UNIT == ELEMENT ? 8 : 4;   // at a time: of kernels that have other ways beside, eight spill
   static_assert(8 % ROWS == 0, "all rows in turn");
@@ -314,8 +314,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
       if (COUT_G % 16 && r >= rows) at[k] = 1 << 20;
     }
-    // What follows of a row is at known distances. (NOTES: a place for each output, a third more instructions, kb77 TF32 394 -> 404
-    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
@@ -333,7 +332,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
 #else
 // Eight rows that begin between words. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes
 // of the one are 16 of the other; two lanes have a sector. What a row's first and last 16 bytes have of it follows in
-// units (NOTES: instead of words made of their neighbours: kb79 bfloat16 0.44 -> 0.34 ms, kb77 0.55 -> 0.44).
+// units. Words made of their neighbours take longer.
 template <int UNIT>
 __device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
@@ -478,7 +477,7 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
 
 #if SHUFFLED
 // A line of a run from the buffer to memory, outputs `first` ... of which those from 0 to `end` exist. (One by one:
-// most layers whose phases are rows write few outputs, FSRCNN's a thirteenth of what it reads.)
+// most layers whose phases are rows write few outputs.)
 __device__ __forceinline__ void store_line(char* to, int first, int end, u32 line, int lane) {
 #pragma unroll
   for (int i = 0; i < (RUN * INNER + 31) / 32; i++) {
@@ -542,8 +541,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
   }
 }
 #elif DRAINED
-// While the next tile is multiplied, the copy engine stores this one's outputs. (NOTES: other epilogues, which nothing hides unless
-// consumers take tiles in turn, were 26% of dcgan3 in bfloat16, 18% of vae, 14% of dcgan2, 9% of pix.)
+// While the next tile is multiplied, the copy engine stores this one's outputs. Nothing hides other epilogues unless consumers take tiles
+// in turn.
 __device__ __forceinline__ void store_box(const TensorMap& map, u32 from, int w, int channel, int h, int phase, int n) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];\n"
       ::"l"(&map), "r"(w), "r"(channel), "r"(h), "r"(phase), "r"(n), "r"(from) : "memory");
@@ -612,8 +611,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
   }
 }
 #else
-// Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   asm volatile("" : "+r"(lane));                        // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;

@@ -52,7 +52,7 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
 #else
 #define TAIL ", 1, 1, 0"
 #endif
-#if WIDE  // groups of columns lie evenly over two neighbouring subtiles (NOTES: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
+#if WIDE  // groups of columns lie evenly over two neighbouring subtiles
 #define MULTIPLY_SUBTILES MULTIPLY_128
 #else
 #define MULTIPLY_SUBTILES MULTIPLY_64
@@ -109,7 +109,7 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (NOTES: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// free again and serialises every wgmma, C7513. CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
 // it can where those of a round are; `left` rounds of the chunk follow.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int shift, int i, int steps, int lane, int left = 0) {
@@ -197,16 +197,15 @@ __device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[
 #endif
 }
 
-// Not by recursion, each level of which the compiler works through with all that are in it (NOTES: dcgan2's gradient in bfloat16
-// channels_last, 32 steps: 1.83 -> 1.56 s of its optimiser, to the same machine code).
+// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
 template <int VARIANT, int... STEPS>
 __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
   (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
   weights.end_stretch(sizeof...(STEPS));
 }
 
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
-// (NOTES: with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9.)
+// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
+// is then compiled, and fetched.
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
   constexpr int first[] = FIRST_OF_STRETCHES;  // variant
@@ -251,8 +250,8 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
 
 // A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
-// and its first fragment, is asked for in the one before (NOTES: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
-// straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
+// and its first fragment, is asked for in the one before: tables of taps read in each
+// would be slower. Shorter stretches stay straight, which is the fastest.
 template <int FIRST>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
   u32 a[FRAGMENT_SETS][4];
@@ -345,8 +344,7 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
 #endif
 
 #if PROMOTE
-// Tensor cores truncate as they add, an error that grows with the length of a sum (NOTES: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
+// Tensor cores truncate as they add, an error that grows with the length of a sum. So sums are kept short, and added with rounding.
 __device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
 #pragma unroll
   for (int nb = 0; nb < NB; nb++)

@@ -51,11 +51,11 @@
 #endif
 #define PRODUCER_WARPS (PRODUCER_THREADS / 32)
 // How pixels come. BOX: the tensor copy engine brings a chunk with one instruction, zeros beyond the borders included; it wants
-// row pitches of whole 16 bytes. Else threads copy. (Bulk copies of single rows are no way: 69 clocks each, 3.4 ms on kb57.)
+// row pitches of whole 16 bytes. Else threads copy. Bulk copies of single rows cost too many clocks each.
 #define BOX (WGMMA && TENSOR_MAP)
 #define SLOTS_BY_BOX (BOX && !CHANNELS_LAST)
-// The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way (NOTES: 6 to 16% on seven
-// channels-last layers); IEEE needs both parts.
+// The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way.
+// IEEE needs both parts.
 #define DIRECT_BOX (BOX && CHANNELS_LAST && PRECISION != 1)
 #define THREADS (FIRST_CONSUMER * 128 + CONSUMER_THREADS)
 

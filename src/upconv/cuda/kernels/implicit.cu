@@ -124,7 +124,7 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
   __shared__ u32 square[SQUARE][SQUARE + 1];
   let_dependent_begin();
   const int column = blockIdx.x % SQUARES * SQUARE, channel = blockIdx.x / SQUARES * SQUARE;
-  // A thread's loads are all under way at once (NOTES: with a branch around each, 4 MB took 30 us); what is not there is loaded from elsewhere.
+  // A thread's loads are all under way at once: a branch around each would keep them apart. What is not there is loaded from elsewhere.
   constexpr int ROWS_AT_ONCE = PACK_THREADS / SQUARE, LOADS = SQUARE / ROWS_AT_ONCE;
   const int within = threadIdx.x % SQUARE, row = threadIdx.x / SQUARE;
   const int from = min(column + within, ROW - 1);

@@ -247,7 +247,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
     }
     wgmma_wait<0>();
     give_back(behind, lane);
-#if KERNEL_W == 2 && ELEMENT == 2  // (NOTES: float32 in 16 bytes: unet4 450 us instead of 431, nnunet2 198 and 187)
+#if KERNEL_W == 2 && ELEMENT == 2  // float32 loses by it (docs/experiments.md)
     if (s.in_w % 2 == 0) store<true>(acc, y, s, tile_at(index, s), wg, thread);
     else
 #endif

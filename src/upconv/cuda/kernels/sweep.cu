@@ -1,7 +1,6 @@
 // Sweep: a transposed convolution without strides on tensor cores, for few output channels. Pixels are the rows of a matrix
 // instruction (M), output channels its columns (N): a layer of 24 channels multiplies 24 columns, where `gather`, whose rows are
-// output channels, would fill 64 rows with neighbouring slices and multiply their taps' union (NOTES: of kb70's products 56% are
-// useful there, of kb58's 38%).
+// output channels, would fill 64 rows with neighbouring slices and multiply their taps' union, of which half is useful.
 //
 // A block walks along D, slice by slice of the input. A slice is multiplied once with the taps of all SLOTS kernel slices side by
 // side: columns are [slot][output channel], and slot j has the sums of the output slice j behind the first that this input slice

@@ -129,10 +129,9 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
     else copy_elements(to + offset, from, have);
   }
 #else
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. (NOTES: in parts of 4
-  // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
-  // A thread keeps its channel and place in the row for all rows of the tile (NOTES: with an index for each unit, one warp on a
-  // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. Copies in
+  // parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
+  // A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address arithmetic the bound.
   constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_D = IS_X ? TILE_D : G_ROWS_D, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
@@ -184,8 +183,8 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 // =====================================================================================================================
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
 // slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and the weight is written in
-// whole sectors (NOTES: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the block's warps divide
-// the slices (NOTES: dcganO 29 us, with 8 rows 36).
+// whole sectors; of small ones it is one row, and the block's warps divide
+// the slices, since more rows leave blocks idle.
 // =====================================================================================================================
 
 #define RUNS 8                             // warps of a block

@@ -3,9 +3,8 @@
 // multiplies these chunks for its own units alone, whose sums it gets from the other block meanwhile; so that behind the last chunk it
 // has half of the tile's sums, whole, in registers, and writes them to the weight.
 //
-// NOTES: unet1 bfloat16 channels_last on an H200: 100.4 us by clusters that read 64 KB of sums from each other at the end, 99.0 by ones
-// that hand over, 96.8 in a cooperative launch, whose order of blocks is free (`tile_of`; 98.5 where neighbours have the same pixels of x,
-// which are fewer than g's). 2, 4 or 6 chunks take as long; with 8 and more the second-level cache is late, since such a chunk brings x
+// Blocks meet as a cluster, or in a cooperative launch. The latter is faster, since the order of its blocks is free (`tile_of`): neighbours
+// have the same pixels of g, which are more than x's. With 8 chunks and more the second-level cache is late, since such a chunk brings x
 // for half of the products.
 //
 // A warpgroup has two units; the first of these, by the block's `rank`, is its own. Two blocks are a cluster, or all blocks run at once

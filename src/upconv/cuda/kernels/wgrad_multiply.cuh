@@ -135,7 +135,7 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
   }
 #elif A_SHARED
   // By descriptor, which takes the place of two words: rows of 64 channels of the tap's pixels, as the engine leaves them. Nothing is
-  // waited for, so that instructions are queued from chunk to chunk. (NOTES: bfloat16 kb77 0.082 -> 0.064 ms, dcgan1 0.054 -> 0.052.)
+  // waited for, so that instructions are queued from chunk to chunk.
   const int p0 = step.half[0].row * G_LINE + step.half[0].column, p1 = step.half[1].row * G_LINE + step.half[1].column;
   a[0] = ((shared_address(g_tile) + lane_at + (taps.at[u] + p0) * (G_WIDTH * 2)) & 0x3ffff) >> 4;
   a[1] = 1u << 30 | (p1 - p0) * (G_WIDTH * 2) >> 4;     // the swizzle, and from 8 pixels to the next 8

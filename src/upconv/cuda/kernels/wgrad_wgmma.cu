@@ -13,9 +13,9 @@
 // Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide the output channels of a block, the others its taps,
 // UNITS x SUBS fragments of A at a time: UNITS neighbours for each of SUBS bands of rows. A unit is a tap; or, STACKED, a column of
 // taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
-// a fragment is read once, not once a tap (NOTES: reads of A take as long as a multiplication by 64 channels, of B half of it).
+// a fragment is read once, not once a tap: reads of A take as long as a multiplication by 64 channels.
 // STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo, so that an instruction always takes all
-// of its rows (NOTES: ptxas waits for each one where some that share sums differ in shape, C7511); rows beyond the image are zeros.
+// of its rows: ptxas waits for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where splits are
 // few, their blocks are a CLUSTER, which adds the sums through its shared memory in the same order, and writes the weight itself.
@@ -82,8 +82,7 @@ __device__ __forceinline__ void consume(SUMS_GO_TO, const Sizes& s, const Work& 
   int channel = wg_m * ROWS_PER_SUB + warp * (16 / SUBS);                                      // of the block's BLOCK_CO
 #else
 #if STACKED && !CHANNELS_LAST
-  // By a shuffle ptxas knows that a warp's lanes have the same (NOTES: bfloat16 kb78 351 -> 319 us, kb65 644 -> 608, kb57
-  // 947 -> 906; kb69 847 -> 872. Of other tiles some lose: dcgan3 bfloat16 68 -> 71, unet1 channels_last 102 -> 108.)
+  // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31, row = lane >> 2, q = lane & 3;
 #else
   int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
@@ -195,8 +194,8 @@ __device__ __forceinline__ void consume(SUMS_GO_TO, const Sizes& s, const Work& 
 #endif
 #if A_SHARED
     // The chunk before is done with. That is late: instructions wait for room in the tensor cores' queue, so that most of this chunk's
-    // are behind them, too (NOTES: with 2 stages unet1 bfloat16 106 -> 184 us; a stage given back behind a chunk's first
-    // instruction, 110 us, or its third, 120, and with more stages 1 to 2% slower: the queue runs empty).
+    // are behind them, too. With 2 stages that is far too late. A stage given back behind a chunk's first instruction, or its third,
+    // is slower with more stages: the queue runs empty.
     wgmma_commit();
     wgmma_wait<1>();
     if (i > begin && lane == 0) barrier_arrive(empty + (stage ? stage - 1 : STAGES - 1) * 8);
@@ -338,7 +337,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
 #if HANDOVER
   tile_of(index % (CI_TILES * CO_TILES), work.ci, work.co);
   work.ci *= BLOCK_CI, work.co *= BLOCK_CO, index /= CI_TILES * CO_TILES;
-#elif CLUSTER > 1 && CI_TILES % 2 == 0     // two clusters have the same pixels of g (NOTES: unet1 bfloat16 NCHW 110 -> 105 us)
+#elif CLUSTER > 1 && CI_TILES % 2 == 0     // two clusters have the same pixels of g, for L2
   work.ci = index % 2;  index /= 2;
   work.co = index % CO_TILES * BLOCK_CO;  index /= CO_TILES;
   work.ci = (work.ci + index % (CI_TILES / 2) * 2) * BLOCK_CI;  index /= CI_TILES / 2;
@@ -446,7 +445,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
 #endif
 #if TOGETHER
     constexpr int TILES = SETS * CO_TILES * CI_TILES * GROUPS;
-    int block;                             // read again, not kept over the loop (NOTES: kb73 TF32 spills 8 bytes)
+    int block;                             // read again, not kept over the loop, where it spills
     asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(block));
     const int tile = block % TILES, rank = block / TILES;
     const Peers peers = {partial + (long long)tile * SUMS_BYTES, (long long)TILES * SUMS_BYTES, (int)gridDim.x / TILES};
