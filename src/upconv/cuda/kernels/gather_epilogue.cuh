@@ -493,7 +493,7 @@ __device__ __forceinline__ void store_line(char* to, int first, int end, u32 lin
 
 // As below, of one W sub-position: rows of M go to their lines in the buffer, where the phases of neighbouring q are neighbours.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  opaque(lane);
+  OPAQUE(lane);
   int g = lane >> 2, q = lane & 3;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
@@ -556,7 +556,7 @@ __device__ __forceinline__ void store_words(u32 to, const u32 (&v)[V]) {
 }
 
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, const TensorMap& map, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  opaque(lane);
+  OPAQUE(lane);
   int g = lane >> 2, q = lane & 3;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
@@ -610,7 +610,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
 // Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  opaque(lane);                                         // what follows from it is found here, not kept from tile to tile (spills)
+  OPAQUE(lane);                                         // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
 #if BARE

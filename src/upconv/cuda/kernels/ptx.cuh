@@ -270,9 +270,9 @@ __device__ __forceinline__ u32 load_acquire(const u32* from) {
 // The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
 // fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
 __device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
-__device__ __forceinline__ void opaque(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
-// Of several together; macros, since by references the compiler takes them in another order.
+// Integers. Macros, since by references the compiler keeps variables in another order.
+#define OPAQUE(a) asm volatile("" : "+r"(a))
 #define OPAQUE_2(a, b) asm volatile("" : "+r"(a), "+r"(b))
 #define OPAQUE_4(a, b, c, d) asm volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d))
 // A float's bits, unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (C7514).

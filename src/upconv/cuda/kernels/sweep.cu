@@ -219,7 +219,7 @@ __device__ __forceinline__ void store_slice(float (&acc)[NB][SLOTS * SLOT_SUMS],
   u32 begin = (u32)(u64)y / ELEMENT, apart = (u32)plane / ELEMENT;  // elements, of which only the place in a unit counts
 #pragma unroll
   for (int j = 0; j < SLOT_COLUMNS / 8; j++) {
-    opaque(thread);                                     // what follows from it is found here, not kept (spills)
+    OPAQUE(thread);                                     // what follows from it is found here, not kept (spills)
     int lane = thread & 31, channel = (lane & 3) * 2;
     named_sync(2 + wg, 128);                            // everyone has read what was there before
     u32 column = buffer + channel * CHANNEL_PITCH;
