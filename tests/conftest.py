@@ -663,3 +663,9 @@ def host_program(main: Path, folder: Path) -> Path:
     made = folder / main.stem
     _gxx("-include", f"{_standard_headers().name}/standard.h", f"-I{folder}", f"-I{HOST}", str(main), "-o", str(made))
     return made
+
+
+def compiled_for_host(main: Path, made: Path) -> Path:
+    """A library of a program whose headers are in its folder or ``host``."""
+    _gxx("-shared", "-fPIC", f"-I{main.parent}", f"-I{HOST}", str(main), "-o", str(made))
+    return made
