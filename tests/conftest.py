@@ -667,5 +667,5 @@ def host_program(main: Path, folder: Path) -> Path:
 
 def compiled_for_host(main: Path, made: Path) -> Path:
     """A library of a program whose headers are in its folder or ``host``."""
-    _gxx("-shared", "-fPIC", f"-I{main.parent}", f"-I{HOST}", str(main), "-o", str(made))
+    _gxx("-shared", "-fPIC", "-fno-strict-aliasing", f"-I{main.parent}", f"-I{HOST}", str(main), "-o", str(made))
     return made

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from conftest import HOST, compiled_for_host
-from upconv.cuda import gather, implicit, jit, packs, pairs, relayout, subpixel, unshuffle, wgrad
+from upconv.cuda import gather, implicit, jit, launch, packs, pairs, relayout, subpixel, unshuffle, wgrad
 from upconv.cuda.boxes import Five, Tensor5, Words
-from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import H200, Gpu
 
 _HEADER = r'#line 1 "{}\.cuh"\n.*?\n(?=#line )'
 _CALL = """
@@ -105,8 +105,6 @@ class _Launcher:
 
 
 def _struct(codes: str) -> struct.Struct:
-    from upconv.cuda import launch
-
     runs = launch._RUN.findall(codes)
     return struct.Struct("<" + "".join(launch._CODES.get(run, f"{8 * (len(run) - 2)}s") for run in runs))
 
@@ -126,16 +124,21 @@ def encode(
     assert steps[0] == 1 and (not span or box[0] * dtype.itemsize <= span), "a row of the box is within the swizzle"
     strides = (dtype.itemsize, *tensor.strides)
     return struct.pack(
-        "<6Q5I5H5H2HI4x", address + tensor.begin, *strides, *tensor.dims, *box, *steps, span, int(rounded), 0
+        "<6Q5I5H5H2HI4x", address + tensor.begin, *strides, *tensor.dims, *box, *steps, span, int(rounded and dtype is torch.float32), 0
     ).ljust(128, b"\0")
 
 
 @pytest.fixture
 def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
     """Families launch on CPU tensors."""
-    from upconv.cuda.gpu import H200
-
     found = Emulator(H200)
+
+    def counters(self: launch.Counters, like: torch.Tensor) -> int:
+        zeros = self.of_streams.setdefault(0, torch.zeros(self._words, dtype=torch.int32))
+        return zeros.data_ptr()
+
+    monkeypatch.setattr(launch.Counters, "address", counters)
+    monkeypatch.setattr(launch.Counters, "known", lambda self: True)
     monkeypatch.setattr(jit, "kernel", found.kernel)
     monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
     for module in (packs, wgrad, relayout, unshuffle):

@@ -227,7 +227,10 @@ template <class V> static V exchange_one(V v, int lane) {
 }
 }  // namespace machine
 
-template <class V> static V __shfl_sync(u32, V v, int lane) { return machine::exchange_one(v, lane); }
+// `width`: lanes of a group, whose own `lane` is meant.
+template <class V> static V __shfl_sync(u32, V v, int lane, int width = 32) {
+  return machine::exchange_one(v, (machine::self->thread & 31 & -width) | (lane & (width - 1)));
+}
 template <class V> static V __shfl_xor_sync(u32, V v, int mask) { return machine::exchange_one(v, (machine::self->thread ^ mask) & 31); }
 static u32 __ballot_sync(u32, bool vote) {
   u64 words[4] = {vote};
