@@ -17,8 +17,8 @@ Constraints:
 Kernels:
 - forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 2 x 7
   fragments, 224 KB shared.
-- forward (other widths than multiples of 4): wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8
-  channels, in turn, weights ring of 4 x 7 fragments, 216 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
+  channels, in turn, weights ring of 3 x 7 fragments, 222 KB shared.
 - gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 3 x 7 fragments, 222 KB shared.
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x16 channels x 1x5x7 taps a block, chunks of 1x1x4x64
@@ -160,8 +160,16 @@ __device__ __forceinline__ void wait_for_results() {
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
 }
+// What was initialised is seen by copies and, in a cluster, by other blocks.
+__device__ __forceinline__ void barriers_begun() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+// One thread arrives, and the phase waits for so many bytes of copies too.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
@@ -173,8 +181,10 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
 }
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+template <int ID, int THREADS_OF>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
+}
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -182,7 +192,26 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// --- copies into shared memory ---------------------------------------------------------------------------------------
+// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
+
+struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
+
+// Whole 16 bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// A box of a tensor, whose first element has these coordinates, innermost first; zeros where the tensor has none.
+__device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+      ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
+}
+// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+// --- loads and stores ------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
@@ -232,6 +261,24 @@ __device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
       "r"((u32)ok) : "memory");
 }
 
+// --- the compiler and registers --------------------------------------------------------------------------------------
+
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// Integers. Macros, since by references the compiler keeps variables in another order.
+#define OPAQUE(a) asm volatile("" : "+r"(a))
+// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
@@ -248,21 +295,15 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
+// signs of A and B, and how they lie
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
-// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
-// in shared memory.
-
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
-// B from shared memory by descriptor.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
-#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
-    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
-    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
+#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
+#define WGMMA_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
@@ -327,6 +368,7 @@ constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 
 __constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
+#define VALUE(v) (v)
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -334,7 +376,6 @@ struct Sizes {                                         // one layout for the pac
   int tiles;                                           // all of them, times M_GROUPS
 };
 
-struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
 constexpr int MAPS = 1;
 struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
 
@@ -589,7 +630,7 @@ struct Walk {
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  fence_async_shared();
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
@@ -607,14 +648,13 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
     Source at = source_of(walk.tile, walk.chunk);
     u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+    expect_bytes(barrier, bytes);
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
 #pragma unroll
     for (int r = 0; r < SLOT_BOXES; r++) {
       if (r) w += ROW_UNITS * VEC;
-      asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * SLOT_BOX_BYTES), "l"(maps.of), "r"(w), "r"(h), "r"(d),
-                       "r"(c), "r"(at.n), "r"(barrier) : "memory");
+      load_box(to + cursor.stage * stage_bytes + r * SLOT_BOX_BYTES, maps.of[0],
+               w, h, d, c, at.n, barrier);
     }
   }
 }
@@ -665,15 +705,13 @@ constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 #define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
 constexpr int LONGEST_STRETCH = TAPS_UNROLLED * STEPS_PER_TAP;  // where not STRAIGHT
 
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 // Where a tile's weights come from, in the order in which they are used.
 typedef const char* Weights;  // packed; chunks lie one behind the other
 __device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+  copy_bulk(to, from, bytes, barrier);
+}
 
 // One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
 template <class Source>
@@ -805,7 +843,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    MULTIPLY_64(d, a, b, "1");
+    WGMMA_64(d, a, b, "1");
   }
 }
 
@@ -1044,14 +1082,14 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
 // branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  OPAQUE(lane);  // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
 #pragma unroll
   for (int h = 0; h < 2; h++)
-    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
   if (bias) {
 #pragma unroll
     for (int m = 0; m < MB; m++)
@@ -1121,8 +1159,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-          asm volatile("" : "+f"(acc[b][nb][i]));
+          opaque(acc[b][nb][i]);
         }
     named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
@@ -1178,7 +1215,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       barrier_init(barriers.landed + 8 * i, 1);
       barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
     segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
@@ -1186,7 +1223,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < FIRST_CONSUMER) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (warp < PRODUCER_WARPS) {
       produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
@@ -1197,7 +1234,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     }
   } else {
     wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     Fragments weights;
     weights.ring = base + RING_AT;
     weights.full = full_w;
@@ -1207,11 +1244,14 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   }
 }
 
-#undef SUMS
-#undef INSTRUCTION
+#undef OPAQUE
 #undef OPERANDS
-#undef MULTIPLY_64
+#undef SUMS
+#undef SUMS_4
+#undef INSTRUCTION
+#undef WGMMA_64
 #undef COLUMN
+#undef VALUE
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
@@ -1225,8 +1265,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in
-// turn, weights ring of 4 x 7 fragments, 216 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in
+// turn, weights ring of 3 x 7 fragments, 222 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1271,25 +1311,25 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_W = 3;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 28;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 4, ROWS_H = 12;  // input rows of a tile
-constexpr int ROW_STEP_D = 2, ROW_STEP_H = 1;  // rows of the tile from one q to the next
+constexpr int RING_FRAGMENTS = 21;  // fragments of weights in shared memory
+constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
+constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -6;
-constexpr int COLUMNS = 22;  // input columns of a tile with its halo
+constexpr int COLUMNS = 14;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 22;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 14;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 20;  // taps of one stretch of code
+constexpr int TAPS_UNROLLED = 21;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
-constexpr int OUT_STEP_D = 2, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 2, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 16;  // positions q of a tile
+constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -1313,8 +1353,16 @@ __device__ __forceinline__ void wait_for_results() {
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
 }
+// What was initialised is seen by copies and, in a cluster, by other blocks.
+__device__ __forceinline__ void barriers_begun() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+// One thread arrives, and the phase waits for so many bytes of copies too.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
@@ -1326,8 +1374,10 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
 }
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+template <int ID, int THREADS_OF>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
+}
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -1347,6 +1397,21 @@ __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_gr
 template <int N> __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
 }
+
+// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
+
+// Whole 16 bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+// --- loads and stores ------------------------------------------------------------------------------------------------
+
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -1395,6 +1460,30 @@ __device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
       "r"((u32)ok) : "memory");
 }
 
+// --- the compiler and registers --------------------------------------------------------------------------------------
+
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// Integers. Macros, since by references the compiler keeps variables in another order.
+#define OPAQUE(a) asm volatile("" : "+r"(a))
+// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+// a * b + c by one instruction, where the compiler of (long long)a * b + c takes the product apart.
+__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
+  u64 r;
+  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
+  return r;
+}
+
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
@@ -1411,21 +1500,15 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
+// signs of A and B, and how they lie
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
-// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
-// in shared memory.
-
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
-// B from shared memory by descriptor.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
-#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
-    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
-    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
+#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
+#define WGMMA_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
@@ -1440,16 +1523,16 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const int TAP_ROW[] = {
-    0, 1, 2, 3, 4, 5, 6, 22, 23, 24, 25, 26, 27, 28, 44, 45, 46, 47, 48, 49, 50, 66, 67, 68, 69, 70, 71, 72, 88, 89, 90,
-    91, 92, 93, 94, 264, 265, 266, 267, 268, 269, 270, 286, 287, 288, 289, 290, 291, 292, 308, 309, 310, 311, 312, 313,
-    314, 330, 331, 332, 333, 334, 335, 336, 352, 353, 354, 355, 356, 357, 358, 528, 529, 530, 531, 532, 533, 534, 550,
-    551, 552, 553, 554, 555, 556, 572, 573, 574, 575, 576, 577, 578, 594, 595, 596, 597, 598, 599, 600, 616, 617, 618,
-    619, 620, 621, 622, 792, 793, 794, 795, 796, 797, 798, 814, 815, 816, 817, 818, 819, 820, 836, 837, 838, 839, 840,
-    841, 842, 858, 859, 860, 861, 862, 863, 864, 880, 881, 882, 883, 884, 885, 886
+    0, 1, 2, 3, 4, 5, 6, 14, 15, 16, 17, 18, 19, 20, 28, 29, 30, 31, 32, 33, 34, 42, 43, 44, 45, 46, 47, 48, 56, 57, 58,
+    59, 60, 61, 62, 70, 71, 72, 73, 74, 75, 76, 280, 281, 282, 283, 284, 285, 286, 294, 295, 296, 297, 298, 299, 300,
+    308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351,
+    352, 353, 354, 355, 356, 560, 561, 562, 563, 564, 565, 566, 574, 575, 576, 577, 578, 579, 580, 588, 589, 590, 591,
+    592, 593, 594, 602, 603, 604, 605, 606, 607, 608, 616, 617, 618, 619, 620, 621, 622, 630, 631, 632, 633, 634, 635,
+    636
 };
-__constant__ const int ENTRY[] = {0,140};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,0};
+__constant__ const int ENTRY[] = {0,126};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
@@ -1487,7 +1570,8 @@ constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 
 __constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
+__constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
+#define VALUE(v) (v)
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -1550,16 +1634,15 @@ constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that 
 __device__
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 const short TAP_INDEX[] = {
-    104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, -1, 96, -1, 95, -1, 94, -1, 93, -1, 92, -1, 91, -1,
-    90, -1, 89, -1, 88, -1, 87, -1, 86, -1, 85, -1, 84, -1, 83, -1, 82, -1, 81, -1, 80, -1, 79, -1, 78, -1, 77, -1, 76,
-    -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70, -1, 69, 104, 68, 103, 67, 102, 66, 101, 65, 100, 64, 99, 63, 98, 62,
-    97, 61, 96, 60, 95, 59, 94, 58, 93, 57, 92, 56, 91, 55, 90, 54, 89, 53, 88, 52, 87, 51, 86, 50, 85, 49, 84, 48, 83,
-    47, 82, 46, 81, 45, 80, 44, 79, 43, 78, 42, 77, 41, 76, 40, 75, 39, 74, 38, 73, 37, 72, 36, 71, 35, 70, 34, 69, 33,
-    68, 32, 67, 31, 66, 30, 65, 29, 64, 28, 63, 27, 62, 26, 61, 25, 60, 24, 59, 23, 58, 22, 57, 21, 56, 20, 55, 19, 54,
-    18, 53, 17, 52, 16, 51, 15, 50, 14, 49, 13, 48, 12, 47, 11, 46, 10, 45, 9, 44, 8, 43, 7, 42, 6, 41, 5, 40, 4, 39, 3,
-    38, 2, 37, 1, 36, 0, 35, -1, 34, -1, 33, -1, 32, -1, 31, -1, 30, -1, 29, -1, 28, -1, 27, -1, 26, -1, 25, -1, 24, -1,
-    23, -1, 22, -1, 21, -1, 20, -1, 19, -1, 18, -1, 17, -1, 16, -1, 15, -1, 14, -1, 13, -1, 12, -1, 11, -1, 10, -1, 9,
-    -1, 8, -1, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
+    104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, 104, 96, 103, 95, 102, 94, 101, 93, 100, 92, 99,
+    91, 98, 90, 97, 89, 96, 88, 95, 87, 94, 86, 93, 85, 92, 84, 91, 83, 90, 82, 89, 81, 88, 80, 87, 79, 86, 78, 85, 77,
+    84, 76, 83, 75, 82, 74, 81, 73, 80, 72, 79, 71, 78, 70, 77, -1, 76, -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70,
+    69, -1, 68, -1, 67, -1, 66, -1, 65, -1, 64, -1, 63, -1, 62, 69, 61, 68, 60, 67, 59, 66, 58, 65, 57, 64, 56, 63, 55,
+    62, 54, 61, 53, 60, 52, 59, 51, 58, 50, 57, 49, 56, 48, 55, 47, 54, 46, 53, 45, 52, 44, 51, 43, 50, 42, 49, 41, 48,
+    40, 47, 39, 46, 38, 45, 37, 44, 36, 43, 35, 42, -1, 41, -1, 40, -1, 39, -1, 38, -1, 37, -1, 36, -1, 35, 34, -1, 33,
+    -1, 32, -1, 31, -1, 30, -1, 29, -1, 28, -1, 27, 34, 26, 33, 25, 32, 24, 31, 23, 30, 22, 29, 21, 28, 20, 27, 19, 26,
+    18, 25, 17, 24, 16, 23, 15, 22, 14, 21, 13, 20, 12, 19, 11, 18, 10, 17, 9, 16, 8, 15, 7, 14, 6, 13, 5, 12, 4, 11, 3,
+    10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
 };
 
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
@@ -1678,13 +1761,6 @@ __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int pac
   return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
 }
 
-// One instruction, where the compiler of (long long)a * b + c takes the product apart.
-__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
-  u64 r;
-  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
-  return r;
-}
-
 // Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
 // served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
 __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, u32 slot,
@@ -1707,7 +1783,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 4
+#pragma unroll 5
       for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
@@ -1808,7 +1884,7 @@ struct Walk {
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  fence_async_shared();
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
@@ -1879,15 +1955,13 @@ constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 #define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
 constexpr int LONGEST_STRETCH = TAPS_UNROLLED * STEPS_PER_TAP;  // where not STRAIGHT
 
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 // Where a tile's weights come from, in the order in which they are used.
 typedef const char* Weights;  // packed; chunks lie one behind the other
 __device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+  copy_bulk(to, from, bytes, barrier);
+}
 
 // One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
 template <class Source>
@@ -2019,7 +2093,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    MULTIPLY_64(d, a, b, "1");
+    WGMMA_64(d, a, b, "1");
   }
 }
 
@@ -2258,14 +2332,14 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
 // branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  OPAQUE(lane);  // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
 #pragma unroll
   for (int h = 0; h < 2; h++)
-    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
   if (bias) {
 #pragma unroll
     for (int m = 0; m < MB; m++)
@@ -2335,8 +2409,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-          asm volatile("" : "+f"(acc[b][nb][i]));
+          opaque(acc[b][nb][i]);
         }
     named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
@@ -2388,7 +2461,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       barrier_init(full_w + 8 * i, 1);
       barrier_init(empty_w + 8 * i, RELEASES * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
     segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
@@ -2396,7 +2469,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < FIRST_CONSUMER) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (warp < PRODUCER_WARPS) {
       produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
@@ -2405,7 +2478,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     }
   } else {
     wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     Fragments weights;
     weights.ring = base + RING_AT;
     weights.full = full_w;
@@ -2415,11 +2488,14 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   }
 }
 
-#undef SUMS
-#undef INSTRUCTION
+#undef OPAQUE
 #undef OPERANDS
-#undef MULTIPLY_64
+#undef SUMS
+#undef SUMS_4
+#undef INSTRUCTION
+#undef WGMMA_64
 #undef COLUMN
+#undef VALUE
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
@@ -2521,8 +2597,16 @@ __device__ __forceinline__ void wait_for_results() {
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
 }
+// What was initialised is seen by copies and, in a cluster, by other blocks.
+__device__ __forceinline__ void barriers_begun() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+// One thread arrives, and the phase waits for so many bytes of copies too.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
@@ -2534,8 +2618,10 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
 }
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+template <int ID, int THREADS_OF>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
+}
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -2555,6 +2641,21 @@ __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_gr
 template <int N> __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
 }
+
+// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
+
+// Whole 16 bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+// --- loads and stores ------------------------------------------------------------------------------------------------
+
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -2603,6 +2704,30 @@ __device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
       "r"((u32)ok) : "memory");
 }
 
+// --- the compiler and registers --------------------------------------------------------------------------------------
+
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// Integers. Macros, since by references the compiler keeps variables in another order.
+#define OPAQUE(a) asm volatile("" : "+r"(a))
+// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+// a * b + c by one instruction, where the compiler of (long long)a * b + c takes the product apart.
+__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
+  u64 r;
+  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
+  return r;
+}
+
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
@@ -2619,21 +2744,15 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
+// signs of A and B, and how they lie
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
-// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
-// in shared memory.
-
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
-// B from shared memory by descriptor.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
-#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
-    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
-    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
+#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
+#define WGMMA_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
@@ -2696,6 +2815,7 @@ constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 
 __constant__ const int ROW_D[] = {0,1,2,3};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19};
+#define VALUE(v) (v)
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -2885,13 +3005,6 @@ __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int pac
   return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
 }
 
-// One instruction, where the compiler of (long long)a * b + c takes the product apart.
-__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
-  u64 r;
-  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
-  return r;
-}
-
 // Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
 // served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
 __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, u32 slot,
@@ -3015,7 +3128,7 @@ struct Walk {
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  fence_async_shared();
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
@@ -3086,15 +3199,13 @@ constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 #define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
 constexpr int LONGEST_STRETCH = TAPS_UNROLLED * STEPS_PER_TAP;  // where not STRAIGHT
 
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 // Where a tile's weights come from, in the order in which they are used.
 typedef const char* Weights;  // packed; chunks lie one behind the other
 __device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+  copy_bulk(to, from, bytes, barrier);
+}
 
 // One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
 template <class Source>
@@ -3226,7 +3337,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    MULTIPLY_64(d, a, b, "1");
+    WGMMA_64(d, a, b, "1");
   }
 }
 
@@ -3465,14 +3576,14 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
 // branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  OPAQUE(lane);  // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
 #pragma unroll
   for (int h = 0; h < 2; h++)
-    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
   if (bias) {
 #pragma unroll
     for (int m = 0; m < MB; m++)
@@ -3542,8 +3653,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-          asm volatile("" : "+f"(acc[b][nb][i]));
+          opaque(acc[b][nb][i]);
         }
     named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
@@ -3595,7 +3705,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       barrier_init(full_w + 8 * i, 1);
       barrier_init(empty_w + 8 * i, RELEASES * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
     segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
@@ -3603,7 +3713,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < FIRST_CONSUMER) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (warp < PRODUCER_WARPS) {
       produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
@@ -3612,7 +3722,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     }
   } else {
     wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     Fragments weights;
     weights.ring = base + RING_AT;
     weights.full = full_w;
@@ -3622,11 +3732,14 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   }
 }
 
-#undef SUMS
-#undef INSTRUCTION
+#undef OPAQUE
 #undef OPERANDS
-#undef MULTIPLY_64
+#undef SUMS
+#undef SUMS_4
+#undef INSTRUCTION
+#undef WGMMA_64
 #undef COLUMN
+#undef VALUE
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
@@ -3722,8 +3835,20 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
 }
+// What was initialised is seen by copies and, in a cluster, by other blocks.
+__device__ __forceinline__ void barriers_begun() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+// One thread arrives, and the phase waits for so many bytes of copies too.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// An arrival, once the thread's own `copy16`s have landed.
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
@@ -3735,8 +3860,10 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
 }
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+template <int ID, int THREADS_OF>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
+}
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -3752,6 +3879,31 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}
+
+// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
+
+struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
+// A box of a tensor, whose first element has these coordinates, innermost first; zeros where the tensor has none.
+__device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+      ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
+}
+
+// --- the compiler and registers --------------------------------------------------------------------------------------
+
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
 }
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
@@ -3946,20 +4098,21 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   }
 }
 
-// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
-// in shared memory.
-
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
-// B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256. B is in shared memory, by its descriptor;
+// A in registers, or (A_SHARED) in shared memory too, by its descriptor or a descriptor's two words.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
-#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
-    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
-    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+// A kernel that includes this defines PRECISION and A_SHARED and, of 16 bits, A_TURNED and B_TURNED if rows of shared
+// memory lie along
+// M or N, not along K.
+// signs of A and B, and how they lie
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+
+// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
+#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_160(d, a, b, scale) asm volatile(INSTRUCTION("160", \
+#define WGMMA_160(d, a, b, scale) asm volatile(INSTRUCTION("160", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
     "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
@@ -4003,7 +4156,6 @@ constexpr int BARRIERS_AT = RAW_AT + RAW_BYTES;
 constexpr int ROW_STEPS = TILE_W * ELEMENT / 32;  // STACKED: of a row
 constexpr int SETS_OF_FRAGMENTS = 3;  // a third set spills there
 
-struct alignas(64) TensorMap { u64 opaque[16]; };
 struct TensorMaps {
   TensorMap x;
 };
@@ -4017,23 +4169,18 @@ struct Work {                              // of a block
 // Copies
 // =====================================================================================================================
 
-__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, int b, int c, int d, int e, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-      ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
-}
-
 // A chunk of x, from its input channel `channel` on.
 __device__ __forceinline__ void load_x(const TensorMap* map_x, const Chunk& c, int channel, u32 to, u32 barrier) {
 #pragma unroll 1
   for (int i = 0; i < BOXES; i++) {
     int w = (c.w) + i * (SEGMENT / ELEMENT);
-    load_box(to + i * BOX_BYTES, map_x, w, channel, c.h - STACK + 1, c.d, c.n, barrier);
+    load_box(to + i * BOX_BYTES, *map_x, w, channel, c.h - STACK + 1, c.d, c.n, barrier);
   }
 }
 
 __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s,
     const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES) : "memory");
+  expect_bytes(barrier, X_TILE_BYTES);
   int channel = work.group * CIN_G + work.ci;
   load_x(map_x, c, channel, to, barrier);
 }
@@ -4061,7 +4208,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2
   for (int nb = 0; nb < NB; nb++) {
     u64 b = upper | (((x + nb * (N_WIDTH * SEGMENT)) & 0x3ffff) >> 4);
     float* d = &acc[nb][first * (N_WIDTH / 2)];
-    if (rows == 5) MULTIPLY_160(d, a, b, "1");
+    if (rows == 5) WGMMA_160(d, a, b, "1");
   }
 }
 
@@ -4257,12 +4404,12 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
       barrier_init(empty + 8 * i, WGS * 4);
     }
     barrier_init(base + BARRIERS_AT + 16 * STAGES, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
     u32 stage = 0, parity = 1;
 #pragma unroll 1
@@ -4285,24 +4432,24 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
         clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
             false>(g, s.out_d, s.out_h, s.out_w, c.n, d, h, w, channel, tile + X_TILE_BYTES, thread);
       }
-      // when its copies have landed
-      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
-      barrier_arrive(barrier);                                                                  // what it stored itself
+      arrive_when_copied(barrier);
+      barrier_arrive(barrier);             // what it stored itself
       if (++stage == STAGES) {
         stage = 0;
         parity ^= 1;
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     consume(partial, s, work, g, full, empty, memory, split, role - 1, thread);
   }
 }
 
-#undef SUMS
-#undef INSTRUCTION
 #undef OPERANDS
-#undef MULTIPLY_160
+#undef SUMS
+#undef SUMS_4
+#undef INSTRUCTION
+#undef WGMMA_160
 #undef STACK_OF
 #undef STACK_BEGIN
 #undef STACK_PLACE
@@ -4386,8 +4533,17 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
 }
+// By one instruction before sm_90, where nearest-even takes six: ties away from zero.
+__device__ __forceinline__ u32 to_tf32_quick(float v) {
+  return to_tf32(v);
+}
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
+
+// mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K. Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
+__device__ __forceinline__ void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
@@ -4601,16 +4757,6 @@ __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const cha
 // Multiplications
 // =====================================================================================================================
 
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm volatile("mma.sync.aligned." "m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]),
-          "r"(b[1]));
-}
-
-__device__ __forceinline__ u32 rounded(u32 v) {
-  return to_tf32(__uint_as_float(v));
-}
-
 __device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
 
 // One chunk of a stage: all its steps that are this warp's.
@@ -4641,7 +4787,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       for (int r = 0; r < 4; r++) {
         int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
         u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
-        a[i][0][r] = rounded(v);
+        a[i][0][r] = to_tf32_quick(__uint_as_float(v));
       }
 #pragma unroll
     for (int td = 0; td < TAPS_D; td++)
@@ -4667,13 +4813,13 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
             for (int k = 0; k < 2; k++) {
               int n = warp_n + j * 8 + g;
               u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
-              b[j][0][k] = rounded(v);
+              b[j][0][k] = to_tf32_quick(__uint_as_float(v));
             }
 #pragma unroll
           for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
             for (int i = 0; i < M_FRAGMENTS; i++) {
-              multiply(acc[tap][i][j], a[i][0], b[j][0]);
+              mma(acc[tap][i][j], a[i][0], b[j][0][0], b[j][0][1]);
             }
         }
       }
@@ -4880,7 +5026,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 221472>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 227728>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -5078,12 +5224,12 @@ FORWARD = (
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(1, 1, 8, 16),
-        steps=(2, 1, 1),
+        tile=(1, 2, 8, 8),
+        steps=(1, 2, 1),
         leads=(0, 0, 0),
         m_groups=1,
         resident=False,
-        words=286720,
+        words=258048,
         packed=torch.int32,
     ),
 )

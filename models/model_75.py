@@ -99,11 +99,33 @@ constexpr int RUN_PITCH = 12;  // words from one thread's outputs to the next on
 constexpr int PART = 4;  // output channels that leave through shared memory together
 constexpr int MIN_BLOCKS = 1;  // of a multiprocessor
 
+// PTX in small wrappers, so that a kernel body reads as an algorithm.
+typedef unsigned int u32;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// --- copies into shared memory ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  // the rest of the 16 becomes zero
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
+// BYTES, 4 or 8; of `bytes` 0 zeros.
+template <int BYTES>
+__device__ __forceinline__ void copy_word(u32 to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes));
+}
+
+// --- matrix instructions ---------------------------------------------------------------------------------------------
+
 typedef float T;
 typedef float Acc;
 
 typedef long long i64;
-typedef unsigned int u32;
 
 __device__ __forceinline__ Acc load_value(T v) {
     return v;
@@ -168,9 +190,7 @@ constexpr int WARPS = THREADS / 32;
 __device__ __forceinline__ int column_word(int c) { return c / CELLS * PITCH + c % CELLS; }
 
 __device__ __forceinline__ void put(Acc* to, const T* from, bool inside) {
-    const u32 at = (u32)__cvta_generic_to_shared(to);
-    const int bytes = inside ? (int)sizeof(T) : 0;  // 0: nothing is read, the words become zeros
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(sizeof(T)), "r"(bytes));
+    copy_word<sizeof(T)>(shared_address(to), from, inside ? (int)sizeof(T) : 0);
 }
 
 // A stage's input: where it starts in memory, what of it exists.
@@ -291,8 +311,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const Acc* from = weight + (((i64)(g * COUT_BLOCKS + cout_block) * KD + kd) * CI + first) * WEIGHT_CHANNEL;
             Acc* to = stage + s * CHUNK * WEIGHT_CHANNEL;
             for (int v = tid * VEC; v < channels * WEIGHT_CHANNEL; v += THREADS * VEC) {
-                const u32 word = (u32)__cvta_generic_to_shared(to + v);
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(word), "l"(from + v));
+                copy16(shared_address(to + v), from + v);
             }
         }
         const i64 plane = (i64)h * w;
@@ -307,7 +326,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         } else {}
     };
     const auto finish = [&](Acc* stage) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        copy_wait_all();
     };
     // All products of one input channel: its plane and its weights in shared memory.
     const auto multiply = [&](Acc(&to)[CO][RUN], const Acc* line, const Acc* weights) {
@@ -523,8 +542,16 @@ __device__ __forceinline__ void wait_for_results() {
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
 }
+// What was initialised is seen by copies and, in a cluster, by other blocks.
+__device__ __forceinline__ void barriers_begun() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+// One thread arrives, and the phase waits for so many bytes of copies too.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
@@ -536,8 +563,10 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
 }
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+template <int ID, int THREADS_OF>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
+}
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -557,6 +586,21 @@ __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_gr
 template <int N> __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
 }
+
+// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
+
+// Whole 16 bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+// --- loads and stores ------------------------------------------------------------------------------------------------
+
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -605,6 +649,30 @@ __device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
       "r"((u32)ok) : "memory");
 }
 
+// --- the compiler and registers --------------------------------------------------------------------------------------
+
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// Integers. Macros, since by references the compiler keeps variables in another order.
+#define OPAQUE(a) asm volatile("" : "+r"(a))
+// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+// a * b + c by one instruction, where the compiler of (long long)a * b + c takes the product apart.
+__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
+  u64 r;
+  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
+  return r;
+}
+
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
@@ -625,21 +693,15 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
+// signs of A and B, and how they lie
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
-// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
-// in shared memory.
-
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
-// B from shared memory by descriptor.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
-#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
-    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
-    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
+#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
+#define WGMMA_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
@@ -701,6 +763,7 @@ __constant__ const int ROW_H[] = {
     -1, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57,
     59, 61, 63, 65
 };
+#define VALUE(v) (v)
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -876,13 +939,6 @@ __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int pac
   return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
 }
 
-// One instruction, where the compiler of (long long)a * b + c takes the product apart.
-__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
-  u64 r;
-  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
-  return r;
-}
-
 // Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
 // served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
 __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, u32 slot,
@@ -1009,7 +1065,7 @@ struct Walk {
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  fence_async_shared();
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
@@ -1080,15 +1136,13 @@ constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 #define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
 constexpr int LONGEST_STRETCH = TAPS_UNROLLED * STEPS_PER_TAP;  // where not STRAIGHT
 
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 // Where a tile's weights come from, in the order in which they are used.
 typedef const char* Weights;  // packed; chunks lie one behind the other
 __device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+  copy_bulk(to, from, bytes, barrier);
+}
 
 // One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
 template <class Source>
@@ -1220,8 +1274,8 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    if (FRESH) MULTIPLY_64(d, a, b, "0");
-    else MULTIPLY_64(d, a, b, "1");
+    if (FRESH) WGMMA_64(d, a, b, "0");
+    else WGMMA_64(d, a, b, "1");
   }
 }
 
@@ -1475,14 +1529,14 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
 // branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  OPAQUE(lane);  // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
 #pragma unroll
   for (int h = 0; h < 2; h++)
-    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
   if (bias) {
 #pragma unroll
     for (int m = 0; m < MB; m++)
@@ -1553,8 +1607,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-          asm volatile("" : "+f"(acc[b][nb][i]));
+          opaque(acc[b][nb][i]);
           sum[b][nb][i] = 0.f;
         }
     named_sync(2 + wg, CONSUMER_THREADS);
@@ -1607,7 +1660,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       barrier_init(full_w + 8 * i, 1);
       barrier_init(empty_w + 8 * i, RELEASES * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
     segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
@@ -1615,7 +1668,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < FIRST_CONSUMER) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (warp < PRODUCER_WARPS) {
       produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
@@ -1624,7 +1677,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     }
   } else {
     wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     Fragments weights;
     weights.ring = base + RING_AT;
     weights.full = full_w;
@@ -1634,11 +1687,14 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   }
 }
 
-#undef SUMS
-#undef INSTRUCTION
+#undef OPAQUE
 #undef OPERANDS
-#undef MULTIPLY_64
+#undef SUMS
+#undef SUMS_4
+#undef INSTRUCTION
+#undef WGMMA_64
 #undef COLUMN
+#undef VALUE
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
@@ -1729,12 +1785,21 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
 }
+// By one instruction before sm_90, where nearest-even takes six: ties away from zero.
+__device__ __forceinline__ u32 to_tf32_quick(float v) {
+  return to_tf32(v);
+}
 // What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
 __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
+
+// mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K. Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
+__device__ __forceinline__ void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
@@ -1948,16 +2013,6 @@ __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const cha
 // Multiplications
 // =====================================================================================================================
 
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm volatile("mma.sync.aligned." "m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]),
-          "r"(b[1]));
-}
-
-__device__ __forceinline__ u32 rounded(u32 v) {
-  return to_tf32(__uint_as_float(v));
-}
-
 __device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
 
 // One chunk of a stage: all its steps that are this warp's.
@@ -1988,7 +2043,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       for (int r = 0; r < 4; r++) {
         int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
         u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
-        a[i][0][r] = rounded(v);
+        a[i][0][r] = to_tf32_quick(__uint_as_float(v));
         a[i][PARTS - 1][r] = low_part(__uint_as_float(v), a[i][0][r]);
       }
 #pragma unroll
@@ -2015,7 +2070,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
             for (int k = 0; k < 2; k++) {
               int n = warp_n + j * 8 + g;
               u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
-              b[j][0][k] = rounded(v);
+              b[j][0][k] = to_tf32_quick(__uint_as_float(v));
               b[j][PARTS - 1][k] = low_part(__uint_as_float(v), b[j][0][k]);
             }
 #pragma unroll
@@ -2023,9 +2078,9 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
 #pragma unroll
             for (int i = 0; i < M_FRAGMENTS; i++) {
               // the small products first
-              multiply(acc[tap][i][j], a[i][PARTS - 1], b[j][0]);
-              multiply(acc[tap][i][j], a[i][0], b[j][PARTS - 1]);
-              multiply(acc[tap][i][j], a[i][0], b[j][0]);
+              mma(acc[tap][i][j], a[i][PARTS - 1], b[j][0][0], b[j][0][1]);
+              mma(acc[tap][i][j], a[i][0], b[j][PARTS - 1][0], b[j][PARTS - 1][1]);
+              mma(acc[tap][i][j], a[i][0], b[j][0][0], b[j][0][1]);
             }
         }
       }
@@ -2197,12 +2252,21 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
 }
+// By one instruction before sm_90, where nearest-even takes six: ties away from zero.
+__device__ __forceinline__ u32 to_tf32_quick(float v) {
+  return to_tf32(v);
+}
 // What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
 __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
+
+// mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K. Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
+__device__ __forceinline__ void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
@@ -2416,16 +2480,6 @@ __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const cha
 // Multiplications
 // =====================================================================================================================
 
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm volatile("mma.sync.aligned." "m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]),
-          "r"(b[1]));
-}
-
-__device__ __forceinline__ u32 rounded(u32 v) {
-  return to_tf32(__uint_as_float(v));
-}
-
 __device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
 
 // One chunk of a stage: all its steps that are this warp's.
@@ -2456,7 +2510,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       for (int r = 0; r < 4; r++) {
         int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
         u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
-        a[i][0][r] = rounded(v);
+        a[i][0][r] = to_tf32_quick(__uint_as_float(v));
         a[i][PARTS - 1][r] = low_part(__uint_as_float(v), a[i][0][r]);
       }
 #pragma unroll
@@ -2483,7 +2537,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
             for (int k = 0; k < 2; k++) {
               int n = warp_n + j * 8 + g;
               u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
-              b[j][0][k] = rounded(v);
+              b[j][0][k] = to_tf32_quick(__uint_as_float(v));
               b[j][PARTS - 1][k] = low_part(__uint_as_float(v), b[j][0][k]);
             }
 #pragma unroll
@@ -2491,9 +2545,9 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
 #pragma unroll
             for (int i = 0; i < M_FRAGMENTS; i++) {
               // the small products first
-              multiply(acc[tap][i][j], a[i][PARTS - 1], b[j][0]);
-              multiply(acc[tap][i][j], a[i][0], b[j][PARTS - 1]);
-              multiply(acc[tap][i][j], a[i][0], b[j][0]);
+              mma(acc[tap][i][j], a[i][PARTS - 1], b[j][0][0], b[j][0][1]);
+              mma(acc[tap][i][j], a[i][0], b[j][PARTS - 1][0], b[j][PARTS - 1][1]);
+              mma(acc[tap][i][j], a[i][0], b[j][0][0], b[j][0][1]);
             }
         }
       }

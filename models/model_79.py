@@ -159,8 +159,16 @@ __device__ __forceinline__ void wait_for_results() {
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
 }
+// What was initialised is seen by copies and, in a cluster, by other blocks.
+__device__ __forceinline__ void barriers_begun() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+// One thread arrives, and the phase waits for so many bytes of copies too.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
@@ -172,8 +180,10 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
 }
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+template <int ID, int THREADS_OF>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
+}
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -181,7 +191,26 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// --- copies into shared memory ---------------------------------------------------------------------------------------
+// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
+
+struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
+
+// Whole 16 bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// A box of a tensor, whose first element has these coordinates, innermost first; zeros where the tensor has none.
+__device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+      ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
+}
+// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+// --- loads and stores ------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
@@ -234,6 +263,24 @@ __device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
       "r"((u32)ok) : "memory");
 }
 
+// --- the compiler and registers --------------------------------------------------------------------------------------
+
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// Integers. Macros, since by references the compiler keeps variables in another order.
+#define OPAQUE(a) asm volatile("" : "+r"(a))
+// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
@@ -250,21 +297,15 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
+// signs of A and B, and how they lie
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
-// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
-// in shared memory.
-
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
-// B from shared memory by descriptor.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
-#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
-    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
-    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
+#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
+#define WGMMA_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
@@ -318,6 +359,7 @@ constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0};
+#define VALUE(v) (v)
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -327,7 +369,6 @@ struct Sizes {                                         // one layout for the pac
   u32* counters;                                       // claims.cuh's
 };
 
-struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
 constexpr int MAPS = 1;
 struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
 
@@ -643,7 +684,7 @@ typedef WalkOf<ClaimsOf<false>> Walk;
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  fence_async_shared();
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
@@ -661,14 +702,13 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
     Source at = source_of(walk.tile, walk.chunk);
     u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+    expect_bytes(barrier, bytes);
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
 #pragma unroll
     for (int r = 0; r < SLOT_BOXES; r++) {
       if (r) w += ROW_UNITS * VEC;
-      asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * SLOT_BOX_BYTES), "l"(maps.of), "r"(w), "r"(h), "r"(d),
-                       "r"(c), "r"(at.n), "r"(barrier) : "memory");
+      load_box(to + cursor.stage * stage_bytes + r * SLOT_BOX_BYTES, maps.of[0],
+               w, h, d, c, at.n, barrier);
     }
     walk.claims.tell();
   }
@@ -715,15 +755,13 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
 
 constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 // Where a tile's weights come from, in the order in which they are used.
 typedef const char* Weights;  // packed; chunks lie one behind the other
 __device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+  copy_bulk(to, from, bytes, barrier);
+}
 
 // One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
 template <class Source>
@@ -834,7 +872,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    MULTIPLY_64(d, a, b, "1");
+    WGMMA_64(d, a, b, "1");
   }
 }
 
@@ -1095,14 +1133,14 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
 // branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  OPAQUE(lane);  // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
 #pragma unroll
   for (int h = 0; h < 2; h++)
-    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
   if (bias) {
 #pragma unroll
     for (int m = 0; m < MB; m++)
@@ -1172,8 +1210,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-          asm volatile("" : "+f"(acc[b][nb][i]));
+          opaque(acc[b][nb][i]);
         }
     named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
@@ -1236,7 +1273,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);
     }
     claims_init(s.claims);
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
     segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
@@ -1244,7 +1281,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < FIRST_CONSUMER) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (warp < PRODUCER_WARPS) {
       produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
@@ -1255,7 +1292,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     }
   } else {
     wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     Fragments weights;
     weights.ring = base + RING_AT;
     weights.full = full_w;
@@ -1265,11 +1302,14 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   }
 }
 
-#undef SUMS
-#undef INSTRUCTION
+#undef OPAQUE
 #undef OPERANDS
-#undef MULTIPLY_64
+#undef SUMS
+#undef SUMS_4
+#undef INSTRUCTION
+#undef WGMMA_64
 #undef COLUMN
+#undef VALUE
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
@@ -1369,8 +1409,16 @@ __device__ __forceinline__ void wait_for_results() {
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
 }
+// What was initialised is seen by copies and, in a cluster, by other blocks.
+__device__ __forceinline__ void barriers_begun() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+// One thread arrives, and the phase waits for so many bytes of copies too.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
@@ -1382,8 +1430,10 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
 }
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+template <int ID, int THREADS_OF>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
+}
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -1403,6 +1453,21 @@ __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_gr
 template <int N> __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
 }
+
+// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
+
+// Whole 16 bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+// --- loads and stores ------------------------------------------------------------------------------------------------
+
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -1451,6 +1516,30 @@ __device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
       "r"((u32)ok) : "memory");
 }
 
+// --- the compiler and registers --------------------------------------------------------------------------------------
+
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// Integers. Macros, since by references the compiler keeps variables in another order.
+#define OPAQUE(a) asm volatile("" : "+r"(a))
+// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+// a * b + c by one instruction, where the compiler of (long long)a * b + c takes the product apart.
+__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
+  u64 r;
+  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
+  return r;
+}
+
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
@@ -1467,21 +1556,15 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
+// signs of A and B, and how they lie
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
-// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
-// in shared memory.
-
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
-// B from shared memory by descriptor.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
-#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
-    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
-    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
+#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
+#define WGMMA_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
@@ -1534,6 +1617,7 @@ constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0};
+#define VALUE(v) (v)
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -1702,13 +1786,6 @@ __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int pac
   return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
 }
 
-// One instruction, where the compiler of (long long)a * b + c takes the product apart.
-__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
-  u64 r;
-  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
-  return r;
-}
-
 // Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
 // served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
 __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, u32 slot,
@@ -1831,7 +1908,7 @@ struct Walk {
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  fence_async_shared();
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
@@ -1896,15 +1973,13 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
 
 constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 // Where a tile's weights come from, in the order in which they are used.
 typedef const char* Weights;  // packed; chunks lie one behind the other
 __device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+  copy_bulk(to, from, bytes, barrier);
+}
 
 // One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
 template <class Source>
@@ -2015,7 +2090,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    MULTIPLY_64(d, a, b, "1");
+    WGMMA_64(d, a, b, "1");
   }
 }
 
@@ -2276,14 +2351,14 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
 // branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  OPAQUE(lane);  // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
 #pragma unroll
   for (int h = 0; h < 2; h++)
-    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
   if (bias) {
 #pragma unroll
     for (int m = 0; m < MB; m++)
@@ -2352,8 +2427,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-          asm volatile("" : "+f"(acc[b][nb][i]));
+          opaque(acc[b][nb][i]);
         }
     named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
@@ -2407,7 +2481,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       barrier_init(full_w + 8 * i, 1);
       barrier_init(empty_w + 8 * i, RELEASES * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
     segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
@@ -2415,7 +2489,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < FIRST_CONSUMER) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (warp < PRODUCER_WARPS) {
       produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
@@ -2424,7 +2498,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     }
   } else {
     wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     Fragments weights;
     weights.ring = base + RING_AT;
     weights.full = full_w;
@@ -2434,11 +2508,14 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   }
 }
 
-#undef SUMS
-#undef INSTRUCTION
+#undef OPAQUE
 #undef OPERANDS
-#undef MULTIPLY_64
+#undef SUMS
+#undef SUMS_4
+#undef INSTRUCTION
+#undef WGMMA_64
 #undef COLUMN
+#undef VALUE
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
@@ -2538,8 +2615,16 @@ __device__ __forceinline__ void wait_for_results() {
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
 }
+// What was initialised is seen by copies and, in a cluster, by other blocks.
+__device__ __forceinline__ void barriers_begun() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+// One thread arrives, and the phase waits for so many bytes of copies too.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
@@ -2551,8 +2636,10 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
 }
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+template <int ID, int THREADS_OF>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
+}
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -2572,6 +2659,21 @@ __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_gr
 template <int N> __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
 }
+
+// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
+
+// Whole 16 bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+// --- loads and stores ------------------------------------------------------------------------------------------------
+
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -2620,6 +2722,30 @@ __device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
       "r"((u32)ok) : "memory");
 }
 
+// --- the compiler and registers --------------------------------------------------------------------------------------
+
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// Integers. Macros, since by references the compiler keeps variables in another order.
+#define OPAQUE(a) asm volatile("" : "+r"(a))
+// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+// a * b + c by one instruction, where the compiler of (long long)a * b + c takes the product apart.
+__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
+  u64 r;
+  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
+  return r;
+}
+
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
@@ -2636,21 +2762,15 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
+// signs of A and B, and how they lie
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
-// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
-// in shared memory.
-
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
-// B from shared memory by descriptor.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
-#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
-    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
-    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
+#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_128(d, a, b, scale) asm volatile(INSTRUCTION("128", \
+#define WGMMA_128(d, a, b, scale) asm volatile(INSTRUCTION("128", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
     "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
@@ -2706,6 +2826,7 @@ constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0};
 __constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
+#define VALUE(v) (v)
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -2874,13 +2995,6 @@ __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int pac
   return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
 }
 
-// One instruction, where the compiler of (long long)a * b + c takes the product apart.
-__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
-  u64 r;
-  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
-  return r;
-}
-
 // Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
 // served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
 __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, u32 slot,
@@ -3003,7 +3117,7 @@ struct Walk {
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  fence_async_shared();
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
@@ -3073,15 +3187,13 @@ constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 // behind the other.
 #define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
 
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 // Where a tile's weights come from, in the order in which they are used.
 typedef const char* Weights;  // packed; chunks lie one behind the other
 __device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+  copy_bulk(to, from, bytes, barrier);
+}
 
 // One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
 template <class Source>
@@ -3214,7 +3326,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    MULTIPLY_128(d, a, b, "1");
+    WGMMA_128(d, a, b, "1");
   }
 }
 
@@ -3482,14 +3594,14 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
 // branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  OPAQUE(lane);  // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
 #pragma unroll
   for (int h = 0; h < 2; h++)
-    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
   if (bias) {
 #pragma unroll
     for (int m = 0; m < MB; m++)
@@ -3559,8 +3671,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-          asm volatile("" : "+f"(acc[b][nb][i]));
+          opaque(acc[b][nb][i]);
         }
     named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
@@ -3612,7 +3723,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       barrier_init(full_w + 8 * i, 1);
       barrier_init(empty_w + 8 * i, RELEASES * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
     segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
@@ -3620,7 +3731,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < FIRST_CONSUMER) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (warp < PRODUCER_WARPS) {
       produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
@@ -3629,7 +3740,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     }
   } else {
     wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     Fragments weights;
     weights.ring = base + RING_AT;
     weights.full = full_w;
@@ -3639,11 +3750,14 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   }
 }
 
-#undef SUMS
-#undef INSTRUCTION
+#undef OPAQUE
 #undef OPERANDS
-#undef MULTIPLY_128
+#undef SUMS
+#undef SUMS_4
+#undef INSTRUCTION
+#undef WGMMA_128
 #undef COLUMN
+#undef VALUE
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
@@ -3739,8 +3853,20 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
 }
+// What was initialised is seen by copies and, in a cluster, by other blocks.
+__device__ __forceinline__ void barriers_begun() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+// One thread arrives, and the phase waits for so many bytes of copies too.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// An arrival, once the thread's own `copy16`s have landed.
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
@@ -3752,8 +3878,10 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
 }
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+template <int ID, int THREADS_OF>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
+}
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -3769,6 +3897,31 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}
+
+// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
+
+struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
+// A box of a tensor, whose first element has these coordinates, innermost first; zeros where the tensor has none.
+__device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+      ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
+}
+
+// --- the compiler and registers --------------------------------------------------------------------------------------
+
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
 }
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
@@ -3963,20 +4116,21 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   }
 }
 
-// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
-// in shared memory.
-
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
-// B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256. B is in shared memory, by its descriptor;
+// A in registers, or (A_SHARED) in shared memory too, by its descriptor or a descriptor's two words.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
-#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
-    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
-    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+// A kernel that includes this defines PRECISION and A_SHARED and, of 16 bits, A_TURNED and B_TURNED if rows of shared
+// memory lie along
+// M or N, not along K.
+// signs of A and B, and how they lie
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+
+// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
+#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_32(d, a, b, scale) asm volatile(INSTRUCTION("32", \
+#define WGMMA_32(d, a, b, scale) asm volatile(INSTRUCTION("32", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", "%19", "%20", scale) : SUMS(d, 0) : \
     OPERANDS(a, b))
 
@@ -4022,7 +4176,6 @@ constexpr int STEPS = K_STEPS * ENTRIES;
 constexpr int SETS_OF_FRAGMENTS = 3;  // a third set spills there
 constexpr int W_STRIPS = TILE_W / 8;
 
-struct alignas(64) TensorMap { u64 opaque[16]; };
 struct TensorMaps {
   TensorMap x;
 };
@@ -4036,23 +4189,18 @@ struct Work {                              // of a block
 // Copies
 // =====================================================================================================================
 
-__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, int b, int c, int d, int e, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-      ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
-}
-
 // A chunk of x, from its input channel `channel` on.
 __device__ __forceinline__ void load_x(const TensorMap* map_x, const Chunk& c, int channel, u32 to, u32 barrier) {
 #pragma unroll 1
   for (int i = 0; i < BOXES; i++) {
     int w = (c.w) + i * (SEGMENT / ELEMENT);
-    load_box(to + i * BOX_BYTES, map_x, w, channel, c.h - STACK + 1, c.d, c.n, barrier);
+    load_box(to + i * BOX_BYTES, *map_x, w, channel, c.h - STACK + 1, c.d, c.n, barrier);
   }
 }
 
 __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s,
     const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES) : "memory");
+  expect_bytes(barrier, X_TILE_BYTES);
   int channel = work.group * CIN_G + work.ci;
   load_x(map_x, c, channel, to, barrier);
 }
@@ -4080,7 +4228,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2
   for (int nb = 0; nb < NB; nb++) {
     u64 b = upper | (((x + nb * (N_WIDTH * SEGMENT)) & 0x3ffff) >> 4);
     float* d = &acc[nb][first * (N_WIDTH / 2)];
-    if (rows == 1) MULTIPLY_32(d, a, b, "1");
+    if (rows == 1) WGMMA_32(d, a, b, "1");
   }
 }
 
@@ -4265,12 +4413,12 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
       barrier_init(empty + 8 * i, WGS * 4);
     }
     barrier_init(base + BARRIERS_AT + 16 * STAGES, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
     u32 stage = 0, parity = 1;
 #pragma unroll 1
@@ -4293,24 +4441,24 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
         clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
             false>(g, s.out_d, s.out_h, s.out_w, c.n, d, h, w, channel, tile + X_TILE_BYTES, thread);
       }
-      // when its copies have landed
-      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
-      barrier_arrive(barrier);                                                                  // what it stored itself
+      arrive_when_copied(barrier);
+      barrier_arrive(barrier);             // what it stored itself
       if (++stage == STAGES) {
         stage = 0;
         parity ^= 1;
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     consume(partial, s, work, g, full, empty, memory, split, role - 1, thread);
   }
 }
 
-#undef SUMS
-#undef INSTRUCTION
 #undef OPERANDS
-#undef MULTIPLY_32
+#undef SUMS
+#undef SUMS_4
+#undef INSTRUCTION
+#undef WGMMA_32
 #undef STACK_PLACE
 }  // namespace grad_weight
 
@@ -4392,8 +4540,17 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
 }
+// By one instruction before sm_90, where nearest-even takes six: ties away from zero.
+__device__ __forceinline__ u32 to_tf32_quick(float v) {
+  return to_tf32(v);
+}
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
+
+// mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K. Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
+__device__ __forceinline__ void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
@@ -4607,16 +4764,6 @@ __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const cha
 // Multiplications
 // =====================================================================================================================
 
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm volatile("mma.sync.aligned." "m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]),
-          "r"(b[1]));
-}
-
-__device__ __forceinline__ u32 rounded(u32 v) {
-  return to_tf32(__uint_as_float(v));
-}
-
 __device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
 
 // One chunk of a stage: all its steps that are this warp's.
@@ -4647,7 +4794,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       for (int r = 0; r < 4; r++) {
         int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
         u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
-        a[i][0][r] = rounded(v);
+        a[i][0][r] = to_tf32_quick(__uint_as_float(v));
       }
 #pragma unroll
     for (int td = 0; td < TAPS_D; td++)
@@ -4673,13 +4820,13 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
             for (int k = 0; k < 2; k++) {
               int n = warp_n + j * 8 + g;
               u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
-              b[j][0][k] = rounded(v);
+              b[j][0][k] = to_tf32_quick(__uint_as_float(v));
             }
 #pragma unroll
           for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
             for (int i = 0; i < M_FRAGMENTS; i++) {
-              multiply(acc[tap][i][j], a[i][0], b[j][0]);
+              mma(acc[tap][i][j], a[i][0], b[j][0][0], b[j][0][1]);
             }
         }
       }

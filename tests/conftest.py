@@ -407,17 +407,10 @@ def each_plan(request: pytest.FixtureRequest) -> Iterator[list[Problem]]:
 
 
 def host_header() -> str:
-    """``direct.cuh`` for a C++ compiler: conversions by the functions of tests/host instead of PTX."""
-    text = (Path(jit.__file__).parent / "kernels" / "direct.cuh").read_text().replace("#pragma once", "")
-    half = "    _Float16 h;\n    memcpy(&h, &v, 2);\n    return (float)h;\n"
-    changes = {'    float f;\n    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));\n    return f;\n': half}
-    for name, value in (("bf16", "bfloat_bits(v)"), ("f16", "half_bits(v)")):
-        asm = f'    T r;\n    asm("cvt.rn.{name}.f32 %0, %1;" : "=h"(r) : "f"(v));\n    return r;\n'
-        changes[asm] = f"    return {value};\n"
-    for asm, instead in changes.items():
-        assert text.count(asm) == 1
-        text = text.replace(asm, instead)
-    return text
+    """``direct.cuh`` for a C++ compiler: conversions are the functions of tests/host."""
+    text = (Path(jit.__file__).parent / "kernels" / "direct.cuh").read_text()
+    types = "typedef unsigned short u16;\ntypedef unsigned int u32;\n"
+    return types + text.replace("#pragma once\n", "").replace('#include "ptx.cuh"\n', "")
 
 
 # --- kernels without a GPU, graphs with one --------------------------------------------------------------------------
@@ -667,4 +660,10 @@ def host_program(main: Path, folder: Path) -> Path:
     """A program that runs parts of a kernel on the host, from its ``main`` and headers in ``folder`` or ``host``."""
     made = folder / main.stem
     _gxx("-include", f"{_standard_headers().name}/standard.h", f"-I{folder}", f"-I{HOST}", str(main), "-o", str(made))
+    return made
+
+
+def compiled_for_host(main: Path, made: Path) -> Path:
+    """A library of a program whose headers are in its folder or ``host``."""
+    _gxx("-shared", "-fPIC", "-fno-strict-aliasing", f"-I{main.parent}", f"-I{HOST}", str(main), "-o", str(made))
     return made

@@ -53,9 +53,10 @@ def with_rooms(kernel: str) -> str:
 SOURCE = with_rooms("gather.cu")
 SHUFFLE = (KERNELS / "shuffle.cuh").read_text()
 PTX = (KERNELS / "ptx.cuh").read_text()
+NUMBERS = (KERNELS / "numbers.cuh").read_text()
 CONSTANTS = cut(SOURCE, "#define WORDS 4", "__constant__ const int ROW_D[]")
 CONSTANTS += cut(SOURCE, "#define FRAGMENT (64", "__constant__ const int TAP_ROW[]")
-SIZES = cut(SOURCE, "struct Sizes {", "struct alignas(64) TensorMap")
+SIZES = cut(SOURCE, "struct Sizes {", "#define MAPS (CLASSED")
 
 
 def defined(tiling: Tiling | WarpgroupTiling, boxed: bool = False, store_unit: int = 0) -> str:
@@ -71,28 +72,12 @@ def compiled(program: str, folder: Path) -> Path:
 def epilogue(tiling: Tiling, folder: Path, movmatrix: bool = False, store_unit: int = 0) -> Path:
     """A program that runs the epilogue of a tiling. ``movmatrix``: turns matrices as GPUs before Hopper do."""
     source, macros = SOURCE, defined(tiling, store_unit=store_unit)
-    types = cut(
-        source, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
-    )
     tables = cut(source, "__constant__ const short SUB_D[]", "__constant__ const int ROW_D[]")
     tile = cut(source, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
     macros += f"#define MOVMATRIX {int(movmatrix)}\n#define OUT_BOX {{{','.join(map(str, tiling.out_box))}}}\n"
-    (folder / "kernel.h").write_text(macros + CONSTANTS + tables + types + SHUFFLE + SIZES + tile)
+    (folder / "kernel.h").write_text(macros + CONSTANTS + tables + NUMBERS + SHUFFLE + SIZES + tile)
     places = cut(source, "struct Place {", "#define GROUP_ROWS")
     epilogue = cut(source, "#define RUN (RUN_GROUPS * 8)", "__device__ __forceinline__ void consume")
-    epilogue = re.sub(r'asm volatile\(""[^;]*;', "", epilogue)
-    copies = (  # of results by the copy engine
-        (r'asm volatile\("cp\.async\.bulk\.wait_group\.read 0;[^"]*" ::: "memory"\);', "wait_group();"),
-        (r'asm volatile\("cp\.async\.bulk\.commit_group[^"]*" ::: "memory"\);', "commit_group();"),
-        (r'asm volatile\("fence\.proxy\.async[^"]*" ::: "memory"\);', ";"),
-        (
-            r'asm volatile\("cp\.async\.bulk\.tensor\.5d\.global.*?: "memory"\);',
-            "copy_box(from, w, channel, h, phase, n);",
-        ),
-    )
-    for pattern, call in copies:
-        epilogue, found = re.subn(pattern, call, epilogue, flags=re.DOTALL)
-        assert found == 1
     (folder / "epilogue.h").write_text(places + epilogue)
     turned = cut(
         PTX,
@@ -114,10 +99,7 @@ def epilogue(tiling: Tiling, folder: Path, movmatrix: bool = False, store_unit: 
 
 def turn(tiling: Tiling, folder: Path) -> Path:
     """A program that runs a tiling's pass from a slot of the tensor copy engine to rows of channels."""
-    types = cut(
-        SOURCE, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
-    )
-    tables = cut(SOURCE, "__constant__ const int ROW_D[]", "#if PRECISION == 0 || PRECISION == 1")
+    tables = cut(SOURCE, "__constant__ const int ROW_D[]", '#include "numbers.cuh"')
     tile = cut(SOURCE, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
     rows = cut(SOURCE, "// Byte of the 16-byte unit", "// A place in a ring of")
     places = cut(SOURCE, "struct Source {", "#if !CHANNELS_LAST\n#if !SLOTS_BY_BOX")
@@ -128,7 +110,7 @@ def turn(tiling: Tiling, folder: Path) -> Path:
         for name, values in (("COPY_BOX", tiling.box), ("COPY_STEPS", tiling.box_steps))
     )
     (folder / "kernel.h").write_text(
-        defined(tiling) + box + CONSTANTS + tables + types + SIZES + tile + rows + places + pixels
+        defined(tiling) + box + CONSTANTS + tables + NUMBERS + SIZES + tile + rows + places + pixels
     )
     return compiled("turn", folder)
 
@@ -137,11 +119,8 @@ def packing(tiling: Tiling, folder: Path) -> Path:
     """A program that packs a tiling's weights."""
     entries = cut(SOURCE, "__constant__ const int ENTRY[]", "__constant__ const short SUB_D[]")
     counts = cut(SOURCE, "__device__ __forceinline__ int entries_of", "__device__ __forceinline__ int chunks_of")
-    types = cut(
-        SOURCE, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
-    )
     pack = cut(SOURCE, "#define PACK_SPLITS", "// =====")
-    (folder / "kernel.h").write_text(defined(tiling) + CONSTANTS + entries + types + counts + SHUFFLE + pack)
+    (folder / "kernel.h").write_text(defined(tiling) + CONSTANTS + entries + NUMBERS + counts + SHUFFLE + pack)
     return compiled("pack", folder)
 
 
@@ -150,7 +129,7 @@ def fragments(tiling: WarpgroupTiling, folder: Path, program: str = "fragments")
     shared, own = (KERNELS / "wgrad.cuh").read_text(), with_rooms("wgrad_wgmma.cu")
     head = "#define COPIERS 128\n#define CI_INNERMOST 1\n" + cut(own, "#define STACK (", '#include "wgrad.cuh"')
     geometry = cut(shared, "#define VEC", "// =====")
-    constants = cut(own, "#define ROWS_PER_SUB", "struct alignas(64) TensorMap")
+    constants = cut(own, "#define ROWS_PER_SUB", "struct TensorMaps {")
     taps = cut(own, "struct Taps {", "#if STACKED\n// Rows of x that a row of g meets")
     (folder / "kernel.h").write_text(defined(tiling) + head + geometry + constants + taps)
     return compiled(program, folder)
@@ -162,7 +141,7 @@ def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
     tile = cut(SOURCE, "struct Tile {", "// =====")
     tile += cut(SOURCE, "#define PACK_SPLITS", "#if !WEIGHTS_BOX")
     cursor = cut(SOURCE, "// Byte of the 16-byte unit", "#if PLANE_BARRIERS > 1 && !(")
-    stages = cut(SOURCE, "#define FRAGMENTS(entries)", "#if WGMMA\n#if WEIGHTS_BOX")
+    stages = cut(SOURCE, "#define FRAGMENTS(entries)", "#if WGMMA\n// Where a tile")
     stream = cut(SOURCE, "// Where a tile's weights come from", "#endif\n\n// A thread's part of a ring's")
     side = cut(SOURCE, "// A thread's part of a ring's", "// acc[64 x 64 NB] +=")
     arguments = "float (&)[NB][32], const u32 (&)[4], const Columns&, int, int, int, int"

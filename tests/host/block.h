@@ -44,5 +44,7 @@ static unsigned __ballot_sync(unsigned, bool vote) {
 }
 static int __ffs(unsigned v) { return __builtin_ffs((int)v); }
 
+#define OPAQUE(v)
+
 static float fmaf(float a, float b, float c) { return a * b + c; }
 static double fma(double a, double b, double c) { return a * b + c; }

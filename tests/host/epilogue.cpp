@@ -76,15 +76,15 @@ static Sizes sizes;
 struct TensorMap {};
 struct Box { u32 from; int w, channel, h, phase, n; };
 static std::vector<Box> asked, under_way;
-static void copy_box(u32 from, int w, int channel, int h, int phase, int n) {
+static void store_box(const TensorMap&, u32 from, int w, int channel, int h, int phase, int n) {
   if (from % 128 || w * ELEMENT % 16) fail("a box that the engine does not take");
   asked.push_back({from, w, channel, h, phase, n});
 }
-static void commit_group() {
+static void bulk_commit() {
   under_way.insert(under_way.end(), asked.begin(), asked.end());
   asked.clear();
 }
-static void wait_group() {
+static void bulk_wait_read() {
   constexpr int box[] = OUT_BOX;
   for (const Box& b : under_way)
     for (int i = 0; i < box[0] * box[1] * box[2]; i++) {
@@ -268,7 +268,7 @@ static long long one_tile() {
   draw_sums();
   first_warp = (warp + 1) % 4;
   run_fibers(WARPS * 32, body);
-  wait_group();                            // the kernel's end
+  bulk_wait_read();                        // the kernel's end
   if (!asked.empty()) fail("boxes of no group");
   checked += check_own();
   memcpy(accumulators, before, sizeof before);

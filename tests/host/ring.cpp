@@ -31,9 +31,9 @@ static long long taken, released;  // stages so far: of all tiles, the other con
 static std::vector<bool> landed;   // RESIDENT: chunks that this consumer has waited for
 
 struct TensorMap {};
-static void announce(u32 bytes, u32 barrier);
-static void bring(u32 to, const char* from, u32 bytes, u32 barrier);
-static void bring_tap(u32 to, const TensorMap& map, int channel, int tap, int row, u32 barrier);
+static void expect_bytes(u32 barrier, u32 bytes);
+static void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier);
+static void load_box(u32 to, const TensorMap& map, int channel, int tap, int row, int, int, u32 barrier);
 static void barrier_wait(u32 barrier, u32 parity);
 static void barrier_arrive(u32 barrier);
 static void load_shared_128(u32 (&a)[4], u32 address);
@@ -56,7 +56,7 @@ static const char* first_of(const char* packed, const Tile& t) { return fragment
 
 static long long streamed;  // the streamer's own count of stages
 static u32 announced_to;
-static void announce(u32 bytes, u32 barrier) {
+static void expect_bytes(u32 barrier, u32 bytes) {
   if (!fills.empty() && fills.back().bytes != fills.back().announced) fail("other bytes brought than announced");
   long long stage = RESIDENT ? (long long)fills.size() : streamed++ % STAGES_W;
   if (barrier != FULL + 8 * stage) fail("bytes announced to another stage's barrier");
@@ -65,15 +65,15 @@ static void announce(u32 bytes, u32 barrier) {
   fills.push_back({RESIDENT ? before : (u32)(RING + stage * (W_STAGE * WGS_M * FRAGMENT)), nullptr, 0, bytes});
   announced_to = barrier;
 }
-static void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  announce(bytes, barrier);
+static void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
   Fill& fill = fills.back();
+  if (barrier != announced_to || bytes != fill.announced) fail("other bytes brought than announced");
   if (to != fill.to) fail("a stage brought to another's place");
   fill.from = from, fill.bytes = bytes;
 }
 static const u32 BOX_BYTES = GRAD_INPUT ? ROWS_PER_SUB * WGS_M * ROW_BYTES : CK * SPAN;
 static const int BOXES = GRAD_INPUT ? SUBS : WGS_M * PANELS;  // of a tap
-static void bring_tap(u32 to, const TensorMap&, int channel, int tap, int row, u32 barrier) {
+static void load_box(u32 to, const TensorMap&, int channel, int tap, int row, int, int, u32 barrier) {
   Fill& fill = fills.back();
   if (barrier != announced_to) fail("a box of another barrier");
   if (to != fill.to + fill.bytes || to % (8 * SPAN)) fail("a box brought to another's place");

@@ -23,6 +23,9 @@ static void run_warp(void (*body)(int)) {
   run_fibers(32, [] { lane_body(this_fiber); });
 }
 
+#define OPAQUE(v)
+static void fence_async_shared() {}
+
 // --- memory -------------------------------------------------------------------------------------------------------------
 
 static std::vector<unsigned char> shared_memory, global_memory, written;

@@ -24,7 +24,7 @@ from upconv.cuda import jit
 from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape, table
 from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
 from upconv.cuda.choosing import Chooser
-from upconv.cuda.columns import PRECISIONS, TileChoice, instruction, stores_wide
+from upconv.cuda.columns import PRECISIONS, TileChoice, stores_wide
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
 from upconv.cuda.launch import Launches, as_run, cluster_fits
 from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps, run_beside
@@ -200,7 +200,6 @@ class Tile:
         found: dict[str, int | float | str] = {
             "PRECISION": PRECISIONS[self.problem.precision],
             "ELEMENT": self.element,
-            "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
             "CIN": self.channels[0],
             "COUT": self.channels[1],
             "CK": self.chunk,
@@ -216,7 +215,7 @@ class Tile:
             "WIDE_STORES": int(self.wide_stores),
             "TAPS": self.problem.taps,
             "PHASES": len(self.phases),
-            **instruction("N_", self.columns),
+            "MULTIPLY": f"WGMMA_{self.columns}",
             "PRODUCER_REGISTERS": _REGISTERS[0],
             "CONSUMER_REGISTERS": _REGISTERS[1],
             "SHARED_BYTES_PLANNED": self.shared_bytes,

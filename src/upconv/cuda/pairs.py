@@ -19,7 +19,7 @@ from typing import Any
 from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.boxes import Words, dense, encode
 from upconv.cuda.choosing import Chooser, countable
-from upconv.cuda.columns import PRECISIONS, instruction
+from upconv.cuda.columns import PRECISIONS
 from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
@@ -228,10 +228,10 @@ class Tile:
         found: dict[str, int | float | str] = {
             "PRECISION": PRECISIONS[p.precision],
             "ELEMENT": self.element,
-            "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
             "CIN": p.in_channels,
             "COUT": p.out_channels,
             "COLUMNS": self.columns,
+            "MULTIPLY": f"WGMMA_{self.columns}",
             "MB": self.mb,
             "GROUP": self.group,
             "STAGES": self.stages,
@@ -250,7 +250,7 @@ class Tile:
             found |= {f"{name}_{axis}": value for axis, value in zip("DHW", _three(values, lone))}
         for name in ("PAD_W", "DILATION_W"):  # FIRST and LEAD say the former, and the latter is 1
             del found[name]
-        return found | instruction("M_", self.columns, words_of_a=4)
+        return found
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 

@@ -118,10 +118,10 @@ class Tile:
         found: dict[str, int | float | str] = {
             "PRECISION": PRECISIONS[p.precision],
             "ELEMENT": self.element,
-            "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
             "CIN": p.in_channels,
             "COUT": p.out_channels,
             "COLUMNS": self.columns,
+            "MULTIPLY": f"WGMMA_{self.columns}",
             "MB": self.mb,
             "STAGES": self.stages,
             "SHARED_BYTES_PLANNED": self.shared_bytes,

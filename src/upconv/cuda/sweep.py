@@ -24,7 +24,7 @@ from torch import Tensor
 from upconv.cuda import family, gather, jit
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.choosing import Chooser
-from upconv.cuda.columns import instruction, stores_wide
+from upconv.cuda.columns import stores_wide
 from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gather_search import chunk_sizes, classes_of
 from upconv.cuda.gpu import Gpu
@@ -65,7 +65,7 @@ _BESIDE = 0.15, 0.466
 
 
 _MACROS = """
-PRECISION ELEMENT ELEMENT_TYPE ELEMENT_BITS VALUE PARTS WGMMA CHANNELS_LAST TENSOR_MAP FIRST_D FIRST_H CIN CIN_G TAPS
+PRECISION ELEMENT PARTS WGMMA CHANNELS_LAST TENSOR_MAP FIRST_D FIRST_H CIN CIN_G TAPS
 GRAD_INPUT CK STAGES_P STAGES_S WEIGHTS_BOX ROWS_D ROWS_H FIRST_W COLUMNS COLUMN_PAD CLASSED ROW_CLASSES CHANNEL_CLASSES
 ROW_PERIOD ROWS_APART WHOLE IMAGE_D IMAGE_H IMAGE_W BOX_PIXELS BOX_UNITS PLANE STRIDED_BOX PLANES RESIDUES
 PLANE_BARRIERS PRODUCER_REGISTERS CONSUMER_REGISTERS TAP_ROWS TAP_INDICES OFFSETS_D OFFSETS_H IN_STEP_D IN_STEP_H
@@ -249,7 +249,7 @@ class Sweep:
             "RESIDENT": int(self.resident),
             "TURNS": int(self.turns),
             "WIDE_STORES": int(self.exchanges),
-            **instruction("N_", self.columns),
+            "MULTIPLY": f"WGMMA_{self.columns}",
             "SHARED_BYTES_PLANNED": self.shared_bytes,
         }
         return found

@@ -245,7 +245,6 @@ class Tiling(TiledWeights):
         alignment = self.vec
         grouped = p.groups > 1
         classed = self.tensor_map and self.classed
-        value = {"fp16": "half_value", "bf16": "bfloat_value"}.get(p.precision, "(float)")
         # Producers that copy rows, or make two parts of each value, need most; those that know few pixels, least.
         producer_registers = 72
         if self.channels_last or (self.tensor_map and self.parts == 1):
@@ -255,9 +254,6 @@ class Tiling(TiledWeights):
         names: dict[str, int | float | str] = {
             "PRECISION": order.index(p.precision),
             "ELEMENT": self.element,
-            "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
-            "ELEMENT_BITS": "unsigned int" if self.element == 4 else "unsigned short",
-            "VALUE": value,
             "PARTS": self.parts,
             "PROMOTE": int(self.parts == 2),
             "WGMMA": int(self.wgmma),

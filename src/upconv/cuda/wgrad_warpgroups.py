@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from upconv.cuda.columns import instruction
 from upconv.cuda.wgrad_boxes import BoxedTiling
 from upconv.derived import derived
 
-COMMON_WIDTHS = (32, 64, 128, 256)  # columns whose instructions kernels/wgmma.cuh writes down
+COMMON_WIDTHS = (32, 64, 128, 256)  # columns that exported files have
 _MAX_STACK = 5  # rows of x in one instruction's columns
 _STRETCH = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
 
@@ -177,8 +176,8 @@ class WarpgroupTiling(BoxedTiling):
         """
         stacks = {self.taps[1] // self.steps[1], self.stack} if self.stacked else {1}
         found: dict[str, int | float | str] = {}
-        for rows in stacks - {0} if self.row_columns not in COMMON_WIDTHS else ():
-            found |= instruction(f"ROWS_{rows}_", rows * self.row_columns, words_of_a=0 if self.a_shared else 4)
+        for rows in stacks - {0}:
+            found[f"MULTIPLY_ROWS_{rows}"] = f"WGMMA_{rows * self.row_columns}"
         return (
             super().macros()
             | found

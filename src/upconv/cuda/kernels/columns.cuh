@@ -19,29 +19,6 @@ __device__ __forceinline__ void write_operands(char* to, const u32 (&v)[VEC]) {
 #endif
 }
 
-#ifdef N_COLUMNS                                       // both operands by descriptors, channels side by side; or B_TURNED, of 16 bits: columns
-#if PRECISION < 2
-#define SIGNS ", 1, 1"
-#elif B_TURNED
-#define SIGNS ", 1, 1, 0, 1"
-#else
-#define SIGNS ", 1, 1, 0, 0"
-#endif
-template <int SUMS>
-__device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" N_COLUMNS TYPES " {" N_REGISTERS "}, " N_A_AND_B ", 1" SIGNS ";\n" : N_SUMS : "l"(a), "l"(b));
-}
-#endif
-
-// One thread: bytes that a barrier's phase waits for beside its arrival; and a copy that brings some, in whole 16
-// bytes.
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 // One thread: packed weights to shared memory, whose barrier expects their bytes, in pieces that a copy may have.
 __device__ __forceinline__ void copy_packed(u32 to, const char* packed, int bytes, u32 barrier) {
   constexpr int PIECE = 16384;

@@ -79,9 +79,7 @@ __device__ __forceinline__ int column_word(int c) { return c / CELLS * PITCH + c
 
 __device__ __forceinline__ void put(Acc* to, const T* from, bool inside) {
 #if DTYPE == 0 || DTYPE == 3
-    const u32 at = (u32)__cvta_generic_to_shared(to);
-    const int bytes = inside ? (int)sizeof(T) : 0;  // 0: nothing is read, the words become zeros
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(sizeof(T)), "r"(bytes));
+    copy_word<sizeof(T)>(shared_address(to), from, inside ? (int)sizeof(T) : 0);
 #else
     *to = inside ? load_value(*from) : Acc(0);
 #endif
@@ -266,8 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const Acc* from = weight + (((i64)(g * COUT_BLOCKS + cout_block) * KD + kd) * CI + first) * WEIGHT_CHANNEL;
             Acc* to = stage + s * CHUNK * WEIGHT_CHANNEL;
             for (int v = tid * VEC; v < channels * WEIGHT_CHANNEL; v += THREADS * VEC) {
-                const u32 word = (u32)__cvta_generic_to_shared(to + v);
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(word), "l"(from + v));
+                copy16(shared_address(to + v), from + v);
             }
         }
         const i64 plane = (i64)h * w;
@@ -296,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (tid + k * THREADS < QUAD_ITEMS)
                     put_quad(stage + WEIGHT_WORDS, tid + k * THREADS, held[HOLDS ? k : 0]);
         }
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        copy_wait_all();
     };
     // All products of one input channel: its plane and its weights in shared memory.
     const auto multiply = [&](Acc(&to)[CO][RUN], const Acc* line, const Acc* weights) {

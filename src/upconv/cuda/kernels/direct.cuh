@@ -1,11 +1,12 @@
 // What the kernels for CUDA cores share: storage type T and accumulator Acc. DTYPE: 0 float32, 1 bfloat16, 2 float16, 3 float64.
 #pragma once
+#include "ptx.cuh"
 
 #if DTYPE == 0
 typedef float T;
 typedef float Acc;
 #elif DTYPE == 1 || DTYPE == 2
-typedef unsigned short T;
+typedef u16 T;
 typedef float Acc;
 #else
 typedef double T;
@@ -13,15 +14,12 @@ typedef double Acc;
 #endif
 
 typedef long long i64;
-typedef unsigned int u32;
 
 __device__ __forceinline__ Acc load_value(T v) {
 #if DTYPE == 1
-    return __uint_as_float((u32)v << 16);
+    return bfloat_value(v);
 #elif DTYPE == 2
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-    return f;
+    return half_value(v);
 #else
     return v;
 #endif
@@ -29,13 +27,9 @@ __device__ __forceinline__ Acc load_value(T v) {
 
 __device__ __forceinline__ T store_value(Acc v) {
 #if DTYPE == 1
-    T r;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
-    return r;
+    return bfloat_bits(v);
 #elif DTYPE == 2
-    T r;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v));
-    return r;
+    return half_bits(v);
 #else
     return v;
 #endif

@@ -45,11 +45,7 @@ struct alignas(WIDE * sizeof(T)) Line {
 // A vector of taps, read where it stands: the compiler would keep those of all steps, and spill them.
 __device__ __forceinline__ Pack load_taps(u32 at) {
     Pack pack;
-#if DTYPE == 3
-    asm volatile("ld.shared.v2.f64 {%0,%1}, [%2];" : "=d"(pack.v[0]), "=d"(pack.v[1]) : "r"(at));
-#else
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(pack.v[0]), "=f"(pack.v[1]), "=f"(pack.v[2]), "=f"(pack.v[3]) : "r"(at));
-#endif
+    load_shared_constants(pack.v, at);
     return pack;
 }
 

@@ -167,7 +167,7 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          asm volatile("" : "+f"(acc[b][nb][i]));       // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+          opaque(acc[b][nb][i]);
 #if PROMOTE
           sum[b][nb][i] = 0.f;
 #endif
@@ -292,9 +292,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
 #if CLAIMED
     claims_init(s.claims);
 #endif
-#if HAS_ASYNC_PROXY
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-#endif
+    barriers_begun();
   }
   for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
     segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12 | (ROW_H[i % ROWS_H] & 0xfff);
@@ -302,7 +300,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < FIRST_CONSUMER) {
 #if WGMMA
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
 #endif
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (warp < PRODUCER_WARPS) {
@@ -335,7 +333,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
   } else {
     wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
 #if WGMMA
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
 #endif
 #if PACKS
     pack_weights(weight, (u32*)packed, tap_step, single, counters, memory + RING_AT, threadIdx.x - FIRST_CONSUMER * 128);
@@ -347,7 +345,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
     weights.empty = empty_w;
 #if DRAINED
     consume(packed, bias, maps.of[MAPS], s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER, thread);
-    if ((thread & 31) == 0) asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory");
+    if ((thread & 31) == 0) bulk_wait();
 #else
     consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER, thread);
 #endif

@@ -492,7 +492,7 @@ __device__ __forceinline__ void store_line(char* to, int first, int end, u32 lin
 
 // As below, of one W sub-position: rows of M go to their lines in the buffer, where the phases of neighbouring q are neighbours.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  asm volatile("" : "+r"(lane));
+  OPAQUE(lane);
   int g = lane >> 2, q = lane & 3;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
@@ -543,11 +543,6 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
 #elif DRAINED
 // While the next tile is multiplied, the copy engine stores this one's outputs. Nothing hides other epilogues unless consumers take tiles
 // in turn.
-__device__ __forceinline__ void store_box(const TensorMap& map, u32 from, int w, int channel, int h, int phase, int n) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];\n"
-      ::"l"(&map), "r"(w), "r"(channel), "r"(h), "r"(phase), "r"(n), "r"(from) : "memory");
-}
-
 #if W_SUBS != 1 && W_SUBS != 2 && W_SUBS != 4
 #error "a lane's words are one store, and rows of boxes a whole number of them"
 #endif
@@ -560,7 +555,7 @@ __device__ __forceinline__ void store_words(u32 to, const u32 (&v)[V]) {
 }
 
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, const TensorMap& map, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  asm volatile("" : "+r"(lane));
+  OPAQUE(lane);
   int g = lane >> 2, q = lane & 3;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
@@ -568,7 +563,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
 #pragma unroll
   for (int h = 0; h < 2; h++)
     if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[slab.cout + g + 8 * h]);
-  if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");  // the last tile's have left the buffer
+  if (lane == 0) bulk_wait_read();  // the last tile's have left the buffer
   __syncwarp();
   // The swizzle exchanges 16-byte units by bits of the address that are the channel's alone.
   u32 swizzle = (g * OUT_SPAN >> 7 & (OUT_SPAN / 16 - 1)) << 4, own = buffer + g * OUT_SPAN, lanes = q * (2 * W_SUBS * ELEMENT) ^ swizzle;
@@ -592,7 +587,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
           for (int u = 0; u < W_SUBS; u++) words[u] = pack_pair(make_float2(v[2 * u], v[2 * u + 1]));
           store_words(own + box * OUT_BOX_BYTES + (row * 16 + 8 * h) * OUT_SPAN + (at % OUT_SPAN ^ lanes), words);
         }
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  fence_async_shared();
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
@@ -607,14 +602,14 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
           store_box(map, buffer + box * OUT_BOX_BYTES, w, slab.cout, t.h + place.h, slab.oh, t.n + place.n);
         }
     }
-    asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+    bulk_commit();
   }
 }
 #else
 // Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
 // branches, take longer and compile no faster.
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  asm volatile("" : "+r"(lane));                        // what follows from it is found here, not kept from tile to tile (spills)
+  OPAQUE(lane);                                         // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
 #if BARE

@@ -47,15 +47,10 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
 #endif
 }
 
-#if PRECISION < 2
-#define TAIL ", 1, 1"
-#else
-#define TAIL ", 1, 1, 0"
-#endif
 #if WIDE  // groups of columns lie evenly over two neighbouring subtiles
-#define MULTIPLY_SUBTILES MULTIPLY_128
+#define MULTIPLY_SUBTILES WGMMA_128
 #else
-#define MULTIPLY_SUBTILES MULTIPLY_64
+#define MULTIPLY_SUBTILES WGMMA_64
 #endif
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
@@ -87,14 +82,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         float* d = &acc[nb][4 * (j + i)];
-#if PRECISION < 2
-#define MMA "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
-#elif PRECISION == 2
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-#else
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-#endif
-        asm volatile(MMA " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[2 * i]), "r"(b[2 * i + 1]));
+        mma(d, a, b[2 * i], b[2 * i + 1]);
       }
     }
   }

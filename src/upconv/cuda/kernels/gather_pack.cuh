@@ -218,7 +218,7 @@ __device__ __forceinline__ void pack_weights(const void* weight, u32* packed, in
     pack_part(tile, (const ELEMENT_TYPE*)weight, packed, tap_step, part, thread);
     PACK_SYNC();                                        // all know the part
   }
-  asm volatile("fence.proxy.async;\n" ::: "memory");    // what is written here is read by copies, and the tile overwritten
+  fence_async();                                        // what is written here is read by copies, and the tile overwritten
   __threadfence();
   PACK_SYNC();
   named_arrive(10, CONSUMER_THREADS + 32);
@@ -230,10 +230,8 @@ __device__ __forceinline__ void pack_weights(const void* weight, u32* packed, in
 
 // One thread: until all weights are packed.
 __device__ __forceinline__ void wait_for_weights(u32* counters) {
-  u32 packed;
-  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(packed) : "l"(counters + 1) : "memory");
-  while (packed < PACK_PARTS);
-  asm volatile("fence.proxy.async;\n" ::: "memory");
+  while (load_acquire(counters + 1) < PACK_PARTS) {}
+  fence_async();
   leave(counters);
 }
 #else

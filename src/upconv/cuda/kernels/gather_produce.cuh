@@ -21,13 +21,6 @@ __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int pac
 
 #if !CHANNELS_LAST
 #if !SLOTS_BY_BOX
-// One instruction, where the compiler of (long long)a * b + c takes the product apart.
-__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
-  u64 r;
-  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
-  return r;
-}
-
 // Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
 // served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
 __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, u32 slot, int thread) {
@@ -254,9 +247,7 @@ typedef WalkOf<ClaimsOf<false>> Walk;
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-#if HAS_ASYNC_PROXY
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-#endif
+  fence_async_shared();
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
@@ -290,7 +281,7 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
     u32 barrier = landed + cursor.stage * 8, bytes = CHANNELS_LAST ? PLANES * SEGMENTS * PLANE * ROW_BYTES : SLOT_BOXES * COPIED_BYTES;
 #if PLANE_BARRIERS == 1
     barrier_wait(left + cursor.stage * 8, cursor.parity);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+    expect_bytes(barrier, bytes);
 #endif
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
 #pragma unroll
@@ -298,7 +289,7 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
 #if PLANE_BARRIERS > 1
       barrier = landed + (cursor.stage * PLANE_BARRIERS + r) * 8;
       barrier_wait(left + (cursor.stage * PLANE_BARRIERS + r) * 8, cursor.parity);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes / PLANES) : "memory");
+      expect_bytes(barrier, bytes / PLANES);
 #endif
 #if BESIDE  // a box of pixels, images and channels
       h = at.n, d = c, c = at.n = 0;
@@ -317,8 +308,8 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
       const ClassedBox box = classed_box(at, s, r);
       w = box.w, h = box.h, c = at.channel / CHANNEL_CLASSES;
 #endif
-      asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * (SLOTS_BY_BOX ? SLOT_BOX_BYTES : PLANE_PITCH * ROW_BYTES)), "l"(CLASSED ? maps.of + r : maps.of), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
+      load_box(to + cursor.stage * stage_bytes + r * (SLOTS_BY_BOX ? SLOT_BOX_BYTES : PLANE_PITCH * ROW_BYTES), maps.of[CLASSED ? r : 0],
+               CHANNELS_LAST ? c : w, CHANNELS_LAST ? w : h, CHANNELS_LAST ? h : d, CHANNELS_LAST ? d : c, at.n, barrier);
     }
 #if CLAIMED
     walk.claims.tell();

@@ -67,16 +67,10 @@ __constant__ const int PLANE_D[] = PLANES_D;           // a plane's first row
 __constant__ const int PLANE_H[] = PLANES_H;
 #endif
 
-#if PRECISION == 0 || PRECISION == 1                   // tf32, ieee
-#define STORE_BITS(v) __float_as_uint(v)
-#elif PRECISION == 2
-#define STORE_BITS(v) half_bits(v)
-#else
-#define STORE_BITS(v) bfloat_bits(v)
-#endif
+#include "numbers.cuh"
 
 #if ELEMENT == 2
-__device__ __forceinline__ u32 pack_pair(float2 v) { return PRECISION == 2 ? half_pair(v.x, v.y) : bfloat_pair(v.x, v.y); }
+__device__ __forceinline__ u32 pack_pair(float2 v) { return PAIR_BITS(v.x, v.y); }
 #endif
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -89,7 +83,6 @@ struct Sizes {                                         // one layout for the pac
 #endif
 };
 
-struct alignas(64) TensorMap { u64 opaque[16]; };        // a CUtensorMap; <cuda.h> does not compile under NVRTC
 #define MAPS (CLASSED ? ROW_CLASSES * CHANNEL_CLASSES : 1)
 #if DRAINED
 struct TensorMaps { TensorMap of[MAPS + 1]; };             // the last: the result's

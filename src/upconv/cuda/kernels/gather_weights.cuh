@@ -28,21 +28,6 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
 #define LONGEST_STRETCH (TAPS_UNROLLED * STEPS_PER_TAP)  // where not STRAIGHT
 
 #if WGMMA
-#if WEIGHTS_BOX
-__device__ __forceinline__ void announce(u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void bring_tap(u32 to, const TensorMap& map, int channel, int tap, int row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %5}], [%6];\n"
-               ::"r"(to), "l"(&map), "r"(channel), "r"(tap), "r"(row), "r"(0), "r"(barrier) : "memory");
-}
-#else
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-#endif
-
 // Where a tile's weights come from, in the order in which they are used.
 #if WEIGHTS_BOX
 // Not packed: (COUT, taps, CIN_G) as a tensor, for a forward (CIN, taps, COUT_G). A box is a chunk's channels for all rows of a
@@ -59,7 +44,7 @@ __device__ __forceinline__ void begin_chunk(Weights& from, const Tile& t, int ch
   from.entry = ENTRY[t.variant * (MB + 1)];
 }
 __device__ __forceinline__ void bring(u32 to, Weights& from, u32 bytes, u32 barrier) {
-  announce(bytes, barrier);
+  expect_bytes(barrier, bytes);
 #pragma unroll 1
   for (u32 end = to + bytes; to < end; from.entry++)
 #pragma unroll
@@ -67,18 +52,22 @@ __device__ __forceinline__ void bring(u32 to, Weights& from, u32 bytes, u32 barr
       int tap = TAP_INDEX[from.entry * SUBS + sub];
       if (tap < 0) tap = TAPS;                          // beyond the last one: zeros
 #if GRAD_INPUT
-      bring_tap(to, from.map, from.channel, tap, from.row, barrier);
+      load_box(to, from.map, from.channel, tap, from.row, 0, 0, barrier);
       to += ENTRY_BYTES / SUBS;
 #else
 #pragma unroll
       for (int panel = 0; panel < WGS_M * PANELS; panel++, to += CK * SPAN)
-        bring_tap(to, from.map, from.row + panel * (SPAN / ELEMENT), tap, from.channel, barrier);
+        load_box(to, from.map, from.row + panel * (SPAN / ELEMENT), tap, from.channel, 0, 0, barrier);
 #endif
     }
 }
 #else
 typedef const char* Weights;  // packed; chunks lie one behind the other
 __device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+  copy_bulk(to, from, bytes, barrier);
+}
 #endif
 
 // One thread: streams every tile's weights through the ring; RESIDENT: loads them once.

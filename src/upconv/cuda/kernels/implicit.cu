@@ -37,11 +37,6 @@
 
 #define STORE_COLUMNS COLUMNS
 #include "pixel_stores.cuh"
-#if PRECISION == 0
-#define VALUE(v) (v)
-#else
-#define VALUE(v) (PRECISION == 2 ? half_value(v) : bfloat_value(v))
-#endif
 #include "columns.cuh"
 #include "ring.cuh"
 
@@ -330,7 +325,7 @@ __device__ __forceinline__ void begin_sums(float (&acc)[MB][SUMS_OF_M], const EL
 #pragma unroll
     for (int m = 0; m < MB; m++) {
       acc[m][i] = i % 4 < 2 ? b : acc[m][i - 2];        // pixels g and g + 8 of a column
-      asm volatile("" : "+f"(acc[m][i]));               // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+      opaque(acc[m][i]);
     }
   }
 }
@@ -399,15 +394,15 @@ implicit(char* __restrict__ y, const ELEMENT_TYPE* __restrict__ bias, int out_n,
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, HALVES ? 4 * CONSUMERS : 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) produce(maps, s, ring, full, empty);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     wait_for_results();                                 // of `pack`: nothing is stored where it may still read
     consume(y, bias, s, ring, full, empty, role - 1, threadIdx.x & 127);
   }

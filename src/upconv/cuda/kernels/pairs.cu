@@ -12,24 +12,13 @@
 // Constants come as macros (cuda/pairs.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
 #define A_SHARED 0
-#if PRECISION == 0
-#define TAIL ", 1, 1"
-#define STORE_BITS(v) __float_as_uint(v)
-#define VALUE(v) (v)
-#else
-#define TAIL ", 1, 1, 0"
-#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
-#define VALUE(v) (PRECISION == 2 ? half_value(v) : bfloat_value(v))
-#endif
 #include "wgmma.cuh"
+
+#include "numbers.cuh"
 
 #define VEC (16 / ELEMENT)
 #include "columns.cuh"
 #include "ring.cuh"
-
-__device__ __forceinline__ void multiply(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" M_COLUMNS TYPES " {" M_REGISTERS "}, " M_A_AND_B ", 1" TAIL ";\n" : M_SUMS : OPERANDS(a, b));
-}
 
 #define CONSUMERS 2
 #define PLACES (CONSUMERS * MB * 64)
@@ -200,7 +189,7 @@ __device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2], char*
   int first = block_of(tile) * COLUMNS + lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; j++) {
-    asm volatile("" : "+r"(first), "+r"(plane));        // what follows from them is found here, not kept (spills)
+    OPAQUE_2(first, plane);                             // what follows from them is found here, not kept (spills)
     int of = first + 8 * j;
     char* channel = y + (long long)of * plane * ELEMENT;
 #pragma unroll
@@ -295,15 +284,15 @@ pairs(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__, char* _
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, CONSUMERS * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(40));
+    fewer_registers<40>();
     if (threadIdx.x < 32) produce(map, packed, s, ring, full, empty, threadIdx.x);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(232));
+    more_registers<232>();
     wait_for_results();                                 // of `pack`: nor is stored where it may still read
     consume(y, s, ring, full, empty, role - 1, threadIdx.x & 127);
   }

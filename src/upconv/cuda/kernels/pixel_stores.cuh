@@ -1,15 +1,6 @@
 // How `implicit` and `sweep` store: rows of M are pixels of a channels-last result, columns of N its channels.
 // A kernel that includes this has COUT, the result's channels, STORE_COLUMNS, a block's, and WIDE_STORES, whether lanes store 16 bytes of float32 each.
-#if ELEMENT == 4
-// Unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (ptxas then serialises: C7514).
-__device__ __forceinline__ u32 bits_of(float v) {
-  u32 r;
-  asm("mov.b32 %0, %1;\n" : "=r"(r) : "f"(v));
-  return r;
-}
-#elif !defined(STORE_BITS)                              // what columns.cuh wants; gather_tile.cuh has its own
-#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
-#endif
+#include "numbers.cuh"
 
 // Columns that are stored together, each by a lane of four; of 16 lanes exchange some before.
 #if WIDE_STORES || (ELEMENT == 2 && STORE_COLUMNS % 16 == 0 && COUT % 4 == 0)
@@ -24,7 +15,7 @@ __device__ __forceinline__ u32 from_lane(u32 v, int apart) { return __shfl_xor_s
 // 16 bits: sums of columns 8j + 2t and the next, of pixel g (`eight`: g + 8), by one conversion (by two ptxas serialised wgmma where COUT
 // is odd, C7514).
 #define SUM(j, k) sums[4 * (j) + 2 * eight + (k)]
-#define PAIR(j) (PRECISION == 2 ? half_pair(SUM(j, 0), SUM(j, 1)) : bfloat_pair(SUM(j, 0), SUM(j, 1)))
+#define PAIR(j) PAIR_BITS(SUM(j, 0), SUM(j, 1))
 
 // Columns from UNIT * i on of a row's sums, of which `left` exist: a thread's are columns 8j + 2t and the next, of pixels g and g + 8 of the warp's 16.
 template <int SUMS>  // of which the first are the columns'

@@ -14,7 +14,7 @@ __device__ __forceinline__ constexpr int channel_at(int k) { return ELEMENT == 2
 // acc += fragments of steps `first` and `first` + 1 x a chunk's weights.
 __device__ __forceinline__ void multiply_half(float (&acc)[MB][COLUMNS / 2], u32 (&a)[HALF][MB][4], u32 weights, int first) {
 #pragma unroll
-  for (int i = 0; i < HALF * MB * 4; i++) asm volatile("" : "+r"(a[i / (MB * 4)][i / 4 % MB][i % 4]));
+  for (int i = 0; i < HALF * MB * 4; i++) opaque(a[i / (MB * 4)][i / 4 % MB][i % 4]);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < HALF; step++)
@@ -36,7 +36,7 @@ __device__ __forceinline__ void begin_sums(float (&acc)[MB][COLUMNS / 2], const 
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i++) {
         acc[m][i] = b;
-        asm volatile("" : "+f"(acc[m][i]));             // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+        opaque(acc[m][i]);
       }
   }
 }

@@ -29,8 +29,22 @@ __device__ __forceinline__ void wait_for_results() {
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
 }
+// What was initialised is seen by copies and, in a cluster, by other blocks.
+__device__ __forceinline__ void barriers_begun() {
+#if HAS_ASYNC_PROXY
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+// One thread arrives, and the phase waits for so many bytes of copies too.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// An arrival, once the thread's own `copy16`s have landed.
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
@@ -48,8 +62,8 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
 }
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+template <int ID, int THREADS_OF>
+__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -60,15 +74,33 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 // --- clusters: blocks that read each other's shared memory -------------------------------------------------------------
 
 #if HAS_ASYNC_PROXY
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
 // All threads of a cluster that have not returned; what they stored before is seen by all behind it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 }
-// 16 bytes from where block `rank` has what this one has at `a`.
-__device__ __forceinline__ void load_cluster_128(float (&v)[4], u32 a, int rank) {
+// Where block `rank` has what this one has at `a`.
+__device__ __forceinline__ u32 cluster_address(u32 a, int rank) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(there) : "r"(a), "r"(rank));
+  return there;
+}
+// 16 bytes from there.
+__device__ __forceinline__ void load_cluster_128(float (&v)[4], u32 a, int rank) {
+  const u32 there = cluster_address(a, rank);
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];\n" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(there) : "memory");
+}
+// At another block's barrier: what this thread stored in the cluster before is seen by who waits for it.
+__device__ __forceinline__ void barrier_arrive_cluster(u32 barrier, int rank) {
+  const u32 there = cluster_address(barrier, rank);
+  asm volatile("fence.acq_rel.cluster;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(there) : "memory");
+}
+// Until a barrier's first phase is done, at which other blocks arrive.
+__device__ __forceinline__ void barrier_wait_cluster(u32 barrier) {
+  u32 done;
+  do asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n selp.u32 %0, 1, 0, p;\n}\n" : "=r"(done) : "r"(barrier) : "memory");
+  while (!done);
 }
 #endif
 
@@ -83,6 +115,49 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
 
+__device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
+// BYTES, 4 or 8; of `bytes` 0 zeros.
+template <int BYTES>
+__device__ __forceinline__ void copy_word(u32 to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes));
+}
+
+// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
+
+struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap; <cuda.h> does not compile under NVRTC
+
+// Whole 16 bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// A box of a tensor, whose first element has these coordinates, innermost first; zeros where the tensor has none.
+__device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+      ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
+}
+// The same from shared memory to the tensor.
+__device__ __forceinline__ void store_box(const TensorMap& map, u32 from, int a, int b, int c, int d, int e) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];\n"
+      ::"l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(from) : "memory");
+}
+template <int BYTES>
+__device__ __forceinline__ void store_bulk(void* to, u32 from) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to), "r"(from), "n"(BYTES) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+// Until all groups have left shared memory, or are in global memory.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
+// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
+__device__ __forceinline__ void fence_async_shared() {
+#if HAS_ASYNC_PROXY
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;\n" ::: "memory"); }
+
+// --- loads and stores -------------------------------------------------------------------------------------------------
+
 // Four matrices of 8 rows of 16 bytes; each lane has the address of a row.
 __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
@@ -90,6 +165,10 @@ __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 a) {
 // The same, each turned: a row of memory is a column of the registers.
 __device__ __forceinline__ void load_matrices_turned(u32 (&v)[4], u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+}
+// Two so.
+__device__ __forceinline__ void load_two_matrices_turned(u32 (&v)[2], u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
 }
 // Four to shared memory, as `load_matrices` reads them (sm_90).
 __device__ __forceinline__ void store_matrices(u32 a, const u32 (&v)[4]) {
@@ -142,6 +221,13 @@ __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
 __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
 }
+// What nothing overwrites: the compiler may move the load.
+__device__ __forceinline__ void load_shared_constants(float (&v)[4], u32 a) {
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(a));
+}
+__device__ __forceinline__ void load_shared_constants(double (&v)[2], u32 a) {
+  asm volatile("ld.shared.v2.f64 {%0,%1}, [%2];\n" : "=d"(v[0]), "=d"(v[1]) : "r"(a));
+}
 __device__ __forceinline__ void store_shared_u16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(a), "h"((u16)v) : "memory"); }
 __device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
@@ -172,6 +258,47 @@ __device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v), "r"((u32)ok) : "memory");
 }
 
+// With what other blocks wrote before they released it.
+__device__ __forceinline__ u32 load_acquire(const u32* from) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+
+// --- the compiler and registers ---------------------------------------------------------------------------------------
+
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// Integers. Macros, since by references the compiler keeps variables in another order.
+#define OPAQUE(a) asm volatile("" : "+r"(a))
+#define OPAQUE_2(a, b) asm volatile("" : "+r"(a), "+r"(b))
+#define OPAQUE_4(a, b, c, d) asm volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d))
+// A float's bits, unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (C7514).
+__device__ __forceinline__ u32 bits_of(float v) {
+  u32 r;
+  asm("mov.b32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+}
+// `blockIdx.x`, read again rather than kept.
+__device__ __forceinline__ int block_index() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(block));
+  return block;
+}
+// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
+// a * b + c by one instruction, where the compiler of (long long)a * b + c takes the product apart.
+__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
+  u64 r;
+  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
+  return r;
+}
+
 // --- numbers ----------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
@@ -183,6 +310,16 @@ __device__ __forceinline__ u32 to_tf32(float v) {
 #else  // add half of the last kept bit, less one where that bit is even; infinities and NaNs stay
   u32 b = __float_as_uint(v);
   return (b & 0x7f800000u) == 0x7f800000u ? b : (b + 0xfffu + ((b >> 13) & 1u)) & 0xffffe000u;
+#endif
+}
+// By one instruction before sm_90, where nearest-even takes six: ties away from zero.
+__device__ __forceinline__ u32 to_tf32_quick(float v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return to_tf32(v);
+#else
+  u32 r;
+  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
 #endif
 }
 // What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
@@ -222,3 +359,14 @@ __device__ __forceinline__ float bfloat_value(u32 bits) { return __uint_as_float
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
+// mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K. Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
+#if PRECISION < 2
+#define MMA "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+#elif PRECISION == 2
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#endif
+__device__ __forceinline__ void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(MMA " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}

@@ -1,10 +1,10 @@
+#if SHUFFLED
 // Rows of M that are the output channels and phases of a strided layer (SHUFFLED): tiles and taps are those of the layer without its
 // stride, whose results the epilogue shuffles (cuda/shuffle.py explains it and computes the macros).
 //
 // Per axis an output is o = q LAYER_STRIDE + u - LEAD and a tap k = a LAYER_STRIDE + u - ZEROS: phase u of q sums tap a of input q - a.
 // INNER rows of M are neighbours in memory at one q: the phases along W, in channels_last each with all channels. With those of the
 // q beside it they make a line of the output; a slab, the 16 rows of a warp, has PER_SLAB lines of the LINES that there are.
-#if SHUFFLED
 #define TAPS_H ((ZEROS_H + LAYER_KERNEL_H + LAYER_STRIDE_H - 1) / LAYER_STRIDE_H)  // of a phase
 #define TAPS_W ((ZEROS_W + LAYER_KERNEL_W + LAYER_STRIDE_W - 1) / LAYER_STRIDE_W)
 #define LAYER_TAPS (LAYER_KERNEL_D * LAYER_KERNEL_H * LAYER_KERNEL_W)

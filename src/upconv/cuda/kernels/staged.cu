@@ -49,7 +49,7 @@ __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
 // The thread's index, anew: else every place of a batch, the same for all tiles, would be kept in registers between them.
 __device__ __forceinline__ int thread_index() {
   int index = threadIdx.x;
-  asm volatile("" : "+r"(index));
+  OPAQUE(index);
   return index;
 }
 

@@ -12,35 +12,14 @@
 // Constants come as macros (cuda/subpixel.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
 #define A_SHARED (ELEMENT == 2)
-#if PRECISION == 0
-#define TAIL ", 1, 1"
-#define STORE_BITS(v) __float_as_uint(v)
-#define VALUE(v) (v)
-#else
-#define TAIL ", 1, 1, 1, 0"                             // A lies along M
-#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
-#define VALUE(v) (PRECISION == 2 ? half_value(v) : bfloat_value(v))
-#endif
+#define A_TURNED 1                                      // pixels lie along M
 #include "wgmma.cuh"
+
+#include "numbers.cuh"
 
 #define VEC (16 / ELEMENT)
 #include "columns.cuh"
 #include "ring.cuh"
-
-#if COLUMNS == 256
-#define MULTIPLY MULTIPLY_256
-#elif COLUMNS == 192
-#define MULTIPLY MULTIPLY_192
-#elif COLUMNS == 128
-#define MULTIPLY MULTIPLY_128
-#elif COLUMNS == 96
-#define MULTIPLY MULTIPLY_96
-#elif COLUMNS == 64
-#define MULTIPLY MULTIPLY_64
-#else
-#define MULTIPLY MULTIPLY_32
-#endif
-__device__ __forceinline__ void multiply(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) { MULTIPLY(d, a, b, "1"); }
 
 #define CONSUMERS 2
 #define PIXELS (CONSUMERS * MB * 64)
@@ -169,7 +148,7 @@ __device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2], char*
   int first = t.block * COLUMNS + lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; j++) {
-    asm volatile("" : "+r"(first), "+r"(plane), "+r"(out_w), "+r"(out_h));  // what follows from them is found here, not kept (spills)
+    OPAQUE_4(first, plane, out_w, out_h);               // what follows from them is found here, not kept (spills)
     int of = first + 8 * j, kw = of % KERNEL_W, cout = of / KERNEL_W % COUT, tap = of / (KERNEL_W * COUT);
     bool column = ALL_COLUMNS % COLUMNS == 0 || of < ALL_COLUMNS;
     char* channel = y + ((long long)cout * plane + (tap / KERNEL_H * out_h + tap % KERNEL_H) * out_w + kw) * ELEMENT;
@@ -274,15 +253,15 @@ subpixel(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias,
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, CONSUMERS * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(40));
+    fewer_registers<40>();
     if (threadIdx.x == 0) produce(map, packed, s, ring, full, empty);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(232));
+    more_registers<232>();
     wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
     consume(bias, y, s, ring, full, empty, role - 1, threadIdx.x & 127);
   }

@@ -218,7 +218,7 @@ __device__ __forceinline__ void store_slice(float (&acc)[NB][SLOTS * SLOT_SUMS],
   u32 begin = (u32)(u64)y / ELEMENT, apart = (u32)plane / ELEMENT;  // elements, of which only the place in a unit counts
 #pragma unroll
   for (int j = 0; j < SLOT_COLUMNS / 8; j++) {
-    asm volatile("" : "+r"(thread));                    // what follows from it is found here, not kept (spills)
+    OPAQUE(thread);                                     // what follows from it is found here, not kept (spills)
     int lane = thread & 31, channel = (lane & 3) * 2;
     named_sync(2 + wg, 128);                            // everyone has read what was there before
     u32 column = buffer + channel * CHANNEL_PITCH;
@@ -285,7 +285,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
       for (int i = 0; i < SLOTS * SLOT_SUMS; i++) {
         const bool carried = i < (SLOTS - 1) * SLOT_SUMS;
         acc[nb][i] = carried && t.step > 0 ? acc[nb][carried ? i + SLOT_SUMS : i] : 0.f;
-        asm volatile("" : "+f"(acc[nb][i]));            // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+        opaque(acc[nb][i]);
       }
     weights.held = weights.behind = 0;
     if (TURNS) named_sync(4 + wg, CONSUMER_THREADS);
@@ -342,12 +342,12 @@ sweep(const char* __restrict__ x, const char* __restrict__ packed, const ELEMENT
       barrier_init(barriers.landed + 8 * i, 1);
       barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < FIRST_CONSUMER) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
 #if CHANNELS_LAST
     if (warp == LOADER_WARP && (thread & 31) == 0) load_boxes(maps, s, base + TILES_AT, STAGE_BYTES, full, empty);
@@ -358,7 +358,7 @@ sweep(const char* __restrict__ x, const char* __restrict__ packed, const ELEMENT
     else if (warp == WEIGHTS_WARP && (thread & 31) == 0) stream_weights(packed, s, base + RING_AT, full_w, empty_w);
   } else {
     wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     Reader weights = {base + RING_AT, full_w, empty_w, {0, 0}, 0, 0};
     consume(bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT + (role - FIRST_CONSUMER) * BUFFER_BYTES, role - FIRST_CONSUMER, thread);
   }

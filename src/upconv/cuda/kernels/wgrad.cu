@@ -64,29 +64,6 @@ __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const cha
 // Multiplications
 // =====================================================================================================================
 
-#if PRECISION == 0 || PRECISION == 1
-#define MMA_TYPES "m16n8k8.row.col.f32.tf32.tf32.f32"
-#elif PRECISION == 2
-#define MMA_TYPES "m16n8k16.row.col.f32.f16.f16.f32"
-#else
-#define MMA_TYPES "m16n8k16.row.col.f32.bf16.bf16.f32"
-#endif
-
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm volatile("mma.sync.aligned." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-__device__ __forceinline__ u32 rounded(u32 v) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  return to_tf32(__uint_as_float(v));
-#else  // one instruction, where nearest-even takes six
-  u32 r;
-  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(__uint_as_float(v)));
-  return r;
-#endif
-}
-
 struct Lane {
   int g, q;                                // row of a fragment, place in it
   int x_phase, g_phase;                    // NCHW: elements by which row g of a tile is misaligned, before the row's own share
@@ -136,8 +113,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       u32 address = shared_address(stage) + (at * X_PITCH + warp_m + (lane >> 3 & 1) * 8) * 2;
 #pragma unroll
       for (int i = 0; i < M_FRAGMENTS; i++)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-            : "=r"(a[i][0][0]), "=r"(a[i][0][1]), "=r"(a[i][0][2]), "=r"(a[i][0][3]) : "r"(address + i * 32) : "memory");
+        load_matrices_turned(a[i][0], address + i * 32);
     }
 #else
 #pragma unroll
@@ -151,7 +127,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         u32 v = element_pair(xs, x_at[k] + m * X_PITCH + (ELEMENT == 4 ? q : 2 * q), 1);
 #endif
         if (ELEMENT == 4) {
-          a[i][0][r] = rounded(v);
+          a[i][0][r] = to_tf32_quick(__uint_as_float(v));
           if (PARTS == 2) a[i][PARTS - 1][r] = low_part(__uint_as_float(v), a[i][0][r]);
         } else {
           a[i][0][r] = v;
@@ -183,13 +159,15 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
           int at = (lane >> 3 & 1 ? base[1] : base[0]) + (lane & 7) * STEP_W + tw * DIL_W;
           u32 address = shared_address(stage) + X_BYTES + (at * G_PITCH + warp_n + (lane >> 4) * 8) * 2;
 #pragma unroll
-          for (int j = 0; j + 1 < N_FRAGMENTS; j += 2)
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-                : "=r"(b[j][0][0]), "=r"(b[j][0][1]), "=r"(b[j + 1 < N_FRAGMENTS ? j + 1 : j][0][0]), "=r"(b[j + 1 < N_FRAGMENTS ? j + 1 : j][0][1]) : "r"(address + j * 16) : "memory");
+          for (int j = 0; j + 1 < N_FRAGMENTS; j += 2) {
+            u32 two[4];
+            load_matrices_turned(two, address + j * 16);
+#pragma unroll
+            for (int k = 0; k < 4; k++) b[j + 1 < N_FRAGMENTS ? j + k / 2 : j][0][k % 2] = two[k];
+          }
           if (N_FRAGMENTS % 2) {
             u32 last = address - (lane >> 4) * 16 + (N_FRAGMENTS - 1) * 16;
-            asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];\n"
-                : "=r"(b[N_FRAGMENTS - 1][0][0]), "=r"(b[N_FRAGMENTS - 1][0][1]) : "r"(last) : "memory");
+            load_two_matrices_turned(b[N_FRAGMENTS - 1][0], last);
           }
 #else
 #pragma unroll
@@ -203,7 +181,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
               u32 v = element_pair(gs, base[k] + n * G_PITCH + (ELEMENT == 4 ? q : 2 * q) * STEP_W + tw * DIL_W, STEP_W);
 #endif
               if (ELEMENT == 4) {
-                b[j][0][k] = rounded(v);
+                b[j][0][k] = to_tf32_quick(__uint_as_float(v));
                 if (PARTS == 2) b[j][PARTS - 1][k] = low_part(__uint_as_float(v), b[j][0][k]);
               } else {
                 b[j][0][k] = v;
@@ -215,10 +193,10 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
 #pragma unroll
             for (int i = 0; i < M_FRAGMENTS; i++) {
               if (PARTS == 2) {  // the small products first
-                multiply(acc[tap][i][j], a[i][PARTS - 1], b[j][0]);
-                multiply(acc[tap][i][j], a[i][0], b[j][PARTS - 1]);
+                mma(acc[tap][i][j], a[i][PARTS - 1], b[j][0][0], b[j][0][1]);
+                mma(acc[tap][i][j], a[i][0], b[j][PARTS - 1][0], b[j][PARTS - 1][1]);
               }
-              multiply(acc[tap][i][j], a[i][0], b[j][0]);
+              mma(acc[tap][i][j], a[i][0], b[j][0][0], b[j][0][1]);
             }
         }
       }

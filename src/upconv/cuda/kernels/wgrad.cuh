@@ -3,6 +3,7 @@
 // Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ only in where
 // their chunks begin.
 #include "ptx.cuh"
+#include "numbers.cuh"
 
 #define VEC (16 / ELEMENT)                 // elements of a 16-byte unit
 #define TAPS (KERNEL_D * KERNEL_H * KERNEL_W)
@@ -97,11 +98,7 @@ __device__ __forceinline__ Rows g_row(int r) {
 // Copies
 // =====================================================================================================================
 
-#if ELEMENT == 4
-typedef u32 bits;
-#else
-typedef u16 bits;
-#endif
+typedef ELEMENT_BITS bits;
 
 #if CHANNELS_LAST
 // A unit that begins at any element: channels_last pixels of an odd number of channels.
@@ -215,7 +212,7 @@ __device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long
 }
 
 #if ELEMENT == 2                           // for a float32 weight under autocast sums stay what they are
-__device__ __forceinline__ void store_sum(bits* to, float v) { *to = (bits)(PRECISION == 2 ? half_bits(v) : bfloat_bits(v)); }
+__device__ __forceinline__ void store_sum(bits* to, float v) { *to = (bits)STORE_BITS(v); }
 __device__ __forceinline__ void store_sum(float* to, float v) { *to = v; }
 
 template <class Out>

@@ -5,11 +5,6 @@
 // Copies
 // =====================================================================================================================
 
-__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, int b, int c, int d, int e, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-      ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
-}
-
 #if CLASSED
 struct Class {
   int index, lead;                         // its map; elements by which its rows begin early
@@ -28,15 +23,15 @@ __device__ __forceinline__ Class class_of(int row, int channel, int w, const Siz
 // A chunk of x, from its input channel `channel` on.
 __device__ __forceinline__ void load_x(const TensorMap* map_x, const Chunk& c, int channel, u32 to, u32 barrier) {
 #if X_ONE_BOX
-  load_box(to, map_x, 0, c.w, c.h - STACK + 1, c.n, channel / X_WIDTH, barrier);
+  load_box(to, *map_x, 0, c.w, c.h - STACK + 1, c.n, channel / X_WIDTH, barrier);
 #else
 #pragma unroll 1
   for (int i = 0; i < BOXES; i++) {
 #if CHANNELS_LAST
-    load_box(to + i * BOX_BYTES, map_x, channel + i * X_WIDTH, c.w, c.h - STACK + 1, c.d, c.n, barrier);
+    load_box(to + i * BOX_BYTES, *map_x, channel + i * X_WIDTH, c.w, c.h - STACK + 1, c.d, c.n, barrier);
 #else
     int w = (LINES ? c.h * TILE_W : c.w) + i * (SEGMENT / ELEMENT);
-    load_box(to + i * BOX_BYTES, map_x, w, channel, LINES ? 0 : c.h - STACK + 1, c.d, c.n, barrier);
+    load_box(to + i * BOX_BYTES, *map_x, w, channel, LINES ? 0 : c.h - STACK + 1, c.d, c.n, barrier);
 #endif
   }
 #endif
@@ -46,9 +41,9 @@ __device__ __forceinline__ void load_x(const TensorMap* map_x, const Chunk& c, i
 __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
 #if GAPLESS
   const int pixels = s.box_n * s.box_d * s.box_h * s.box_w;
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(pixels * (((TURN_X ? 0 : BLOCK_CI) + SET_TAPS * BLOCK_CO) * ELEMENT)) : "memory");
+  expect_bytes(barrier, pixels * (((TURN_X ? 0 : BLOCK_CI) + SET_TAPS * BLOCK_CO) * ELEMENT));
 #else
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"((TURN_X ? 0 : X_TILE_BYTES) + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * (G_ONE_BOX ? G_PLANES * PLANE_COLUMNS : G_COLUMNS) * BLOCK_CO * ELEMENT : G_BYTES)) : "memory");
+  expect_bytes(barrier, (TURN_X ? 0 : X_TILE_BYTES) + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * (G_ONE_BOX ? G_PLANES * PLANE_COLUMNS : G_COLUMNS) * BLOCK_CO * ELEMENT : G_BYTES));
 #endif
   int channel = work.group * CIN_G + work.ci;
 #if !TURN_X
@@ -63,31 +58,31 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
   for (int i = 0; i < CLASSES; i++) {
     int row = h + i % ROW_CLASSES, first = channel + i / ROW_CLASSES;  // of the class in this chunk
     Class at = class_of(row, first, w, s);
-    load_box(to + i * CLASS_BYTES, map_g + at.index, w + at.lead - at.phase, first / CHANNEL_CLASSES, (row - (row & (ROW_CLASSES - 1))) / ROW_CLASSES, d, c.n, barrier);
+    load_box(to + i * CLASS_BYTES, map_g[at.index], w + at.lead - at.phase, first / CHANNEL_CLASSES, (row - (row & (ROW_CLASSES - 1))) / ROW_CLASSES, d, c.n, barrier);
   }
 #elif GAPLESS
 #pragma unroll 1
   for (int i = 0; i < G_BOXES * SET_TAPS; i++) {
     int tap = i % SET_TAPS, td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
-    load_box(to + i / SET_TAPS * G_SLAB_BYTES + tap * PLANE_BYTES, map_g, channel + i / SET_TAPS * G_WIDTH, w + tw * DIL_W, h + th * DIL_H, d + td * DIL_D, c.n, barrier);
+    load_box(to + i / SET_TAPS * G_SLAB_BYTES + tap * PLANE_BYTES, *map_g, channel + i / SET_TAPS * G_WIDTH, w + tw * DIL_W, h + th * DIL_H, d + td * DIL_D, c.n, barrier);
   }
 #elif G_ONE_BOX && CHANNELS_LAST
 #pragma unroll 1
   for (int i = 0; i < G_BOXES * G_PLANES; i++)
-    load_box(to + i / G_PLANES * G_SLAB_BYTES + i % G_PLANES * PLANE_BYTES, map_g, channel + i / G_PLANES * G_WIDTH, w + i % G_PLANES * DIL_W, h, d, c.n, barrier);
+    load_box(to + i / G_PLANES * G_SLAB_BYTES + i % G_PLANES * PLANE_BYTES, *map_g, channel + i / G_PLANES * G_WIDTH, w + i % G_PLANES * DIL_W, h, d, c.n, barrier);
 #elif G_LINED
-  load_box(to, map_g, 0, (w - (w & (G_BEGIN - 1))) / G_BEGIN, channel, 0, c.n, barrier);
+  load_box(to, *map_g, 0, (w - (w & (G_BEGIN - 1))) / G_BEGIN, channel, 0, c.n, barrier);
 #elif G_ONE_BOX
-  load_box(to, map_g, w - (w & (VEC - 1)), channel, h, d, c.n, barrier);
+  load_box(to, *map_g, w - (w & (VEC - 1)), channel, h, d, c.n, barrier);
 #else
 #pragma unroll 1
   for (int r = 0; r < G_ROWS; r++) {
     Rows at = g_row(r);
 #if CHANNELS_LAST
     for (int i = 0; i < G_BOXES; i++)
-      load_box(to + (i * G_ROWS + r) * G_BOX_BYTES, map_g, channel + i * G_WIDTH, w, h + at.h, d + at.d, c.n + at.n, barrier);
+      load_box(to + (i * G_ROWS + r) * G_BOX_BYTES, *map_g, channel + i * G_WIDTH, w, h + at.h, d + at.d, c.n + at.n, barrier);
 #else
-    load_box(to + r * G_BOX_BYTES, map_g, w - (w & (VEC - 1)), channel, h + at.h, d + at.d, c.n + at.n, barrier);
+    load_box(to + r * G_BOX_BYTES, *map_g, w - (w & (VEC - 1)), channel, h + at.h, d + at.d, c.n + at.n, barrier);
 #endif
   }
 #endif
@@ -115,8 +110,8 @@ __device__ __forceinline__ void load_raw(const TensorMap* map_x, const Sizes& s,
 #else
   const int bytes = RAW_BYTES;
 #endif
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-  load_box(to, map_x, work.group * CIN_G + work.ci, c.w, c.h - STACK + 1, c.d, c.n, barrier);
+  expect_bytes(barrier, bytes);
+  load_box(to, *map_x, work.group * CIN_G + work.ci, c.w, c.h - STACK + 1, c.d, c.n, barrier);
 }
 
 // Rows of a pixel's channels to rows of a channel's pixels: a lane takes a channel, four pixels at a time.
@@ -133,7 +128,7 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
     u32 to = tile + x_at(strip) + half * 16 + c * SEGMENT;
     store_shared_128(to ^ (to >> 7 & (SEGMENT / 16 - 1)) << 4, v[0], v[1], v[2], v[3]);
   }
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");  // the tensor cores read by descriptor
+  fence_async_shared();  // the tensor cores read by descriptor
 }
 #endif
 
@@ -161,6 +156,6 @@ __device__ __forceinline__ void clear_tails(u32 base, const Sizes& s, int thread
     int unit = i % (G_PIXEL / 16), at = i / (G_PIXEL / 16), pixel = pixels + at % (PIXELS - pixels), part = at / (PIXELS - pixels);
     store_shared_128(base + part / G_PARTS * STAGE_BYTES + X_TILE_BYTES + part % G_PARTS * PLANE_BYTES + pixel * G_PIXEL + unit * 16, 0, 0, 0, 0);
   }
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");  // the tensor cores read by descriptor
+  fence_async_shared();  // the tensor cores read by descriptor
 }
 #endif

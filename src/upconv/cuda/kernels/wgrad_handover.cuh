@@ -53,7 +53,7 @@ __device__ __forceinline__ void tile_of(int index, int& ci, int& co) {
 
 // A chunk of x, and of g what a block's own units take.
 __device__ __forceinline__ void load_own(const TensorMap* map_x, const TensorMap* map_g, const Chunk& c, const Work& work, int rank, u32 to, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES + G_ROWS * OWN_PLANES * PLANE_COLUMNS * BLOCK_CO * ELEMENT) : "memory");
+  expect_bytes(barrier, X_TILE_BYTES + G_ROWS * OWN_PLANES * PLANE_COLUMNS * BLOCK_CO * ELEMENT);
   load_x(map_x, c, work.group * CIN_G + work.ci, to, barrier);
   const int channel = work.group * COUT_G + work.co;
   to += X_TILE_BYTES;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_own(const TensorMap* map_x, const TensorMap
 #pragma unroll 1
   for (int i = 0; i < G_BOXES * OWN_PLANES; i++) {
     const int plane = OWN_PLANES < G_PLANES ? rank : i % OWN_PLANES, box = i / OWN_PLANES;
-    load_box(to + box * G_SLAB_BYTES + plane * PLANE_BYTES, map_g, channel + box * G_WIDTH, w + plane * DIL_W, h, d, c.n, barrier);
+    load_box(to + box * G_SLAB_BYTES + plane * PLANE_BYTES, *map_g, channel + box * G_WIDTH, w + plane * DIL_W, h, d, c.n, barrier);
   }
 }
 
@@ -122,23 +122,6 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[UNITS][NB][N_WIDTH /
   way.i++;
 }
 
-#if !TOGETHER
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
-
-// One lane of each warp, at the other block's barrier.
-__device__ __forceinline__ void arrive_handed(u32 met, int rank) {
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(there) : "r"(met), "r"(rank ^ 1));
-  asm volatile("fence.acq_rel.cluster;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(there) : "memory");
-}
-__device__ __forceinline__ void wait_handed(u32 met) {
-  u32 done;
-  do asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n selp.u32 %0, 1, 0, p;\n}\n" : "=r"(done) : "r"(met) : "memory");
-  while (!done);
-}
-#endif
-
 // A block's own units, from shared memory to any weight.
 __device__ __forceinline__ void put_own(const Gradient& out, const Work& work, u32 sums, int rank, int thread) {
   constexpr int ITEMS = SET_UNITS / UNITS * QUADS, AT_ONCE = THREADS_ADDING / ITEMS;
@@ -196,7 +179,7 @@ __device__ __forceinline__ void consume_halves(const Gradient& out, const Work& 
 #else
   cluster_wait();                          // the other block's barriers are ready
   __syncwarp();
-  if (lane == 0) arrive_handed(met, rank);
+  if (lane == 0) barrier_arrive_cluster(met, rank ^ 1);
 #endif
 #pragma unroll 1
   while (way.i < halves.count() - 2) multiply_chunk<1>(acc, way, memory, taps, s, full, empty, lane_first, lane);
@@ -204,7 +187,7 @@ __device__ __forceinline__ void consume_halves(const Gradient& out, const Work& 
   if (wg == 0 && thread == 0) wait_at(counters, 2);
   named_sync<2, WGS * 128>();
 #else
-  wait_handed(met);
+  barrier_wait_cluster(met);
 #endif
   const float4* from = handed + (long long)other * (HANDED_WORDS / 4) + wg * 128 + thread;
 #pragma unroll

@@ -4,40 +4,6 @@
 // Multiplications
 // =====================================================================================================================
 
-#if A_SHARED
-#define TAIL ", 1, 1, 1, 1"
-#elif PRECISION == 0
-#define TAIL ", 1, 1"
-#elif CHANNELS_LAST  // x's pixels are rows of channels
-#define TAIL ", 1, 1, 1"
-#else
-#define TAIL ", 1, 1, 0"
-#endif
-#if N_WIDTH == 32
-#define MULTIPLY_ROWS_1 MULTIPLY_32
-#define MULTIPLY_ROWS_2 MULTIPLY_64
-#define MULTIPLY_ROWS_3 MULTIPLY_96
-#define MULTIPLY_ROWS_4 MULTIPLY_128
-#define MULTIPLY_ROWS_5 MULTIPLY_160
-#elif N_WIDTH == 64
-#define MULTIPLY_ROWS_1 MULTIPLY_64
-#define MULTIPLY_ROWS_2 MULTIPLY_128
-#define MULTIPLY_ROWS_3 MULTIPLY_192
-#define MULTIPLY_ROWS_4 MULTIPLY_256
-#elif N_WIDTH == 128
-#define MULTIPLY_ROWS_1 MULTIPLY_128
-#define MULTIPLY_ROWS_2 MULTIPLY_256
-#elif N_WIDTH == 256
-#define MULTIPLY_ROWS_1 MULTIPLY_256
-#else  // as wide as the layer: its instructions come as macros too
-#define MULTIPLY_OWN(columns, registers, operands, sums, scale) asm volatile("wgmma.mma_async.sync.aligned.m64n" columns TYPES " {" registers "}, " operands ", " scale TAIL ";\n" : sums : OPERANDS(a, b))
-#define MULTIPLY_ROWS_1(d, a, b, scale) MULTIPLY_OWN(ROWS_1_COLUMNS, ROWS_1_REGISTERS, ROWS_1_A_AND_B, ROWS_1_SUMS, scale)
-#define MULTIPLY_ROWS_2(d, a, b, scale) MULTIPLY_OWN(ROWS_2_COLUMNS, ROWS_2_REGISTERS, ROWS_2_A_AND_B, ROWS_2_SUMS, scale)
-#define MULTIPLY_ROWS_3(d, a, b, scale) MULTIPLY_OWN(ROWS_3_COLUMNS, ROWS_3_REGISTERS, ROWS_3_A_AND_B, ROWS_3_SUMS, scale)
-#define MULTIPLY_ROWS_4(d, a, b, scale) MULTIPLY_OWN(ROWS_4_COLUMNS, ROWS_4_REGISTERS, ROWS_4_A_AND_B, ROWS_4_SUMS, scale)
-#define MULTIPLY_ROWS_5(d, a, b, scale) MULTIPLY_OWN(ROWS_5_COLUMNS, ROWS_5_REGISTERS, ROWS_5_A_AND_B, ROWS_5_SUMS, scale)
-#endif
-
 #define STACKS(rows) (STACKED ? TAPS_H / STEP_H == (rows) || STACK == (rows) : (rows) == 1)
 
 // A fragment by `rows` rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
@@ -149,7 +115,7 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
 #else
   u32 address = shared_address(g_tile) + p * (G_PITCH * 2) + lane_at;
 #endif
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+  load_matrices_turned(a, address);
 #else
   const u32* words = (const u32*)g_tile;
 #pragma unroll

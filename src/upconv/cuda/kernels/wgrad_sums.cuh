@@ -16,7 +16,7 @@ __device__ __forceinline__ void store_some(const Gradient& out, long long to, co
     u32 words[(V + 1) / 2];
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      u32 one = PRECISION == 2 ? half_bits(v[i]) : bfloat_bits(v[i]);
+      u32 one = STORE_BITS(v[i]);
       words[i / 2] = i % 2 ? words[i / 2] | one << 16 : one;
     }
     bits* at = (bits*)out.at + to;
@@ -59,9 +59,9 @@ __device__ __forceinline__ void put_rows(const Gradient& out, const Work& work, 
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float a = sums[4 * j + 2 * i], b = sums[4 * j + 2 * i + 1];
-      words[i] = PRECISION == 2 ? half_bits(a) | half_bits(b) << 16 : bfloat_bits(a) | bfloat_bits(b) << 16;
+      words[i] = STORE_BITS(a) | STORE_BITS(b) << 16;
     }
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to + j * 8 * ROW_PITCH), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+    store_matrices_turned(to + j * 8 * ROW_PITCH, words);
   }
   named_sync(3 + wg, 128);
   const int unit = thread % 8;
@@ -91,19 +91,19 @@ __device__ __forceinline__ void arrive_at(u32* counters) {
   atomicAdd(counters, 1);
 }
 __device__ __forceinline__ void wait_at(u32* counters, u32 count) {
-  u32 arrived;
-  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(arrived) : "l"(counters) : "memory");
-  while (arrived < count);
+  while (load_acquire(counters) < count) {}
   if (atomicAdd(counters + 1, 1) == count - 1) counters[0] = counters[1] = 0;
 }
 
 // A block's sums from shared memory to its place in global memory; then it waits for its peers'.
 __device__ __forceinline__ void publish(char* own, u32 sums, u32* counters, const Peers& peers, int thread) {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  fence_async_shared();
   named_sync<2, WGS * 128>();              // all have stored theirs
   if (thread == 0) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
-        "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;\nfence.proxy.async;\n" ::"l"(own), "r"(sums), "n"(SUMS_BYTES) : "memory");
+    store_bulk<SUMS_BYTES>(own, sums);
+    bulk_commit();
+    bulk_wait();
+    fence_async();
     arrive_at(counters);
     wait_at(counters, peers.count);
   }

@@ -27,6 +27,8 @@
 #define STACK (STACKED ? (TAPS_H + STEP_H - 1) / STEP_H : 1)  // rows of x that may meet a row of g
 #define X_ROWS_H (TILE_H + STACK - 1)
 #include "wgrad.cuh"
+#define A_TURNED 1                         // A_SHARED: rows of channels
+#define B_TURNED CHANNELS_LAST             // x's pixels are rows of channels
 #include "wgmma.cuh"
 
 #define ROWS_PER_SUB (64 / SUBS)
@@ -53,7 +55,6 @@
 
 #define CLASSES (ROW_CLASSES * CHANNEL_CLASSES)
 
-struct alignas(64) TensorMap { u64 opaque[16]; };
 struct TensorMaps {
   TensorMap x;
 #if BOX_G
@@ -359,7 +360,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
       barrier_init(empty + 8 * i, WGS * 4);
     }
     barrier_init(base + BARRIERS_AT + 16 * STAGES, HANDOVER ? WGS * 4 : 1);
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
 #if GAPLESS
   clear_tails(base, s, threadIdx.x);
@@ -370,7 +371,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
 #endif
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
 #if TURN_X
     const u32 raw = base + RAW_AT, raw_full = base + BARRIERS_AT + 16 * STAGES;
     if (thread == 0 && split * per_split < chunks) load_raw(&maps.x, s, chunk_at(split * per_split, s), work, raw, raw_full);
@@ -416,8 +417,8 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
         clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT, false>(g, s.out_d, s.out_h, s.out_w, c.n, d, h, w, channel, tile + X_TILE_BYTES, thread);
       }
 #endif
-      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");  // when its copies have landed
-      barrier_arrive(barrier);                                                                  // what it stored itself
+      arrive_when_copied(barrier);
+      barrier_arrive(barrier);             // what it stored itself
 #endif
       if (++stage == STAGES) {
         stage = 0;
@@ -425,7 +426,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
 #if HANDOVER
     const Gradient gradient = {out, stride_ci, stride_co, stride_tap, wide};
 #if TOGETHER
@@ -445,8 +446,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
 #endif
 #if TOGETHER
     constexpr int TILES = SETS * CO_TILES * CI_TILES * GROUPS;
-    int block;                             // read again, not kept over the loop, where it spills
-    asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(block));
+    const int block = block_index();       // read again, not kept over the loop, where it spills
     const int tile = block % TILES, rank = block / TILES;
     const Peers peers = {partial + (long long)tile * SUMS_BYTES, (long long)TILES * SUMS_BYTES, (int)gridDim.x / TILES};
     publish(partial + (long long)block * SUMS_BYTES, base, counters + 2 * tile, peers, threadIdx.x - 128);

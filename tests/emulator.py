@@ -1,0 +1,154 @@
+"""Kernels on a CPU, from their own source: a stand-in for the driver, by which a family's launches run on CPU tensors.
+
+``host/machine.h`` is the GPU, ``host/ptx_host.h`` and ``host/wgmma_host.h`` stand for the two headers that have PTX.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import compiled_for_host
+from upconv.cuda import gather, implicit, jit, launch, packs, pairs, relayout, subpixel, unshuffle, wgrad
+from upconv.cuda.boxes import Five, Tensor5, Words
+from upconv.cuda.gpu import H200, Gpu
+
+_HEADER = r'#line 1 "{}\.cuh"\n.*?\n(?=#line )'
+_CALL = """
+extern "C" const char* run_{0}(int grid, int threads, int shared, const char* arguments, int together, int seed) {{
+  return machine::launch([] {{ machine::call({0}); }}, grid, threads, shared, arguments, together, seed);
+}}
+"""
+
+
+def for_host(source: str, entries: tuple[str, ...]) -> str:
+    """A kernel's source for a C++ compiler, with a function for each entry that runs a grid."""
+    for name in ("ptx", "wgmma"):
+        source = re.sub(_HEADER.format(name), f'#include "{name}_host.h"\n', source, flags=re.DOTALL)
+    source = re.sub(r"extern __shared__[^;]* memory\[\];", "unsigned char* const memory = machine::dynamic_memory();", source)
+    return source + "".join(map(_CALL.format, entries))
+
+
+@dataclass
+class Code:
+    """A source, compiled for the host when it is first launched, with the entries that are wanted until then."""
+
+    source: str
+    entries: list[str] = field(default_factory=list)
+    library: Any = None
+
+    def function(self, entry: str) -> Any:
+        if self.library is None:
+            with tempfile.TemporaryDirectory() as folder:
+                main = Path(folder) / "kernel.cpp"
+                main.write_text(for_host(self.source, tuple(self.entries)))
+                self.library = ctypes.CDLL(str(compiled_for_host(main, Path(folder) / "kernel.so")))
+        found = self.library["run_" + entry]
+        found.restype = ctypes.c_char_p
+        return found
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        found = re.search(r"^#define CLUSTER (\d+)$", self.source, re.MULTILINE)
+        return int(found[1]) if found else 1
+
+
+@dataclass
+class Emulator:
+    """What launches are made of. ``seed``: an odd one does copies and matrix instructions as late as a kernel lets it."""
+
+    gpu: Gpu
+    seed: int = 0
+    mutate: Any = staticmethod(lambda source: source)
+    codes: dict[str, Code] = field(default_factory=dict)
+    launched: list[str] = field(default_factory=list)
+
+    def kernel(self, source: str, entry: str, arch: str, label: str = "", keep: bool = True) -> tuple[Code, str]:
+        code = self.codes.setdefault(source, Code(self.mutate(source)))
+        if entry not in code.entries:
+            code.entries.append(entry)
+            code.library = None
+        return code, entry
+
+    def launcher(self, kernel: Any, threads: int, shared: int, codes: str, cooperative: bool = False) -> Any:
+        return _Launcher(self, kernel, threads, shared, codes, cooperative)
+
+
+class _Launcher:
+    def __init__(
+        self, emulator: Emulator, kernel: Any, threads: int, shared: int, codes: str, cooperative: bool
+    ) -> None:
+        self._emulator, (self._code, self._entry) = emulator, kernel
+        self._threads, self._shared, self._cooperative = threads, shared, cooperative
+        self._struct = _struct(codes)
+
+    def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+        e = self._emulator
+        e.launched.append(self._entry)
+        alone = self._entry.startswith(("pack", "reduce"))
+        together = grid if self._cooperative else 1 if alone else self._code.cluster
+        run = self._code.function(self._entry)
+        wrong = run(grid, self._threads, self._shared, self._struct.pack(*args), together, e.seed)
+        assert wrong is None, f"{self._entry}: {wrong.decode()}"
+
+    def clusters(self, device: int, blocks: int) -> int:
+        return 132
+
+
+def _struct(codes: str) -> struct.Struct:
+    runs = launch._RUN.findall(codes)
+    return struct.Struct("<" + "".join(launch._CODES.get(run, f"{8 * (len(run) - 2)}s") for run in runs))
+
+
+def encode(
+    tensor: Tensor5,
+    address: int,
+    dtype: torch.dtype,
+    box: Five,
+    steps: Five,
+    span: int = 0,
+    rounded: bool = False,
+    promotion: int = 128,
+) -> Words:
+    """`upconv.cuda.boxes.encode` for the host: a ``TensorMap`` of ``host/ptx_host.h``, which takes what hardware takes."""
+    assert len(box) == 5 and max(box) <= 256 and min(box) >= 1 and max(steps) <= 8 and min(steps) >= 1
+    assert steps[0] == 1 and (not span or box[0] * dtype.itemsize <= span), "a row of the box is within the swizzle"
+    strides = (dtype.itemsize, *tensor.strides)
+    return struct.pack(
+        "<6Q5I5H5H2HI4x", address + tensor.begin, *strides, *tensor.dims, *box, *steps, span, int(rounded and dtype is torch.float32), 0
+    ).ljust(128, b"\0")
+
+
+@pytest.fixture
+def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
+    """Families launch on CPU tensors."""
+    found = Emulator(H200)
+
+    def counters(self: launch.Counters, like: torch.Tensor) -> int:
+        zeros = self.of_streams.setdefault(0, torch.zeros(self._words, dtype=torch.int32))
+        return zeros.data_ptr()
+
+    monkeypatch.setattr(launch.Counters, "address", counters)
+    monkeypatch.setattr(launch.Counters, "known", lambda self: True)
+    monkeypatch.setattr(jit, "kernel", found.kernel)
+    monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
+    for module in (packs, wgrad, relayout, unshuffle):
+        monkeypatch.setattr(module, "Launcher", found.launcher)
+    for module in (packs, gather, wgrad, relayout, unshuffle):
+        monkeypatch.setattr(module, "gpu_of", lambda device: found.gpu)
+    for module in (gather, implicit):
+        monkeypatch.setattr(module, "cluster_fits", lambda device, blocks: True)
+    for module in (packs, wgrad):
+        monkeypatch.setattr(module, "bind", lambda device: None)
+    for module in (packs, gather, wgrad, subpixel, implicit, pairs):
+        monkeypatch.setattr(module, "encode", encode)
+    return found

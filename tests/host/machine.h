@@ -1,0 +1,316 @@
+// A GPU's blocks on the host, of which kernels run whole: every thread is a fiber, which waits at warps', blocks' and named barriers,
+// mbarriers and the barriers of clusters. What hardware does beside the threads (copies, wgmma) is done at once or as late as a kernel
+// lets it, as a launch says: a wait that is missing shows in one of both. The names that kernels know are CUDA's.
+#pragma once
+#include "standard.h"
+
+#define __device__
+#define __constant__
+#define __global__
+#define __shared__ static
+#define __forceinline__ inline
+#define __restrict__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static int min(int a, int b) { return a < b ? a : b; }
+static int max(int a, int b) { return a > b ? a : b; }
+
+namespace machine {
+
+// --- fibers -------------------------------------------------------------------------------------------------------------
+
+struct Sync { u32 arrived = 0, generation = 0; };
+
+struct Warp {
+  Sync sync;
+  u32 alive = 0;
+  u64 exchanged[2][32][4];  // what lanes show each other, by the parity of the barrier behind which it is read
+};
+
+struct Block {
+  int index = 0;
+  unsigned char* bytes = nullptr;
+  Sync all, named[16];
+  u32 alive = 0;
+  std::vector<Warp> warps;
+};
+
+struct Fiber {
+  ucontext_t context;  // in which it begins
+  jmp_buf at;          // where it goes on
+  bool begun, done;
+  char* stack = nullptr;
+  Block* block;
+  int thread;
+  // What it waits for: a barrier's next generation, an mbarrier's phase, or nothing.
+  const Sync* sync;
+  u32 generation;
+  const u64* barrier;
+  u32 parity;
+  u32 cluster_generation;
+  long long spins;
+  std::vector<std::function<void()>> products, stores;                // under way: matrix instructions; bulk copies out
+  std::vector<size_t> product_groups;                                 // how many of them, of each group
+  std::vector<std::function<void()>> copies;                          // cp.async
+  std::vector<size_t> copy_groups;
+  size_t uncommitted_products, uncommitted_copies;
+};
+
+static std::vector<Fiber*> fibers;  // kept for the next launch
+static std::vector<Block> blocks;   // that run at once
+static int running, cluster_size;
+static Sync cluster_sync_state;
+static u32 cluster_alive;
+static Fiber* self;
+static jmp_buf scheduler, failed;
+static char failure[256];
+static void (*entry)();
+static bool late;                                       // whether what is asynchronous is done when it is waited for, not at once
+static std::vector<std::function<void()>> under_way;    // copies that count at barriers
+static u32 shared_bytes;
+static int grid;
+
+static u64 random_state = 1;
+static u32 below(u32 n) {
+  random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
+  return (u32)(random_state >> 33) % n;
+}
+
+[[noreturn]] static void fail(const char* what) {
+  snprintf(failure, sizeof failure, "%s (block %d, thread %d)", what, self ? self->block->index : -1, self ? self->thread : -1);
+  _longjmp(failed, 1);
+}
+
+static void yield() {
+  if (!_setjmp(self->at)) _longjmp(scheduler, 1);
+}
+static void release(Sync& s, u32 count) {
+  if (count && s.arrived >= count) s.arrived = 0, s.generation++;
+}
+static void wait_for(const Sync& s, u32 generation) {
+  if (s.generation != generation) return;
+  self->sync = &s, self->generation = generation;
+  yield();
+}
+static void meet(Sync& s, u32 count) {
+  const u32 generation = s.generation;
+  s.arrived++;
+  release(s, count);
+  wait_for(s, generation);
+}
+static Warp& warp_of() { return self->block->warps[self->thread / 32]; }
+static bool ready(const Fiber& f) {
+  if (f.sync) return f.sync->generation != f.generation;
+  return !f.barrier || (*f.barrier & 1) != f.parity;
+}
+static void fiber_entry() {
+  entry();
+  self->done = true;
+  Block& b = *self->block;
+  Warp& w = b.warps[self->thread / 32];
+  release(w.sync, --w.alive);
+  release(b.all, --b.alive);
+  release(cluster_sync_state, --cluster_alive);
+  if (!self->products.empty()) fail("a thread left before its matrix instructions were done");
+  _longjmp(scheduler, 1);
+}
+__attribute__((noinline)) static void go_on(Fiber& f) {
+  if (_setjmp(scheduler)) return;
+  self = &f;
+  f.sync = nullptr, f.barrier = nullptr;
+  if (f.begun) _longjmp(f.at, 1);
+  f.begun = true;
+  setcontext(&f.context);
+}
+
+static const size_t stack_bytes = 1 << 17;
+// Runs blocks `first` to `first + count` at once, of so many threads.
+static void run_blocks(int first, int count, int threads) {
+  blocks.resize(count);
+  while ((int)fibers.size() < count * threads) fibers.push_back(new Fiber());
+  static std::vector<unsigned char> memory;
+  const size_t pitch = (shared_bytes + 1023) / 1024 * 1024 + 1024;
+  memory.assign(count * pitch + 1024, 0xff);
+  unsigned char* at = memory.data() + (1024 - (size_t)memory.data() % 1024);
+  cluster_alive = count * threads, cluster_sync_state = Sync();
+  for (int b = 0; b < count; b++) {
+    blocks[b] = Block();
+    blocks[b].index = first + b, blocks[b].bytes = at + b * pitch, blocks[b].alive = threads;
+    blocks[b].warps.resize((threads + 31) / 32);
+    for (int t = 0; t < threads; t++) {
+      blocks[b].warps[t / 32].alive++;
+      Fiber& f = *fibers[b * threads + t];
+      if (!f.stack) f.stack = (char*)malloc(stack_bytes);
+      f.begun = f.done = false, f.block = &blocks[b], f.thread = t, f.sync = nullptr, f.barrier = nullptr, f.spins = 0;
+      f.products.clear(), f.stores.clear(), f.product_groups.clear(), f.copies.clear(), f.copy_groups.clear();
+      f.uncommitted_products = f.uncommitted_copies = 0;
+      getcontext(&f.context);
+      f.context.uc_stack.ss_sp = f.stack, f.context.uc_stack.ss_size = stack_bytes, f.context.uc_link = nullptr;
+      makecontext(&f.context, fiber_entry, 0);
+    }
+  }
+  const int all = count * threads;
+  running = all;
+  under_way.clear();
+  while (running) {
+    bool progress = false;
+    const int begin = below(all), step = below(2) ? 1 : -1;
+    for (int i = 0; i < all; i++) {
+      Fiber& f = *fibers[((begin + i * step) % all + all) % all];
+      if (f.done || !ready(f)) continue;
+      go_on(f);
+      running -= f.done;
+      progress = true;
+    }
+    self = nullptr;
+    if (!progress && under_way.empty() && running) fail("threads wait for each other");
+    if (!under_way.empty() && (!progress || below(8) == 0)) {
+      const size_t i = below(under_way.size());
+      std::function<void()> work = under_way[i];
+      under_way.erase(under_way.begin() + i);
+      work();
+    }
+  }
+  while (!under_way.empty()) {  // nobody waited for these
+    under_way.back()();
+    under_way.pop_back();
+  }
+}
+
+}  // namespace machine
+
+// --- what kernels know of threads ---------------------------------------------------------------------------------------
+
+struct ThreadIndex { struct { operator u32() const { return machine::self->thread; } } x; };
+struct BlockIndex { struct { operator u32() const { return machine::self->block->index; } } x; };
+struct GridSize { struct { operator u32() const { return machine::grid; } } x; };
+static ThreadIndex threadIdx;
+static BlockIndex blockIdx;
+static GridSize gridDim;
+
+static void __threadfence() {}
+static void __syncthreads() { machine::meet(machine::self->block->all, machine::self->block->alive); }
+static void __syncwarp() {
+  machine::Warp& w = machine::warp_of();
+  machine::meet(w.sync, w.alive);
+}
+
+namespace machine {
+// Shows the warp `words`, and returns what lanes showed.
+static const u64 (&exchange(const u64 (&words)[4]))[32][4] {
+  Warp& w = warp_of();
+  auto& shown = w.exchanged[w.sync.generation & 1];
+  memcpy(shown[self->thread % 32], words, sizeof words);
+  __syncwarp();
+  return shown;
+}
+template <class V> static V exchange_one(V v, int lane) {
+  u64 words[4] = {};
+  static_assert(sizeof v <= 8, "a value of a register");
+  memcpy(words, &v, sizeof v);
+  memcpy(&v, exchange(words)[lane & 31], sizeof v);
+  return v;
+}
+}  // namespace machine
+
+// `width`: lanes of a group, whose own `lane` is meant.
+template <class V> static V __shfl_sync(u32, V v, int lane, int width = 32) {
+  return machine::exchange_one(v, (machine::self->thread & 31 & -width) | (lane & (width - 1)));
+}
+template <class V> static V __shfl_xor_sync(u32, V v, int mask) { return machine::exchange_one(v, (machine::self->thread ^ mask) & 31); }
+static u32 __ballot_sync(u32, bool vote) {
+  u64 words[4] = {vote};
+  const auto& shown = machine::exchange(words);
+  u32 found = 0;
+  for (int lane = 0; lane < 32; lane++) found |= (u32)shown[lane][0] << lane;
+  return found;
+}
+static int __ffs(u32 v) { return __builtin_ffs((int)v); }
+static u32 __byte_perm(u32 low, u32 high, u32 selector) {
+  u64 bytes = (u64)high << 32 | low;
+  u32 found = 0;
+  for (int i = 0; i < 4; i++) found |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return found;
+}
+template <class V, class W> static V atomicAdd(V* to, W v) {
+  V before = *to;
+  *to += v;
+  return before;
+}
+template <class V> static V __ldg(const V* from) { return *from; }
+template <class V> static V __ldcg(const V* from) { return *from; }
+static u32 __float_as_uint(float v) {
+  u32 u;
+  memcpy(&u, &v, 4);
+  return u;
+}
+static float __uint_as_float(u32 u) {
+  float v;
+  memcpy(&v, &u, 4);
+  return v;
+}
+static float fmaf(float a, float b, float c) { return a * b + c; }
+
+namespace machine {
+
+// --- shared memory ------------------------------------------------------------------------------------------------------
+
+// A shared address: 1024 and on, as a block's dynamic memory does not begin at 0; of another block of the cluster with its rank above.
+static const u32 SHARED_BEGIN = 1024;
+static unsigned char* dynamic_memory() { return self->block->bytes; }
+
+static unsigned char* shared_at(u32 at, u32 bytes) {
+  const Block& b = at >> 24 ? blocks[(at >> 24) - 1] : *self->block;
+  at &= 0xffffff;
+  if (at % (bytes < 16 ? bytes : 16)) fail("a misaligned access to shared memory");
+  if (at < SHARED_BEGIN || at + bytes > SHARED_BEGIN + shared_bytes) fail("an access outside of shared memory");
+  return b.bytes + (at - SHARED_BEGIN);
+}
+// Of static arrays, which have no bounds here.
+static unsigned char* anywhere(u32 at) { return dynamic_memory() + (int)(at - SHARED_BEGIN); }
+template <class T> static T load_shared(u32 at) {
+  T v;
+  memcpy(&v, shared_at(at, sizeof v), sizeof v);
+  return v;
+}
+template <class T> static void store_shared(u32 at, T v) { memcpy(shared_at(at, sizeof v), &v, sizeof v); }
+
+// --- launches -----------------------------------------------------------------------------------------------------------
+
+// Calls a kernel with arguments that have a slot of 8 bytes each, or as many as a tensor map takes.
+template <class T> static T argument(const char*& from) {
+  T v;
+  memcpy((void*)&v, from, sizeof v);
+  from += (sizeof v + 7) / 8 * 8;
+  return v;
+}
+static const char* given;
+template <class... A> static void call(void (*kernel)(A...)) {
+  const char* from = given;
+  std::tuple<A...> arguments{argument<A>(from)...};
+  std::apply(kernel, arguments);
+}
+// Runs a grid; `together`: blocks that run at once. Returns what went wrong, or null.
+static const char* launch(void (*with)(), int count, int threads, int shared, const char* arguments, int together, int seed) {
+  if (_setjmp(failed)) return failure;
+  entry = with, given = arguments, grid = count, shared_bytes = shared, late = seed & 1, random_state = seed * 2654435761u + 1, self = nullptr;
+  for (int first = 0; first < count; first += together) run_blocks(first, min(together, count - first), threads);
+  return nullptr;
+}
+}  // namespace machine
+
+static u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - machine::dynamic_memory()) + machine::SHARED_BEGIN; }

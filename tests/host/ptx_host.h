@@ -1,0 +1,382 @@
+// ptx.cuh for the host (machine.h): every function of its that kernels call, by the same name.
+#pragma once
+#include "machine.h"
+
+#define HAS_ASYNC_PROXY 1
+#define __CUDA_ARCH__ 900
+
+static void let_dependent_begin() {}
+static void wait_for_results() {}
+
+// --- mbarriers: bit 0 is the phase's parity, then 15 bits of arrivals that it has, 15 of those still missing, 32 of bytes -----
+
+namespace machine {
+static u64& mbarrier(u32 at) { return *(u64*)shared_at(at, 8); }
+static void advance(u32 at, int arrivals, int bytes) {
+  u64& b = mbarrier(at);
+  u32 parity = b & 1, count = b >> 1 & 0x7fff, missing = b >> 16 & 0x7fff;
+  int expected = (int)(b >> 32) + bytes;
+  if (!count) fail("a barrier that was not initialised");
+  if ((int)missing < arrivals) fail("a barrier has more arrivals than it waits for");
+  missing -= arrivals;
+  if (!missing && !expected) parity ^= 1, missing = count;
+  b = parity | (u64)count << 1 | (u64)missing << 16 | (u64)(u32)expected << 32;
+}
+// Work that ends with bytes at a barrier: now, or later.
+static void start(std::function<void()> work) {
+  Fiber* by = self;
+  if (!late && below(2)) return work();
+  under_way.push_back([=] {
+    Fiber* now = self;
+    self = by;
+    work();
+    self = now;
+  });
+}
+}  // namespace machine
+
+static void barrier_init(u32 barrier, int count) { machine::mbarrier(barrier) = (u64)count << 1 | (u64)count << 16; }
+static void barriers_begun() {}
+static void barrier_arrive(u32 barrier) { machine::advance(barrier, 1, 0); }
+static void expect_bytes(u32 barrier, u32 bytes) {
+  machine::advance(barrier, 0, bytes);
+  machine::advance(barrier, 1, 0);
+}
+static void barrier_wait(u32 barrier, u32 parity) {
+  const u64& b = machine::mbarrier(barrier);
+  if (!(b >> 1 & 0x7fff)) machine::fail("a barrier that was not initialised");
+  if ((b & 1) != parity) return;
+  machine::self->barrier = &b, machine::self->parity = parity;
+  machine::yield();
+}
+static bool barrier_done(u32 barrier, u32 parity) {
+  barrier_wait(barrier, parity);
+  return true;
+}
+static void named_sync(int id, int threads) { machine::meet(machine::self->block->named[id], threads); }
+template <int ID, int THREADS_OF> static void named_sync() { named_sync(ID, THREADS_OF); }
+static void named_arrive(int id, int threads) {
+  machine::Sync& s = machine::self->block->named[id];
+  s.arrived++;
+  machine::release(s, threads);
+}
+
+// --- clusters -----------------------------------------------------------------------------------------------------------
+
+static void cluster_arrive() {
+  using namespace machine;
+  self->cluster_generation = cluster_sync_state.generation;
+  cluster_sync_state.arrived++;
+  release(cluster_sync_state, cluster_alive);
+}
+static void cluster_wait() { machine::wait_for(machine::cluster_sync_state, machine::self->cluster_generation); }
+static void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+static u32 cluster_address(u32 a, int rank) { return (a & 0xffffff) | (u32)(rank + 1) << 24; }
+static void load_cluster_128(float (&v)[4], u32 a, int rank) { memcpy(v, machine::shared_at(cluster_address(a, rank), 16), 16); }
+static void barrier_arrive_cluster(u32 barrier, int rank) { barrier_arrive(cluster_address(barrier, rank)); }
+static void barrier_wait_cluster(u32 barrier) { barrier_wait(barrier, 0); }
+
+// --- copies into shared memory ------------------------------------------------------------------------------------------
+
+namespace machine {
+static void copy_words(u32 to, const void* from, int size, int bytes) {
+  unsigned char* at = anywhere(to);
+  if ((size_t)from % size && bytes) fail("a copy from a misaligned place");
+  auto work = [=] {
+    if (bytes) memcpy(at, from, bytes);
+    memset(at + bytes, 0, size - bytes);
+  };
+  if (!late) return work();
+  self->copies.push_back(work), self->uncommitted_copies++;
+}
+static void finish_copies(Fiber& f, size_t groups_left) {
+  while (f.copy_groups.size() > groups_left) {
+    for (size_t i = 0; i < f.copy_groups[0]; i++) f.copies[i]();
+    f.copies.erase(f.copies.begin(), f.copies.begin() + f.copy_groups[0]);
+    f.copy_groups.erase(f.copy_groups.begin());
+  }
+}
+}  // namespace machine
+
+static void copy16(u32 to, const void* from) { machine::copy_words(to, from, 16, 16); }
+static void copy16(u32 to, const void* from, int bytes) { machine::copy_words(to, from, 16, bytes); }
+template <int BYTES> static void copy_word(u32 to, const void* from, int bytes) { machine::copy_words(to, from, BYTES, bytes); }
+static void copy_commit() {
+  machine::self->copy_groups.push_back(machine::self->uncommitted_copies);
+  machine::self->uncommitted_copies = 0;
+}
+template <int N> static void copy_wait() { machine::finish_copies(*machine::self, N); }
+static void copy_wait_all() {
+  copy_commit();
+  copy_wait<0>();
+}
+static void arrive_when_copied(u32 barrier) {
+  using namespace machine;
+  std::vector<std::function<void()>> copies;
+  copies.swap(self->copies);
+  self->copy_groups.clear(), self->uncommitted_copies = 0;
+  start([=] {
+    for (auto& copy : copies) copy();
+    advance(barrier, 1, 0);
+  });
+}
+
+// --- bulk copies --------------------------------------------------------------------------------------------------------
+
+// As tests/emulator.py encodes a map.
+struct alignas(64) TensorMap {
+  u64 address, strides[5];  // bytes; of the first the element's size
+  u32 dims[5];
+  u16 box[5], steps[5];     // what a box traverses, and from one element that is copied to the next
+  u16 span, rounded;        // bytes of the swizzle; whether float32 becomes TF32
+  u32 unused[2];
+};
+static_assert(sizeof(TensorMap) == 128, "a CUtensorMap");
+static u32 to_tf32(float v);
+
+namespace machine {
+static u32 swizzled(u32 at, u32 span) { return span ? at ^ (at >> 7 & (span / 16 - 1)) << 4 : at; }
+// Elements of a box: where they are in shared memory, and in the tensor (null: nowhere).
+template <class Each> static u32 each_of_box(const TensorMap& m, u32 at, const int (&first)[5], Each each) {
+  const u32 element = (u32)m.strides[0];
+  u32 copied[5], count = 1;
+  for (int i = 0; i < 5; i++) copied[i] = (m.box[i] + m.steps[i] - 1) / m.steps[i], count *= copied[i];
+  if (at % 128) fail("a box at a misaligned place");
+  for (int i = 1; i < 5; i++)
+    if (m.dims[i] > 1 && m.strides[i] % 16) fail("a tensor map of misaligned strides");
+  if (m.address % 16) fail("a tensor map of a misaligned tensor");
+  if (copied[0] * element % 16) fail("a box whose rows are not whole units");
+  for (u32 i = 0; i < count; i++) {
+    u32 rest = i;
+    bool there = true;
+    u64 from = m.address;
+    for (int k = 0; k < 5; k++) {
+      const long long c = first[k] + (long long)(rest % copied[k]) * m.steps[k];
+      rest /= copied[k];
+      there &= c >= 0 && c < m.dims[k];
+      from += c * m.strides[k];
+    }
+    each(shared_at(swizzled(at + i * element, m.span), element), there ? (unsigned char*)from : nullptr, element);
+  }
+  return count * element;
+}
+}  // namespace machine
+
+static void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
+  using namespace machine;
+  if (bytes % 16 || (size_t)from % 16 || to % 16 || !bytes) fail("a bulk copy that is not of whole units");
+  shared_at(to + bytes - 16, 16);
+  start([=] {
+    memcpy(shared_at(to, 16), from, bytes);
+    advance(barrier, 0, -(int)bytes);
+  });
+}
+static void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier) {
+  using namespace machine;
+  const TensorMap* m = &map;
+  start([=] {
+    const int first[5] = {a, b, c, d, e};
+    const u32 bytes = each_of_box(*m, to, first, [&](unsigned char* at, const unsigned char* from, u32 size) {
+      if (from) memcpy(at, from, size);
+      else memset(at, 0, size);
+      float v;
+      if (m->rounded) {
+        memcpy(&v, at, 4);
+        const u32 word = to_tf32(v);
+        memcpy(at, &word, 4);
+      }
+    });
+    advance(barrier, 0, -(int)bytes);
+  });
+}
+static void store_box(const TensorMap& map, u32 from, int a, int b, int c, int d, int e) {
+  using namespace machine;
+  const TensorMap* m = &map;
+  auto work = [=] {
+    const int first[5] = {a, b, c, d, e};
+    each_of_box(*m, from, first, [](const unsigned char* at, unsigned char* to, u32 size) {
+      if (to) memcpy(to, at, size);
+    });
+  };
+  if (late) self->stores.push_back(work);
+  else work();
+}
+template <int BYTES> static void store_bulk(void* to, u32 from) {
+  using namespace machine;
+  auto work = [=] { memcpy(to, shared_at(from, 16), BYTES); };
+  if (late) self->stores.push_back(work);
+  else work();
+}
+static void bulk_commit() {}
+static void bulk_wait() {
+  for (auto& store : machine::self->stores) store();
+  machine::self->stores.clear();
+}
+static void bulk_wait_read() { bulk_wait(); }
+static void fence_async_shared() {}
+static void fence_async() {}
+
+// --- loads and stores ---------------------------------------------------------------------------------------------------
+
+// A lane's address of each row, and the rows' words.
+static void load_matrices(u32 (&v)[4], u32 a) {
+  const auto& shown = machine::exchange({a});
+  const int lane = machine::self->thread % 32;
+  for (int i = 0; i < 4; i++) v[i] = *(u32*)(machine::shared_at((u32)shown[i * 8 + lane / 4][0], 16) + lane % 4 * 4);
+}
+namespace machine {
+template <int N> static void load_turned(u32 (&v)[N], u32 a) {
+  const auto& shown = exchange({a});
+  const int lane = self->thread % 32;
+  for (int i = 0; i < N; i++) {
+    v[i] = 0;
+    for (int j = 0; j < 2; j++) v[i] |= (u32) * (u16*)(shared_at((u32)shown[i * 8 + lane % 4 * 2 + j][0], 16) + lane / 4 * 2) << 16 * j;
+  }
+}
+}  // namespace machine
+static void load_matrices_turned(u32 (&v)[4], u32 a) { machine::load_turned(v, a); }
+static void load_two_matrices_turned(u32 (&v)[2], u32 a) { machine::load_turned(v, a); }
+static void store_matrices(u32 a, const u32 (&v)[4]) {
+  const auto& shown = machine::exchange({a});
+  const int lane = machine::self->thread % 32;
+  for (int i = 0; i < 4; i++) *(u32*)(machine::shared_at((u32)shown[i * 8 + lane / 4][0], 16) + lane % 4 * 4) = v[i];
+}
+template <int N> static void store_matrices_turned(u32 a, const u32 (&v)[N]) {
+  const auto& shown = machine::exchange({a});
+  const int lane = machine::self->thread % 32;
+  for (int i = 0; i < N; i++)
+    for (int j = 0; j < 2; j++) *(u16*)(machine::shared_at((u32)shown[i * 8 + lane % 4 * 2 + j][0], 16) + lane / 4 * 2) = (u16)(v[i] >> 16 * j);
+}
+static float load_shared_f32(u32 a) { return machine::load_shared<float>(a); }
+static float2 load_shared_f32x2(u32 a) { return machine::load_shared<float2>(a); }
+static u32 load_shared_u32(u32 a) { return machine::load_shared<u32>(a); }
+static u32 load_shared_u32_if(u32 a, bool ok) { return ok ? machine::load_shared<u32>(a) : 0; }
+static u32 load_shared_u16(u32 a) { return machine::load_shared<u16>(a); }
+static void load_shared_128(u32 (&v)[4], u32 a) { memcpy(v, machine::shared_at(a, 16), 16); }
+static void load_shared_64(u32 (&v)[4], u32 a) { memcpy(v, machine::shared_at(a, 8), 8); }
+static void load_shared_constants(float (&v)[4], u32 a) { memcpy(v, machine::anywhere(a), 16); }
+static void load_shared_constants(double (&v)[2], u32 a) { memcpy(v, machine::anywhere(a), 16); }
+static void store_shared_u16(u32 a, u32 v) { machine::store_shared<u16>(a, (u16)v); }
+static void store_shared_u32(u32 a, u32 v) { machine::store_shared<u32>(a, v); }
+static void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) { machine::store_shared<uint4>(a, {v0, v1, v2, v3}); }
+static void store_shared_f32(u32 a, float v) { machine::store_shared<float>(a, v); }
+static void store_shared_f32x2(u32 a, float v, float w) { machine::store_shared<float2>(a, {v, w}); }
+static void store_shared_f32x4(u32 a, float v0, float v1, float v2, float v3) { machine::store_shared<float4>(a, {v0, v1, v2, v3}); }
+
+namespace machine {
+static void store_global(void* to, const void* from, size_t bytes, bool ok) {
+  if (!ok) return;
+  if ((size_t)to % bytes) fail("a misaligned store");
+  memcpy(to, from, bytes);
+}
+}  // namespace machine
+static void store_global_if(void* to, u32 v, bool ok) { machine::store_global(to, &v, 4, ok); }
+static void store_global_64_if(void* to, const u32 (&v)[4], bool ok) { machine::store_global(to, v, 8, ok); }
+static void store_global_128_if(void* to, const u32 (&v)[4], bool ok) { machine::store_global(to, v, 16, ok); }
+static void store_global_16_if(void* to, u32 v, bool ok) { machine::store_global(to, &v, 2, ok); }
+static u32 load_acquire(const u32* from) {
+  if (machine::self->spins++ > 1000000) machine::fail("a thread waits for a word that nobody writes");
+  machine::yield();
+  return *from;
+}
+
+// --- the compiler and registers -----------------------------------------------------------------------------------------
+
+template <class T> static void opaque(T&) {}
+#define OPAQUE(a)
+#define OPAQUE_2(a, b)
+#define OPAQUE_4(a, b, c, d)
+static u32 bits_of(float v) { return __float_as_uint(v); }
+static int block_index() { return machine::self->block->index; }
+template <int REGISTERS> static void fewer_registers() {}
+template <int REGISTERS> static void more_registers() {}
+static u64 multiply_add_wide(int a, int b, u64 c) { return (u64)((long long)a * b) + c; }
+
+// --- numbers ------------------------------------------------------------------------------------------------------------
+
+static u32 to_tf32(float v) {
+  const u32 b = __float_as_uint(v);
+  return (b & 0x7f800000u) == 0x7f800000u ? b : (b + 0xfffu + (b >> 13 & 1)) & 0xffffe000u;
+}
+static u32 to_tf32_quick(float v) { return to_tf32(v); }
+static u32 low_part(float v, u32 high) { return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high)); }
+static u32 half_bits(float v) {
+  const _Float16 h = (_Float16)v;
+  u16 u;
+  memcpy(&u, &h, 2);
+  return u;
+}
+static float half_value(u32 bits) {
+  const u16 u = (u16)bits;
+  _Float16 h;
+  memcpy(&h, &u, 2);
+  return (float)h;
+}
+static u32 bfloat_bits(float v) {
+  const u32 u = __float_as_uint(v);
+  return v != v ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+static float bfloat_value(u32 bits) { return __uint_as_float(bits << 16); }
+static u32 half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+static u32 bfloat_pair(float low, float high) { return bfloat_bits(low) | bfloat_bits(high) << 16; }
+
+// --- matrix instructions ------------------------------------------------------------------------------------------------
+
+namespace machine {
+#if PRECISION < 2
+static const int K = 8;
+#else
+static const int K = 16;
+#endif
+// The numbers of 32 bits as matrix instructions read them: one of TF32, whose low bits they ignore, or two of 16 bits.
+static void numbers_of(u32 word, float* to) {
+#if PRECISION < 2
+  to[0] = __uint_as_float(word & 0xffffe000u);
+#elif PRECISION == 2
+  to[0] = half_value(word & 0xffff), to[1] = half_value(word >> 16);
+#else
+  to[0] = bfloat_value(word & 0xffff), to[1] = bfloat_value(word >> 16);
+#endif
+}
+// Row g and row g + 8 of a warp's 16, from the registers of the lanes that have them.
+static void rows_of(const u64 (&shown)[32][4], float (&rows)[2][16]) {
+  const int g = self->thread % 32 / 4;
+  for (int t = 0; t < 4; t++)
+    for (int r = 0; r < 4; r++) numbers_of((u32)shown[4 * g + t][r], rows[r % 2] + K / 8 * (r / 2 * 4 + t));
+}
+static void begin_products() {}
+static void finish_products(size_t groups_left) {
+  Fiber& f = *self;
+  while (f.product_groups.size() > groups_left) {
+    for (size_t i = 0; i < f.product_groups[0]; i++) f.products[i]();
+    f.products.erase(f.products.begin(), f.products.begin() + f.product_groups[0]);
+    f.product_groups.erase(f.product_groups.begin());
+  }
+}
+}  // namespace machine
+
+static void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+  using namespace machine;
+  const int g = self->thread % 32 / 4, t = self->thread % 4;
+  const auto& shown = exchange({a[0] | (u64)b0 << 32, a[1] | (u64)b1 << 32, a[2], a[3]});
+  float rows[2][16], columns[2][16];
+  rows_of(shown, rows);
+  for (int c = 0; c < 2; c++)
+    for (int s = 0; s < 4; s++)
+      for (int r = 0; r < 2; r++) numbers_of((u32)(shown[4 * (2 * t + c) + s][r] >> 32), columns[c] + K / 8 * (r * 4 + s));
+  for (int h = 0; h < 2; h++)
+    for (int c = 0; c < 2; c++) {
+      float sum = 0;
+      for (int k = 0; k < K; k++) sum += rows[h][k] * columns[c][k];
+      d[2 * h + c] += sum;
+    }
+}
+static void wgmma_fence() {}
+static void wgmma_commit() {
+  machine::self->product_groups.push_back(machine::self->uncommitted_products);
+  machine::self->uncommitted_products = 0;
+}
+template <int N> static void wgmma_wait() { machine::finish_products(N); }

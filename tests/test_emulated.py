@@ -1,0 +1,220 @@
+"""Whole kernels on a CPU, from their own source: random layers, random tiles, against the float64 reference.
+
+Numbers are small integers, so that every product and sum is exact and the result has one right value. Copies and matrix
+instructions are done at once, or as late as a kernel lets them; results lie between guards.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import EVERY, needs_gxx
+from emulator import Emulator, emulator
+from test_gather import draw_problem as gather_problem
+from test_gather import draw_shuffle, draw_tiling
+from test_implicit import draw_problem as last_problem
+from test_pairs import random_problem as pairs_problem
+from test_subpixel import random_problem as subpixel_problem
+from test_sweep import draw_problem as deep_problem
+from test_wgrad import draw_problem as wgrad_problem
+from test_wgrad import tilings, work
+from upconv import reference
+from upconv.cuda import gather, implicit, pairs, subpixel, sweep, wgrad, wgrad_costs
+from upconv.cuda.axes import any_size, result_shape, source_shape
+from upconv.cuda.gpu import H200, Gpu
+from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
+from upconv.problem import Problem
+
+pytestmark = needs_gxx
+__all__ = ["emulator"]
+
+GUARD = 64  # elements ahead of a result, and behind it
+MOST = 3e6  # products of a layer at most, padding by the tile included
+
+
+def numbers(shape: tuple[int, ...], p: Problem) -> Tensor:
+    """Small integers; for IEEE numbers of which TF32 has not all bits."""
+    if p.precision == "ieee":
+        return torch.randn(shape, dtype=p.dtype)
+    return torch.randint(-3, 4, shape).to(p.dtype)
+
+
+def laid_out(t: Tensor, p: Problem) -> Tensor:
+    """As the problem's layout has it."""
+    if p.layout == "nchw":
+        return t.contiguous()
+    return t.contiguous(memory_format=torch.channels_last if p.rank == 2 else torch.channels_last_3d)
+
+
+def guarded(shape: tuple[int, ...], p: Problem) -> tuple[Tensor, Tensor]:
+    """A result of NaNs in the problem's layout, and the memory around it."""
+    like = laid_out(torch.empty(shape, dtype=p.dtype), p)
+    around = torch.full((like.numel() + 2 * GUARD,), math.nan, dtype=p.dtype)
+    return around[GUARD:].as_strided(like.shape, like.stride(), GUARD), around
+
+
+def assert_computes(choice: Any, emulator: Emulator, seed: int) -> None:
+    """What a choice launches gives its pass's result, to the last bit, and stores nothing beside it."""
+    p = choice.problem
+    torch.manual_seed(seed)
+    emulator.seed, emulator.gpu = seed, choice.gpu
+    given, truth = (gradient_of_weight if p.pass_ == "grad-weight" else result)(choice, seed)
+    out, around = given
+    wrong = (out - truth).abs() > 1e-5 * truth.abs().max() if p.precision == "ieee" else out != truth.to(p.dtype)
+    wrong |= out.isnan()
+    about = f"{p} {p.precision} {p.layout}\n{choice}\nseed {seed}"
+    first = wrong.nonzero()[:1].tolist()
+    assert not first, f"{int(wrong.sum())} of {out.numel()} are wrong, the first at {first}: {about}"
+    assert around[:GUARD].isnan().all() and around[-GUARD:].isnan().all(), f"a store beside the result: {about}"
+
+
+def result(choice: Any, seed: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Of a forward or of the gradient for the input: what is launched leaves with its guards, and the reference."""
+    p, prepared = choice.problem, choice.prepare(0)
+    source, weight = laid_out(numbers(source_shape(p), p), p), numbers(p.weight_shape, p)
+    if p.rank > 1 and seed % 3 == 0:
+        weight = laid_out(weight, p.with_(layout="channels_last"))
+    bias = numbers((p.out_channels,), p) if p.bias and p.pass_ == "fwd" else None
+    out, around = guarded(result_shape(p), p)
+    if getattr(prepared, "packs", False) and seed % 2:
+        prepared.run_packing(source, weight, bias, out)
+    else:
+        prepared.run(source, prepared.pack(weight), bias, out)
+    if p.pass_ == "fwd":
+        return (out, around), reference.forward(p, source, weight, bias)
+    return (out, around), reference.gradients(p, source, torch.zeros(p.input_shape), weight)[0]
+
+
+def gradient_of_weight(choice: Any, seed: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """As `result`. By one launch of blocks that wait for each other, where there is such a kernel."""
+    p = choice.problem
+    x, grad = (laid_out(numbers(shape, p), p) for shape in (p.input_shape, p.output_shape))
+    last = p.rank > 1 and seed % 3 == 0
+    out, around = guarded(p.weight_shape, p.with_(layout="channels_last" if last else "nchw"))
+    choice.prepare(0).run(x, grad, out, seed % 4 > 1)
+    return (out, around), reference.gradients(p, grad, x, torch.zeros(p.weight_shape))[1]
+
+
+# --- a family's random choices ---------------------------------------------------------------------------------------
+
+
+def gpus(rng: random.Random) -> Gpu:
+    return replace(H200, multiprocessors=rng.choice((1, 2, 7, 132)))
+
+
+def implicit_choice(rng: random.Random) -> Any:
+    p = last_problem(rng)
+    if rng.random() < 0.5:
+        p = p.with_(pass_="fwd", in_channels=rng.choice((8, 16, 40)), out_channels=rng.choice((7, 24, 64, 120)))
+    if implicit.refusal(p, H200) is not None:
+        return None
+    every = implicit.candidates(any_size(p), H200)
+    tiles = [t for whole in every for t in (whole, *implicit._clustered(whole, p, H200))]
+    tile = rng.choice(tiles)
+    work = tile.tiles(p) * max(tile.steps) * tile.rows * tile.columns * tile.chunk
+    return implicit.Choice(tile, p, gpus(rng), 1e-5, "") if work < MOST * 10 else None
+
+
+def subpixel_choice(rng: random.Random) -> Any:
+    p = subpixel_problem(rng)
+    tile = rng.choice(list(subpixel.candidates(p, H200)))
+    return subpixel.Choice(tile, p, gpus(rng), 1e-5, "")
+
+
+def pairs_choice(rng: random.Random) -> Any:
+    p = pairs_problem(rng)
+    tile = rng.choice([t for t in pairs.candidates(p, H200) if t.serves(p)])
+    return pairs.Choice(tile, p, gpus(rng), 1e-5, "")
+
+
+def sweep_choice(rng: random.Random) -> Any:
+    p = deep_problem(rng)
+    every = list(sweep.candidates(p, H200))
+    return sweep.Choice(rng.choice(every), p, gpus(rng), 1e-5, "") if every else None
+
+
+def gather_choice(rng: random.Random) -> Any:
+    p = gather_problem(rng)
+    tiling = draw_tiling(p, rng, draw_shuffle(p, rng) if rng.random() < 0.2 else None)
+    return None if tiling is None else gather.Choice(tiling, p, gpus(rng), rng.choice((1e-6, 1e-3)), "")
+
+
+def wgrad_choice(rng: random.Random, warpgroups: bool) -> Any:
+    p = wgrad_problem(rng)
+    every = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) == warpgroups]
+    few = [t for t in rng.sample(every, min(20, len(every))) if t.tiles <= 12 and work(t, p) < 1e6]
+    if not few:
+        return None
+    tiling = wgrad_costs.boxed(few[0], p)
+    splits = min(math.prod(tiling.counts(p)), rng.choice((1, 2, 3, 5)))
+    return wgrad.Choice(tiling, p, gpus(rng), splits, 1e-5, "")
+
+
+FAMILIES: dict[str, Callable[[random.Random], Any]] = {
+    "implicit": implicit_choice,
+    "subpixel": subpixel_choice,
+    "pairs": pairs_choice,
+    "sweep": sweep_choice,
+    "gather": gather_choice,
+    "wgrad by mma.sync": lambda rng: wgrad_choice(rng, False),
+    "wgrad by wgmma": lambda rng: wgrad_choice(rng, True),
+}
+
+
+def choices(family: str) -> Iterator[Any]:
+    """A family's random choices, in a seed's order."""
+    rng = random.Random(f"emulated {family}")
+    while True:
+        if (choice := FAMILIES[family](rng)) is not None:
+            yield choice
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_layers_by_random_tiles(family: str, emulator: Emulator) -> None:
+    for seed, choice in zip(range(60 if EVERY else 3), choices(family)):
+        for late in (0, 1):
+            assert_computes(choice, emulator, 2 * seed + late)
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+FULL = r"barrier_wait\(full \+ (cursor\.)?stage \* 8, (cursor\.)?parity\);"
+FAULTS = {
+    "implicit: no wait for a stage": ("implicit", FULL, ""),
+    "implicit: a tap's shift": ("implicit", r"\+ TAP_W\[tap\]", "+ TAP_W[tap] + 1"),
+    "implicit: a stage given back too early": ("implicit", r"wgmma_wait<LAG>\(\);", ""),
+    "subpixel: a place": ("subpixel", r"t\.p \+ b \* ROW_PIXELS", "t.p + b * ROW_PIXELS + 1"),
+    "pairs: no wait for a free stage": ("pairs", r"barrier_wait\(empty \+ cursor\.stage \* 8, cursor\.parity\);", ""),
+    "sweep: the first slot": ("sweep", r"#define FIRST_SLOT \((-?\d+)\)", r"#define FIRST_SLOT (\1 + 1)"),
+    "gather: no wait for sums": ("gather", r"\n    wgmma_wait<0>\(\);", "\n"),
+    "wgrad: no wait for copies": ("wgrad by mma.sync", r"copy_wait<1>\(\);", ""),
+    "wgrad: a tap's shift": ("wgrad by wgmma", r"taps\.at\[u\] = ([^;]*);", r"taps.at[u] = \1 + 1;"),
+}
+"""By what: a family, a pattern of its source and what is put there."""
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_fault_is_noticed(what: str, emulator: Emulator) -> None:
+    family, pattern, instead = FAULTS[what]
+    planted = []
+
+    def mutate(source: str) -> str:
+        changed, found = re.subn(pattern, instead, source)
+        planted.append(found)
+        return changed
+
+    emulator.mutate = mutate
+    with pytest.raises(AssertionError, match=r"are wrong|wait for each other|arrivals|left before|outside"):
+        for seed, choice in zip(range(3), choices(family)):
+            for late in (0, 1):
+                assert_computes(choice, emulator, 2 * seed + late)
+    assert any(planted)
