@@ -215,6 +215,42 @@ def test_random_layers_by_random_tiles(family: str, emulator: Emulator) -> None:
             assert_computes(choice, emulator, 2 * seed + late)
 
 
+# --- what random draws seldom meet -----------------------------------------------------------------------------------
+
+
+def stored_by_the_copy_engine(rng: random.Random) -> Any:
+    p = Problem.make(2, 32, 64, (8, 24), 4, 2, 1, dtype=torch.float16)
+    layer, classes = any_size(p), gather_search.classes_of(p)
+    every = [t for t in gather_search.candidates(layer, H200, classes=classes, drained=True) if t.drained]
+    return gather.Choice(rng.choice(every), p, replace(H200, multiprocessors=2), 1e-3, "")
+
+
+def chunks_of_a_cluster(rng: random.Random) -> Any:
+    p = Problem.make(2, 128, 16, (4, 16), 3, 1, 1, precision="tf32")
+    every = gather_search.candidates(any_size(p), H200, classes=gather_search.classes_of(p))
+    tiling = next(t for t in every if t.wgmma and t.chunks > 2 and t.split == 0)
+    return gather.Choice(replace(tiling, cluster=2).checked(H200.shared_bytes), p, H200, 1e-3, "")
+
+
+def sums_that_are_handed_over(rng: random.Random) -> Any:
+    p = Problem.make(1, 64, 64, (16, 16), 2, 2, layout="channels_last", pass_="grad-weight", **HALVES)
+    every = [wgrad_costs.boxed(t, p) for t in tilings(p)]
+    tiling = rng.choice([t for t in every if wgrad_costs.hands_over(t, 2, H200)])
+    return wgrad.Choice(tiling, p, H200, 2, 1e-5, "")
+
+
+HALVES: Any = {"dtype": torch.bfloat16, "precision": "bf16"}
+SELDOM = (stored_by_the_copy_engine, chunks_of_a_cluster, sums_that_are_handed_over)
+
+
+@pytest.mark.parametrize("ways", SELDOM, ids=[of.__name__ for of in SELDOM])
+def test_what_random_draws_seldom_meet(ways: Callable[[random.Random], Any], emulator: Emulator) -> None:
+    """At once and late; sums that are handed over by a cluster, and by blocks of a cooperative launch."""
+    choice = ways(random.Random(0))
+    for seed in (0, 3):
+        assert_computes(choice, emulator, seed)
+
+
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 FULL = r"barrier_wait\(full \+ (cursor\.)?stage \* 8, (cursor\.)?parity\);"
