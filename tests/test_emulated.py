@@ -261,7 +261,7 @@ FAULTS = {
     "subpixel: a place": ("subpixel", r"t\.p \+ b \* ROW_PIXELS", "t.p + b * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"barrier_wait\(empty \+ cursor\.stage \* 8, cursor\.parity\);", ""),
     "sweep: the first slot": ("sweep", r"#define FIRST_SLOT \((-?\d+)\)", r"#define FIRST_SLOT (\1 + 1)"),
-    "gather: no wait for sums": ("gather", r"\n    wgmma_wait<0>\(\);", "\n"),
+    "gather: no wait for a stage": ("gather", FULL, ""),
     "wgrad: no wait for copies": ("wgrad by mma.sync", r"copy_wait<1>\(\);", ""),
     "wgrad: a tap's shift": ("wgrad by wgmma", r"taps\.at\[u\] = ([^;]*);", r"taps.at[u] = \1 + 1;"),
 }
