@@ -9,6 +9,7 @@ import ctypes
 import re
 import struct
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ def for_host(source: str, entries: tuple[str, ...]) -> str:
     """A kernel's source for a C++ compiler, with a function for each entry that runs a grid."""
     for name in ("ptx", "wgmma"):
         source = re.sub(_HEADER.format(name), f'#include "{name}_host.h"\n', source, flags=re.DOTALL)
-    source = re.sub(r"extern __shared__[^;]* memory\[\];", "unsigned char* const memory = machine::dynamic_memory();", source)
+    source = re.sub(
+        r"extern __shared__[^;]* memory\[\];", "unsigned char* const memory = machine::dynamic_memory();", source
+    )
     return source + "".join(map(_CALL.format, entries))
 
 
@@ -64,11 +67,15 @@ class Code:
 
 @dataclass
 class Emulator:
-    """What launches are made of. ``seed``: an odd one does copies and matrix instructions as late as a kernel lets it."""
+    """What launches are made of.
+
+    ``seed``: an odd one does copies and matrix instructions as late as a kernel lets it. ``mutate``: what becomes of a
+    source before it is compiled.
+    """
 
     gpu: Gpu
     seed: int = 0
-    mutate: Any = staticmethod(lambda source: source)
+    mutate: Callable[[str], str] = str
     codes: dict[str, Code] = field(default_factory=dict)
     launched: list[str] = field(default_factory=list)
 
@@ -119,12 +126,20 @@ def encode(
     rounded: bool = False,
     promotion: int = 128,
 ) -> Words:
-    """`upconv.cuda.boxes.encode` for the host: a ``TensorMap`` of ``host/ptx_host.h``, which takes what hardware takes."""
+    """`upconv.cuda.boxes.encode` for the host: a ``TensorMap`` of ``host/ptx_host.h``. It takes what hardware takes."""
     assert len(box) == 5 and max(box) <= 256 and min(box) >= 1 and max(steps) <= 8 and min(steps) >= 1
     assert steps[0] == 1 and (not span or box[0] * dtype.itemsize <= span), "a row of the box is within the swizzle"
     strides = (dtype.itemsize, *tensor.strides)
     return struct.pack(
-        "<6Q5I5H5H2HI4x", address + tensor.begin, *strides, *tensor.dims, *box, *steps, span, int(rounded and dtype is torch.float32), 0
+        "<6Q5I5H5H2HI4x",
+        address + tensor.begin,
+        *strides,
+        *tensor.dims,
+        *box,
+        *steps,
+        span,
+        int(rounded and dtype is torch.float32),
+        0,
     ).ljust(128, b"\0")
 
 

@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -19,20 +20,19 @@ from torch import Tensor
 
 from conftest import EVERY, needs_gxx
 from emulator import Emulator, emulator
+from test_gather import DTYPES, draw_shuffle, draw_tiling
 from test_gather import draw_problem as gather_problem
-from test_gather import draw_shuffle, draw_tiling
-from test_implicit import draw_problem as last_problem
 from test_pairs import random_problem as pairs_problem
 from test_subpixel import random_problem as subpixel_problem
 from test_sweep import draw_problem as deep_problem
 from test_wgrad import draw_problem as wgrad_problem
 from test_wgrad import tilings, work
 from upconv import reference
-from upconv.cuda import gather, implicit, pairs, subpixel, sweep, wgrad, wgrad_costs
+from upconv.cuda import gather, gather_search, implicit, pairs, subpixel, sweep, wgrad, wgrad_costs
 from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
-from upconv.problem import Problem
+from upconv.problem import Precision, Problem, output_length
 
 pytestmark = needs_gxx
 __all__ = ["emulator"]
@@ -111,6 +111,24 @@ def gpus(rng: random.Random) -> Gpu:
     return replace(H200, multiprocessors=rng.choice((1, 2, 7, 132)))
 
 
+def last_problem(rng: random.Random) -> Problem:
+    """A small channels-last layer's gradient for the input."""
+    rank = rng.choice((2, 2, 3))
+    kernel = [rng.choice((1, 2, 3, 3, 4, 5)) for _ in range(rank)]
+    stride = [rng.choice((1, 2, 2, 3, 5)) for _ in range(rank)]
+    dilation = [rng.choice((1, 1, 2, 3)) for _ in range(rank)]
+    size = [rng.choice((1, 3, 8, 9, 20) if axis else (1, 2, 5)) for axis in range(3 - rank, 3)]
+    axes = list(zip(size, kernel, stride, dilation))
+    padding = [rng.randint(0, min((output_length(n, k, s, 0, 0, e) - 1) // 2, (k - 1) * e)) for n, k, s, e in axes]
+    output_padding = [rng.randrange(max(s, e)) for s, e in zip(stride, dilation)]
+    precision: Precision = rng.choice(("tf32", "fp16", "bf16"))
+    return Problem.make(
+        rng.randint(1, 3), rng.choice((1, 7, 8, 24)), rng.choice((8, 16, 40)), size, kernel, stride, padding,
+        output_padding, dilation, dtype=DTYPES[precision], precision=precision, layout="channels_last",
+        pass_="grad-input",
+    )  # fmt: skip
+
+
 def implicit_choice(rng: random.Random) -> Any:
     p = last_problem(rng)
     if rng.random() < 0.5:
@@ -143,9 +161,21 @@ def sweep_choice(rng: random.Random) -> Any:
 
 
 def gather_choice(rng: random.Random) -> Any:
+    """A tiling drawn at random, or one of a search's: at any size, at the layer's own, or stored by the copy engine."""
     p = gather_problem(rng)
-    tiling = draw_tiling(p, rng, draw_shuffle(p, rng) if rng.random() < 0.2 else None)
-    return None if tiling is None else gather.Choice(tiling, p, gpus(rng), rng.choice((1e-6, 1e-3)), "")
+    shuffle = draw_shuffle(p, rng) if rng.random() < 0.2 else None
+    if rng.random() < 0.4:
+        tiling = draw_tiling(p, rng, shuffle)
+    else:
+        channels = p.groups * rng.choice((4, 8, 16, 40))
+        p = p.with_(size=(*p.size[:-1], rng.choice((8, 16, 24))), padding=(0,) * p.rank, in_channels=channels)
+        classes = gather_search.classes_of(p) if p.layout == "nchw" else (1, 1)
+        ways = ({"classes": classes}, {"size": p.size}, {"classes": classes, "drained": True})
+        every = list(islice(gather_search.candidates(any_size(p), H200, **rng.choice(ways)), 300))
+        tiling = rng.choice(every) if every else None
+    if tiling is None or (p.layout == "nchw" and tiling.tensor_map and tiling.classes != gather_search.classes_of(p)):
+        return None  # rows that boxes do not bring
+    return gather.Choice(tiling, p, gpus(rng), rng.choice((1e-6, 1e-3)), "")
 
 
 def wgrad_choice(rng: random.Random, warpgroups: bool) -> Any:
@@ -180,9 +210,45 @@ def choices(family: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_layers_by_random_tiles(family: str, emulator: Emulator) -> None:
-    for seed, choice in zip(range(60 if EVERY else 3), choices(family)):
+    for seed, choice in zip(range(60 if EVERY else 3 if family[0] in "gw" else 2), choices(family)):
         for late in (0, 1):
             assert_computes(choice, emulator, 2 * seed + late)
+
+
+# --- what random draws seldom meet -----------------------------------------------------------------------------------
+
+
+def stored_by_the_copy_engine(rng: random.Random) -> Any:
+    p = Problem.make(2, 32, 64, (8, 24), 4, 2, 1, dtype=torch.float16)
+    layer, classes = any_size(p), gather_search.classes_of(p)
+    every = [t for t in gather_search.candidates(layer, H200, classes=classes, drained=True) if t.drained]
+    return gather.Choice(rng.choice(every), p, replace(H200, multiprocessors=2), 1e-3, "")
+
+
+def chunks_of_a_cluster(rng: random.Random) -> Any:
+    p = Problem.make(2, 128, 16, (4, 16), 3, 1, 1, precision="tf32")
+    every = gather_search.candidates(any_size(p), H200, classes=gather_search.classes_of(p))
+    tiling = next(t for t in every if t.wgmma and t.chunks > 2 and t.split == 0)
+    return gather.Choice(replace(tiling, cluster=2).checked(H200.shared_bytes), p, H200, 1e-3, "")
+
+
+def sums_that_are_handed_over(rng: random.Random) -> Any:
+    p = Problem.make(1, 64, 64, (16, 16), 2, 2, layout="channels_last", pass_="grad-weight", **HALVES)
+    every = [wgrad_costs.boxed(t, p) for t in tilings(p)]
+    tiling = rng.choice([t for t in every if wgrad_costs.hands_over(t, 2, H200)])
+    return wgrad.Choice(tiling, p, H200, 2, 1e-5, "")
+
+
+HALVES: Any = {"dtype": torch.bfloat16, "precision": "bf16"}
+SELDOM = (stored_by_the_copy_engine, chunks_of_a_cluster, sums_that_are_handed_over)
+
+
+@pytest.mark.parametrize("ways", SELDOM, ids=[of.__name__ for of in SELDOM])
+def test_what_random_draws_seldom_meet(ways: Callable[[random.Random], Any], emulator: Emulator) -> None:
+    """At once and late; sums that are handed over by a cluster, and by blocks of a cooperative launch."""
+    choice = ways(random.Random(0))
+    for seed in (0, 3):
+        assert_computes(choice, emulator, seed)
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -195,7 +261,7 @@ FAULTS = {
     "subpixel: a place": ("subpixel", r"t\.p \+ b \* ROW_PIXELS", "t.p + b * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"barrier_wait\(empty \+ cursor\.stage \* 8, cursor\.parity\);", ""),
     "sweep: the first slot": ("sweep", r"#define FIRST_SLOT \((-?\d+)\)", r"#define FIRST_SLOT (\1 + 1)"),
-    "gather: no wait for sums": ("gather", r"\n    wgmma_wait<0>\(\);", "\n"),
+    "gather: no wait for a stage": ("gather", FULL, ""),
     "wgrad: no wait for copies": ("wgrad by mma.sync", r"copy_wait<1>\(\);", ""),
     "wgrad: a tap's shift": ("wgrad by wgmma", r"taps\.at\[u\] = ([^;]*);", r"taps.at[u] = \1 + 1;"),
 }

@@ -1,4 +1,4 @@
-"""The implicit GEMM: the kernel in an interpreter, its packing, its choice, its compiled code, what is launched."""
+"""The implicit GEMM (what it computes: test_emulated.py): its choice, its compiled code, what is launched."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from conftest import EVERY, Stubs, assert_interpreted, precision_by_turns, seeds
-from gather_interpreter import Ints
-from implicit_interpreter import ImplicitInterpreter
-from test_gather import DTYPES, needs_nvrtc, truth_of
+from conftest import EVERY, Stubs, precision_by_turns
+from test_gather import DTYPES, needs_nvrtc
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families, implicit, jit, relayout
@@ -21,7 +20,7 @@ from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200, Gpu
 from upconv.cuda.implicit import Tile
-from upconv.problem import Pass, Precision, Problem, output_length
+from upconv.problem import Pass, Precision, Problem
 
 LAST = "the implicit GEMM is for forwards and gradients for the input in channels_last"
 
@@ -32,122 +31,9 @@ def tiles_of(p: Problem) -> list[Tile]:
     return [t for whole in every for t in (whole, *implicit._clustered(whole, p, H200))]
 
 
-def draw_problem(rng: random.Random) -> Problem:
-    """A small channels-last layer's gradient for the input."""
-    rank = rng.choice((2, 2, 3))
-    kernel = [rng.choice((1, 2, 3, 3, 4, 5)) for _ in range(rank)]
-    stride = [rng.choice((1, 2, 2, 3, 5)) for _ in range(rank)]
-    dilation = [rng.choice((1, 1, 2, 3)) for _ in range(rank)]
-    size = [rng.choice((1, 3, 8, 9, 20) if axis else (1, 2, 5)) for axis in range(3 - rank, 3)]
-    axes = list(zip(size, kernel, stride, dilation))
-    padding = [rng.randint(0, min((output_length(n, k, s, 0, 0, e) - 1) // 2, (k - 1) * e)) for n, k, s, e in axes]
-    output_padding = [rng.randrange(max(s, e)) for s, e in zip(stride, dilation)]
-    precision: Precision = rng.choice(("tf32", "fp16", "bf16"))
-    return Problem.make(
-        rng.randint(1, 3), rng.choice((1, 7, 8, 24)), rng.choice((8, 16, 40)), size, kernel, stride, padding,
-        output_padding, dilation, dtype=DTYPES[precision], precision=precision, layout="channels_last",
-        pass_="grad-input",
-    )  # fmt: skip
-
-
 def layer_of(name: str, precision: Precision) -> Problem:
     (layer,) = {case.problem for cases in SUITES.values() for case in cases if case.name == name}
     return layer.with_(dtype=DTYPES[precision], precision=precision, layout="channels_last", pass_="grad-input")
-
-
-def check(t: Tile, p: Problem, seed: int, blocks: int) -> None:
-    """The interpreted kernel stores every result once, and what it stores is the pass's, in float64.
-
-    On a GPU of that many multiprocessors.
-    """
-    numbers = np.random.default_rng(seed)
-    g, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
-    interpreter = ImplicitInterpreter(t, gpu=replace(H200, multiprocessors=blocks))
-    last = np.moveaxis(w, 1, -1)
-    packed = interpreter.pack(w)
-    by_result = np.moveaxis(w, 0, -1) if t.forward else last
-    np.testing.assert_array_equal(packed, by_result.reshape(packed.shape))
-    np.testing.assert_array_equal(interpreter.pack(np.ascontiguousarray(last), w.shape[1]), packed)
-    truth = truth_of(p, g, w, None)
-    for turned in (False, True)[: 1 + t.turnable]:  # the weights are the same as they lie, in other boxes
-        interpreter = ImplicitInterpreter(t, t.macros(turned), interpreter.gpu)
-        with np.errstate(invalid="ignore"):  # rows that no box writes are never stored
-            out, stores = interpreter(p, g, packed, blocks)
-        assert_interpreted(out, stores, truth)
-
-
-@pytest.mark.parametrize("seed", seeds(4, 8))
-def test_random_tiles_compute_their_layers(seed: int) -> None:
-    rng = random.Random(f"implicit {seed}")
-    done, clusters, turned, kinds = 0, 0, 0, set()
-    while done < 32:
-        p = draw_problem(rng)
-        if rng.random() < 0.5:
-            p = p.with_(pass_="fwd", in_channels=rng.choice((8, 16, 40)), out_channels=rng.choice((7, 24, 64, 120)))
-            if rng.random() < 0.3:
-                free = (0,) * p.rank
-                p = p.with_(padding=free).with_(stride=(1,) * p.rank, output_padding=free)
-        if implicit.refusal(p, H200) is not None:
-            continue
-        every = tiles_of(p)
-        few = [t for t in rng.sample(every, min(12, len(every))) if t.tiles(p) * max(t.steps) * t.rows < 200_000]
-        for t in few[:1]:
-            try:
-                check(t, p, done, min(rng.choice((1, 2, 7, 132)), t.tiles(p)))
-            except AssertionError as error:
-                raise AssertionError(f"{p}, {p.precision}: {error}\n{t}") from error
-            done, clusters, turned = done + 1, clusters + (t.cluster > 1), turned + t.turnable
-            kinds.add((t.forward, len(t.phases) > 1, 0 in t.steps))
-    assert clusters and turned and len(kinds) == 4, "gradients; forwards of one phase, of several, of some without taps"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("TAPS_W", "{0,0,0,0,0,0,0,0,0}"),
-        ("TAPS_H", "{-1,-1,-1,-1,-1,-1,-1,-1,-1}"),
-        ("STEP_H", 1),
-        ("STEP_W", 1),
-        ("CK", 8),
-        ("COLUMNS", 8),
-        ("MB", 1),
-    ],
-)
-def test_the_interpreter_notices_a_wrong_plan(name: str, value: int | str) -> None:
-    p = Problem.make(2, 16, 32, (9, 20), 3, 2, 1, precision="tf32", layout="channels_last", pass_="grad-input")
-    assert_noticed(p, name, value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("TAPS_OF", "{0,1,2,3,4,5,6,7,8}"),
-        ("TAPS_W", "{0,0,0,0,0,0,0,0,0}"),
-        ("PHASES_TAP", "{0,2,4,6,9}"),
-        ("PHASES_H", "{0,0,0,0}"),
-        ("PHASES_W", "{0,0,0,0}"),
-        ("OUT_STEP_H", 1),
-        ("OUT_STEP_W", 1),
-        ("PHASES", 1),
-    ],
-)
-def test_the_interpreter_notices_a_wrong_forward(name: str, value: int | str) -> None:
-    p = Problem.make(2, 32, 16, (9, 20), 3, 2, 1, 1, precision="tf32", layout="channels_last")
-    assert_noticed(p, name, value)
-
-
-def assert_noticed(p: Problem, name: str, value: int | str) -> None:
-    """With another macro the interpreted kernel fails, or its result is wrong."""
-    t = next(t for t in implicit.candidates(any_size(p), H200) if t.mb == 2)
-    numbers = np.random.default_rng(0)
-    g, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
-    assert str(t.macros()[name]) != str(value)
-    try:
-        interpreter = ImplicitInterpreter(t, t.macros() | {name: value})
-        out, stores = interpreter(p, g, interpreter.pack(w), 4)
-    except (AssertionError, IndexError, ValueError):
-        return
-    assert not ((stores == 1).all() and np.allclose(out, truth_of(p, g, w, None).numpy())), name
 
 
 @pytest.mark.parametrize(
@@ -238,7 +124,7 @@ def test_the_order_of_phases() -> None:
     assert t.order(light, H200) == (1, 132 // 16)
 
 
-def steps_of_blocks(t: Tile, p: Problem, gpu: Gpu) -> Ints:
+def steps_of_blocks(t: Tile, p: Problem, gpu: Gpu) -> NDArray[np.int64]:
     """Each block's steps, as the kernel orders tiles."""
     count, of = t.tiles(p), len(t.phases)
     *_, abreast, turn = t.arguments(p, gpu)

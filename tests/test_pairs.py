@@ -1,24 +1,27 @@
-"""Taps in pairs without a GPU: interpreter against reference, refusals, kernels compiled, launches."""
+"""Taps in pairs without a GPU (what they compute: test_emulated.py): refusals, kernels compiled, launches."""
 
 from __future__ import annotations
 
 import random
 import re
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from conftest import EVERY, Stubs, precision_by_turns, seeds, spread_by_precision
-from pairs_interpreter import PairsInterpreter
+from conftest import EVERY, Stubs, needs_gxx, precision_by_turns, spread_by_precision
+from emulator import Emulator, emulator
 from test_gather import DTYPES, needs_nvrtc
-from upconv import reference
 from upconv.bench.suites import SUITES
 from upconv.cuda import families, family, jit, pairs
 from upconv.cuda.axes import Unfit
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.problem import Precision, Problem
+
+__all__ = ["emulator"]
 
 
 def random_problem(rng: random.Random) -> Problem:
@@ -44,22 +47,31 @@ def random_problem(rng: random.Random) -> Problem:
             return p
 
 
-@pytest.mark.parametrize("seed", seeds(56, 112))
-def test_the_interpreter_gives_the_reference(seed: int) -> None:
-    rng = random.Random(seed)
-    p = random_problem(rng)
-    t = rng.choice([t for t in pairs.candidates(p, H200) if t.serves(p)])
-    numbers = np.random.default_rng(seed)
-    grad, weight = (numbers.standard_normal(s) for s in (p.output_shape, p.weight_shape))
-    interpreter = PairsInterpreter(t)
-    packed = interpreter.pack(weight)
-    assert packed.size * p.dtype.itemsize == t.packed_words * 4 and not np.isnan(packed).any()
-    found = interpreter.run(p, grad, packed)
-    truth, *_ = reference.gradients(p, torch.from_numpy(grad), torch.zeros(p.input_shape), torch.from_numpy(weight))
-    np.testing.assert_allclose(found, truth.numpy(), rtol=1e-10, atol=1e-10)
-
-
 KERNELS = ((2, 2, 0), (4, 2, 1), (4, 2, 0), (4, 4, 0), (8, 4, 2), (16, 8, 4), (8, 8, 0))
+
+
+def words(tile: pairs.Tile, thread: NDArray[np.int64], step: int, i: int, half: int) -> tuple[NDArray[np.int64], ...]:
+    """In elements of a stage: what lanes read of places g + 8i, of the half of a step's places of K that they have."""
+    m, element, slot = tile.macros(), tile.element, tile.slot
+    group, pitch, step_w, kernel_w, lane_slots = (
+        int(m[name]) for name in ("GROUP", "PITCH", "STEP_W", "KERNEL_W", "SLOTS_LANE")
+    )
+    slots = 32 // element // slot
+    steps_w = kernel_w // slot // lane_slots
+
+    def slot_at(step: int, of: Any) -> Any:
+        channel = step // steps_w * (slots // lane_slots) + of // lane_slots
+        return channel * pitch + slot * (step % steps_w * lane_slots + of % lane_slots) + int(m["LEAD"])
+
+    position, t = tile.mb * 64 + thread // 32 * 16, thread & 3
+    box_place = -(-tile.channels * pitch * element // 128) * 128 // element
+    at = position // group * box_place + (position % group + thread // 4 % 8) * step_w
+    at += slot_at(0, t * (2 if element == 2 and slot == 1 else 1)) + slot_at(step, 0) - slot_at(0, 0)
+    at += i * (box_place if group == 8 else 8 * step_w)
+    if element == 4 and slot == 2:
+        return (at + half,)
+    at += half * (slot_at(0, slots // 2) - slot_at(0, 0))
+    return (at,) if element == 4 else (at, at + (1 if slot == 2 else pitch))
 
 
 @pytest.mark.parametrize("kernel, stride, padding", KERNELS)
@@ -75,16 +87,15 @@ def test_lanes_that_load_together_meet_different_banks(
         2, 64, 64, (256,), kernel, stride, padding, dtype=DTYPES[precision], precision=precision, pass_="grad-input"
     )
     for t in list(pairs.candidates(p, H200))[:: 7 if EVERY else 14]:
-        found = PairsInterpreter(t)
         assert t.conflicts == 1 or t.line, t
         for thread, step, i, half in product((0, 32, 64, 96), range(4 * t.rows), range(2), range(2)):
             wide = t.element == 4 and t.slot == 2
-            for at in found.words(1, thread + np.arange(32), 0, step, i, half):
+            for at in words(t, thread + np.arange(32), step, i, half):
                 for some in (at[:16], at[16:]) if wide else (at,):
-                    words = {*(some * t.element // 4).tolist()}
+                    met = {*(some * t.element // 4).tolist()}
                     if wide:
-                        words |= {word ^ 1 for word in words}
-                    banks = [word % 32 for word in words]
+                        met |= {word ^ 1 for word in met}
+                    banks = [word % 32 for word in met]
                     assert max(banks.count(bank) for bank in banks) <= t.conflicts, t
 
 
@@ -202,17 +213,19 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     stubs.assert_one_mapped(choice)
 
 
-def test_what_kept_packings_go_by() -> None:
+@needs_gxx
+def test_what_kept_packings_go_by(emulator: Emulator) -> None:
     """A weight may serve layers of several paddings, by which its taps lie in K in pairs or one by one."""
-    packed: dict[object, np.ndarray] = {}
-    weight = np.random.default_rng(0).standard_normal((32, 16, 4, 4))
+    packed: dict[object, torch.Tensor] = {}
+    weight = torch.randn(32, 16, 4, 4)
     orders = set()
     for padding, precision in ((0, "tf32"), (1, "tf32"), (2, "tf32"), (0, "bf16"), (1, "bf16")):
         p = Problem.make(
             1, 32, 16, (8, 16), 4, 2, padding, dtype=DTYPES[precision], precision=precision, pass_="grad-input"
         )
         t = next(t for t in pairs.candidates(p, H200) if (t.columns, t.mb, t.group, t.rows) == (32, 1, 16, 1))
-        packing, found = pairs.Choice(t, p, H200, 0.0, "").packing, PairsInterpreter(t).pack(weight)
-        np.testing.assert_array_equal(packed.setdefault(packing, found), found)
-        orders.add(packing)
+        choice = pairs.Choice(t, p, H200, 0.0, "")
+        found = choice.prepare(0).pack(weight.to(p.dtype))
+        assert torch.equal(packed.setdefault(choice.packing, found), found)
+        orders.add(choice.packing)
     assert len(orders) == 3

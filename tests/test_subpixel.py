@@ -1,4 +1,4 @@
-"""Pixels as rows without a GPU: the interpreter against the reference, refusals, kernels compiled, what is launched."""
+"""Pixels as rows without a GPU (what they compute: test_emulated.py): refusals, kernels compiled, what is launched."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import math
 import random
 import re
 
-import numpy as np
 import pytest
 import torch
 
 from conftest import Stubs, precision_by_turns, spread_by_precision
-from subpixel_interpreter import SubpixelInterpreter
 from test_gather import DTYPES, needs_nvrtc
-from upconv import reference
 from upconv.bench.suites import SUITES
 from upconv.cuda import families, family, jit, subpixel
 from upconv.cuda.axes import Unfit
@@ -33,23 +30,6 @@ def random_problem(rng: random.Random) -> Problem:
         rng.randint(1, 2), rng.randint(1, 70), rng.randint(1, 20), size, kernel, kernel, bias=rng.random() < 0.5,
         dtype=DTYPES[precision], precision=precision,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_the_interpreter_gives_the_reference(seed: int) -> None:
-    rng = random.Random(seed)
-    p = random_problem(rng)
-    t = rng.choice(list(subpixel.candidates(p, H200)))
-    numbers = np.random.default_rng(seed)
-    x, weight, bias = (numbers.standard_normal(s) for s in (p.input_shape, p.weight_shape, (p.out_channels,)))
-    interpreter = SubpixelInterpreter(t)
-    packed = interpreter.pack(weight)
-    assert packed.size * p.dtype.itemsize == t.packed_words * 4 and not np.isnan(packed).any()
-    found = interpreter.run(p, x, packed, bias if p.bias else None)
-    truth = reference.forward(
-        p, *(torch.from_numpy(a) for a in (x, weight)), torch.from_numpy(bias) if p.bias else None
-    )
-    np.testing.assert_allclose(found, truth.numpy(), rtol=1e-10, atol=1e-10)
 
 
 def test_lanes_that_load_together_meet_different_banks() -> None:

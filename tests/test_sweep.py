@@ -1,4 +1,4 @@
-"""The sweep family: its walks in an interpreter, its packing, its choice, its compiled kernels."""
+"""The sweep family (what it computes: test_emulated.py): its choice, its compiled kernels."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import re
 import time
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, assert_interpreted, by_turns, off_16_bytes, seeds
-from sweep_interpreter import SweepInterpreter
-from test_gather import DTYPES, PASSES, needs_nvrtc, truth_of
+from conftest import Stubs, by_turns, off_16_bytes
+from test_gather import DTYPES, PASSES, needs_nvrtc
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families, gather, jit, sweep
-from upconv.cuda.axes import Unfit, any_size, source_shape
+from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.sweep import Sweep
@@ -41,59 +39,6 @@ def draw_problem(rng: random.Random) -> Problem:
         output_padding, dilation, bias=rng.random() < 0.5, dtype=DTYPES[precision], precision=precision,
         pass_=rng.choice(PASSES), layout=rng.choice(("nchw", "channels_last")),
     )  # fmt: skip
-
-
-def draw_sweep(p: Problem, rng: random.Random) -> Sweep | None:
-    every = list(sweep.candidates(p, H200))
-    return rng.choice(every) if every else None
-
-
-def check(s: Sweep, p: Problem, seed: int, blocks: int, multiprocessors: int) -> None:
-    """The interpreted sweep stores every result once, and what it stores is the pass's, in float64."""
-    numbers = np.random.default_rng(seed)
-    x, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
-    b = numbers.standard_normal(p.out_channels) if p.bias and p.pass_ == "fwd" else None
-    interpreter = SweepInterpreter(s)
-    packed = interpreter.pack(w)
-    last = np.ascontiguousarray(np.moveaxis(w, 1, -1))
-    np.testing.assert_array_equal(interpreter.pack(last, w.shape[1]) if w.shape[1] > 1 else packed, packed)
-    out, stores = interpreter(p, x, packed, b, blocks, multiprocessors)
-    assert_interpreted(out, stores, truth_of(p, x, w, b))
-
-
-@pytest.mark.parametrize("seed", seeds(3, 10))
-def test_random_sweeps_compute_their_layers(seed: int) -> None:
-    rng = random.Random(seed)
-    done = 0
-    while done < 25:
-        p = draw_problem(rng)
-        s = draw_sweep(p, rng)
-        if s is None:
-            continue
-        multiprocessors = rng.choice((1, 2, 7, 132))
-        blocks = min(multiprocessors, int(np.prod(s.counts(p, multiprocessors))))
-        try:
-            check(s, p, done, blocks, multiprocessors)
-        except AssertionError as error:
-            raise AssertionError(f"{p}, bias {p.bias}, {p.precision}: {error}\n{s}") from error
-        done += 1
-
-
-def test_the_interpreter_notices_a_wrong_plan() -> None:
-    p = Problem.make(2, 8, 8, (4, 6, 8), 3, 1, 1, precision="tf32")
-    s = next(s for s in sweep.candidates(p, H200) if s.slots == 3)
-    numbers = np.random.default_rng(0)
-    x, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
-    truth = truth_of(p, x, w, None).numpy()
-    wrong: list[tuple[str, int | str]] = [
-        ("FIRST_SLOT", 0), ("TAP_ROWS", "{" + ",".join("0" * 9) + "}"), ("TAP_INDICES", "{0,1,2,3,4,5,6,7,8}"),
-        ("GRAD_INPUT", 1),
-    ]  # fmt: skip
-    for name, value in wrong:
-        assert str(s.macros()[name]) != str(value)
-        interpreter = SweepInterpreter(s, s.macros() | {name: value})
-        out, _ = interpreter(p, x, interpreter.pack(w), None, 4, 4)
-        assert not np.allclose(out, truth), name
 
 
 @pytest.mark.parametrize(

@@ -347,7 +347,6 @@ static void rows_of(const u64 (&shown)[32][4], float (&rows)[2][16]) {
   for (int t = 0; t < 4; t++)
     for (int r = 0; r < 4; r++) numbers_of((u32)shown[4 * g + t][r], rows[r % 2] + K / 8 * (r / 2 * 4 + t));
 }
-static void begin_products() {}
 static void finish_products(size_t groups_left) {
   Fiber& f = *self;
   while (f.product_groups.size() > groups_left) {
@@ -379,4 +378,8 @@ static void wgmma_commit() {
   machine::self->product_groups.push_back(machine::self->uncommitted_products);
   machine::self->uncommitted_products = 0;
 }
-template <int N> static void wgmma_wait() { machine::finish_products(N); }
+// A warp's lanes go on together, as of all instructions that are `.sync.aligned`: what one gives back none reads any more.
+template <int N> static void wgmma_wait() {
+  machine::finish_products(N);
+  __syncwarp();
+}
