@@ -27,13 +27,8 @@
 #define A_SHARED 1
 #include "wgmma.cuh"
 
-#if PRECISION == 0
-#define STORE_BITS(v) __float_as_uint(v)
-#define VALUE(v) (v)
-#else
-#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
-#define VALUE(v) (PRECISION == 2 ? half_value(v) : bfloat_value(v))
-#endif
+#include "numbers.cuh"
+
 #define VEC (16 / ELEMENT)
 #include "columns.cuh"
 #include "ring.cuh"
@@ -284,7 +279,7 @@ __device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 lande
 #else
       turn(from, span, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, lane);
 #endif
-      asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+      fence_async_shared();
       __syncwarp();
       if (thread % 32 == 0) barrier_arrive(full + stage.stage * 8);
       if (thread % 32 == 0) barrier_arrive(left + slot.stage * 8);
@@ -328,7 +323,7 @@ __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEM
 #if ELEMENT == 4
         store_shared_f32x2(at, v, w);
 #else
-        store_shared_u32(at, PRECISION == 2 ? half_pair(v, w) : bfloat_pair(v, w));
+        store_shared_u32(at, PAIR_BITS(v, w));
 #endif
       }
       __syncwarp();
@@ -386,7 +381,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
 #pragma unroll
     for (int i = 0; i < PLACES / 2; i++) {
       acc[i] = 0.f;
-      asm volatile("" : "+f"(acc[i]));                  // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+      opaque(acc[i]);
     }
     barrier_wait(turns + own * 8, parity);
     parity ^= 1;
@@ -458,17 +453,17 @@ joined(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
       barrier_init(empty_w + 8 * i, 4);
     }
     for (int i = 0; i < CONSUMERS; i++) barrier_init(turns + 8 * i, 4);
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(96));
+    fewer_registers<96>();
     if (threadIdx.x < TURNER_THREADS) turn_pixels(s, slots, landed, left, stages, full, empty, trash, threadIdx.x);
     if (threadIdx.x == TURNER_THREADS) bring_pixels(map, s, slots, landed, left);
     if (threadIdx.x == TURNER_THREADS + 32) bring_weights(packed, s, ring, full_w, empty_w);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(200));
+    more_registers<200>();
     wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
     consume(bias, y, s, stages, full, empty, ring, full_w, empty_w, turns, buffers, role - 1, threadIdx.x & 127);
   }

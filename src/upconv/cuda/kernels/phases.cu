@@ -16,6 +16,8 @@
 #define A_SHARED 0
 #include "wgmma.cuh"
 
+#include "numbers.cuh"
+
 #define VEC (16 / ELEMENT)
 #define K_STEPS (CK * ELEMENT / 32)                     // a matrix instruction takes 32 bytes of K
 #define CHUNKS ((CIN + CK - 1) / CK)
@@ -27,19 +29,8 @@
 #define WEIGHT_BYTES (CHUNKS * K_STEPS * STEP_BYTES)
 #define THREADS (128 + CONSUMERS * 128)
 
-#if PRECISION == 0
-#define SIGNS ", 1, 1, 1"
-#define VALUE(v) (v)
-#define STORE_BITS(v) __float_as_uint(v)
-#else
-#define SIGNS ", 1, 1, 1, 0"
-#define VALUE(v) (PRECISION == 2 ? half_value(v) : bfloat_value(v))
-#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
-#endif
-
 #include "columns.cuh"
 #include "ring.cuh"
-
 #include "tiles.cuh"
 
 #define TABLE(name, values)                                         \
@@ -120,19 +111,17 @@ __device__ __forceinline__ void produce(const TensorMap& map, const Sizes& s, u3
 
 // Rows of 32 bytes, swizzled; groups of 8 lie one behind the other.
 #define DESCRIPTOR(start) ((u64)(256 >> 4) << 32 | (u64)3 << 62 | (u64)1 << 16 | (start))
-#define MULTIPLY_WIDTH(of) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" of##_COLUMNS TYPES " {" of##_REGISTERS "}, " of##_A_AND_B SIGNS ";\n" : of##_SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
 __device__ __forceinline__ void multiply(float (&d)[PAIR_COLUMNS / 2], int width, const u32 (&a)[4], u64 b) {
-  if (width == WIDTH_0) MULTIPLY_WIDTH(W0);
+  if (width == WIDTH_0) MULTIPLY_0(d, a, b, "1");
 #if WIDTHS > 1
-  if (width == WIDTH_1) MULTIPLY_WIDTH(W1);
+  if (width == WIDTH_1) MULTIPLY_1(d, a, b, "1");
 #endif
 #if WIDTHS > 2
-  if (width == WIDTH_2) MULTIPLY_WIDTH(W2);
+  if (width == WIDTH_2) MULTIPLY_2(d, a, b, "1");
 #endif
 #if WIDTHS > 3
-  if (width == WIDTH_3) MULTIPLY_WIDTH(W3);
+  if (width == WIDTH_3) MULTIPLY_3(d, a, b, "1");
 #endif
 }
 
@@ -153,7 +142,7 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[SHIFTS][MB][4], const u3
 #endif
       }
 #pragma unroll
-  for (int i = 0; i < SHIFTS * MB * 4; i++) asm volatile("" : "+r"(a[i / (MB * 4)][i / 4 % MB][i % 4]));
+  for (int i = 0; i < SHIFTS * MB * 4; i++) opaque(a[i / (MB * 4)][i / 4 % MB][i % 4]);
 }
 
 // acc += a source row x the weights of all pairs that read it; `weights`: of the step, as descriptors have it.
@@ -194,7 +183,7 @@ __device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][PAIR_COLUMNS
     char* begin = y + (long long)(((u32)first_d * s.out_h + first_h) * s.out_w + t.w * STEP_W) * ELEMENT;
 #pragma unroll
     for (int first = 0; first < CO_COLUMNS; first += PASS) {
-      asm volatile("" : "+r"(plane), "+r"(channel));    // what follows from them is found here, not kept (spills)
+      OPAQUE_2(plane, channel);                         // what follows from them is found here, not kept (spills)
       named_sync(1 + wg, 128);                          // everyone has read what was there before
 #pragma unroll
       for (int j = first / 8; j < CO_COLUMNS / 8; j++) {
@@ -287,7 +276,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
     for (int i = 0; i < PAIRS * MB * (PAIR_COLUMNS / 2); i++) {
       float& sum = acc[i / (MB * (PAIR_COLUMNS / 2))][i / (PAIR_COLUMNS / 2) % MB][i % (PAIR_COLUMNS / 2)];
       sum = 0.f;
-      asm volatile("" : "+f"(sum));                     // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+      opaque(sum);
     }
     u32 at = weights >> 4;
 #pragma unroll 1
@@ -336,12 +325,12 @@ phases(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
       barrier_init(empty + 8 * i, 4);
     }
     barrier_init(landed, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (threadIdx.x & 31) return;
     if (warp < CONSUMERS) {
@@ -354,7 +343,7 @@ phases(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
   } else {
     int wg = role - 1;
     wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     barrier_wait(landed, 0);
     consume(bias, y, s, base, base + RINGS_AT + wg * (STAGES * STAGE_BYTES), full + wg * (8 * STAGES), empty + wg * (8 * STAGES), base + BUFFERS_AT + wg * BUFFER_BYTES, wg, thread);
   }
