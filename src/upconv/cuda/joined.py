@@ -308,7 +308,7 @@ class Choice(OneMappedChoice[Tile]):
 
     @property
     def long_code(self) -> bool:
-        """NOTES: of the benchmark's NVRTC takes 1.8 s for 5 stages (kb68), 1.2 to 1.5 for 3 or 2, 1.0 for a loop."""
+        """Several stages of weights are several copies of the straight code; the quick form has a loop over them."""
         return self.tile.taps > self.tile.taps_of_stage
 
     def tensor_map(self, address: int) -> Words:

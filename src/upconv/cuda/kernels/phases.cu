@@ -5,11 +5,11 @@
 // A pair is a phase of D and one of H; its sums have all phases of W, so that a thread has neighbouring outputs. A phase's taps read the
 // input at q and a few offsets. So a row of the source is loaded once for each of its offsets along W (shifts), as fragments of A from
 // where the tensor copy engine left it, and multiplied for every pair that reads it. Columns of a shift are those of the phases of W that
-// have a tap there: phases lie in such an order that these come first (cuda/phases.py), as narrower instructions may only then share
-// sums with wider ones (NOTES: in TF32 ptxas waits for each instruction otherwise, C7511).
+// have a tap there. Phases lie in such an order that these come first (cuda/phases.py): sums of a narrower instruction are then the first
+// of a wider one's. In any other order ptxas waits for each TF32 instruction (C7511).
 //
-// Consumers take neighbouring tiles, each from a ring of its own, and never wait for each other (NOTES: kb73 446 us; the second one a
-// multiplication later 513: sectors that both write a part of are then completed later; strictly in turn 29 us more).
+// Consumers take neighbouring tiles, each from a ring of its own, and never wait for each other. So both write their parts of a sector at
+// about the same time. It is faster than an offset between them, or turns (docs/experiments.md).
 //
 // Constants come as macros (cuda/phases.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
@@ -161,8 +161,8 @@ __device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][PAIR_COLUMN
 
 // A consumer's buffer: PASS output channels of its tile's rows, each in units of 16 bytes as they lie in memory, so that neighbouring lanes
 // store neighbours, and parts of units at a row's ends alone. Channels lie 4 words beyond a multiple of 16 apart, for their lanes' banks.
-// NOTES: kb73 writes rows of 255 floats. With a warp's 128 bytes that begin anywhere it took 526 us, and 383 if these began at sectors;
-// with 4 bytes a lane from sectors' begins on 437 in TF32 and 424 in bfloat16, where this takes 446 and 381, and others 3 to 11% less.
+// Rows of odd lengths begin anywhere in a sector of memory, and a store that covers sectors in part is slow. Units of 16 bytes are faster in
+// most layers than 4 bytes a lane from a sector's begin on (docs/experiments.md).
 #define RUNS (TILE_D * TILE_H)                          // rows of q of a tile
 #define RUN (TILE_W * STEP_W)                           // outputs of one along W
 #define UNITS (RUN / VEC)                               // whole ones that it may have
@@ -291,9 +291,8 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
         else wgmma_wait<1>();
         load_fragments(a[group % 2], own, stage + source_row(row) * ROW_BYTES + step * (32 / ELEMENT) * PITCH_BYTES);
         multiply_row(acc, a[group % 2], row, uniform(at + step * (STEP_BYTES / 16)));
-        // Behind the instructions that take what was loaded: the arrival does not wait for loads, and these are late where stores fill
-        // the path to memory (NOTES: ahead of them, 96->48 k8 s4 on 8 rows of 66,000 had 6,000 wrong outputs of 101 million, others
-        // at each call).
+        // Behind the instructions that take what was loaded. The arrival does not wait for loads, and these are late where stores fill the
+        // path to memory. Ahead of the instructions it gave wrong outputs on long rows (docs/experiments.md).
         if (group == GROUPS - 1) give_back(empty + cursor.stage * 8, lane);
       }
       at += K_STEPS * (STEP_BYTES / 16);
