@@ -160,7 +160,8 @@ __device__ __forceinline__ void bring_weights(const char* __restrict__ packed, c
   }
 }
 
-// A thread of its own: copies started by the weights' thread, or by one that turns pixels, begin late (docs/experiments.md).
+// A thread of its own: a copy takes longer where the thread also starts those of weights, or turns pixels
+// (docs/experiments.md).
 __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& s, u32 slots, u32 landed, u32 left) {
   SlotCursor cursor = {0, 1};
 #pragma unroll 1
