@@ -87,9 +87,9 @@ namespace forward_joined {
 //     f - kh (DILATION_H pitch) - kw DILATION_W,       pitch: results of a row
 //
 // of the source's places. So a tile is PLACES neighbouring places of whatever rows, of which none is wasted at an
-// image's right border, and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (measured: by
-// `gather`, whose tiles are rectangles, kb68's 68 columns and rows are 72, and its rows of 68 outputs end amid sectors
-// of memory.) LINE: one row of any length, of which a tile reads its part, and any padding.
+// image's right border, and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (`gather`
+// has rectangles as tiles: it computes columns beyond the image, and its rows end in the middle of memory's sectors.)
+// LINE: one row of any length, of which a tile reads its part, and any padding.
 //
 // Channels of the result are M, places N: one matrix instruction has all of a consumer's, B is SPAN rows of 32 bytes of
 // channels, and a tap is another first row. Weights are A, by descriptor, through a ring of TAPS_OF_STAGE taps a stage.
@@ -142,6 +142,10 @@ __device__ __forceinline__ void wait_for_results() {
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
 }
+// What was initialised is seen by copies and, in a cluster, by other blocks.
+__device__ __forceinline__ void barriers_begun() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
 }
@@ -173,6 +177,10 @@ __device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u
 __device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
       ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
+}
+// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
 // --- loads and stores ------------------------------------------------------------------------------------------------
@@ -210,6 +218,15 @@ __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4],
 // fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
 __device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
 __device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
@@ -227,40 +244,33 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
+// signs of A and B, and how they lie
+__device__ __forceinline__ u64 descriptor_of(u64 a) { return a; }
+__device__ __forceinline__ u64 descriptor_of(const u32 (&a)[4]) { return (u64)a[1] << 32 | a[0]; }
+#define OPERANDS(a, b) "l"(descriptor_of(a)), "l"(b)
 
 // WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
 #define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
 #define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define INSTRUCTION(n, registers, a0, b0, unused1, unused2, unused3, scale) \
+  "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, " a0 ", " b0 ", " scale ", 1, 1" ";\n"
+#define WGMMA_248(d, a, b, scale) asm volatile(INSTRUCTION("248", \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
+    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
+    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63" "," \
+    "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" "," \
+    "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" "," \
+    "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" "," \
+    "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123", "%124", "%125", "%126", "%127", "%128", scale) : \
+    SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48), SUMS(d, 64), SUMS(d, 80), SUMS(d, 96), SUMS_4(d, 112), \
+    SUMS_4(d, 116), SUMS_4(d, 120) : OPERANDS(a, b))
 
-template <int SUMS>
-__device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" "248" "k8.f32.tf32.tf32" " {"
-      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
-      "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
-      "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
-      "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
-      "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123" "}, " "%124, %125" ", 1" ", 1, 1" ";\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]),
-          "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]),
-          "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),
-          "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),
-          "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]),
-          "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]),
-          "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-          "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]),
-          "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]) : "l"(a), "l"(b));
-}
+// a kernel's only width
+template <int SUMS, class Operand>
+__device__ __forceinline__ void multiply(float (&d)[SUMS], const Operand& a, u64 b) { WGMMA_248(d, a, b, "1"); }
 #define VALUE(v) (v)
+
 constexpr int VEC = 16 / ELEMENT;
 
 // What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases),
@@ -429,8 +439,8 @@ __device__ __forceinline__ void bring_weights(const char* __restrict__ packed, c
   }
 }
 
-// (measured: both rings' copies by one thread, whichever had room, took 450 clocks each; a slot's by a thread that turns
-// pixels, 200 to 700.)
+// A thread of its own: a copy takes longer where the thread also starts those of weights, or turns pixels
+// (docs/experiments.md).
 __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& s, u32 slots, u32 landed, u32 left) {
   SlotCursor cursor = {0, 1};
 #pragma unroll 1
@@ -458,9 +468,8 @@ constexpr int LANES = WARPS_OF_STAGE * 32;
 constexpr int OWN_PIXELS = (SPAN + LANES - 1) / LANES;
 constexpr int AT_ONCE = 3;
 
-// What a slot has, from its place `ahead` on, as rows of CK channels. Loads of several come before the stores, so that
-// they wait once. (measured: one place after the other, 8 or 16 loads and 2 stores each, 400 clocks a place: kb61 1,090
-// us, bfloat16 640.)
+// What a slot has, from its place `ahead` on, as rows of CK channels. Loads of several places come before their stores,
+// so that a thread waits for memory once, not once a place (docs/experiments.md).
 // A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine
 // has rounded to TF32.
 __device__ __forceinline__ void turn(const u32 (&from)[OWN_PIXELS], int span, u32 slot, u32 stage, int lane) {
@@ -505,7 +514,7 @@ __device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 lande
       barrier_wait(landed + slot.stage * 8, slot.parity);
       barrier_wait(empty + stage.stage * 8, stage.parity);
       turn(from, span, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, lane);
-      asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+      fence_async_shared();
       __syncwarp();
       if (thread % 32 == 0) barrier_arrive(full + stage.stage * 8);
       if (thread % 32 == 0) barrier_arrive(left + slot.stage * 8);
@@ -521,8 +530,7 @@ __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 
 
 // A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next. The buffer has a channel's as
 // many bytes late as they begin in 16 of memory, so that lanes store whole 16, an instruction a channel's; up to three
-// words at either end follow. (measured: 16 bytes and more of a channel by the copy engine, which takes 60 clocks for
-// each: kb74 bfloat16 300 us, without any stores 163.)
+// words at either end follow. The copy engine would be slower: it takes a copy for each channel (docs/experiments.md).
 __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const float* __restrict__ bias,
     char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
   int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16;
@@ -603,7 +611,7 @@ __device__ __forceinline__ void consume(const float* bias, char* y, const Sizes&
 #pragma unroll
     for (int i = 0; i < PLACES / 2; i++) {
       acc[i] = 0.f;
-      asm volatile("" : "+f"(acc[i]));  // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+      opaque(acc[i]);
     }
     barrier_wait(turns + own * 8, parity);
     parity ^= 1;
@@ -664,24 +672,27 @@ joined(const char* __restrict__ packed, const float* __restrict__ bias, char* __
       barrier_init(empty_w + 8 * i, 4);
     }
     for (int i = 0; i < CONSUMERS; i++) barrier_init(turns + 8 * i, 4);
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(96));
+    fewer_registers<96>();
     if (threadIdx.x < TURNER_THREADS) turn_pixels(s, slots, landed, left, stages, full, empty, trash, threadIdx.x);
     if (threadIdx.x == TURNER_THREADS) bring_pixels(map, s, slots, landed, left);
     if (threadIdx.x == TURNER_THREADS + 32) bring_weights(packed, s, ring, full_w, empty_w);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(200));
+    more_registers<200>();
     wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
     consume(bias, y, s, stages, full, empty, ring, full_w, empty_w, turns, buffers, role - 1, threadIdx.x & 127);
   }
 }
 
+#undef OPERANDS
 #undef SUMS
 #undef SUMS_4
+#undef INSTRUCTION
+#undef WGMMA_248
 #undef VALUE
 #undef THERE
 }  // namespace forward_joined

@@ -18,7 +18,20 @@ import pytest
 import torch
 
 from conftest import compiled_for_host
-from upconv.cuda import gather, implicit, jit, launch, packs, pairs, relayout, subpixel, unshuffle, wgrad
+from upconv.cuda import (
+    gather,
+    implicit,
+    jit,
+    joined,
+    launch,
+    packs,
+    pairs,
+    phases,
+    relayout,
+    subpixel,
+    unshuffle,
+    wgrad,
+)
 from upconv.cuda.boxes import Five, Tensor5, Words
 from upconv.cuda.gpu import H200, Gpu
 
@@ -164,6 +177,6 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
         monkeypatch.setattr(module, "cluster_fits", lambda device, blocks: True)
     for module in (packs, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (packs, gather, wgrad, subpixel, implicit, pairs):
+    for module in (packs, gather, wgrad, subpixel, implicit, pairs, joined, phases):
         monkeypatch.setattr(module, "encode", encode)
     return found

@@ -22,13 +22,16 @@ from conftest import EVERY, needs_gxx
 from emulator import Emulator, emulator
 from test_gather import DTYPES, draw_shuffle, draw_tiling
 from test_gather import draw_problem as gather_problem
+from test_joined import random_problem as joined_problem
 from test_pairs import random_problem as pairs_problem
+from test_phases import draw_problem as phases_problem
+from test_phases import draw_tile as phases_tile
 from test_subpixel import random_problem as subpixel_problem
 from test_sweep import draw_problem as deep_problem
 from test_wgrad import draw_problem as wgrad_problem
 from test_wgrad import tilings, work
 from upconv import reference
-from upconv.cuda import gather, gather_search, implicit, pairs, subpixel, sweep, wgrad, wgrad_costs
+from upconv.cuda import gather, gather_search, implicit, joined, pairs, phases, subpixel, sweep, wgrad, wgrad_costs
 from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
@@ -55,11 +58,11 @@ def laid_out(t: Tensor, p: Problem) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last if p.rank == 2 else torch.channels_last_3d)
 
 
-def guarded(shape: tuple[int, ...], p: Problem) -> tuple[Tensor, Tensor]:
-    """A result of NaNs in the problem's layout, and the memory around it."""
+def guarded(shape: tuple[int, ...], p: Problem, beyond: int = 0) -> tuple[Tensor, Tensor]:
+    """A result of NaNs in the problem's layout, so many elements beyond 16 bytes, and the memory around it."""
     like = laid_out(torch.empty(shape, dtype=p.dtype), p)
-    around = torch.full((like.numel() + 2 * GUARD,), math.nan, dtype=p.dtype)
-    return around[GUARD:].as_strided(like.shape, like.stride(), GUARD), around
+    around = torch.full((like.numel() + beyond + 2 * GUARD,), math.nan, dtype=p.dtype)
+    return around[GUARD:].as_strided(like.shape, like.stride(), GUARD + beyond), around
 
 
 def assert_computes(choice: Any, emulator: Emulator, seed: int) -> None:
@@ -83,15 +86,17 @@ def result(choice: Any, seed: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
     source, weight = laid_out(numbers(source_shape(p), p), p), numbers(p.weight_shape, p)
     if p.rank > 1 and seed % 3 == 0:
         weight = laid_out(weight, p.with_(layout="channels_last"))
-    bias = numbers((p.out_channels,), p) if p.bias and p.pass_ == "fwd" else None
-    out, around = guarded(result_shape(p), p)
+    bias = numbers(result_shape(p)[1:2], p) if p.bias and (p.pass_ == "fwd" or prepared.biased) else None
+    anywhere = isinstance(choice, phases.Choice) and not choice.aligned  # the kernel stores to any address
+    out, around = guarded(result_shape(p), p, seed % 8 if anywhere else 0)
     if getattr(prepared, "packs", False) and seed % 2:
         prepared.run_packing(source, weight, bias, out)
     else:
         prepared.run(source, prepared.pack(weight), bias, out)
     if p.pass_ == "fwd":
         return (out, around), reference.forward(p, source, weight, bias)
-    return (out, around), reference.gradients(p, source, torch.zeros(p.input_shape), weight)[0]
+    truth = reference.gradients(p, source, torch.zeros(p.input_shape), weight)[0]
+    return (out, around), truth if bias is None else truth + bias.view(1, -1, *(1,) * p.rank)
 
 
 def gradient_of_weight(choice: Any, seed: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -160,6 +165,17 @@ def sweep_choice(rng: random.Random) -> Any:
     return sweep.Choice(rng.choice(every), p, gpus(rng), 1e-5, "") if every else None
 
 
+def joined_choice(rng: random.Random) -> Any:
+    p = joined_problem(rng)
+    return joined.Choice(rng.choice(list(joined.candidates(p, H200))), p, gpus(rng), 1e-5, "")
+
+
+def phases_choice(rng: random.Random) -> Any:
+    p = phases_problem(rng)
+    tile = phases_tile(p, rng)
+    return None if tile is None else phases.Choice(tile, p, gpus(rng), 1e-5, "")
+
+
 def gather_choice(rng: random.Random) -> Any:
     """A tiling drawn at random, or one of a search's: at any size, at the layer's own, or stored by the copy engine."""
     p = gather_problem(rng)
@@ -194,6 +210,8 @@ FAMILIES: dict[str, Callable[[random.Random], Any]] = {
     "subpixel": subpixel_choice,
     "pairs": pairs_choice,
     "sweep": sweep_choice,
+    "joined": joined_choice,
+    "phases": phases_choice,
     "gather": gather_choice,
     "wgrad by mma.sync": lambda rng: wgrad_choice(rng, False),
     "wgrad by wgmma": lambda rng: wgrad_choice(rng, True),
@@ -262,6 +280,10 @@ FAULTS = {
     "pairs: no wait for a free stage": ("pairs", r"barrier_wait\(empty \+ cursor\.stage \* 8, cursor\.parity\);", ""),
     "sweep: the first slot": ("sweep", r"#define FIRST_SLOT \((-?\d+)\)", r"#define FIRST_SLOT (\1 + 1)"),
     "gather: no wait for a stage": ("gather", FULL, ""),
+    "joined: no wait for a slot": ("joined", r"barrier_wait\(landed \+ slot\.stage \* 8, slot\.parity\);", ""),
+    "joined: a tap's row": ("joined", r"tap / KERNEL_W \* shift_h", "(tap / KERNEL_W + 1) * shift_h"),
+    "phases: no wait for a stage": ("phases", FULL, ""),
+    "phases: a shift's place": ("phases", r"= shift_at\(shift\)", "= shift_at(shift) + 1"),
     "wgrad: no wait for copies": ("wgrad by mma.sync", r"copy_wait<1>\(\);", ""),
     "wgrad: a tap's shift": ("wgrad by wgmma", r"taps\.at\[u\] = ([^;]*);", r"taps.at[u] = \1 + 1;"),
 }

@@ -1,4 +1,4 @@
-"""Joined rows without a GPU: interpreter against reference, refusals, kernels compiled, launches."""
+"""Joined rows without a GPU (what they compute: test_emulated.py): refusals, kernels compiled, launches."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import random
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, precision_by_turns, seeds, spread_by_precision
-from joined_interpreter import JoinedInterpreter
+from conftest import Stubs, precision_by_turns, spread_by_precision
 from test_gather import DTYPES, needs_nvrtc
-from upconv import reference
 from upconv.bench.suites import SUITES
 from upconv.cuda import families, family, jit, joined
-from upconv.cuda.axes import Unfit, result_shape, source_shape
+from upconv.cuda.axes import Unfit
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.problem import Pass, Precision, Problem
 
@@ -50,29 +47,6 @@ def random_problem(rng: random.Random) -> Problem:
             continue
         if joined.refusal(p, H200) is None and any(joined.candidates(p, H200)):
             return p
-
-
-def truth_of(p: Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if p.pass_ == "fwd":
-        return reference.forward(p, x, weight, bias)
-    found, _, _ = reference.gradients(p, x, torch.zeros(p.input_shape), weight)
-    return found if bias is None else found + bias.view(1, -1, *(1,) * p.rank)
-
-
-@pytest.mark.parametrize("seed", seeds(40, 240))
-def test_the_interpreter_gives_the_reference(seed: int) -> None:
-    rng = random.Random(seed)
-    p = random_problem(rng)
-    t = rng.choice(list(joined.candidates(p, H200)))
-    numbers = np.random.default_rng(seed)
-    shapes = source_shape(p), p.weight_shape, (result_shape(p)[1],)
-    x, weight, bias = (numbers.standard_normal(s) for s in shapes)
-    interpreter = JoinedInterpreter(t)
-    packed = interpreter.pack(weight)
-    assert packed.size * p.dtype.itemsize == t.packed_words * 4 and not np.isnan(packed).any()
-    found = interpreter.run(p, x, packed, bias if p.bias else None)
-    truth = truth_of(p, *(torch.from_numpy(a) for a in (x, weight)), torch.from_numpy(bias) if p.bias else None)
-    np.testing.assert_allclose(found, truth.numpy(), rtol=1e-10, atol=1e-10)
 
 
 def layer(**changes: object) -> Problem:

@@ -1,4 +1,4 @@
-"""Phases as columns: the kernel in an interpreter, its packing, its choice, its compiled code, what is launched."""
+"""Phases as columns without a GPU (what they compute: test_emulated.py): packing, choices, compiled code, launches."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import pickle
 import random
 import re
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, assert_interpreted, off_16_bytes, seeds
-from gather_interpreter import Ints
-from phases_interpreter import PhasesInterpreter
-from test_gather import DTYPES, needs_nvrtc, truth_of
+from conftest import Stubs, needs_gxx, off_16_bytes
+from emulator import Emulator, emulator
+from test_gather import DTYPES, needs_nvrtc
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families, jit, phases
@@ -26,6 +25,8 @@ from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.phases import Tile
 from upconv.problem import Precision, Problem, output_length
+
+__all__ = ["emulator"]
 
 EACH: tuple[Precision, ...] = ("tf32", "bf16", "fp16")
 FORWARDS = "phases as columns are for forwards in NCHW"
@@ -74,103 +75,6 @@ def draw_tile(p: Problem, rng: random.Random) -> Tile | None:
         except Unfit:
             return None
     return t
-
-
-def operands(p: Problem, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    numbers = np.random.default_rng(seed)
-    x, w = numbers.standard_normal(p.input_shape), numbers.standard_normal(p.weight_shape)
-    return x, w, numbers.standard_normal(p.out_channels) if p.bias else None
-
-
-def check(t: Tile, p: Problem, seed: int, blocks: int, address: int) -> None:
-    """The interpreted kernel stores every output once, and what it stores is the layer's, in float64."""
-    x, w, bias = operands(p, seed)
-    interpreter = PhasesInterpreter(t)
-    packed = interpreter.pack(w)
-    last = np.ascontiguousarray(np.moveaxis(w, 1, -1))
-    np.testing.assert_array_equal(interpreter.pack(last, w.shape[1]) if w.shape[1] > 1 else packed, packed)
-    out, stores = interpreter(p, x, packed, bias, blocks, address)
-    assert_interpreted(out, stores, truth_of(p, x, w, bias))
-
-
-@pytest.mark.parametrize("seed", seeds(4, 8))
-def test_random_tiles_compute_their_layers(seed: int) -> None:
-    rng = random.Random(seed)
-    done = 0
-    while done < 40:
-        p = draw_problem(rng)
-        t = draw_tile(p, rng)
-        if t is None:
-            continue
-        try:
-            check(t, p, done, min(rng.choice((1, 2, 7, 132)), t.tiles(p)), 0 if t.aligned else rng.randrange(t.vec))
-        except AssertionError as error:
-            raise AssertionError(f"{p}, {p.precision}: {error}\n{t}") from error
-        done += 1
-
-
-def small() -> tuple[Problem, Tile]:
-    """A layer whose shifts differ in their widths, and a tile of it."""
-    p = Problem.make(2, 11, 8, (6, 20), 3, 2, precision="tf32")
-    return p, next(t for t in phases.candidates(p, H200) if t.shape == (1, 4, 16))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("FIRST_H", "(0)"),
-        ("FIRST_W", "(0)"),
-        ("FIRST_W", "(-1)"),
-        ("ROWS_H", 4),
-        ("SOURCE_ROWS_AT", "{1, 0}"),
-        ("FIRST_USERS", "{0, 2, 3}"),
-        ("USER_PAIRS", "{0, 1, 0}"),
-        ("USER_TAPS", "{2, 1, 0}"),
-        ("SHIFTS_AT", "{4, 3}"),
-        ("SHIFT_WIDTHS", "{16, 16}"),
-        ("SHIFT_WIDTHS", "{8, 24}"),
-        ("SHIFT_BEFORE", "{0, 16, 24}"),
-        ("COLUMN_TAPS", "{2, 1, 0}"),
-        ("COLUMN_TAPS", "{2, 0, -1}"),
-        ("PLACES_OF_PHASES", "{1, 0}"),
-        ("PAIR_PHASES_H", "{1, 0}"),
-        ("PAIR_PHASES_D", "{0, 1}"),
-        ("ALIGNED", 1),
-        ("PASS", 16),
-        ("STEP_H", 1),
-        ("STEP_W", 1),
-        ("TILE_W", 32),
-        ("CK", 16),
-    ],
-)
-def test_the_interpreter_notices_a_wrong_plan(name: str, value: int | str) -> None:
-    p, t = small()
-    x, w, _ = operands(p, 0)
-    assert str(t.macros()[name]) != str(value)
-    try:
-        interpreter = PhasesInterpreter(t, t.macros() | {name: value})
-        out, stores = interpreter(p, x, interpreter.pack(w), None, 2, 1)
-    except (AssertionError, IndexError, ValueError):
-        return
-    assert not ((stores == 1).all() and np.allclose(out, truth_of(p, x, w).numpy())), name
-
-
-def test_places_of_k_are_those_of_fragments() -> None:
-    """Channels packed in another order, or without the swizzle, are multiplied by others'."""
-    p, t = small()
-    x, w, _ = operands(p, 0)
-    truth = truth_of(p, x, w).numpy()
-    interpreter = PhasesInterpreter(t)
-    packed = interpreter.pack(w)
-    assert np.allclose(interpreter(p, x, packed, None, 1)[0], truth)
-    i = np.arange(len(packed))
-    assert not np.allclose(interpreter(p, x, packed[i ^ (i >> 3 & 1)], None, 1)[0], truth)
-
-    def ordered(k: Ints) -> Ints:
-        return k
-
-    setattr(interpreter, "channel_at", ordered)  # noqa: B010
-    assert not np.allclose(interpreter(p, x, interpreter.pack(w), None, 1)[0], truth)
 
 
 def test_shifts_have_the_fewest_columns() -> None:
@@ -259,20 +163,26 @@ def test_lanes_that_meet_in_shared_memory_have_different_banks() -> None:
             assert len({word % 32 for word in stored}) == len(stored) == 32
 
 
-def test_packed_weights_are_shared_only_where_they_are_the_same(stubs: Stubs) -> None:
+@needs_gxx
+def test_packed_weights_are_shared_only_where_they_are_the_same(emulator: Emulator) -> None:
     """A weight may serve layers of several strides; kept packings go by its shape and what `packing` says."""
-    weight = np.random.default_rng(0).standard_normal((24, 8, 3, 3))
+    weight = torch.randn(24, 8, 3, 3)
     layer = Problem.make(1, 24, 8, (32, 32), 3, 2, 1, precision="tf32")
-    packed: dict[object, np.ndarray] = {}
-    different = 0
-    for stride, padding, dilation in product(((1, 2), (2, 2), (2, 3), (3, 1)), ((1, 1), (0, 2)), ((1, 1), (1, 5))):
+    packed: dict[object, torch.Tensor] = {}
+    for stride, padding, dilation in (
+        ((2, 2), (1, 1), (1, 1)),
+        ((2, 3), (1, 1), (1, 1)),
+        ((2, 2), (0, 2), (1, 1)),
+        ((2, 2), (1, 1), (1, 5)),
+    ):
         p = layer.with_(stride=stride, padding=padding, dilation=dilation)
-        for t in phases.candidates(p, H200) if phases.refusal(p, H200) is None else ():
-            key = phases.Choice(t, p, H200, 0.0, "").prepare(0).packing
-            ours = PhasesInterpreter(t).pack(weight)
-            np.testing.assert_array_equal(packed.setdefault(key, ours), ours)
-            different += any(not np.array_equal(one, ours) for one in packed.values())
-    assert different and len(packed) <= 32
+        every = list(phases.candidates(p, H200))
+        for t in (every[0], every[-1]) if not packed else every[:1]:
+            prepared = phases.Choice(t, p, H200, 0.0, "").prepare(0)
+            ours = prepared.pack(weight)
+            assert torch.equal(packed.setdefault(prepared.packing, ours), ours)
+    found = list(packed.values())
+    assert len(found) == 4 and not any(a.shape == b.shape and torch.equal(a, b) for a, b in combinations(found, 2))
 
 
 @pytest.mark.parametrize(

@@ -18,23 +18,6 @@ PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
 """The precisions that they have, as their kernels number them."""
 
 
-def instruction(prefix: str, columns: int, words_of_a: int = 0) -> dict[str, str]:
-    """Macros for a matrix instruction of so many columns, as PTX and an asm's constraints name its operands.
-
-    Its sums are ``d[0]`` and on; A is a descriptor, or ``words_of_a`` registers; B is a descriptor.
-    """
-    sums = columns // 2
-    rows = [range(i, min(i + 16, sums)) for i in range(0, sums, 16)]
-    a = "{" + ",".join(f"%{sums + i}" for i in range(words_of_a)) + "}" if words_of_a else f"%{sums}"
-    return {
-        f"{prefix}COLUMNS": f'"{columns}"',
-        # Many literals and spaces, so that an exported file can break the line.
-        f"{prefix}REGISTERS": '"' + '," "'.join(",".join(f"%{i}" for i in row) for row in rows) + '"',
-        f"{prefix}SUMS": ", ".join(f'"+f"(d[{i}])' for i in range(sums)),
-        f"{prefix}A_AND_B": f'"{a}, %{sums + (words_of_a or 1)}"',
-    }
-
-
 def stores_wide(element: int, columns: int, channels: int) -> bool:
     """Whether lanes may exchange float32 results of so many columns and channels, to store 16 bytes each."""
     return element == 4 and columns % 16 == 0 and channels % 4 == 0

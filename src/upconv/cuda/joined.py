@@ -19,7 +19,7 @@ from typing import Any
 from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.boxes import Words, dense, encode
 from upconv.cuda.choosing import Chooser, countable
-from upconv.cuda.columns import PRECISIONS, instruction
+from upconv.cuda.columns import PRECISIONS
 from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
@@ -226,7 +226,6 @@ class Tile:
         found: dict[str, int | float | str] = {
             "PRECISION": PRECISIONS[p.precision],
             "ELEMENT": self.element,
-            "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
             "CIN": self.channels[0],
             "COUT": self.channels[1],
             "FLIPPED": int(p.pass_ == "grad-input"),
@@ -242,11 +241,12 @@ class Tile:
             "WARPS_OF_STAGE": self.warps_of_stage,
             "TAPS_OF_STAGE": self.taps_of_stage,
             "SHARED_BYTES_PLANNED": self.shared_bytes,
+            "MULTIPLY": f"WGMMA_{self.places}",
         }
         paddings = (0,) * (3 - p.rank) + ahead(p)
         for name, kernel, dilation, padding in zip("DHW", self.kernel, self.dilation, paddings):
             found |= {f"KERNEL_{name}": kernel, f"DILATION_{name}": dilation, f"PADDING_{name}": padding}
-        return found | instruction("N_", self.places)
+        return found
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class Choice(OneMappedChoice[Tile]):
 
     @property
     def long_code(self) -> bool:
-        """NOTES: of the benchmark's NVRTC takes 1.8 s for 5 stages (kb68), 1.2 to 1.5 for 3 or 2, 1.0 for a loop."""
+        """Several stages of weights are several copies of the straight code; the quick form has a loop over them."""
         return self.tile.taps > self.tile.taps_of_stage
 
     def tensor_map(self, address: int) -> Words:

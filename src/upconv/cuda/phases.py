@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from upconv.cuda.axes import Unfit, any_size, gather_axes, table
 from upconv.cuda.boxes import Words, dense, encode
 from upconv.cuda.choosing import Chooser
-from upconv.cuda.columns import PRECISIONS, instruction
+from upconv.cuda.columns import PRECISIONS
 from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
@@ -267,7 +267,6 @@ class Tile:
         found: dict[str, int | float | str] = {
             "PRECISION": PRECISIONS[p.precision],
             "ELEMENT": self.element,
-            "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
             "CIN": p.in_channels,
             "COUT": p.out_channels,
             "CO_COLUMNS": self.co_columns,
@@ -305,7 +304,7 @@ class Tile:
             "SHARED_BYTES_PLANNED": self.shared_bytes,
         }
         for i, width in enumerate(self.widths):
-            found |= {f"WIDTH_{i}": width, **instruction(f"W{i}_", width, words_of_a=4)}
+            found |= {f"WIDTH_{i}": width, f"MULTIPLY_{i}": f"WGMMA_{width}"}
         kernel = (1,) * (3 - p.rank) + p.kernel
         for axis, name in enumerate("DHW"):
             found[f"TILE_{name}"] = self.shape[axis]

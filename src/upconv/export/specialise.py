@@ -1265,7 +1265,7 @@ def _render(items: Sequence[_Item], entries: Sequence[str], constants: _Constant
         if not item.code and not lead:
             continue
         out.append("\n" * min(item.gap, 1) + lead + text + (f"  {trail.strip()}" if trail else "") + "\n")
-    body = "".join(out).replace("(NOTES: ", "(measured: ")
+    body = "".join(out)
     for pattern, put in (
         (r"\n[ \t]*, ", ", "),  # parameters that had an #if of their own
         (r"(\w)\n\) \{", r"\1) {"),

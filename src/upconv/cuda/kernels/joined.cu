@@ -6,9 +6,9 @@
 //     f - kh (DILATION_H pitch) - kw DILATION_W,       pitch: results of a row
 //
 // of the source's places. So a tile is PLACES neighbouring places of whatever rows, of which none is wasted at an
-// image's right border, and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (NOTES: by
-// `gather`, whose tiles are rectangles, kb68's 68 columns and rows are 72, and its rows of 68 outputs end amid sectors
-// of memory.) LINE: one row of any length, of which a tile reads its part, and any padding.
+// image's right border, and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (`gather`
+// has rectangles as tiles: it computes columns beyond the image, and its rows end in the middle of memory's sectors.)
+// LINE: one row of any length, of which a tile reads its part, and any padding.
 //
 // Channels of the result are M, places N: one matrix instruction has all of a consumer's, B is SPAN rows of 32 bytes of
 // channels, and a tap is another first row. Weights are A, by descriptor, through a ring of TAPS_OF_STAGE taps a stage.
@@ -27,13 +27,8 @@
 #define A_SHARED 1
 #include "wgmma.cuh"
 
-#if PRECISION == 0
-#define STORE_BITS(v) __float_as_uint(v)
-#define VALUE(v) (v)
-#else
-#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
-#define VALUE(v) (PRECISION == 2 ? half_value(v) : bfloat_value(v))
-#endif
+#include "numbers.cuh"
+
 #define VEC (16 / ELEMENT)
 #include "columns.cuh"
 #include "ring.cuh"
@@ -165,8 +160,8 @@ __device__ __forceinline__ void bring_weights(const char* __restrict__ packed, c
   }
 }
 
-// (NOTES: both rings' copies by one thread, whichever had room, took 450 clocks each; a slot's by a thread that turns
-// pixels, 200 to 700.)
+// A thread of its own: a copy takes longer where the thread also starts those of weights, or turns pixels
+// (docs/experiments.md).
 __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& s, u32 slots, u32 landed, u32 left) {
   SlotCursor cursor = {0, 1};
 #pragma unroll 1
@@ -191,18 +186,16 @@ __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& 
   }
 }
 
-// A stage is turned by WARPS_OF_STAGE: by one, so that the other's waits and fence are hidden (NOTES: 3 taps a stage,
-// kb64 bfloat16 1,040 us -> 980; kb61 520 -> 472), or, where slots are two, by both. A warp alone may wait for a slot,
-// or for a stage to be free, only where itself saw the one before land or filled it: else a parity tells too little. So
-// both rings have a multiple of the warps.
+// A stage is turned by WARPS_OF_STAGE. One warp hides the other's waits and fence (docs/experiments.md); of two slots both
+// warps turn each stage. A warp alone may wait for a slot, or for a stage to be free, only where itself saw the one
+// before land or filled it: else a parity tells too little. So both rings have a multiple of the warps.
 static_assert(WARPS_OF_STAGE == TURNERS || (WARPS_OF_STAGE == 1 && STAGES_S % TURNERS == 0 && STAGES % TURNERS == 0), "a slot and a stage are one warp's");
 #define LANES (WARPS_OF_STAGE * 32)
 #define OWN_PIXELS ((SPAN + LANES - 1) / LANES)
 #define AT_ONCE 3
 
-// What a slot has, from its place `ahead` on, as rows of CK channels. Loads of several come before the stores, so that
-// they wait once. (NOTES: one place after the other, 8 or 16 loads and 2 stores each, 400 clocks a place: kb61 1,090
-// us, bfloat16 640.)
+// What a slot has, from its place `ahead` on, as rows of CK channels. Loads of several places come before their stores,
+// so that a thread waits for memory once, not once a place (docs/experiments.md).
 #if ELEMENT == 2
 // Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where there
 // is none. `zeros`: the lane's first place of those behind a row that no box has; `lane`: of the stage's warps.
@@ -284,7 +277,7 @@ __device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 lande
 #else
       turn(from, span, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, lane);
 #endif
-      asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+      fence_async_shared();
       __syncwarp();
       if (thread % 32 == 0) barrier_arrive(full + stage.stage * 8);
       if (thread % 32 == 0) barrier_arrive(left + slot.stage * 8);
@@ -302,8 +295,7 @@ __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 
 
 // A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next. The buffer has a channel's as
 // many bytes late as they begin in 16 of memory, so that lanes store whole 16, an instruction a channel's; up to three
-// words at either end follow. (NOTES: 16 bytes and more of a channel by the copy engine, which takes 60 clocks for
-// each: kb74 bfloat16 300 us, without any stores 163.)
+// words at either end follow. The copy engine would be slower: it takes a copy for each channel (docs/experiments.md).
 __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
   int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16;
   int left = (s.plane - t.f < PLACES ? s.plane - t.f : PLACES) * ELEMENT;
@@ -328,7 +320,7 @@ __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEM
 #if ELEMENT == 4
         store_shared_f32x2(at, v, w);
 #else
-        store_shared_u32(at, PRECISION == 2 ? half_pair(v, w) : bfloat_pair(v, w));
+        store_shared_u32(at, PAIR_BITS(v, w));
 #endif
       }
       __syncwarp();
@@ -386,7 +378,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
 #pragma unroll
     for (int i = 0; i < PLACES / 2; i++) {
       acc[i] = 0.f;
-      asm volatile("" : "+f"(acc[i]));                  // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+      opaque(acc[i]);
     }
     barrier_wait(turns + own * 8, parity);
     parity ^= 1;
@@ -395,7 +387,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
     for (int i = 0; i < count; i++, stage.next()) {
       u32 pixels = uniform(lower(stages + stage.stage * STAGE_BYTES) + begin);
       barrier_wait(full + stage.stage * 8, stage.parity);
-#if QUICK                                               // a loop, for which NVRTC takes 1.0 s where straight code takes 1.8 (kb68)
+#if QUICK                                               // a loop, which compiles faster than straight code
 #pragma unroll 1
 #else
 #pragma unroll
@@ -458,17 +450,17 @@ joined(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
       barrier_init(empty_w + 8 * i, 4);
     }
     for (int i = 0; i < CONSUMERS; i++) barrier_init(turns + 8 * i, 4);
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(96));
+    fewer_registers<96>();
     if (threadIdx.x < TURNER_THREADS) turn_pixels(s, slots, landed, left, stages, full, empty, trash, threadIdx.x);
     if (threadIdx.x == TURNER_THREADS) bring_pixels(map, s, slots, landed, left);
     if (threadIdx.x == TURNER_THREADS + 32) bring_weights(packed, s, ring, full_w, empty_w);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(200));
+    more_registers<200>();
     wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
     consume(bias, y, s, stages, full, empty, ring, full_w, empty_w, turns, buffers, role - 1, threadIdx.x & 127);
   }

@@ -5,16 +5,18 @@
 // A pair is a phase of D and one of H; its sums have all phases of W, so that a thread has neighbouring outputs. A phase's taps read the
 // input at q and a few offsets. So a row of the source is loaded once for each of its offsets along W (shifts), as fragments of A from
 // where the tensor copy engine left it, and multiplied for every pair that reads it. Columns of a shift are those of the phases of W that
-// have a tap there: phases lie in such an order that these come first (cuda/phases.py), as narrower instructions may only then share
-// sums with wider ones (NOTES: in TF32 ptxas waits for each instruction otherwise, C7511).
+// have a tap there. Phases lie in such an order that these come first (cuda/phases.py): sums of a narrower instruction are then the first
+// of a wider one's. In any other order ptxas waits for each TF32 instruction (C7511).
 //
-// Consumers take neighbouring tiles, each from a ring of its own, and never wait for each other (NOTES: kb73 446 us; the second one a
-// multiplication later 513: sectors that both write a part of are then completed later; strictly in turn 29 us more).
+// Consumers take neighbouring tiles, each from a ring of its own, and never wait for each other. So both write their parts of a sector at
+// about the same time. It is faster than an offset between them, or turns (docs/experiments.md).
 //
 // Constants come as macros (cuda/phases.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
 #define A_SHARED 0
 #include "wgmma.cuh"
+
+#include "numbers.cuh"
 
 #define VEC (16 / ELEMENT)
 #define K_STEPS (CK * ELEMENT / 32)                     // a matrix instruction takes 32 bytes of K
@@ -27,19 +29,8 @@
 #define WEIGHT_BYTES (CHUNKS * K_STEPS * STEP_BYTES)
 #define THREADS (128 + CONSUMERS * 128)
 
-#if PRECISION == 0
-#define SIGNS ", 1, 1, 1"
-#define VALUE(v) (v)
-#define STORE_BITS(v) __float_as_uint(v)
-#else
-#define SIGNS ", 1, 1, 1, 0"
-#define VALUE(v) (PRECISION == 2 ? half_value(v) : bfloat_value(v))
-#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
-#endif
-
 #include "columns.cuh"
 #include "ring.cuh"
-
 #include "tiles.cuh"
 
 #define TABLE(name, values)                                         \
@@ -120,19 +111,17 @@ __device__ __forceinline__ void produce(const TensorMap& map, const Sizes& s, u3
 
 // Rows of 32 bytes, swizzled; groups of 8 lie one behind the other.
 #define DESCRIPTOR(start) ((u64)(256 >> 4) << 32 | (u64)3 << 62 | (u64)1 << 16 | (start))
-#define MULTIPLY_WIDTH(of) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" of##_COLUMNS TYPES " {" of##_REGISTERS "}, " of##_A_AND_B SIGNS ";\n" : of##_SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
 __device__ __forceinline__ void multiply(float (&d)[PAIR_COLUMNS / 2], int width, const u32 (&a)[4], u64 b) {
-  if (width == WIDTH_0) MULTIPLY_WIDTH(W0);
+  if (width == WIDTH_0) MULTIPLY_0(d, a, b, "1");
 #if WIDTHS > 1
-  if (width == WIDTH_1) MULTIPLY_WIDTH(W1);
+  if (width == WIDTH_1) MULTIPLY_1(d, a, b, "1");
 #endif
 #if WIDTHS > 2
-  if (width == WIDTH_2) MULTIPLY_WIDTH(W2);
+  if (width == WIDTH_2) MULTIPLY_2(d, a, b, "1");
 #endif
 #if WIDTHS > 3
-  if (width == WIDTH_3) MULTIPLY_WIDTH(W3);
+  if (width == WIDTH_3) MULTIPLY_3(d, a, b, "1");
 #endif
 }
 
@@ -153,7 +142,7 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[SHIFTS][MB][4], const u3
 #endif
       }
 #pragma unroll
-  for (int i = 0; i < SHIFTS * MB * 4; i++) asm volatile("" : "+r"(a[i / (MB * 4)][i / 4 % MB][i % 4]));
+  for (int i = 0; i < SHIFTS * MB * 4; i++) opaque(a[i / (MB * 4)][i / 4 % MB][i % 4]);
 }
 
 // acc += a source row x the weights of all pairs that read it; `weights`: of the step, as descriptors have it.
@@ -172,8 +161,8 @@ __device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][PAIR_COLUMN
 
 // A consumer's buffer: PASS output channels of its tile's rows, each in units of 16 bytes as they lie in memory, so that neighbouring lanes
 // store neighbours, and parts of units at a row's ends alone. Channels lie 4 words beyond a multiple of 16 apart, for their lanes' banks.
-// NOTES: kb73 writes rows of 255 floats. With a warp's 128 bytes that begin anywhere it took 526 us, and 383 if these began at sectors;
-// with 4 bytes a lane from sectors' begins on 437 in TF32 and 424 in bfloat16, where this takes 446 and 381, and others 3 to 11% less.
+// Rows of odd lengths begin anywhere in a sector of memory, and a store that covers sectors in part is slow. Units of 16 bytes are faster in
+// most layers than 4 bytes a lane from a sector's begin on (docs/experiments.md).
 #define RUNS (TILE_D * TILE_H)                          // rows of q of a tile
 #define RUN (TILE_W * STEP_W)                           // outputs of one along W
 #define UNITS (RUN / VEC)                               // whole ones that it may have
@@ -194,7 +183,7 @@ __device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][PAIR_COLUMNS
     char* begin = y + (long long)(((u32)first_d * s.out_h + first_h) * s.out_w + t.w * STEP_W) * ELEMENT;
 #pragma unroll
     for (int first = 0; first < CO_COLUMNS; first += PASS) {
-      asm volatile("" : "+r"(plane), "+r"(channel));    // what follows from them is found here, not kept (spills)
+      OPAQUE_2(plane, channel);                         // what follows from them is found here, not kept (spills)
       named_sync(1 + wg, 128);                          // everyone has read what was there before
 #pragma unroll
       for (int j = first / 8; j < CO_COLUMNS / 8; j++) {
@@ -287,7 +276,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
     for (int i = 0; i < PAIRS * MB * (PAIR_COLUMNS / 2); i++) {
       float& sum = acc[i / (MB * (PAIR_COLUMNS / 2))][i / (PAIR_COLUMNS / 2) % MB][i % (PAIR_COLUMNS / 2)];
       sum = 0.f;
-      asm volatile("" : "+f"(sum));                     // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+      opaque(sum);
     }
     u32 at = weights >> 4;
 #pragma unroll 1
@@ -302,9 +291,8 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
         else wgmma_wait<1>();
         load_fragments(a[group % 2], own, stage + source_row(row) * ROW_BYTES + step * (32 / ELEMENT) * PITCH_BYTES);
         multiply_row(acc, a[group % 2], row, uniform(at + step * (STEP_BYTES / 16)));
-        // Behind the instructions that take what was loaded: the arrival does not wait for loads, and these are late where stores fill
-        // the path to memory (NOTES: ahead of them, 96->48 k8 s4 on 8 rows of 66,000 had 6,000 wrong outputs of 101 million, others
-        // at each call).
+        // Behind the instructions that take what was loaded. The arrival does not wait for loads, and these are late where stores fill the
+        // path to memory. Ahead of the instructions it gave wrong outputs on long rows (docs/experiments.md).
         if (group == GROUPS - 1) give_back(empty + cursor.stage * 8, lane);
       }
       at += K_STEPS * (STEP_BYTES / 16);
@@ -336,12 +324,12 @@ phases(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
       barrier_init(empty + 8 * i, 4);
     }
     barrier_init(landed, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barriers_begun();
   }
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    fewer_registers<PRODUCER_REGISTERS>();
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (threadIdx.x & 31) return;
     if (warp < CONSUMERS) {
@@ -354,7 +342,7 @@ phases(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
   } else {
     int wg = role - 1;
     wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    more_registers<CONSUMER_REGISTERS>();
     barrier_wait(landed, 0);
     consume(bias, y, s, base, base + RINGS_AT + wg * (STAGES * STAGE_BYTES), full + wg * (8 * STAGES), empty + wg * (8 * STAGES), base + BUFFERS_AT + wg * BUFFER_BYTES, wg, thread);
   }

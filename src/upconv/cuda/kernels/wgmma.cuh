@@ -96,17 +96,3 @@ __device__ __forceinline__ u64 descriptor_of(const u32 (&a)[4]) { return (u64)a[
 template <int SUMS, class Operand>
 __device__ __forceinline__ void multiply(float (&d)[SUMS], const Operand& a, u64 b) { MULTIPLY(d, a, b, "1"); }
 #endif
-
-#ifdef N_COLUMNS                                       // `pixels` and `joined`, whose instructions come as macros
-#if PRECISION < 2
-#define SIGNS ", 1, 1"
-#elif B_TURNED
-#define SIGNS ", 1, 1, 0, 1"
-#else
-#define SIGNS ", 1, 1, 0, 0"
-#endif
-template <int SUMS>
-__device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" N_COLUMNS TYPES " {" N_REGISTERS "}, " N_A_AND_B ", 1" SIGNS ";\n" : N_SUMS : "l"(a), "l"(b));
-}
-#endif
