@@ -138,7 +138,7 @@ EVERY_LANE = {
         ("if (lane == 0) barrier_arrive(empty", "barrier_arrive(empty"),
         ("if (i > begin && lane == 0) barrier_arrive(empty", "if (i > begin) barrier_arrive(empty"),
         ("if (way.i > 0 && lane == 0) barrier_arrive(empty", "if (way.i > 0) barrier_arrive(empty"),
-        ("if (lane == 0) arrive_handed(met, rank);", "arrive_handed(met, rank);"),
+        ("if (lane == 0) barrier_arrive_cluster(met, rank ^ 1);", "barrier_arrive_cluster(met, rank ^ 1);"),
         ("HANDOVER ? WGS * 4 : 1);", "HANDOVER ? WGS * 128 : 1);"),
         ("barrier_init(empty + 8 * i, WGS * 4);", "barrier_init(empty + 8 * i, WGS * 128);"),
     ),
