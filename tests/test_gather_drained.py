@@ -68,7 +68,7 @@ def test_the_kernel_ends_when_its_stores_have() -> None:
     """The host's harness waits for them in its place."""
     text = (KERNELS / "gather.cu").read_text()
     end = text[text.index("consume(packed, bias, maps.of[MAPS]") :]
-    assert end.index('"cp.async.bulk.wait_group 0;') < end.index("#else")
+    assert end.index("bulk_wait();") < end.index("#else")
 
 
 @pytest.mark.parametrize("stride", NEVER)
