@@ -155,6 +155,7 @@ static void run_blocks(int first, int count, int threads) {
       blocks[b].warps[t / 32].alive++;
       Fiber& f = *fibers[b * threads + t];
       if (!f.stack) f.stack = (char*)malloc(stack_bytes);
+      if (!f.stack) fail("no memory for a thread's stack");
       f.begun = f.done = false, f.block = &blocks[b], f.thread = t, f.sync = nullptr, f.barrier = nullptr, f.spins = 0;
       f.products.clear(), f.stores.clear(), f.product_groups.clear(), f.copies.clear(), f.copy_groups.clear();
       f.uncommitted_products = f.uncommitted_copies = 0;
@@ -304,11 +305,19 @@ template <class... A> static void call(void (*kernel)(A...)) {
   std::tuple<A...> arguments{argument<A>(from)...};
   std::apply(kernel, arguments);
 }
+// A test runs many kernels, each with stacks of its own: together they would be more than memory.
+static void free_stacks() {
+  for (Fiber* f : fibers) free(f->stack), f->stack = nullptr;
+}
 // Runs a grid; `together`: blocks that run at once. Returns what went wrong, or null.
 static const char* launch(void (*with)(), int count, int threads, int shared, const char* arguments, int together, int seed) {
-  if (_setjmp(failed)) return failure;
+  if (_setjmp(failed)) {
+    free_stacks();
+    return failure;
+  }
   entry = with, given = arguments, grid = count, shared_bytes = shared, late = seed & 1, random_state = seed * 2654435761u + 1, self = nullptr;
   for (int first = 0; first < count; first += together) run_blocks(first, min(together, count - first), threads);
+  free_stacks();
   return nullptr;
 }
 }  // namespace machine
