@@ -19,12 +19,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from layers import add_arguments, problems
 
 import upconv
-from upconv.cuda import families, jit
+from upconv.cuda import families
 from upconv.cuda.gpu import A100, H200
 from upconv.problem import Pass, Problem
 
@@ -53,9 +56,15 @@ def sections(cubin: bytes) -> dict[str, str]:
     return found
 
 
+def _compiler() -> Any:
+    """The package's module that compiles, where its commit has it."""
+    place = "upconv.cuda.compile" if find_spec("upconv.cuda.compile") else "upconv.cuda"
+    return import_module(f"{place}.jit")
+
+
 def codes(layers: Iterable[tuple[str, Problem]], arch: str) -> Codes:
     """Those of the package that is imported."""
-    gpu = {"90a": H200, "80": A100}[arch]
+    gpu, jit = {"90a": H200, "80": A100}[arch], _compiler()
     found: Codes = {}
     for case, p in layers:
         fitting = [c for c in families.choose(p, gpu).values() if not isinstance(c, str)]

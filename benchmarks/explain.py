@@ -21,9 +21,9 @@ from rich.console import Console
 from upconv import planner
 from upconv.bench import files
 from upconv.bench.suites import SUITES
-from upconv.cuda import gather
+from upconv.cuda.gemm import gather
+from upconv.cuda.gemm.tiling import Tiling, useful
 from upconv.cuda.gpu import H200
-from upconv.cuda.tiling import Tiling, useful
 from upconv.explain import Explanation, estimated_ceilings
 from upconv.problem import Problem
 

@@ -33,23 +33,14 @@ from typing import Any
 import torch
 
 from upconv.cpu import memory_format
-from upconv.cuda import (
-    gather,
-    gather_search,
-    implicit,
-    jit,
-    joined,
-    pairs,
-    phases,
-    relayout,
-    subpixel,
-    sweep,
-    wgrad,
-    wgrad_search,
-)
 from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.compile import jit
+from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
-from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
+from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
+from upconv.cuda.rearrange import relayout
+from upconv.cuda.wgrad import wgrad, wgrad_search
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
 TIMEOUT = 150.0

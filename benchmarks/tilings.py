@@ -38,13 +38,14 @@ from upconv.bench import files, report, timing
 from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import SUITES
 from upconv.cpu import memory_format
-from upconv.cuda import costs, gather, gather_model, gather_search, jit
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
-from upconv.cuda.costs import Constants
+from upconv.cuda.compile import jit
+from upconv.cuda.gemm import costs, gather, gather_model, gather_search
+from upconv.cuda.gemm.costs import Constants
+from upconv.cuda.gemm.shuffle import Shuffle
+from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.shuffle import Shuffle
-from upconv.cuda.tiling import Tiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input")

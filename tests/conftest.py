@@ -32,28 +32,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import upconv
-from upconv import calls, cpu, ops, planner, replays
-from upconv.cuda import cache as cubins
-from upconv.cuda import (
-    direct_grad,
-    gather,
-    implicit,
-    jit,
-    joined,
-    launch,
-    packs,
-    pairs,
-    phases,
-    relayout,
-    staged,
-    subpixel,
-    unshuffle,
-    wgrad,
-)
+from upconv import cpu, ops, planner
+from upconv.cuda import packs
 from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.compile import cache as cubins
+from upconv.cuda.compile import jit, launch
+from upconv.cuda.direct import direct_grad, staged
+from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import H200, gpu
+from upconv.cuda.pixels import implicit, pairs, phases, subpixel
+from upconv.cuda.rearrange import relayout, unshuffle
+from upconv.cuda.wgrad import wgrad
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Precision, Problem
+from upconv.replay import calls, replays
 
 if find_spec("expecttest") is None:
     # PyTorch's modules of tests take a class from it for their own test cases to build on; OpInfo samples and
@@ -408,7 +400,7 @@ def each_plan(request: pytest.FixtureRequest) -> Iterator[list[Problem]]:
 
 def host_header() -> str:
     """``direct.cuh`` for a C++ compiler: conversions are the functions of tests/host."""
-    text = (Path(jit.__file__).parent / "kernels" / "direct.cuh").read_text()
+    text = (jit.KERNELS / "direct.cuh").read_text()
     types = "typedef unsigned short u16;\ntypedef unsigned int u32;\n"
     return types + text.replace("#pragma once\n", "").replace('#include "ptx.cuh"\n', "")
 

@@ -18,22 +18,14 @@ import pytest
 import torch
 
 from conftest import compiled_for_host
-from upconv.cuda import (
-    gather,
-    implicit,
-    jit,
-    joined,
-    launch,
-    packs,
-    pairs,
-    phases,
-    relayout,
-    subpixel,
-    unshuffle,
-    wgrad,
-)
-from upconv.cuda.boxes import Five, Tensor5, Words
+from upconv.cuda import packs
+from upconv.cuda.compile import jit, launch
+from upconv.cuda.compile.boxes import Five, Tensor5, Words
+from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import H200, Gpu
+from upconv.cuda.pixels import implicit, pairs, phases, subpixel
+from upconv.cuda.rearrange import relayout, unshuffle
+from upconv.cuda.wgrad import wgrad
 
 _HEADER = r'#line 1 "{}\.cuh"\n.*?\n(?=#line )'
 _CALL = """
@@ -139,7 +131,7 @@ def encode(
     rounded: bool = False,
     promotion: int = 128,
 ) -> Words:
-    """`upconv.cuda.boxes.encode` for the host: a ``TensorMap`` of ``host/ptx_host.h``. It takes what hardware takes."""
+    """`upconv.cuda.compile.boxes.encode` for the host: a ``TensorMap`` of ``host/ptx_host.h``. It takes what hardware takes."""
     assert len(box) == 5 and max(box) <= 256 and min(box) >= 1 and max(steps) <= 8 and min(steps) >= 1
     assert steps[0] == 1 and (not span or box[0] * dtype.itemsize <= span), "a row of the box is within the swizzle"
     strides = (dtype.itemsize, *tensor.strides)

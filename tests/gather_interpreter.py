@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upconv.cuda.axes import result_shape
-from upconv.cuda.tiling import Tiling
+from upconv.cuda.gemm.tiling import Tiling
 from upconv.problem import Problem
 
 Floats = NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""What families of one tensor map (`upconv.cuda.one_mapped`) must do on a GPU, against float64 references."""
+"""What families of one tensor map (`upconv.cuda.pixels.one_mapped`) must do on a GPU, against float64 references."""
 
 from __future__ import annotations
 

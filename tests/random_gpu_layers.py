@@ -28,7 +28,7 @@ import upconv
 from strategies import forward_excess, gradient_excess, operands
 from upconv import planner
 from upconv.bench.timing import precision_flags
-from upconv.cuda import jit
+from upconv.cuda.compile import jit
 from upconv.problem import Problem, output_length
 
 CALLS = (None, upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d)

@@ -22,10 +22,15 @@ import upconv
 from conftest import assert_accurate, needs_gxx, seeds, tf32_magnitude
 from test_host import epilogue, tiles
 from upconv import planner, reference
-from upconv.cuda import batches, boxes, families, gather, gather_search, implicit, relayout, wgrad, wgrad_search
+from upconv.cuda import families
 from upconv.cuda.axes import Unfit, any_size
+from upconv.cuda.compile import boxes
+from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import A100, H200, gpu
-from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
+from upconv.cuda.pixels import implicit
+from upconv.cuda.rearrange import batches, relayout
+from upconv.cuda.wgrad import wgrad, wgrad_search
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -39,7 +39,7 @@ from upconv.bench import (
 from upconv.bench.run import Job, Row
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import Repeats
-from upconv.cuda import jit
+from upconv.cuda.compile import jit
 from upconv.cuda.gpu import H200
 from upconv.planner import Plan
 from upconv.problem import PASSES, PRECISIONS, Problem

@@ -13,11 +13,12 @@ import torch
 
 from conftest import HOST, host_header, host_program, needs_gxx
 from upconv import cpu
-from upconv.cuda import bias, jit
+from upconv.cuda import bias
+from upconv.cuda.compile import jit
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090
 from upconv.problem import Layout, Problem
 
-KERNELS = Path(jit.__file__).parent / "kernels"
+KERNELS = jit.KERNELS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 

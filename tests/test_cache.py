@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import upconv
 from conftest import BARE
 from upconv import cli, env, modules
-from upconv.cuda import cache, jit, launch
+from upconv.cuda.compile import cache, jit, launch
 
 compiles = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
@@ -323,7 +323,7 @@ def test_threads_compile_with_a_limit_that_is_always_reached(monkeypatch: pytest
 
 
 def python(code: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    head = f"{BARE}from upconv.cuda import cache, jit\nimport os, sys\nSOURCE = {SOURCE!r}\n"
+    head = f"{BARE}from upconv.cuda.compile import cache, jit\nimport os, sys\nSOURCE = {SOURCE!r}\n"
     done = subprocess.run([sys.executable, "-c", head + code, *arguments], capture_output=True, text=True, timeout=120)
     if check:
         assert done.returncode == 0, done.stderr

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import upconv
 from test_gradients import kernels  # noqa: F401
-from upconv import calls, ops
-from upconv.calls import Call
+from upconv import ops
+from upconv.replay import calls
+from upconv.replay.calls import Call
 
 PLAN: Any = SimpleNamespace(problem=SimpleNamespace(layout="nchw"))
 ARGUMENTS: tuple[Any, ...] = ((2, 2), (1, 1), (0, 0), 1, (1, 1))

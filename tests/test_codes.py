@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from upconv.cuda import jit
+from upconv.cuda.compile import jit
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -24,11 +24,12 @@ import upconv
 from conftest import EVERY, assert_close, assert_equal, diagonal, forced_plans, make_call
 from test_gradients import kernels  # noqa: F401
 from test_native import machine, module  # noqa: F401
-from upconv import planner, replays
+from upconv import planner
 from upconv.compiler import layouts, rule
 from upconv.compiler.arguments import arguments_of, text_of
 from upconv.cuda import gpu
 from upconv.problem import Problem
+from upconv.replay import replays
 
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 

@@ -28,10 +28,12 @@ from torch.utils.checkpoint import checkpoint
 import upconv
 from conftest import assert_accurate, assert_close, tf32_magnitude
 from test_gradients import Data, Kernels, StandIn, Weight, kernels  # noqa: F401
-from upconv import calls, convolutions, modules, ops, planner, reference
-from upconv.cuda import bias, engine, families, gpu, jit, native
+from upconv import convolutions, modules, ops, planner, reference
+from upconv.cuda import bias, engine, families, gpu
+from upconv.cuda.compile import jit
 from upconv.planner import Device
 from upconv.problem import Problem
+from upconv.replay import calls, native
 
 H200 = Device("cuda", gpu=gpu.H200)
 LAYERS = (None, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 import upconv
 from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, make_call
 from strategies import excess, operands, problems
-from upconv import calls, ops, planner, reference
+from upconv import ops, planner, reference
 from upconv.compiler.arguments import text_of
-from upconv.cuda import engine, families, family, gpu, jit
+from upconv.cuda import engine, families, family, gpu
 from upconv.cuda import weights as packed
+from upconv.cuda.compile import jit
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
+from upconv.replay import calls
 
 H200 = Device("cuda", gpu=gpu.H200)
 

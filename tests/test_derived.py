@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from upconv.cuda import gather_search, sweep, wgrad_search
 from upconv.cuda.axes import any_size
+from upconv.cuda.gemm import gather_search
+from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import A100, H200
-from upconv.cuda.shuffle import ways
+from upconv.cuda.pixels import sweep
+from upconv.cuda.wgrad import wgrad_search
 from upconv.derived import derived, derived_from, derived_without, needs, settled, varied
 from upconv.problem import Problem
 

@@ -19,8 +19,9 @@ from conftest import EVERY, by_turns
 from strategies import DTYPES, forward_excess, operands, problems
 from upconv import cpu, reference
 from upconv.bench.suites import SUITES, Case
-from upconv.cuda import direct, jit
-from upconv.cuda.direct import Choice, Tile, Walk
+from upconv.cuda.compile import jit
+from upconv.cuda.direct import direct
+from upconv.cuda.direct.direct import Choice, Tile, Walk
 from upconv.cuda.gpu import A100, H200, RTX3090, RTX5090, Gpu
 from upconv.problem import PRECISIONS, Problem
 

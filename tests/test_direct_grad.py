@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from strategies import DTYPES, problems
 from upconv import reference
 from upconv.bench.suites import SUITES, Case
-from upconv.cuda import direct, direct_grad, jit
-from upconv.cuda.direct_grad import Choice
+from upconv.cuda.compile import jit
+from upconv.cuda.direct import direct, direct_grad
+from upconv.cuda.direct.direct_grad import Choice
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.planner import Device, plan
 from upconv.problem import PRECISIONS, Pass, Problem

@@ -31,10 +31,12 @@ from test_sweep import draw_problem as deep_problem
 from test_wgrad import draw_problem as wgrad_problem
 from test_wgrad import tilings, work
 from upconv import reference
-from upconv.cuda import gather, gather_search, implicit, joined, pairs, phases, subpixel, sweep, wgrad, wgrad_costs
 from upconv.cuda.axes import any_size, result_shape, source_shape
+from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gpu import H200, Gpu
-from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
+from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
+from upconv.cuda.wgrad import wgrad, wgrad_costs
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Precision, Problem, output_length
 
 pytestmark = needs_gxx

@@ -21,9 +21,9 @@ from conftest import EVERY, by_turns
 from test_gather import needs_nvrtc
 from upconv import planner
 from upconv.bench.suites import SUITES, Case
-from upconv.cuda import jit
+from upconv.cuda.compile import jit
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
-from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import LAYOUTS, Layout, Pass, Precision
 
 GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)

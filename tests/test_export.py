@@ -26,10 +26,14 @@ from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
-from upconv.cuda import direct, direct_grad, gather, jit, joined, packs, staged, wgrad, wgrad_costs
+from upconv.cuda import packs
 from upconv.cuda.axes import result_shape
+from upconv.cuda.compile import jit
+from upconv.cuda.direct import direct, direct_grad, staged
+from upconv.cuda.gemm import gather, joined
+from upconv.cuda.gemm.tiling import CLAIMS_BYTES
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
-from upconv.cuda.tiling import CLAIMS_BYTES
+from upconv.cuda.wgrad import wgrad, wgrad_costs
 from upconv.export import (
     check,
     command,

@@ -19,11 +19,13 @@ from conftest import EVERY, Stubs, by_turns, seeds
 from gather_interpreter import Floats, Interpreter
 from upconv import reference
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import costs, gather, gather_search, jit, launch, packs
+from upconv.cuda import packs
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
+from upconv.cuda.compile import jit, launch
+from upconv.cuda.gemm import costs, gather, gather_search
+from upconv.cuda.gemm.shuffle import Shuffle, countable, ways
+from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
-from upconv.cuda.shuffle import Shuffle, countable, ways
-from upconv.cuda.tiling import Tiling
 from upconv.problem import Layout, Pass, Precision, Problem, output_length
 
 DTYPES = {"tf32": torch.float32, "ieee": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

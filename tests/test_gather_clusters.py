@@ -12,10 +12,10 @@ from conftest import HOPPER, Stubs, assert_accurate, by_turns
 from one_mapped_gpu import operands
 from test_gather import check_compiled, needs_nvrtc
 from test_gather_gpu import PRECISIONS, _layer
-from upconv.cuda import gather, gather_search
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
+from upconv.cuda.gemm import gather, gather_search
+from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import A100, H200, MAX_CLUSTER, Gpu, gpu
-from upconv.cuda.tiling import Tiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
 # batch, channels in and out, size, kernel, stride, padding, output_padding, dilation, groups: chunks that no cluster

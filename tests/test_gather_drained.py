@@ -13,10 +13,11 @@ import torch
 
 from conftest import by_turns, diagonal, needs_gxx
 from test_host import KERNELS, epilogue, tiles
-from upconv.cuda import boxes, gather, gather_search, jit
 from upconv.cuda.axes import Unfit, any_size, result_shape
+from upconv.cuda.compile import boxes, jit
+from upconv.cuda.gemm import gather, gather_search
+from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import H200
-from upconv.cuda.tiling import Tiling
 from upconv.problem import Problem
 
 FORWARD = Problem.make(4, 32, 64, (8, 24), 4, 2, 1, dtype=torch.float16)

@@ -20,12 +20,12 @@ from conftest import HOPPER, assert_accurate, tf32_magnitude
 from upconv import reference
 from upconv.bench.timing import precision_flags
 from upconv.cpu import memory_format
-from upconv.cuda import gather, gather_search, tiling_weights
 from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.compile.launch import Launcher
+from upconv.cuda.gemm import gather, gather_search, tiling_weights
+from upconv.cuda.gemm.shuffle import ways
+from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import gpu
-from upconv.cuda.launch import Launcher
-from upconv.cuda.shuffle import ways
-from upconv.cuda.tiling import Tiling
 from upconv.problem import Pass, Problem
 
 pytestmark = [

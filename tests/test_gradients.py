@@ -25,8 +25,9 @@ import upconv
 from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, forced_plans, make_call
 from strategies import excess, gradient_excess, operands, problems
 from upconv import cpu, ops, planner, reference
-from upconv.cuda import engine, families, family, gpu, jit, packs
+from upconv.cuda import engine, families, family, gpu, packs
 from upconv.cuda import weights as packed
+from upconv.cuda.compile import jit
 from upconv.planner import Device
 from upconv.problem import Pass, Problem
 

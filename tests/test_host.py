@@ -22,12 +22,14 @@ import torch
 from conftest import EVERY, HOST, diagonal, host_program, needs_gxx, seeds
 from gather_interpreter import Interpreter
 from test_gather import draw_problem, draw_shuffled, draw_tiling
-from upconv.cuda import gather_search, jit, wgrad_search
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
+from upconv.cuda.compile import jit
+from upconv.cuda.gemm import gather_search
+from upconv.cuda.gemm.tiling import CLAIMS, CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import H200
 from upconv.cuda.packs import PACK_THREADS
-from upconv.cuda.tiling import CLAIMS, CLAIMS_BYTES, Tiling
-from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
+from upconv.cuda.wgrad import wgrad_search
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
 pytestmark = needs_gxx
@@ -41,7 +43,7 @@ def cut(source: str, first: str, end: str) -> str:
     return source[begin : source.index(end, begin)]
 
 
-KERNELS = Path(jit.__file__).parent / "kernels"
+KERNELS = jit.KERNELS
 ROOMS = re.compile(r'#include "((?:gather|wgrad)_\w+\.cuh)".*\n')
 
 

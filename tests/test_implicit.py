@@ -15,11 +15,14 @@ from conftest import EVERY, Stubs, precision_by_turns
 from test_gather import DTYPES, needs_nvrtc
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import families, implicit, jit, relayout
+from upconv.cuda import families
 from upconv.cuda.axes import any_size, result_shape, source_shape
+from upconv.cuda.compile import jit
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200, Gpu
-from upconv.cuda.implicit import Tile
+from upconv.cuda.pixels import implicit
+from upconv.cuda.pixels.implicit import Tile
+from upconv.cuda.rearrange import relayout
 from upconv.problem import Pass, Precision, Problem
 
 LAST = "the implicit GEMM is for forwards and gradients for the input in channels_last"

@@ -19,9 +19,9 @@ from test_gather_gpu import PRECISIONS, _truth
 from test_implicit import tiles_of
 from upconv import planner
 from upconv.cpu import memory_format
-from upconv.cuda import implicit
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import gpu
+from upconv.cuda.pixels import implicit
 from upconv.problem import Pass, Problem
 
 pytestmark = HOPPER

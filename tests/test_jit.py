@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conftest import BARE
-from upconv.cuda import cache, jit
+from upconv.cuda.compile import cache, jit
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu, arch_of, gpu
 
 GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
@@ -97,7 +97,7 @@ def ptxas_report(source: str, arch: str) -> dict[str, tuple[int, int, int]]:
 def test_a_compilation_leaves_pythons_shared_bytes_alone(tmp_path: Path) -> None:
     """An empty log is one NUL, which must not be written into the object that every ``b" "`` is."""
     program = (
-        f"{BARE}from upconv.cuda import jit\n"
+        f"{BARE}from upconv.cuda.compile import jit\n"
         "jit.cubin('extern \"C\" __global__ void f(int* p) { *p = 1; }', '90a', 'test')\n"
         "assert all(bytes([i])[0] == i for i in range(256)), [i for i in range(256) if bytes([i])[0] != i]\n"
         "print('two', 'words')\n"
@@ -355,7 +355,7 @@ def test_importing_imports_nothing_of_cudas() -> None:
     """Some releases of PyTorch import cuda.bindings themselves; what counts is what comes with us."""
     out = run(
         "import sys, torch; before = set(sys.modules)\n"
-        "import upconv, upconv.cuda.cache, upconv.cuda.gpu, upconv.cuda.jit, upconv.cuda.launch\n"
+        "import upconv, upconv.cuda.gpu; from upconv.cuda.compile import cache, jit, launch\n"
         "print(sorted(m for m in set(sys.modules) - before if m.split('.')[0] in ('cuda', 'nvidia')))\n"
         "print('cuda.bindings.nvrtc' in sys.modules, torch.cuda.is_initialized())"
     )
@@ -442,7 +442,7 @@ FORKED = (
     BARE
     + """
 import os, signal, threading
-from upconv.cuda import jit
+from upconv.cuda.compile import jit
 
 source = 'extern "C" __global__ void plain() {}'
 held = jit._busy.setdefault(jit._key(source, "80"), threading.Lock())

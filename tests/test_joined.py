@@ -13,8 +13,10 @@ import torch
 from conftest import Stubs, precision_by_turns, spread_by_precision
 from test_gather import DTYPES, needs_nvrtc
 from upconv.bench.suites import SUITES
-from upconv.cuda import families, family, jit, joined
+from upconv.cuda import families, family
 from upconv.cuda.axes import Unfit
+from upconv.cuda.compile import jit
+from upconv.cuda.gemm import joined
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.problem import Pass, Precision, Problem
 

@@ -17,8 +17,8 @@ from conftest import HOPPER, assert_capturable
 from one_mapped_gpu import assert_serves, operands
 from test_gather_gpu import PRECISIONS
 from upconv import planner
-from upconv.cuda import joined
 from upconv.cuda.axes import source_shape
+from upconv.cuda.gemm import joined
 from upconv.cuda.gpu import gpu
 from upconv.problem import Problem
 

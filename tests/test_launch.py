@@ -18,11 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upconv.cuda import jit
-from upconv.cuda import launch as launch_module
+from upconv.cuda.compile import jit
+from upconv.cuda.compile import launch as launch_module
+from upconv.cuda.compile.jit import Kernel
+from upconv.cuda.compile.launch import Launcher, LaunchError, TooManyBlocks, as_run
 from upconv.cuda.gpu import H200, gpu
-from upconv.cuda.jit import Kernel
-from upconv.cuda.launch import Launcher, LaunchError, TooManyBlocks, as_run
 
 TYPES = {"P": ctypes.c_uint64, "i": ctypes.c_int32, "q": ctypes.c_int64, "f": ctypes.c_float}
 MOST_SHARED = 232448

@@ -25,11 +25,12 @@ from conftest import BARE, assert_equal, needs_gxx
 from test_calls import Dispatch, Function
 from test_convolutions import everything, stand_ins  # noqa: F401
 from test_gradients import Data, Kernels, StandIn, Weight, kernels  # noqa: F401
-from upconv import calls, convolutions, modules, ops, reference, replays
-from upconv.cuda import cache, jit, native, tape
-from upconv.cuda import launch as launch_module
-from upconv.cuda.jit import Kernel
-from upconv.cuda.launch import Counters, Launcher, as_run
+from upconv import convolutions, modules, ops, reference
+from upconv.cuda.compile import cache, jit
+from upconv.cuda.compile import launch as launch_module
+from upconv.cuda.compile.jit import Kernel
+from upconv.cuda.compile.launch import Counters, Launcher, as_run
+from upconv.replay import calls, native, replays, tape
 
 # --- a driver whose kernels are Python's ------------------------------------------------------------------------------
 
@@ -740,7 +741,7 @@ def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path: Any, monkeypatch
 
 HOLDING = f"""{BARE}
 import os, time
-from upconv.cuda import cache
+from upconv.cuda.compile import cache
 with cache.alone("key", lambda: False, 60):
     child = os.fork()
     if not child:  # it has the files that are open, the lock's among them
@@ -790,7 +791,7 @@ def test_a_process_ends_well_whatever_was_noted(module: Any, tmp_path: Any) -> N
     """Calls that are known, of layers that are gone, and of layers that are not."""
     text = """
 import torch, upconv
-from upconv.cuda import native
+from upconv.replay import native
 module = native.wait()
 assert module is not None, native.state()
 tape = __import__("array").array("Q", [0, 0, 0]).tobytes()

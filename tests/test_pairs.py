@@ -16,9 +16,11 @@ from conftest import EVERY, Stubs, needs_gxx, precision_by_turns, spread_by_prec
 from emulator import Emulator, emulator
 from test_gather import DTYPES, needs_nvrtc
 from upconv.bench.suites import SUITES
-from upconv.cuda import families, family, jit, pairs
+from upconv.cuda import families, family
 from upconv.cuda.axes import Unfit
+from upconv.cuda.compile import jit
 from upconv.cuda.gpu import A100, B200, H200
+from upconv.cuda.pixels import pairs
 from upconv.problem import Precision, Problem
 
 __all__ = ["emulator"]

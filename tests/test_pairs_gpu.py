@@ -13,8 +13,8 @@ from conftest import HOPPER, assert_capturable
 from one_mapped_gpu import assert_serves, operands, poisoned
 from test_gather_gpu import PRECISIONS
 from upconv import planner
-from upconv.cuda import pairs
 from upconv.cuda.gpu import gpu
+from upconv.cuda.pixels import pairs
 from upconv.problem import Problem
 
 pytestmark = HOPPER

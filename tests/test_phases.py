@@ -19,11 +19,13 @@ from emulator import Emulator, emulator
 from test_gather import DTYPES, needs_nvrtc
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import families, jit, phases
+from upconv.cuda import families
 from upconv.cuda.axes import Unfit, any_size
+from upconv.cuda.compile import jit
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200
-from upconv.cuda.phases import Tile
+from upconv.cuda.pixels import phases
+from upconv.cuda.pixels.phases import Tile
 from upconv.problem import Precision, Problem, output_length
 
 __all__ = ["emulator"]

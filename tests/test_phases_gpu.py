@@ -16,8 +16,8 @@ from conftest import HOPPER, assert_accurate, assert_capturable
 from one_mapped_gpu import assert_serves, operands, poisoned
 from test_gather_gpu import PRECISIONS
 from upconv import planner
-from upconv.cuda import phases
 from upconv.cuda.gpu import gpu
+from upconv.cuda.pixels import phases
 from upconv.problem import Problem
 
 pytestmark = HOPPER

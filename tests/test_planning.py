@@ -18,9 +18,12 @@ import torch
 import conftest
 from upconv import planner
 from upconv.bench.suites import SUITES
-from upconv.cuda import direct, gather, gather_search, jit, wgrad, wgrad_costs, wgrad_search
 from upconv.cuda.axes import MOST_W_SUBS, Axis, Unfit, any_size, gather_axes, multiplied
+from upconv.cuda.compile import jit
+from upconv.cuda.direct import direct
+from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import A100, H200, Gpu
+from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
 from upconv.problem import LAYOUTS, Pass, Problem
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))

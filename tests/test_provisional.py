@@ -25,13 +25,15 @@ import upconv
 from conftest import assert_accurate, by_turns
 from one_mapped_gpu import operands, poisoned
 from test_gather import DTYPES, check, check_compiled, needs_nvrtc, small
-from upconv import replays
 from upconv.bench.suites import SUITES
-from upconv.cuda import cache, engine, gather, jit, joined, launch, packs, provisional
+from upconv.cuda import engine, packs
+from upconv.cuda.compile import cache, jit, launch, provisional
+from upconv.cuda.compile.provisional import Provisional
+from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import H200
 from upconv.cuda.packs import Unit
-from upconv.cuda.provisional import Provisional
 from upconv.problem import Problem
+from upconv.replay import replays
 
 
 class Launches:
@@ -218,7 +220,7 @@ def test_threads_see_either_form(made: Launches, monkeypatch: pytest.MonkeyPatch
 
 ENDS = """
 import sys, time
-from upconv.cuda import provisional
+from upconv.cuda.compile import provisional
 
 provisional._THREADS = 1
 

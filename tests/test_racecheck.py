@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from upconv.cuda import gather, jit
+from upconv.cuda.compile import jit
+from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import H200
 
-KERNELS = Path(jit.__file__).parent / "kernels"
+KERNELS = jit.KERNELS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import racecheck  # noqa: E402
 

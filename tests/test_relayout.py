@@ -14,11 +14,15 @@ import torch
 import upconv
 from conftest import HOST, Stubs, diagonal, host_program, needs_gxx, replayed
 from upconv import cpu, planner, reference
-from upconv.cuda import around, families, implicit, jit, relayout, wgrad
+from upconv.cuda import families
+from upconv.cuda.compile import jit
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
+from upconv.cuda.pixels import implicit
+from upconv.cuda.rearrange import around, relayout
+from upconv.cuda.wgrad import wgrad
 from upconv.problem import Layout, Precision, Problem
 
-KERNELS = Path(jit.__file__).parent / "kernels"
+KERNELS = jit.KERNELS
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
 KB73 = Problem.make(4, 32, 32, (32, 64, 128), 3, 2, 1)

@@ -14,7 +14,11 @@ import torch
 
 from conftest import by_turns
 from upconv.bench import suites
-from upconv.cuda import direct, direct_grad, families, gather, gpu, jit, joined, staged, wgrad
+from upconv.cuda import families, gpu
+from upconv.cuda.compile import jit
+from upconv.cuda.direct import direct, direct_grad, staged
+from upconv.cuda.gemm import gather, joined
+from upconv.cuda.wgrad import wgrad
 from upconv.export.specialise import WIDTH, Specialised, specialise
 from upconv.problem import Problem
 

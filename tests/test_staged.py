@@ -20,12 +20,13 @@ from strategies import DTYPES, problems
 from test_direct_grad import GPUS, GRADIENTS, SUITE, needs_nvrtc, versions
 from upconv import planner, reference
 from upconv.bench.suites import SUITES, Case
-from upconv.cuda import jit, staged
+from upconv.cuda.compile import jit
+from upconv.cuda.direct import staged
+from upconv.cuda.direct.staged import Choice, Tile, Unfit
 from upconv.cuda.gpu import H200, Gpu
-from upconv.cuda.staged import Choice, Tile, Unfit
 from upconv.problem import Problem
 
-KERNELS = Path(jit.__file__).parent / "kernels"
+KERNELS = jit.KERNELS
 
 
 # --- the kernels, compiled for the host ------------------------------------------------------------------------------

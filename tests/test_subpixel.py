@@ -12,9 +12,11 @@ import torch
 from conftest import Stubs, precision_by_turns, spread_by_precision
 from test_gather import DTYPES, needs_nvrtc
 from upconv.bench.suites import SUITES
-from upconv.cuda import families, family, jit, subpixel
+from upconv.cuda import families, family
 from upconv.cuda.axes import Unfit
+from upconv.cuda.compile import jit
 from upconv.cuda.gpu import A100, B200, H200
+from upconv.cuda.pixels import subpixel
 from upconv.problem import Precision, Problem
 
 

@@ -13,8 +13,8 @@ from conftest import HOPPER, assert_capturable
 from one_mapped_gpu import assert_serves, operands
 from test_gather_gpu import PRECISIONS
 from upconv import planner
-from upconv.cuda import subpixel
 from upconv.cuda.gpu import gpu
+from upconv.cuda.pixels import subpixel
 from upconv.problem import Problem
 
 pytestmark = HOPPER

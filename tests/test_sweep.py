@@ -14,11 +14,14 @@ from conftest import Stubs, by_turns, off_16_bytes
 from test_gather import DTYPES, PASSES, needs_nvrtc
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import families, gather, jit, sweep
+from upconv.cuda import families
 from upconv.cuda.axes import Unfit, any_size
+from upconv.cuda.compile import jit
 from upconv.cuda.family import weighed
+from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, B200, H200
-from upconv.cuda.sweep import Sweep
+from upconv.cuda.pixels import sweep
+from upconv.cuda.pixels.sweep import Sweep
 from upconv.problem import Layout, Pass, Precision, Problem, output_length
 
 NO_TILE = "no tile of this layer fits in registers, shared memory and one stretch of code"

@@ -15,9 +15,10 @@ import upconv
 from conftest import HOPPER, assert_accurate, assert_capturable, off_16_bytes, tf32_magnitude
 from test_gather_gpu import PRECISIONS, _truth
 from upconv import planner
-from upconv.cuda import gather_search, sweep
 from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.gemm import gather_search
 from upconv.cuda.gpu import gpu
+from upconv.cuda.pixels import sweep
 from upconv.problem import Pass, Problem
 
 pytestmark = HOPPER

@@ -18,10 +18,10 @@ from rich.console import Console
 from torch import Tensor
 
 from upconv import reference
-from upconv.cuda import costs, gather, gather_model, gather_search
 from upconv.cuda.axes import Unfit
+from upconv.cuda.gemm import costs, gather, gather_model, gather_search
+from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import H200
-from upconv.cuda.tiling import Tiling
 from upconv.problem import Pass, Problem
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))

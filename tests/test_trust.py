@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from upconv.cuda import cache, native, trust
+from upconv.cuda.compile import cache, trust
+from upconv.replay import native
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes and owners are POSIX's")
 

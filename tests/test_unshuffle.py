@@ -16,11 +16,15 @@ from torch import Tensor
 import upconv
 from conftest import HOST, Stubs, host_program, needs_gxx, replayed, seeds
 from upconv import cpu, planner, reference
-from upconv.cuda import families, gather, jit, unshuffle, wgrad
+from upconv.cuda import families
+from upconv.cuda.compile import jit
+from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
+from upconv.cuda.rearrange import unshuffle
+from upconv.cuda.wgrad import wgrad
 from upconv.problem import Layout, Precision, Problem, output_length
 
-KERNELS = Path(jit.__file__).parent / "kernels"
+KERNELS = jit.KERNELS
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
 FSRCNN = Problem.make(16, 56, 1, (128, 128), 9, 3, 4, 2, bias=False)

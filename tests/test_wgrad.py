@@ -17,11 +17,12 @@ import torch
 
 from conftest import EVERY, Stubs, by_turns, diagonal
 from upconv.bench.suites import SUITES
-from upconv.cuda import jit, launch, wgrad, wgrad_costs, wgrad_search
-from upconv.cuda.boxes import fullest
+from upconv.cuda.compile import jit, launch
+from upconv.cuda.compile.boxes import fullest
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
-from upconv.cuda.wgrad_tiling import WARPS, SyncTiling
-from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
+from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
+from upconv.cuda.wgrad.wgrad_tiling import WARPS, SyncTiling
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Precision, Problem, output_length
 from wgrad_interpreter import Floats, Interpreter
 

@@ -17,10 +17,12 @@ from torch import Tensor
 
 import upconv
 from upconv import cpu, ops, reference
-from upconv.cuda import direct, engine, staged, wgrad, wgrad_costs, wgrad_search
+from upconv.cuda import engine
+from upconv.cuda.compile.launch import Launcher
+from upconv.cuda.direct import direct, staged
 from upconv.cuda.gpu import A100, gpu
-from upconv.cuda.launch import Launcher
-from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
+from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Precision, Problem, output_length
 
 pytestmark = [

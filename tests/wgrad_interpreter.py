@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from upconv.cuda import wgrad
-from upconv.cuda.wgrad_tiling import SyncTiling
-from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
+from upconv.cuda.wgrad import wgrad
+from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Problem
 
 Floats = NDArray[np.float64]

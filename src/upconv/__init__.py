@@ -1,6 +1,6 @@
 """upconv: transposed convolution in PyTorch, as fast as the hardware allows.
 
-    from upconv import ConvTranspose2d          # a layer: torch.nn's signature, weights and results
+    from upconv import ConvTranspose2d  # a layer: torch.nn's signature, weights and results
     upconv.accelerate(model)                    # or every layer of a model, in place
 
 Importing the package initialises no device, writes nothing and prints nothing.

@@ -20,9 +20,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
-from upconv import modules, planner, replays
-from upconv.cuda import engine, native
+from upconv import modules, planner
+from upconv.cuda import engine
 from upconv.problem import PRECISIONS, Layout, Problem
+from upconv.replay import native, replays
 
 _log = logging.getLogger("upconv")
 Model = TypeVar("Model", bound=nn.Module)
@@ -232,7 +233,7 @@ def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Pr
         example: the model's arguments: tensors, or shapes (tuples of integers) for random tensors of the model's own
             dtype and device. A single list or dict is taken as all arguments, by position or by name.
         training: also the kernels of the gradients for input and weight, and what replays training calls without Python
-            (`upconv.cuda.native`), which takes half a minute the first time.
+            (`upconv.replay.native`), which takes half a minute the first time.
         progress: called as ``progress(label, done, total)`` behind each source that is compiled or found in the cache.
 
     Returns:

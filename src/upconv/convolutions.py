@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upconv import calls, cpu, ops, planner, replays
+from upconv import cpu, ops, planner
 from upconv.cuda import engine
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.planner import Plan
 from upconv.problem import Layout, Pass, Precision, Problem, is_channels_last, output_length
+from upconv.replay import calls, replays
 
 LEAST = 1e-6
 """Seconds of a forward, by the bound of `small`, from which on calls may be ours. Shorter ones are not worth a kernel's
@@ -437,7 +438,7 @@ def _gradients(c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: Se
 
 
 class _Passes:
-    """A convolution's, to be replayed (`upconv.replays`)."""
+    """A convolution's, to be replayed (`upconv.replay.replays`)."""
 
     def __init__(self, c: Convolution) -> None:
         self.plan, self._c = c.plan, c

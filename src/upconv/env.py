@@ -180,7 +180,7 @@ def _caches() -> dict[str, Value]:
         return f"{info.currsize} of at most {info.maxsize}, in memory"
 
     def kernels() -> Value:
-        from upconv.cuda import cache
+        from upconv.cuda.compile import cache
 
         found = cache.contents()
         if found.problem:
@@ -196,13 +196,13 @@ def _load() -> Value:
 
 
 def _compiler() -> Value:
-    from upconv.cuda import jit
+    from upconv.cuda.compile import jit
 
     return jit.unavailable() or "available"
 
 
 def _native() -> Value:
-    from upconv.cuda import native
+    from upconv.replay import native
 
     return native.state()
 

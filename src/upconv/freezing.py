@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from upconv import modules, replays
+from upconv import modules
 from upconv.cuda import weights
+from upconv.replay import replays
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -23,10 +23,11 @@ from torch import Tensor, fx, nn
 from torch.compiler import is_compiling
 from torch.nn.modules import conv
 
-from upconv import calls, ops, replays
+from upconv import ops
 from upconv.convolutions import convolution, eager, explicit, small
 from upconv.cuda import engine
 from upconv.ops import conv_transpose
+from upconv.replay import calls, replays
 
 MARK = "_upconv"
 """The attribute of a module that is accelerated: True in its ``__dict__``, which copies, replicas, wrappers and pickles

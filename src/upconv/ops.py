@@ -3,8 +3,9 @@
 A call takes one of three ways.
 
 - *Ours, eagerly*: plain strided tensors of a floating dtype on the CPU or one CUDA device. The call is recognised
-  (`upconv.calls`) or its plan looked up by its description, the engine is called directly, and gradients go through one
-  ``autograd.Function``. No dispatcher is involved: registering an operator costs 5 to 12 us a call, a Function 2.
+  (`upconv.replay.calls`) or its plan looked up by its description, the engine is called directly, and gradients go
+  through one ``autograd.Function``. No dispatcher is involved: registering an operator costs 5 to 12 us a call, a
+  Function 2.
 - *Ours, compiled*: ``torch.compile`` traces an operator, and a rule says whose kernel its graph calls
   (`upconv.compiler`).
 - *PyTorch's own operator*: whatever the engines do not serve (complex and integer dtypes, empty tensors, other devices,
@@ -29,10 +30,11 @@ from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from upconv import calls, cpu, planner, replays
+from upconv import cpu, planner
 from upconv.cuda import engine
 from upconv.planner import Plan
 from upconv.problem import PRECISIONS, Layout, Pass, Precision, Problem, is_channels_last
+from upconv.replay import calls, replays
 
 _TORCH: tuple[Any, ...] = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 _PLAIN = (Tensor, Parameter)
@@ -512,7 +514,7 @@ def _backward_of(plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: 
 
 
 class _Passes:
-    """A transposed convolution's, to be replayed (`upconv.replays`)."""
+    """A transposed convolution's, to be replayed (`upconv.replay.replays`)."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.result = plan, plan.problem.output_shape

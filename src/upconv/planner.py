@@ -140,7 +140,8 @@ def device_of(device: torch.device) -> Device:
 @lru_cache(maxsize=64)
 def cuda_device(index: int) -> Device:
     """A CUDA device as the planner sees it, with the reason why upconv's kernels cannot run on it if they cannot."""
-    from upconv.cuda import gpu, jit
+    from upconv.cuda import gpu
+    from upconv.cuda.compile import jit
 
     if not torch.cuda.is_available():
         return Device("cuda", unavailable="PyTorch finds no CUDA device")

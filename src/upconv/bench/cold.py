@@ -18,7 +18,7 @@ from upconv.bench import latency
 from upconv.bench.latency import Latency, Value
 from upconv.bench.suites import SUITES, Case
 from upconv.bench.uncached import no_caches, with_flags
-from upconv.cuda import jit
+from upconv.cuda.compile import jit
 from upconv.cuda.packs import Unit
 from upconv.problem import LAYOUTS, Layout, Pass, Precision
 
@@ -40,8 +40,9 @@ def measure(
 ) -> Latency:
     """Seconds that NVRTC takes for the kernels of the suite's layers, none of them from a cache; milliseconds to load.
 
-    A first call waits for a quick form where a kernel has one (`upconv.cuda.provisional`). Several are compiled at
-    once, and those that take long once more, alone. Another process then loads the final forms from disk, one by one.
+    A first call waits for a quick form where a kernel has one (`upconv.cuda.compile.provisional`). Several are compiled
+    at once, and those that take long once more, alone. Another process then loads the final forms from disk, one by
+    one.
 
     Args:
         device: a CUDA device.

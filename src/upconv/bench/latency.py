@@ -27,8 +27,9 @@ from upconv import env, planner
 from upconv.bench import files, report
 from upconv.bench.timing import Repeats, interleave, quartiles, unsteady
 from upconv.bench.uncached import no_caches
-from upconv.cuda import native, provisional
+from upconv.cuda.compile import provisional
 from upconv.problem import PRECISIONS, Problem
+from upconv.replay import native
 
 Kind = Literal["host", "shapes", "training", "cold"]
 Value = str | int | float | None
@@ -270,7 +271,7 @@ def _compiled(device: torch.device) -> int | None:
     """Kernels in the cache, which was empty when this process began; none of a CPU's plans compiles any."""
     if device.type != "cuda":
         return None
-    from upconv.cuda import cache
+    from upconv.cuda.compile import cache
 
     return cache.contents().entries
 

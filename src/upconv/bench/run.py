@@ -392,7 +392,7 @@ def compile_ahead(
     What no family can plan or NVRTC compile is left to the row that needs it, which says so. Of a gradient also the
     forward ahead of it is compiled.
     """
-    from upconv.cuda import jit
+    from upconv.cuda.compile import jit
 
     where = planner.device_of(device)
     if jit.unavailable() is not None or where.gpu is None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import upconv
 from upconv.cpu import memory_format
-from upconv.cuda import provisional
+from upconv.cuda.compile import provisional
 from upconv.problem import Pass, Precision, Problem
 
 Side = Literal["ours", "torch", "frozen"]

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 
 import upconv
-from upconv import env, replays
+from upconv import env
 from upconv.bench import latency, timing
 from upconv.bench.latency import Latency, Value
 from upconv.bench.models import Case, cases
 from upconv.bench.timing import Quartiles, Repeats
 from upconv.cpu import memory_format
-from upconv.cuda import native, provisional
+from upconv.cuda.compile import provisional
 from upconv.problem import Layout
+from upconv.replay import native, replays
 
 Side = Literal["ours", "convolutions", "torch", "compile", "compile_ours"]
 Mode = Literal["step", "fwd"]

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from upconv.cuda import jit
+from upconv.cuda.compile import jit
 
 NO_CACHE = "--no-cache"
 

@@ -73,7 +73,7 @@ def cache(context: typer.Context) -> None:
     from datetime import datetime
 
     from upconv.bench.report import si
-    from upconv.cuda.cache import contents
+    from upconv.cuda.compile.cache import contents
 
     found = contents()
     newest = None if found.newest is None else datetime.fromtimestamp(found.newest).isoformat(" ", "seconds")
@@ -99,7 +99,7 @@ def clear(
 
     Example: upconv cache clear --yes
     """
-    from upconv.cuda import cache as kept
+    from upconv.cuda.compile import cache as kept
 
     found = kept.contents()
     if found.folder is None or not found.folder.exists():

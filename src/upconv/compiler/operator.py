@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from upconv import calls, cpu, flops, ops, planner
+from upconv import cpu, flops, ops, planner
 from upconv.compiler import layouts, recorded, rule
 from upconv.compiler.arguments import Arguments, arguments_of, text_of
 from upconv.cuda import engine
 from upconv.ops import IntOrInts
 from upconv.problem import PRECISIONS, output_length
+from upconv.replay import calls
 
 _LIBRARY = torch.library.Library("upconv", "DEF")
 _SCHEMA = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation"

@@ -1,7 +1,7 @@
 """Calls of compiled graphs, replayed by the C++ module once their passes are on tape.
 
-`upconv.replays` has those outside of graphs, and says what can be recorded. What is recorded here allocates nothing
-that outlives a call, since the memory pool of a captured graph does not allow it.
+`upconv.replay.replays` has those outside of graphs, and says what can be recorded. What is recorded here allocates
+nothing that outlives a call, since the memory pool of a captured graph does not allow it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upconv import replays
-from upconv.cuda import engine, native, provisional, weights
+from upconv.cuda import engine, weights
+from upconv.cuda.compile import provisional
 from upconv.planner import Plan
+from upconv.replay import native, replays
 
 Operands = tuple[Tensor, Tensor, "Tensor | None"]
 Results = Sequence["Tensor | None"]

@@ -22,7 +22,7 @@ from heapq import heapify, heapreplace
 from itertools import islice, product
 from typing import NamedTuple
 
-from upconv.cuda.shuffle import Shuffle, Triple
+from upconv.cuda.gemm.shuffle import Shuffle, Triple
 from upconv.derived import derived
 from upconv.problem import Problem
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from upconv.cuda import jit
+from upconv.cuda.compile import jit
+from upconv.cuda.compile.launch import Counters, Launcher, as_run
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Counters, Launcher, as_run
 from upconv.problem import Problem
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}

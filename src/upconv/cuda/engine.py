@@ -415,14 +415,14 @@ def compile_all(
     ``progress(label, done, total)`` is called behind each source. Returns a line for each source, compiled or found in
     the cache; no kernel has its quick form then. Errors: RuntimeError naming problem and plan.
     """
-    from upconv.cuda import provisional
+    from upconv.cuda.compile import provisional
 
     if not wanted:
         provisional.settle()
         return []
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
-    from upconv.cuda import jit
+    from upconv.cuda.compile import jit
 
     units: dict[tuple[str, str], tuple[str, Plan, int, Pass]] = {}
     asked = ((each.plan, each.device, pass_) for each in wanted for pass_ in each.passes(training))

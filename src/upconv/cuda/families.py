@@ -29,6 +29,20 @@ FAMILIES = (
 
 Of equals the first is taken.
 """
+_MODULES = {
+    "gather": "gemm.gather",
+    "joined": "gemm.joined",
+    "sweep": "pixels.sweep",
+    "implicit": "pixels.implicit",
+    "subpixel": "pixels.subpixel",
+    "pairs": "pixels.pairs",
+    "phases": "pixels.phases",
+    "wgrad": "wgrad.wgrad",
+    "direct": "direct.direct",
+    "staged": "direct.staged",
+    "unshuffle": "rearrange.unshuffle",
+    "relayout": "rearrange.relayout",
+}
 WEIGHT_FAMILIES = ("wgrad", "staged", "unshuffle", "relayout")
 """As `FAMILIES`, of the gradient for the weight."""
 
@@ -40,5 +54,5 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
     """
     found: dict[str, Choice | str] = {}
     for name in WEIGHT_FAMILIES if p.pass_ == "grad-weight" else FAMILIES:
-        found[name] = import_module(f"upconv.cuda.{name}").candidate(p, gpu, best_of(found), general)
+        found[name] = import_module(f"upconv.cuda.{_MODULES[name]}").candidate(p, gpu, best_of(found), general)
     return found

@@ -10,11 +10,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from upconv.cuda import family, jit
-from upconv.cuda.boxes import Five, Tensor5, Words, encode
+from upconv.cuda import family
+from upconv.cuda.compile import jit
+from upconv.cuda.compile.boxes import Five, Tensor5, Words, encode
+from upconv.cuda.compile.launch import Launcher, Launches, bind
+from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Launcher, Launches, bind
-from upconv.cuda.provisional import Provisional
 from upconv.problem import Problem
 
 PACK_THREADS = 256  # of a block that packs weights

@@ -14,12 +14,14 @@ from textwrap import dedent, indent
 
 import torch
 
-from upconv.cuda import direct, direct_grad, gather, joined, staged, wgrad, wgrad_costs
 from upconv.cuda.axes import source_shape
+from upconv.cuda.direct import direct, direct_grad, staged
+from upconv.cuda.gemm import gather, joined
+from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.packs import PACK_THREADS
-from upconv.cuda.tiling import CLAIMS_BYTES, Tiling
-from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
+from upconv.cuda.wgrad import wgrad, wgrad_costs
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 

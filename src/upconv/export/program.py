@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Mapping
 from textwrap import indent
 
-from upconv.cuda import wgrad
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.wgrad import wgrad
 from upconv.export import host
 from upconv.export.signatures import Signature
 from upconv.export.specialise import specialise

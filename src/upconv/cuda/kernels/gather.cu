@@ -17,7 +17,7 @@
 // SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
 // so that one stores while the other multiplies.
 //
-// Constants come as macros (cuda/gather.py computes them and explains each); sizes of the input are arguments.
+// Constants come as macros (cuda/gemm/gather.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
 #include "shuffle.cuh"
 #define A_SHARED 0

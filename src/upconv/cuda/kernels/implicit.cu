@@ -18,7 +18,7 @@
 // Weights are packed, channels of the source side by side. As channels-last weights lie they serve too: a gradient's are those rows, and
 // a forward's of 16 bits have channels of the result side by side (B_TURNED), which tensor cores read as well, 64 of them a box.
 //
-// Constants come as macros (cuda/implicit.py computes them and explains each); sizes of the input are arguments.
+// Constants come as macros (cuda/pixels/implicit.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
 #define A_SHARED 1
 #include "wgmma.cuh"

@@ -22,7 +22,7 @@
 // tile. One begins to wait for its stages when the other has all of its own: a barrier's parity tells a phase from the
 // next, not from the one behind that.
 //
-// Constants come as macros (cuda/joined.py computes them and explains each); sizes of the input are arguments.
+// Constants come as macros (cuda/gemm/joined.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
 #define A_SHARED 1
 #include "wgmma.cuh"

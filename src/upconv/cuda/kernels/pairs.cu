@@ -9,7 +9,7 @@
 // A row of the gradient is cut into groups of GROUP places; a block takes GROUPS of them, of whichever rows and images, times COLUMNS
 // columns at a time, and its consumers halve them. The lanes of one warp bring a box each, and the first the weights.
 //
-// Constants come as macros (cuda/pairs.py computes them and explains each); sizes of the input are arguments.
+// Constants come as macros (cuda/pixels/pairs.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
 #define A_SHARED 0
 #include "wgmma.cuh"

@@ -5,13 +5,13 @@
 // A pair is a phase of D and one of H; its sums have all phases of W, so that a thread has neighbouring outputs. A phase's taps read the
 // input at q and a few offsets. So a row of the source is loaded once for each of its offsets along W (shifts), as fragments of A from
 // where the tensor copy engine left it, and multiplied for every pair that reads it. Columns of a shift are those of the phases of W that
-// have a tap there. Phases lie in such an order that these come first (cuda/phases.py): sums of a narrower instruction are then the first
+// have a tap there. Phases lie in such an order that these come first (cuda/pixels/phases.py): sums of a narrower instruction are then the first
 // of a wider one's. In any other order ptxas waits for each TF32 instruction (C7511).
 //
 // Consumers take neighbouring tiles, each from a ring of its own, and never wait for each other. So both write their parts of a sector at
 // about the same time. It is faster than an offset between them, or turns (docs/experiments.md).
 //
-// Constants come as macros (cuda/phases.py computes them and explains each); sizes of the input are arguments.
+// Constants come as macros (cuda/pixels/phases.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
 #define A_SHARED 0
 #include "wgmma.cuh"

@@ -1,6 +1,6 @@
 #if SHUFFLED
 // Rows of M that are the output channels and phases of a strided layer (SHUFFLED): tiles and taps are those of the layer without its
-// stride, whose results the epilogue shuffles (cuda/shuffle.py explains it and computes the macros).
+// stride, whose results the epilogue shuffles (cuda/gemm/shuffle.py explains it and computes the macros).
 //
 // Per axis an output is o = q LAYER_STRIDE + u - LEAD and a tap k = a LAYER_STRIDE + u - ZEROS: phase u of q sums tap a of input q - a.
 // INNER rows of M are neighbours in memory at one q: the phases along W, in channels_last each with all channels. With those of the

@@ -9,7 +9,7 @@
 // A block has PIXELS pixels of an image times COLUMNS columns at a time; its consumers halve the pixels. One thread brings both
 // operands. Two neighbouring columns of a thread's sums are taps of W side by side, so that it stores them together.
 //
-// Constants come as macros (cuda/subpixel.py computes them and explains each); sizes of the input are arguments.
+// Constants come as macros (cuda/pixels/subpixel.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
 #define A_SHARED (ELEMENT == 2)
 #define A_TURNED 1                                      // pixels lie along M

@@ -17,7 +17,7 @@
 // neighbours there. Weights are B, by descriptor: for a chunk and
 // a tap (of H and W) COLUMNS rows of CK channels, swizzled as pixels are; a ring's stage has W_STAGE steps of K, whole taps.
 //
-// Constants come as macros (cuda/sweep.py computes them and explains each); sizes of the input are arguments.
+// Constants come as macros (cuda/pixels/sweep.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
 #define A_SHARED 1
 #include "wgmma.cuh"

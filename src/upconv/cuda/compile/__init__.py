@@ -1,0 +1,1 @@
+"""Compiling kernels with NVRTC, keeping them, and launching them."""

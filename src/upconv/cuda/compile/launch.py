@@ -1,0 +1,282 @@
+"""Kernel launches at little host time.
+
+The arguments' memory and the array of pointers to it are made once per thread; a launch writes the values into it, asks
+PyTorch for the current stream and calls the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from upconv import forks
+from upconv.cuda.compile import jit
+from upconv.cuda.compile.jit import Kernel
+from upconv.cuda.gpu import current_device, current_stream, gpu
+
+# Each argument has a slot of 8 bytes, so that all are aligned; the driver reads as many of them as the type has.
+_CODES = {"P": "Q", "i": "i4x", "q": "q", "f": "f4x"}
+_RUN = re.compile(r"\([Piqf]*\)|.", re.DOTALL)
+
+_STREAMS = 256  # handles kept per thread; PyTorch has pools of 32 streams per device and priority
+_COUNTERS = 64  # streams of a kernel that have counters
+
+
+class LaunchError(RuntimeError):
+    """The driver rejected a launch. The message names the kernel, its launch configuration and CUDA's error."""
+
+
+class TooManyBlocks(LaunchError):
+    """The blocks of a cooperative launch cannot all run at once, on a stream of a part of the GPU, say."""
+
+
+def bind(device: int) -> None:
+    """Makes a device's primary context the calling thread's.
+
+    A thread in which PyTorch has called nothing yet (as those that run backward) has none; PyTorch's own calls would
+    make it. Errors: those of ``jit._drive``.
+    """
+    driver = jit._driver()
+    context = jit._drive(driver.cuDevicePrimaryCtxRetain, jit._drive(driver.cuDeviceGet, device))
+    jit._drive(driver.cuCtxSetCurrent, context)
+
+
+class Notes(Protocol):
+    """What takes note of launches instead of the driver (`noted_by`)."""
+
+    def launched(self, launcher: Launcher, grid: int, arguments: bytes, dependent: bool) -> None:
+        """``arguments``: 8 bytes for each parameter."""
+
+    def zeros(self, counters: Counters, words: int) -> int:
+        """The address of `Counters`."""
+
+
+_notes = 0  # threads within `noted_by`; looked at by every launch
+_noting = threading.local()
+_lock = forks.Lock()
+
+
+def _forked() -> None:
+    """A child has no other thread that would be within `noted_by`."""
+    global _notes
+    _notes = int(getattr(_noting, "by", None) is not None)
+
+
+forks.in_child(_forked)
+
+
+@contextmanager
+def noted_by(notes: Notes) -> Iterator[None]:
+    """Within it, launches of this thread are noted instead of made."""
+    global _notes
+    with _lock:
+        _notes += 1
+    _noting.by = notes
+    try:
+        yield
+    finally:
+        _noting.by = None
+        with _lock:
+            _notes -= 1
+
+
+def noting() -> bool:
+    """Whether this thread's launches are noted instead of made."""
+    return _notes > 0 and getattr(_noting, "by", None) is not None
+
+
+def as_run(letters: str, values: Sequence[int | float]) -> bytes:
+    """Values of some kernel parameters as `Launcher` takes a run. Errors: struct.error where they do not fit."""
+    return struct.pack("<" + "".join(_CODES[letter] for letter in letters), *values)
+
+
+class Counters:
+    """Words of a device's memory that are zeros for a kernel, and that it leaves zeros, or uses for something else.
+
+    Each stream has its own, since kernels of two may run at once. They outlive the call, and must not be in a graph's
+    memory pool, nor in a captured launch, whose replays may run at once too.
+    """
+
+    def __init__(self, device: int, words: int) -> None:
+        self._device, self._words = device, words
+        self.of_streams: dict[int, torch.Tensor] = {}
+        self._before: dict[int, torch.Tensor] = {}  # a thread may be about to launch with one of these
+
+    def known(self) -> bool:
+        """Whether the current stream has its words; else `address` launches what zeroes them."""
+        return bool(_notes) or current_stream(self._device) in self.of_streams
+
+    def address(self, like: torch.Tensor) -> int:
+        """Of the current stream's, on the device of a tensor."""
+        if _notes and (notes := getattr(_noting, "by", None)) is not None:
+            return int(notes.zeros(self, self._words))
+        stream = current_stream(self._device)
+        found = self.of_streams.get(stream)
+        if found is None:
+            if len(self.of_streams) >= _COUNTERS:
+                self._before, self.of_streams = self.of_streams, {}
+            zeros = torch.zeros(self._words, dtype=torch.int32, device=like.device)
+            found = self.of_streams.setdefault(stream, zeros)
+        return found.data_ptr()
+
+
+class Launches(Protocol):
+    """A `Launcher`, or what stands for one."""
+
+    def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None: ...
+
+
+class Launcher:
+    """Launches one kernel with blocks of ``block`` threads and ``shared`` bytes of dynamic shared memory.
+
+    ``arguments`` has one letter per kernel parameter: ``P`` pointer, ``i`` int32, ``q`` int64, ``f`` float32. A run of
+    letters in parentheses is one argument of a launch, what `as_run` made of their values once: a tensor map has 16
+    words, each of them an object that a launch would look at. (Bytes for another run are cut or filled with zeros.)
+    ``cooperative``: its blocks wait for each other, so that all must run at once. Errors: ValueError for other letters.
+    """
+
+    def __init__(self, kernel: Kernel, block: int, shared: int, arguments: str, cooperative: bool = False) -> None:
+        runs = _RUN.findall(arguments)
+        if any(len(run) == 1 and run not in _CODES for run in runs):
+            raise ValueError(f"arguments must consist of the letters P, i, q and f and runs of them; got {arguments!r}")
+        self.kernel = kernel
+        self.block = block
+        self.shared = shared
+        self.arguments = arguments
+        self.cooperative = cooperative
+        self._count = sum(len(run) - 2 if len(run) > 1 else 1 for run in runs)
+        self._struct = struct.Struct("<" + "".join(_CODES.get(run, f"{8 * (len(run) - 2)}s") for run in runs))
+        self._local = threading.local()
+        self._ready: set[int] = set()
+        driver = jit._driver()
+        self._launch = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
+        self._shape = 1, 1, block, 1, 1, shared  # of a launch's arguments behind the grid
+        self._rest = () if cooperative else (0,)  # and the last
+        self._launch_ex = driver.cuLaunchKernelEx
+        self._function = driver.CUfunction(kernel.handle)
+        self._stream_type = driver.CUstream
+
+    def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+        """Launches ``grid`` blocks on PyTorch's current stream of the device, with ``args`` in the parameters' order.
+
+        ``dependent``: of the kernel that was launched just before on the same stream, whose end this one need not wait
+        for, since it waits for its results itself (sm_90 and up).
+
+        Thread-safe; may be captured in a graph. Errors: LaunchError; torch.OutOfMemoryError; struct.error for arguments
+        that do not fit their letters.
+        """
+        if current_device() != device:
+            with torch.cuda.device(device):
+                return self(device, grid, args, dependent)
+        if device not in self._ready:
+            self.kernel.ready(device)
+            self._ready.add(device)
+        if _notes and (notes := getattr(_noting, "by", None)) is not None:
+            notes.launched(self, grid, self._struct.pack(*args), dependent)
+            return None
+        try:
+            buffer, pointers, streams, _ = self._local.state
+        except AttributeError:
+            buffer, pointers, streams, _ = self._local.state = self._allocate()
+        self._struct.pack_into(buffer, 0, *args)
+        raw = current_stream(device)
+        stream = streams.get(raw)
+        if stream is None:
+            if len(streams) >= _STREAMS:
+                streams.clear()
+            stream = streams[raw] = self._stream_type(raw)
+        if dependent:
+            (error,) = self._launch_ex(self._configuration(grid, stream), self._function, pointers, 0)
+        else:
+            (error,) = self._launch(self._function, grid, *self._shape, stream, pointers, *self._rest)
+        if error:
+            self._failed(error, device, grid, stream, pointers)
+        return None
+
+    def clusters(self, device: int, blocks: int) -> int:
+        """How many clusters of so many blocks run at once on an idle device; 0 where none fits on it.
+
+        Errors: RuntimeError from the driver.
+        """
+        self.kernel.ready(device)
+        driver = jit._driver()
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x = blocks
+        attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+        config = self._described(attribute)
+        config.gridDimX = blocks
+        bind(device)
+        error, found = driver.cuOccupancyMaxActiveClusters(self._function, config)
+        if error == driver.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
+            return 0
+        if error:
+            raise RuntimeError(f"cuOccupancyMaxActiveClusters returned {getattr(error, 'name', error)}")
+        return int(found)
+
+    def _allocate(self) -> tuple[Any, int, dict[int, Any], Any]:
+        """A thread's argument memory, the address of the pointers to it, its streams, and what keeps them alive."""
+        count = self._count
+        buffer = ctypes.create_string_buffer(max(8 * count, 8))
+        start = ctypes.addressof(buffer)
+        pointers = (ctypes.c_void_p * max(count, 1))(*(start + 8 * i for i in range(count)))
+        return buffer, ctypes.addressof(pointers), {}, pointers
+
+    def _configuration(self, grid: int, stream: Any) -> Any:
+        """How a dependent is launched; one for each thread."""
+        config = getattr(self._local, "config", None)
+        if config is None:
+            driver = jit._driver()
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config = self._local.config = self._described(attribute)
+        config.gridDimX, config.hStream = grid, stream
+        return config
+
+    def _described(self, attribute: Any) -> Any:
+        """A launch with one attribute, but for its grid and stream."""
+        config = jit._driver().CUlaunchConfig()
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX, config.sharedMemBytes = self.block, self.shared
+        config.attrs, config.numAttrs = [attribute], 1
+        return config
+
+    def _failed(self, error: Any, device: int, grid: int, stream: Any, pointers: int) -> None:
+        driver = jit._driver()
+        results = driver.CUresult
+        if error == results.CUDA_ERROR_INVALID_CONTEXT:
+            bind(device)
+            (error,) = self._launch(self._function, grid, *self._shape, stream, pointers, *self._rest)
+            if not error:
+                return
+        message = (
+            f"the launch of {self.kernel.name} with a grid of {grid}, blocks of {self.block} threads and {self.shared} "
+            f"bytes of shared memory on cuda:{device} failed with {getattr(error, 'name', error)}"
+        )
+        if error == results.CUDA_ERROR_OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(message)
+        raise (TooManyBlocks if error == results.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE else LaunchError)(message)
+
+
+_PROBE = 'extern "C" __global__ void probe() {}\n'
+
+
+@cache
+def cluster_fits(device: int, blocks: int) -> bool:
+    """Whether a cluster of so many blocks, each with a multiprocessor of its own, runs on a device.
+
+    It is a fact of the device, or of the part of it that the process has: the same at every call and in every run.
+    Errors: those of ``jit.kernel`` and `Launcher.clusters`.
+    """
+    chip = gpu(device)
+    probe = jit.kernel(_PROBE, "probe", chip.arch, "the probe of clusters")
+    return Launcher(probe, 32, chip.shared_bytes, "").clusters(device, blocks) > 0

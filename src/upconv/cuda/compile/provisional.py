@@ -1,0 +1,174 @@
+"""Kernels that are compiled fast and run until their final forms, compiled meanwhile in other threads, are there.
+
+NVRTC takes up to 3.8 s for long straight code, which nobody is to wait for at a layer's first call. Both forms compute
+the same to the last bit, so that nobody sees when one takes over from the other, but by the time: a quick one's may be
+1.5 times as long. Where launches are kept, on a tape or in a CUDA graph, the final form is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+
+from upconv import forks
+
+if TYPE_CHECKING:
+    from upconv.cuda.compile.launch import Launches
+
+# Threads at most: calls compile quick forms beside them, maybe in several processes.
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_THREADS = max(1, min(4, _CORES // 2))
+
+_lock = forks.Lock()
+_jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+_threads = 0
+_pending: WeakSet[Provisional] = WeakSet()
+
+
+class Provisional:
+    """A `launch.Launcher` of a kernel's quick form, until its final form is there; the same to callers.
+
+    Args:
+        quick: loads the quick form.
+        compile: compiles the final form, in another thread; its result means nothing. It begins at once.
+        final: loads what ``compile`` compiled; compiles it where that has not begun.
+    """
+
+    def __init__(
+        self, quick: Callable[[], Launches], compile: Callable[[], object], final: Callable[[], Launches]
+    ) -> None:
+        self._final = final
+        self._settling = threading.Lock()
+        self._compiled: Future[Any] | None = _begin(compile)
+        try:
+            self._launcher = quick()
+        except BaseException:
+            self._compiled.cancel()
+            raise
+        with _lock:
+            _pending.add(self)
+
+    def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+        """`Launcher.__call__`. Errors: its own, and the driver's for a final form that cannot be loaded."""
+        compiled = self._compiled
+        if compiled is not None and (compiled.done() or _kept(device)):
+            self.settle()
+        self._launcher(device, grid, args, dependent)
+
+    def settle(self) -> None:
+        """Waits for the final form, which is launched from then on.
+
+        One that NVRTC rejects is told of in a warning, and the quick form stays. Errors: the driver's; the next call
+        tries again.
+        """
+        from upconv.cuda.compile.jit import CompileError
+
+        with self._settling:
+            if self._compiled is None:
+                return
+            if not self._compiled.cancel():
+                wait([self._compiled])  # what it failed with, `final` fails with again
+            try:
+                self._launcher = self._final()
+            except CompileError as error:
+                text = f"A kernel keeps its quick form, which may take 1.5 times as long: {error}"
+                warnings.warn(text, RuntimeWarning, 2)
+            self._compiled = None
+            with _lock:
+                _pending.discard(self)
+
+    def abandon(self) -> None:
+        """Expects no other thread any more to compile the final form, nor to be about to load it."""
+        self._settling = threading.Lock()
+        self._compiled = Future()
+        self._compiled.cancel()
+
+    def compiling(self) -> bool:
+        """Whether the final form is not compiled yet."""
+        compiled = self._compiled
+        return compiled is not None and not compiled.done()
+
+
+def pending() -> bool:
+    """Whether a kernel's final form is being compiled, or is to be."""
+    if not _pending:
+        return False
+    with _lock:
+        return any(each.compiling() for each in _pending)
+
+
+def settle() -> None:
+    """Waits for the final forms of all kernels that are loaded."""
+    while _pending:
+        with _lock:
+            each = next(iter(_pending), None)
+        if each is not None:
+            each.settle()
+
+
+def _kept(device: int) -> bool:
+    """Whether launches go into a tape or a graph."""
+    from upconv.cuda.compile import launch  # imported here: a package without a CUDA call needs none of it
+
+    if launch.noting():
+        return True
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _begin(job: Callable[[], Any]) -> Future[Any]:
+    """Has a thread do it; what no thread has begun when the program ends is left undone."""
+    global _threads
+    future: Future[Any] = Future()
+    with _lock:
+        _jobs.append((future, job))
+        if _threads >= _THREADS:
+            return future
+        _threads += 1
+    try:
+        threading.Thread(target=_work, name="upconv-compile").start()
+    except RuntimeError:  # as many threads as the machine allows, or the program ends: the next launch compiles it
+        with _lock:
+            _threads -= 1
+        future.cancel()
+    return future
+
+
+def _work() -> None:
+    global _threads
+    while True:
+        with _lock:
+            if not threading.main_thread().is_alive():  # launches of other threads compile what they need
+                for future, _ in _jobs:
+                    future.cancel()
+                _jobs.clear()
+            if not _jobs:
+                _threads -= 1
+                return
+            future, job = _jobs.popleft()
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+
+
+def _forked() -> None:
+    """A child has no thread of its parent's, so that what these were compiling its next launch compiles."""
+    global _threads
+    _threads = 0
+    _jobs.clear()
+    for each in _pending:
+        each.abandon()
+
+
+forks.in_child(_forked)

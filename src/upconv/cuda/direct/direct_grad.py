@@ -1,0 +1,173 @@
+"""The gradient for the input on CUDA cores: depthwise and small groups, few channels, and float64.
+
+`upconv.cuda.direct.direct` answers this pass by `choose`; the kernel is ``direct_grad.cu``. The cost model has two
+terms: bytes of the device memory, and loads and multiplications of the multiprocessors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from upconv.cuda import family
+from upconv.cuda.compile import jit
+from upconv.cuda.compile.launch import Launcher
+from upconv.cuda.gpu import Gpu, fma_lanes
+from upconv.cuda.gpu import gpu as gpu_of
+from upconv.problem import Problem
+
+_THREADS = 256
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_UNROLLED = 32  # taps in a straight stretch of code
+_LAUNCH = 5e-6  # seconds
+_LOAD_CLOCKS = 1.6  # of a multiprocessor for a warp's load and its multiplications
+# And for each line of weights that it reads beyond the first.
+_LINE_CLOCKS = 0.6
+# A thread waits for each row of taps, whose loads are under conditions, before it asks for the
+# next.
+_WAIT_CLOCKS = 380.0
+_PLACE_CLOCKS = 12.0  # for a warp's position: divisions, borders
+_MISSES = {"nchw": 1.0, "channels_last": 3.4}
+"""Times more that loads take where taps miss the first-level cache."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A source to be compiled and its kernels' names."""
+
+    label: str
+    source: str
+    entries: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Choice(family.Defaults):
+    """How many sums a thread has, for a problem on a GPU, and what the model thinks of it."""
+
+    family: str
+    seconds: float
+    """The model's estimate."""
+    summary: str
+    bound: str
+    """What limits it, by the model."""
+    problem: Problem
+    channels: int
+    """Input channels of a thread, of one position."""
+
+    @property
+    def channel_blocks(self) -> int:
+        """Threads that share a position."""
+        return self.problem.groups * -(-(self.problem.in_channels // self.problem.groups) // self.channels)
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile; the same for all sizes."""
+        p = self.problem
+        label = f"direct {p.pass_} {str(p).split(' on ')[0]} {p.precision} {p.layout}"
+        return (Unit(label, jit.source("direct_grad.cu", macros(p, self.channels)), ("grad_input",)),)
+
+    def prepare(self, device: int) -> GradInput:
+        """Compiles (or finds) and loads the kernel for a CUDA device. Errors: those of ``jit.kernel``."""
+        return GradInput(self, device)
+
+
+def macros(p: Problem, channels: int) -> dict[str, int | float | str]:
+    """The kernel's constants, for a thread of so many input channels."""
+    lead = 3 - p.rank
+    taps = p.taps
+    found: dict[str, int | float | str] = {
+        "DTYPE": DTYPES[p.dtype],
+        "CHANNELS_LAST": int(p.layout == "channels_last"),
+        "GROUPS": p.groups,
+        "CIN_G": p.in_channels // p.groups,
+        "COUT_G": p.out_channels // p.groups,
+        "CI_TILE": channels,
+    }
+    for i, axis in enumerate("DHW"):
+        at = i - lead
+        for name, values, fill in (
+            ("KERNEL", p.kernel, 1), ("STEP", p.stride, 1), ("DIL", p.dilation, 1), ("PAD", p.padding, 0)
+        ):  # fmt: skip
+            found[f"{name}_{axis}"] = fill if at < 0 else values[at]
+    kernel = (1,) * lead + p.kernel
+    found["UNROLL_D"] = kernel[0] if taps <= _UNROLLED else 1
+    found["UNROLL_H"] = kernel[1] if kernel[1] * kernel[2] <= _UNROLLED else 1
+    found["UNROLL_W"] = kernel[2] if kernel[2] <= _UNROLLED else 8
+    return found
+
+
+def full(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes along D, H and W of those along the last axes."""
+    return (1,) * (3 - len(values)) + values
+
+
+class GradInput(family.Prepared):
+    """The gradient for the input, its kernel loaded for a device."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        p = choice.problem
+        (unit,) = choice.sources()
+        self._device = device
+        kernel = jit.kernel(unit.source, "grad_input", gpu_of(device).arch, unit.label)
+        self._run = Launcher(kernel, _THREADS, 0, "PPP" + "i" * 7 + "q")
+        total = p.batch * math.prod(p.size) * choice.channel_blocks
+        self._grid = -(-total // _THREADS)
+        self._sizes = (p.batch, *full(p.size), *full(p.out_size), total)
+        self.packing = ("contiguous", p.pass_)
+        """What `pack`'s result depends on beside the weight."""
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The weight itself, contiguous."""
+        return weight.contiguous()
+
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
+        """Launches the kernel: ``x`` (the output's gradient) and ``out`` dense in the problem's layout; no bias."""
+        assert bias is None
+        self._run(self._device, self._grid, (x.data_ptr(), packed.data_ptr(), out.data_ptr(), *self._sizes))
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+def _seconds(p: Problem, gpu: Gpu, clocks: float) -> tuple[float, str]:
+    """(the model's estimate, what limits it) from the clocks of all multiprocessors together."""
+    memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize / gpu.bandwidth
+    work = clocks * (2 if p.dtype is torch.float64 else 1) / gpu.multiprocessors / gpu.clock
+    work *= _MISSES[p.layout]
+    products = p.flops / 2 / (fma_lanes(gpu, p.dtype is torch.float64) * gpu.multiprocessors * gpu.clock)
+    work = max(work, products)
+    return max(memory, work) + 0.3 * min(memory, work) + _LAUNCH, "bytes" if memory > work else "loads"
+
+
+def _conflict(p: Problem) -> float:
+    """What a stride costs: lanes of neighbouring columns then read every stride-th element (NCHW)."""
+    return 1.0 if p.layout == "channels_last" else 1 + 0.5 * (min(p.stride[-1], 8) - 1)
+
+
+@lru_cache(maxsize=4096)
+def choose(p: Problem, gpu: Gpu) -> Choice | str:
+    """As many channels of a thread as there are, or the sentence why the kernel cannot serve the problem."""
+    if p.pass_ != "grad-input":
+        return f"this kernel computes gradients for the input only, not {p.pass_}"
+    if p.batch == 0 or 0 in p.size:
+        return "an empty input has no work"
+    cin, cout = p.in_channels // p.groups, p.out_channels // p.groups
+    channels = next(n for n in (8, 4, 2, 1) if n == 1 or cin >= n)
+    pixels, tiles = math.prod(p.size), p.groups * -(-cin // channels)
+    warps = p.batch * pixels * tiles / 32
+    # Lanes of different channels read a line of weights each; and few blocks leave multiprocessors idle.
+    lines = min(32, tiles) if p.layout == "channels_last" else min(tiles, -(-32 // pixels))
+    apart = _LINE_CLOCKS * channels * (lines - 1)
+    clocks = warps * (_PLACE_CLOCKS + cout * p.taps * (_LOAD_CLOCKS * _conflict(p) + 1.2 * channels + apart))
+    clocks *= max(1.0, gpu.multiprocessors / max(1.0, warps * 32 / _THREADS))
+    seconds, bound = _seconds(p, gpu, clocks)
+    waits = cout * math.prod(p.kernel[:-1]) * _WAIT_CLOCKS / gpu.clock + _LAUNCH
+    if waits > seconds:
+        seconds, bound = waits, "latency"
+    summary = f"a thread takes {channels} input channels of a position, {p.taps} taps from L1"
+    return Choice("direct", seconds, summary, bound, p, channels)

@@ -1,0 +1,1 @@
+"""Kernels with output channels as M. See README.md."""

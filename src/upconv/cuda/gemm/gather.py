@@ -1,0 +1,549 @@
+"""The gather-GEMM family on tensor cores: a choice, made ready for a device.
+
+The tiling's arithmetic is in `tiling`, candidates in `gather_search`, the cost model in `gather_model`, the kernel in
+``kernels/gather.cu``. Nothing here is timed at run time: the model chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upconv.cuda import family
+from upconv.cuda.axes import Unfit, result_shape, source_shape
+from upconv.cuda.compile import jit
+from upconv.cuda.compile.boxes import Tensor5, Words, channels_last, dense, encode, of_class
+from upconv.cuda.compile.launch import Counters, Launches, as_run, cluster_fits
+from upconv.cuda.gemm.gather_model import alignment_of
+from upconv.cuda.gemm.gather_search import considered, refusal
+from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.packs import LazyPacks, Packs, Unit, layer_text
+from upconv.cuda.rearrange import batches
+from upconv.derived import derived, varied
+from upconv.problem import Problem
+
+# Pixels along a side of images that `batches` tries side by side. What tiles of larger ones read comes from many places
+# of the memory, which is slower (docs/experiments.md).
+WIDEST = 16
+# Of clusters that the model has so near, one whatever the size, since each is a kernel to be compiled.
+_ALIKE = 1.03
+# Packing a forward's weights: seconds, bytes a second. And the share of its time by which multiplying them as they lie
+# in TF32 is slower: of one tap, of several (docs/experiments.md).
+_PACKING = 2.5e-6, 0.9e12
+_FOUR_LOADS = {True: 0.015, False: 0.06}
+SIZES = "i" * 11  # `Tiling.arguments`
+# A kernel that packs the weights itself: parts of them that a block packs at most, and its longest time: two launches
+# take the host longer than one, but the GPU takes longer with each part a block (docs/experiments.md).
+_MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
+_LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
+_CLAIMED_TILES = 18  # for each multiprocessor
+_LAST_ROUNDS = 4  # that blocks which stay abreast claim
+# Of 16-bit channels-last gradients that wait for memory: tiles of few places that have all channels, where blocks claim
+# them; tiles of some channels read pixels again, and their blocks must stay abreast (docs/experiments.md).
+_CLAIMED, _PLACES = 0.985, 128
+# Of 1-D layers, what claims gain, which the model lacks.
+_LINES_CLAIMED = 0.95
+_LONG_CODE = 32  # matrix instructions in a row, from which on NVRTC takes over a second
+_PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
+_launched = attrgetter("boxable", "packs", "claimed", "last_rounds", "grid")
+"""What a choice's launches go by beside the shared memory of a block."""
+
+
+@dataclass(frozen=True)
+class Choice(family.Defaults):
+    """A tiling for a problem on a GPU, and what the model thinks of it."""
+
+    tiling: Tiling
+    """Of the layer at any size; its own problem's size and batch mean nothing."""
+    problem: Problem
+    gpu: Gpu
+    seconds: float
+    """The model's estimate."""
+    bound: str
+    """What limits it, by the model."""
+    flat: bool = False
+    """Whether the problem is another's `Problem.flat`."""
+    general: bool = False
+    """Whether its kernel serves every size of the input, beginnings of rows included."""
+
+    @derived
+    def packs(self) -> int:
+        """Blocks of a kernel that packs the weights itself; 0 where they are too many for that, or it cannot.
+
+        It spares a training step's host a launch and an allocator's look-up; but its blocks pack one part behind the
+        other, and all wait for the last one.
+        """
+        t, grid = self.tiling, self.grid
+        if not t.packs or self.general or self.seconds > _LONGEST_PACKING:
+            return 0
+        if grid == t.arguments(self.problem)[-1]:  # whose tiles leave multiprocessors idle: these pack too
+            grid = min(self.gpu.multiprocessors, max(grid, t.pack_blocks))
+        return grid if t.pack_blocks <= _MOST_PARTS * grid else 0
+
+    @property
+    def family(self) -> str:
+        return "gather"
+
+    @property
+    def packing_seconds(self) -> float:
+        return 0.0 if self.in_place else family.packing_seconds(self.problem, self.gpu)
+
+    @property
+    def margin(self) -> float:
+        """Its model is too optimistic for tiles that combine depth slices, so its estimate is scaled. In channels_last
+        it is not, where there is no stride. Of 1-D layers whose blocks claim tiles it is too pessimistic."""
+        p = self.problem
+        if p.rank == 1 and self.claimed:
+            return _LINES_CLAIMED
+        right = self.tiling.channels_last and max(p.stride) == 1
+        return 1.22 if p.rank == 3 and self.tiling.unroll != (1, 1, 1) and not right else 1.0
+
+    @property
+    def grid(self) -> int:
+        """Blocks: one for each multiprocessor, and with resident weights as many for each M-group; of clusters all."""
+        t = self.tiling
+        tiles = t.arguments(self.problem)[-1]
+        if t.cluster > 1:
+            return tiles * t.cluster
+        blocks = min(tiles, self.gpu.multiprocessors)
+        if t.resident and t.m_groups > 1:
+            blocks = max(1, blocks // t.m_groups) * t.m_groups
+        return blocks
+
+    @property
+    def claimed(self) -> bool:
+        """Whether its blocks claim tiles.
+
+        All of them, or those at the end (`last_rounds`). All are dealt out to blocks that read the same pixels for
+        other channels, where these are more than the results, in NCHW; to blocks whose groups share lines, if not
+        `_ends_claimed`; and to blocks with few tiles, for which asking takes longer than waiting for the last
+        (docs/experiments.md).
+        """
+        t, p = self.tiling, self.problem
+        if not t.claimable(self.gpu.shared_bytes):
+            return False
+        if not self._ends_claimed:
+            read_twice = t.resident and t.m_groups > 1 and math.prod(source_shape(p)) > math.prod(result_shape(p))
+            if read_twice or (t.channels_last and p.groups > 1):
+                return False
+        return t.arguments(self.problem)[-1] >= _CLAIMED_TILES * self.gpu.multiprocessors
+
+    @property
+    def last_rounds(self) -> int:
+        """Rounds of tiles that are `claimed` behind those dealt out (kernels/claims.cuh); 0: all are."""
+        return _LAST_ROUNDS if self.claimed and self._ends_claimed else 0
+
+    @property
+    def _ends_claimed(self) -> bool:
+        """Whether blocks that should stay abreast claim their last tiles: those that read the same pixels for other
+        channels, in channels_last, where these are more than the results; or half of them, and read by two.
+
+        Where three blocks read the same pixels, where a pixel has four results, and in NCHW, this gains nothing or
+        loses (docs/experiments.md).
+        """
+        t, p = self.tiling, self.problem
+        if not (t.channels_last and t.resident and t.m_groups > 1 and t.parts == 1):
+            return False
+        pixels, results = math.prod(source_shape(p)), math.prod(result_shape(p))
+        return pixels > results or (t.m_groups == 2 and 2 * pixels >= results)
+
+    @property
+    def summary(self) -> str:
+        t = self.tiling
+        shape = "x".join(str(v) for v in t.tile)
+        if t.whole:
+            shape += f" of {t.beside} images side by side" if t.beside else " of whole images"
+        split = ("pixels halved", "output channels halved", "in turn")[t.split]
+        weights = "resident" if t.resident else f"ring of {t.stages_w} x {t.w_stage} fragments" if t.wgmma else "L2"
+        beside = "the batch as pixels: " if self.flat else "the batch as width: " if self.problem.batch_as_width else ""
+        instruction = beside + ("phases as rows: " if t.shuffle else "")
+        instruction += "wgmma" if t.wgmma else "mma.sync"
+        return (
+            f"{instruction} {t.problem.precision}, tile {shape} (NxDxHxW of q) x {t.mb * t.wgs_m * 64} rows, chunk of "
+            f"{t.chunk} channels, {split}, weights {weights}, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
+            + (", results stored by the copy engine" if t.drained else "")
+            + (f", chunks shared by clusters of {t.cluster} that add up their sums" if t.cluster > 1 else "")
+        )
+
+    @property
+    def boxable(self) -> bool:
+        """Whether weights that lie as the kernel's boxes take them need no packing (`Tiling.boxable`), where that pays.
+
+        A forward's in TF32 are read in four loads instead of one, so their packing must take some of its time.
+        """
+        t = self.tiling
+        if self.flat or not t.boxable:
+            return False
+        if t.element == 2 or self.problem.pass_ != "fwd":
+            return True
+        one_tap = max(len(block) for blocks in t.entries for block in blocks) == 1
+        packing = _PACKING[0] + math.prod(self.problem.weight_shape) * t.element / _PACKING[1]
+        return packing > _FOUR_LOADS[one_tap] * self.seconds
+
+    @property
+    def in_place(self) -> bool:
+        """As `columns.TileChoice.in_place`."""
+        return self.boxable and self.problem.layout == "channels_last"
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile; the same for all input sizes with one tile, `store_unit`, `claimed`, `last_rounds`.
+
+        The first packs weights; the second, where they are `boxable`, takes channels-last ones as they are.
+        """
+        t, label = self.tiling, f"gather {layer_text(self.problem)}"
+        unit = 0 if self.general else store_unit(t, self.problem)
+        claims: dict[str, Any] = {"claimed": self.claimed, "last_rounds": self.last_rounds}
+        source = jit.source("gather.cu", t.macros(store_unit=unit, **claims))
+        packed = Unit(label, source, ("pack", "gather"), self._quickly(lambda choice: choice.sources()[0]))
+        if not self.boxable:
+            return (packed,)
+        boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit, **claims))
+        quick = self._quickly(lambda choice: choice.sources()[1])
+        return packed, Unit(f"{label} unpacked", boxed, ("gather",), quick)
+
+    @property
+    def packing_sources(self) -> tuple[Unit, ...]:
+        """That of the kernel that packs the weights itself, where there is one."""
+        if not self.packs:
+            return ()
+        unit = store_unit(self.tiling, self.problem)
+        source = jit.source("gather.cu", self.tiling.macros(store_unit=unit, packs=True))
+        quick = self._quickly(lambda choice: choice.packing_sources[0])
+        return (Unit(f"gather {layer_text(self.problem)} packing", source, ("gather",), quick),)
+
+    @derived
+    def quick(self) -> Choice | None:
+        """The same to the last bit, compiled fast; None where this is, or has no such form.
+
+        NVRTC takes seconds for long straight code, and a third of that for a loop, which is a little slower
+        (docs/experiments.md).
+        """
+        t = self.tiling
+        if t.quick or not t.wgmma or t.parts > 1 or t.longest_stretch * t.nb < _LONG_CODE:
+            return None
+        try:
+            found = replace(self, tiling=varied(t, quick=True).checked(self.gpu.shared_bytes))
+        except Unfit:
+            return None
+        if found.tiling.longest_stretch >= t.longest_stretch:
+            return None
+        fits = found.tiling.shared_bytes <= t.shared_bytes
+        return found if fits and _launched(found) == _launched(self) else None
+
+    def _quickly(self, of: Callable[[Choice], Unit]) -> Callable[[], Unit | None]:
+        """What a unit has as `Unit.quick`, where ``of`` finds the unit of a choice."""
+        return lambda: None if self.quick is None else of(self.quick).passing()
+
+    def prepare(self, device: int) -> Prepared:
+        """Compiles (or finds) and loads the kernels for a CUDA device.
+
+        Where no cluster fits on it (on a small part of one), tiles have a block each, whose sums round otherwise: the
+        device decides, always alike. Errors: those of ``jit.kernel`` and `cluster_fits`.
+        """
+        t = self.tiling
+        fits = t.cluster == 1 or cluster_fits(device, t.cluster)
+        return Prepared(self if fits else replace(self, tiling=replace(t, cluster=1)), device)
+
+
+class BoxedPacks(Packs):
+    """Of these, choices whose kernels read pixels by boxes of a tiling."""
+
+    def __init__(self, t: Tiling, p: Problem, device: int, words: int, blocks: int) -> None:
+        super().__init__(p, device, words, blocks)
+        self._tiling, self._tensors = t, tensors(t, p)
+        self._codes = "PPPP(" + SIZES + "q" * 16 * len(self._tensors) + ")"
+        self._sizes = b""
+        """What kernels are told of the problem, by `as_run`."""
+        self._tails: dict[int, Words] = {}
+
+    def _tail(self, address: int) -> Words:
+        """What kernels are told behind pointers: the sizes and, where there are, the tensor maps of an address."""
+        if not self._tensors:
+            return self._sizes
+        found = self._tails.get(address)
+        if found is None:
+            t, p = self._tiling, self._problem
+            maps = (tensor_map(t, p, address, one) for one in self._tensors)
+            found = self._kept(self._tails, address, lambda: [self._sizes, *maps])
+        return found
+
+
+class Prepared(BoxedPacks, LazyPacks):
+    """A choice's kernels, loaded for a device."""
+
+    biased = True
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        t, p = choice.tiling, choice.problem
+        super().__init__(t, p, device, t.packed_words, t.pack_blocks)
+        self._results: dict[int, Words] = {}
+        if t.drained:
+            self._codes += f"({'q' * 16})"  # the result's map behind the source's
+        self._unit, *boxed = choice.sources()
+        self._boxed_unit = (*boxed, None)[0]
+        # Blocks that begin one by one beside `pack` drift apart. Groups of a channels-last pixel share sectors, and
+        # what memory bounds shares pairs of lines: such blocks are to stay together (docs/experiments.md).
+        lines = in_two_lines(p) and choice.seconds > _LONG_BESIDE
+        abreast = t.channels_last and (p.groups > 1 or lines)
+        self._overlaps = t.wgmma and gpu_of(device).capability >= (9, 0) and not abreast
+        """Whether the kernel may begin beside `pack`."""
+        self._grid = choice.grid
+        self._sizes = as_run(SIZES, t.arguments(p))
+        self.packing = (
+            t.entries,
+            t.chunk,
+            t.parts,
+            t.split == 1,
+            t.subs,
+            p.precision,
+            p.groups,
+            p.pass_,
+            p.out_channels,
+            choice.boxable and (p.pass_ != "fwd" or self.casts),  # else what is kept is packed (`pack_to_keep`)
+            t.shuffle,
+        )
+        """What `pack`'s result depends on beside the weight."""
+        self._choice, self._zeros = choice, Counters(device, 4)
+        self.packs = choice.packs > 0
+        self.claims, self._counters = choice.claimed, Counters(device, t.m_groups + 1)
+        if self._boxed_unit is None and not choice.packs:
+            self.load()
+        # Else what its first weight wants is loaded then: hardly a layer has weights of both kinds.
+
+    @property
+    def _launchers(self) -> tuple[str, ...]:
+        boxed = ("_run_boxed",) if self._boxed_unit is not None else ()
+        return *self._packed_launchers, *boxed, *(("_run_packing",) if self._choice.packs else ())
+
+    def _load_gather(self, unit: Unit, codes: str, claimed: bool) -> Launches:
+        shared = self._tiling.shared_bytes + (CLAIMS_BYTES if claimed else 0)
+        return self._load(unit, "gather", 512 if self._tiling.wgmma else 384, shared, codes)
+
+    def _load_form(self, boxed: bool) -> Launches:
+        """The kernel of weights that boxes bring, or of packed ones."""
+        unit = self._boxed_unit if boxed else self._unit
+        assert unit is not None
+        codes = self._codes + (f"({'q' * 16})" if boxed else "")
+        return self._load_gather(unit, codes.replace("(", "P(", 1) if self.claims else codes, self.claims)
+
+    @cached_property
+    def _run(self) -> Launches:
+        return self._load_form(False)
+
+    @cached_property
+    def _run_boxed(self) -> Launches:
+        return self._load_form(True)
+
+    @cached_property
+    def _run_packing(self) -> Launches:
+        (unit,) = self._choice.packing_sources
+        return self._load_gather(unit, self._codes.replace("(", "PPii(", 1), False)
+
+    def pack_to_keep(self, weight: Tensor) -> Tensor:
+        """`pack`, for many calls: packed weights are multiplied faster in TF32 than a forward's as they lie."""
+        packed = self._problem.pass_ == "fwd" and not self.casts
+        return self._packed(weight) if packed else self.pack(weight)
+
+    def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """`pack` and `run` by one kernel, for ``weight`` as it is; not in a graph that is captured.
+
+        A float32 ``bias`` of a 16-bit problem is not rounded here.
+        """
+        if self._boxes(weight):
+            self.run(x, weight, bias, out, True, True)
+            return
+        address, at_out, at_weight = x.data_ptr(), out.data_ptr(), weight.data_ptr()
+        tap_step = self._tap_step(weight)
+        if not tap_step or at_out & 15 or (address & 15 and self._tiling.needs_alignment):
+            self.run(x, self.pack(weight), bias, out, True, True)
+            return
+        packed = weight.new_empty_strided((self._words,), (1,), dtype=torch.int32)
+        at, at_bias = packed.data_ptr(), 0 if bias is None else bias.data_ptr()
+        given = (at_weight, self._zeros.address(x), tap_step, weight.dtype is torch.float32)
+        ends = self._ends(address, at_out)
+        self._run_packing(self._device, self._choice.packs, (address, at, at_bias, at_out, *given, *ends))
+
+    def _ends(self, address: int, at_out: int) -> tuple[Words, ...]:
+        """`_tail` and, where the copy engine stores, the map of the result at its address."""
+        if not self._tiling.drained:
+            return (self._tail(address),)
+        found = self._results.get(at_out)
+        if found is None:
+            t, p = self._tiling, self._problem
+            found = self._kept(self._results, at_out, lambda: [result_map(t, p, at_out)])
+        return self._tail(address), found
+
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
+        """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
+
+        For pass "grad-input" they are the output's gradient and the input's, and a bias is of the input's channels.
+        ``fresh``: `pack` was called just before, and the kernel loads its first pixels beside what that launched.
+        ``claim``: where it `claims`, blocks take tiles as they come to them, by counters that outlive the call, so not
+        in a graph that is captured; else evenly, to the same bits.
+        """
+        address, at_out = x.data_ptr(), out.data_ptr()
+        if at_out & 15:  # PyTorch's allocations never do; `store_unit` goes by sizes alone
+            whole = torch.empty_like(out)
+            self.run(x, packed, bias, whole, fresh, claim)
+            out.copy_(whole)
+            return
+        if address & 15 and self._tiling.needs_alignment:
+            fresh = False  # it waits for this
+            x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
+            address = x.data_ptr()
+        at = packed.data_ptr()
+        lies = packed.dtype is not torch.int32  # as boxes take it
+        launch = self._run_boxed if lies else self._run
+        counters: tuple[int, ...] = ()
+        if self.claims:
+            # A dependent waits for the launch just before it alone, which is to be `pack`, not what makes zeros.
+            fresh = fresh and (not claim or self._counters.known())
+            counters = (self._counters.address(x) if claim else 0,)
+        args = (address, at, self._bias_of(at, bias), at_out, *counters, *self._ends(address, at_out))
+        if lies:
+            launch(self._device, self._grid, (*args, self._weight_map(at)))
+        else:
+            launch(self._device, self._grid, args, fresh and self._overlaps)
+
+
+def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
+    """The tensors that a tiling's boxes are cut from; none where threads copy."""
+    if not t.tensor_map:
+        return ()
+    channels, *size = source_shape(p)[1:]
+    d, h, w = (1,) * (3 - p.rank) + tuple(size)
+    if t.channels_last:
+        return (channels_last(p.batch, channels, size, t.element, p.batch_as_width),)
+    if t.beside:
+        channel = w * h * d * t.element
+        image, every = channel * channels, channel * channels * p.batch
+        return (Tensor5(0, (w * h * d, p.batch, channels, 1, 1), (image, channel, every, every)),)
+    if t.whole is not None:
+        dims = (w * h * d, 1, 1, channels, p.batch)
+    else:
+        dims = (w, h, d, channels, p.batch)
+    if not t.classed:
+        return (dense(dims, t.element),)
+    assert t.classes is not None
+    rows, of_channels = t.classes
+    first, _, apart = t.bands[1]
+    return tuple(
+        of_class(p.batch, channels, size, t.element, (rows, (first[0] + j * apart) % rows), (of_channels, k))
+        for k, j in product(range(t.channel_classes), range(t.row_classes))
+    )
+
+
+def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = None) -> Words:
+    """A ``CUtensorMap`` over one of a tiling's `tensors` (else the only one), with its box, as 16 signed words."""
+    if tensor is None:
+        (tensor,) = tensors(t, p)
+    rounded = t.channels_last and p.precision == "tf32"  # the box is the tile
+    span = t.row_bytes if t.channels_last else 0
+    return encode(tensor, address, p.dtype, t.box, t.box_steps, span, rounded, promotion(t))
+
+
+def result_map(t: Tiling, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over a `Tiling.drained` result at an address, whose rows along H are apart by phase."""
+    channels, h, w = result_shape(p)[1:]
+    row, phases = w * t.element, t.out_steps[1]
+    dims = (w, channels, h // phases, phases, p.batch)
+    strides = (h * row, phases * row, row, channels * h * row)
+    return encode(Tensor5(0, dims, strides), address, p.dtype, t.out_box, (1,) * 5, t.out_span)
+
+
+def promotion(t: Tiling) -> int:
+    """Bytes that the cache asks memory for at a time: two lines where one tile soon reads both, and none else does."""
+    return 256 if t.channels_last and t.resident and in_two_lines(t.problem) else 128
+
+
+def in_two_lines(p: Problem) -> bool:
+    """Whether a channels-last tile reads whole pairs of lines that no other reads: kernel and stride are the same.
+
+    With halos, or weights through a ring, the second line is lost before it is read (docs/experiments.md).
+    """
+    if p.groups > 1 or p.kernel != p.stride or max(p.dilation) > 1 or max(p.padding) > 0:
+        return False
+    neighbours = 1 if p.pass_ == "fwd" else p.kernel[-1]  # pixels that a tile's chunks read, side by side
+    return neighbours * source_shape(p)[1] * p.dtype.itemsize % 256 == 0
+
+
+def store_unit(t: Tiling, p: Problem) -> int:
+    """Bytes at multiples of which all rows of ``p``'s result begin and end: 16 or two elements; else 0.
+
+    One element: where a channel's outputs are no whole pairs, since eight rows of as many channels are stored together.
+    A kernel has no way to store rows that begin elsewhere then; where runs begin at more it still finds out. A kernel
+    with all three ways takes up to twice as long to compile.
+    """
+    if t.channels_last or t.shuffle is not None or not t.contiguous:
+        return 0
+    alignment, pair = alignment_of(p), 2 * t.element
+    if alignment >= pair:
+        return 16 if alignment >= 16 else pair
+    return 0 if math.prod(result_shape(p)[2:]) % 2 == 0 else t.element
+
+
+def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
+    """The cheapest tiling by the model, or the sentence why tensor cores cannot serve the problem.
+
+    ``general``: of those that serve every size of the input.
+    """
+    return _choose(p, gpu, general)
+
+
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
+    """As `upconv.cuda.family` asks: `choose`, for the problem or for one whose tensors are the same (`batches`)."""
+    return batches.too_long(p) or batches.choose(choose, p, gpu, general, WIDEST)
+
+
+@lru_cache(maxsize=4096)
+def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
+    refused = refusal(p, gpu)
+    if refused:
+        return refused
+    found = [_hoped(one, p, gpu, general) for one in considered(p, gpu, general, _ALIKE)]
+    if not found:
+        return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
+
+    def made(one: tuple[float, str, Tiling]) -> Choice:
+        seconds, bound, t = one
+        return Choice(t, p, gpu, seconds, bound, general=general)
+
+    def cheapest(of: Iterable[tuple[float, str, Tiling]]) -> Choice:
+        return made(min(of, key=lambda one: one[0]))
+
+    best = cheapest(found)
+    if best.tiling.cluster > 1:
+        alone = cheapest(one for one in found if one[2].cluster == 1)
+        if alone.packs and not alone.boxable and best.seconds > alone.seconds - _PACKED_FIRST:
+            return alone
+        alike = (one for one in found if one[2].cluster > 1 and one[0] <= _ALIKE * best.seconds)
+        return made(min(alike, key=lambda one: _order(one[2])))
+    return best
+
+
+def _hoped(one: tuple[float, str, Tiling], p: Problem, gpu: Gpu, general: bool) -> tuple[float, str, Tiling]:
+    """A tiling with what its claims gain where others' blocks must stay abreast."""
+    seconds, bound, t = one
+    if bound != "bytes" or not (t.channels_last and t.element == 2) or p.pass_ == "fwd":
+        return one
+    whole = t.m_groups == 1 and t.split == 1 and t.resident and math.prod(t.tile) <= _PLACES
+    if not whole or not Choice(t, p, gpu, seconds, bound, general=general).claimed:
+        return one
+    return seconds * _CLAIMED, bound, t
+
+
+def _order(t: Tiling) -> tuple[Any, ...]:
+    """One of tilings, which sizes and batches agree about."""
+    return t.cluster, t.tile, t.sub, t.split, -t.chunk, t.width_subs, t.subs, t.unroll, t.paired, t.planewise, t.beside

@@ -1,0 +1,434 @@
+"""Layers without a stride in NCHW, whose rows are joined to one: forwards, and gradients for the input. wgmma only.
+
+Without padding along W such a layer's rows of results are longer than the source's by as much as a kernel reaches, so
+that tiles which are rectangles end amid empty columns, and rows begin anywhere. But zeros behind each row of the source
+make one row of a slice, in which a tap is a shift (``kernels/joined.cu``): tiles are neighbouring results of whatever
+rows, all useful, and a channel's are neighbours in memory, in whole sectors. What it costs is the halo of whole rows,
+so that it is for narrow images, as 3-D ones are. A 1-D layer has one row anyway, which may be padded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from upconv.cuda.axes import Unfit, result_shape, source_shape
+from upconv.cuda.compile.boxes import Words, dense, encode
+from upconv.cuda.gemm.costs import LAUNCH
+from upconv.cuda.gpu import MAX_BOX, Gpu
+from upconv.cuda.packs import PACK_THREADS
+from upconv.cuda.pixels.choosing import Chooser, countable
+from upconv.cuda.pixels.columns import PRECISIONS
+from upconv.cuda.pixels.one_mapped import OneMappedChoice
+from upconv.problem import Problem
+
+THREADS = 384
+_PLACES = (256, 248, 240, 232, 224, 208, 192, 160, 128)
+"""Of a tile; several, since a slice's are divided among whole tiles."""
+_ROWS_M = 64  # channels of the result of a matrix instruction
+_ROW_BYTES = 32  # of a place in shared memory: a chunk of channels
+_TAP_BYTES = _ROWS_M * _ROW_BYTES  # of weights
+_MOST_TAPS = 64  # of a slice, all of which are straight code
+_MOST_TAPS_OF_STAGE = 6
+_MOST_WEIGHT_STAGES = 8
+_BUFFERS = {4: 8 * 8 * (512 + 32), 2: 8 * 8 * (512 + 16)}  # bytes of what leaves, of 8 warps, by those of an element
+_RINGS = (4, 6), (4, 4), (3, 2), (2, 2)
+"""Stages and slots: the first whose memory leaves three stages of weights."""
+_MOST_COLUMNS = 256  # of rows that are joined
+_SPAN = 64  # columns of a box in 16 bits
+_WIDTHS = 16  # kernels are for rows of up to a multiple of so many columns
+_MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
+# The model's constants, of 8 layers in TF32 and bfloat16 on an H200: of an instruction's clocks, by bytes of an
+# element; bytes a clock of shared memory; clocks of a stage that has few taps, by the warps that turn it, of a stage
+# and of a tile beside, and of the first; bytes a clock of stores.
+_INSTRUCTION = {4: 1.01, 2: 1.06}
+_SHARED = 115.0
+_LEAST = {1: 780.0, 2: 1200.0}
+_STAGE, _TILE, _FILL = 20.0, 300.0, 4000.0
+_STORE = 18.0
+# The same of lines, of 38 layers (measured to 3% in the mean where the former left 16%): bytes a clock of shared memory
+# and of stores, clocks of a stage that has few taps, and of a tile beside; how much of the shorter one of work and
+# memory is not hidden; and what results cost that do not begin in whole sectors.
+_LINE_SHARED, _LINE_STORE, _LINE_LEAST, _LINE_TILE = 120.0, 22.0, 600.0, 600.0
+_LEAST_SPAN = 264  # places of the lines of whose stages the third is
+_LINE_BESIDE, _OFF_SECTORS, _SECTOR = 0.25, 1.2, 32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+
+    Raises, on `checked`:
+        Unfit: the kernel cannot run it.
+    """
+
+    problem: Problem
+    width: int
+    """Columns of the source, up to a multiple of 16 which this is; 0 for 1-D, where a tile reads its part of any."""
+    places: int = 256
+    """Of a tile: neighbouring results."""
+    stages: int = 2
+    """Of the ring of pixels, whose stages have a chunk of one slice."""
+    slots: int = 2
+    """Of the ring of rows as they lie, likewise."""
+    weight_stages: int = 2
+    """Of the ring of weights."""
+
+    @property
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @property
+    def line(self) -> bool:
+        """Whether there is one row."""
+        return self.problem.rank == 1
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """The source's and the result's."""
+        return source_shape(self.problem)[1], result_shape(self.problem)[1]
+
+    @property
+    def chunk(self) -> int:
+        """Source channels of a chunk."""
+        return _ROW_BYTES // self.element
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.channels[0] // self.chunk)
+
+    @property
+    def blocks(self) -> int:
+        """Tiles along the result's channels."""
+        return -(-self.channels[1] // _ROWS_M)
+
+    @property
+    def kernel(self) -> tuple[int, int, int]:
+        """Along D, H, W."""
+        k = (1,) * (3 - self.problem.rank) + self.problem.kernel
+        return k[0], k[1], k[2]
+
+    @property
+    def dilation(self) -> tuple[int, int, int]:
+        """Along D, H, W."""
+        d = (1,) * (3 - self.problem.rank) + self.problem.dilation
+        return d[0], d[1], d[2]
+
+    @property
+    def taps(self) -> int:
+        """Of a slice."""
+        return self.kernel[1] * self.kernel[2]
+
+    @property
+    def taps_of_stage(self) -> int:
+        """Of weights: as many as leave the fewest stages, evenly."""
+        stages = -(-self.taps // _MOST_TAPS_OF_STAGE)
+        return -(-self.taps // stages)
+
+    def halo(self, pitch: int) -> int:
+        """Places ahead of a tile that its taps reach, where rows of results are so long."""
+        (_, kh, kw), (_, dh, dw) = self.kernel, self.dilation
+        return (kh - 1) * dh * pitch + (kw - 1) * dw
+
+    @property
+    def source_columns(self) -> tuple[int, int]:
+        """Of the source's rows, at least and at most, that the tile serves; for 1-D it is any number."""
+        return max(self.width - _WIDTHS + 1, 16 // self.element), self.width
+
+    @property
+    def pitches(self) -> range:
+        """Lengths of rows of results that the tile serves; of 1-D layers one for all."""
+        if self.line:
+            return range(1)
+        (least, most), longer = self.source_columns, gap(self.problem)
+        return range(least + longer, most + longer + 1)
+
+    @property
+    def span(self) -> int:
+        """Rows of channels of a stage: the places of a tile with its halo."""
+        return -(-(self.places + self.halo(self.pitches[-1])) // 8) * 8
+
+    @property
+    def rows(self) -> int:
+        """Of the source, of a slot: as many as a tile with its halo may touch."""
+        return 1 if self.line else max(_rows(self, p) for p in self.pitches)
+
+    @property
+    def boxes(self) -> int:
+        """Of a slot, side by side."""
+        return self.columns // _SPAN if self.element == 2 else -(-self.columns // MAX_BOX)
+
+    @property
+    def columns(self) -> int:
+        """Of a slot: in 16 bits whole boxes of 128 bytes, which are swizzled. That of a line begins at 16 bytes."""
+        most = self.places + self.halo(0) + 16 // self.element - 1 if self.line else self.width
+        unit = _SPAN if self.element == 2 else _WIDTHS * -(-most // MAX_BOX)
+        return -(-most // unit) * unit
+
+    @property
+    def box(self) -> tuple[int, int, int, int, int]:
+        """Of a slot, as the copy engine takes it: W, H, D, channels, images; in 16 bits W, channels, H, D, images."""
+        if self.element == 4:
+            return self.columns // self.boxes, self.rows, 1, self.chunk, 1
+        return _SPAN, self.chunk, self.rows, 1, 1
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        return self.blocks * self.chunks * self.kernel[0] * self.taps * _TAP_BYTES // 4
+
+    @property
+    def pack_blocks(self) -> int:
+        return -(-self.packed_words // 4 // PACK_THREADS)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.span * _ROW_BYTES
+
+    @property
+    def warps_of_stage(self) -> int:
+        """Of two, that turn a stage together: of few slots both."""
+        return 2 if self.slots < 4 else 1
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.rows * _ROW_BYTES * self.columns
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a stage of weights."""
+        return self.taps_of_stage * _TAP_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        rings = self.stages * (self.stage_bytes + 16) + self.weight_stages * (self.weight_bytes + 16)
+        return rings + self.slots * (self.slot_bytes + 16) + _BUFFERS[self.element] + 32
+
+    def checked(self, shared_limit: int) -> Tile:
+        """This, when the kernel can run it."""
+        if (self.slots % 2 or self.stages % 2) and self.warps_of_stage == 1:
+            raise Unfit("two warps that turn every second stage need even numbers of stages and slots")
+        if min(self.stages, self.slots, self.weight_stages) < 2:
+            raise Unfit("a ring needs a stage to fill and one to read")
+        if self.rows > MAX_BOX:
+            raise Unfit(f"a box of {self.rows} rows is more than the copy engine has")
+        if self.shared_bytes > shared_limit:
+            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
+        return self
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/joined.cu."""
+        p = self.problem
+        found: dict[str, int | float | str] = {
+            "PRECISION": PRECISIONS[p.precision],
+            "ELEMENT": self.element,
+            "CIN": self.channels[0],
+            "COUT": self.channels[1],
+            "FLIPPED": int(p.pass_ == "grad-input"),
+            "LINE": int(self.line),
+            "PLACES": self.places,
+            "SPAN": self.span,
+            "ROWS": self.rows,
+            "BOX_W": self.columns,
+            "BOXES": self.boxes,
+            "STAGES": self.stages,
+            "STAGES_S": self.slots,
+            "STAGES_W": self.weight_stages,
+            "WARPS_OF_STAGE": self.warps_of_stage,
+            "TAPS_OF_STAGE": self.taps_of_stage,
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+            "MULTIPLY": f"WGMMA_{self.places}",
+        }
+        paddings = (0,) * (3 - p.rank) + ahead(p)
+        for name, kernel, dilation, padding in zip("DHW", self.kernel, self.dilation, paddings):
+            found |= {f"KERNEL_{name}": kernel, f"DILATION_{name}": dilation, f"PADDING_{name}": padding}
+        return found
+
+    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+
+    def tiles(self, p: Problem) -> int:
+        """Of a problem of this layer."""
+        return p.batch * slices(p)[1] * -(-plane(p) // self.places) * self.blocks
+
+    def arguments(self, p: Problem) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its pointers."""
+        return *slices(p), result_shape(p)[-1], plane(p), -(-plane(p) // self.places), self.tiles(p)
+
+
+def slices(p: Problem) -> tuple[int, int]:
+    """The source's and the result's."""
+    return (source_shape(p)[2], result_shape(p)[2]) if p.rank == 3 else (1, 1)
+
+
+def plane(p: Problem) -> int:
+    """Results of a slice."""
+    return math.prod(result_shape(p)[2:][-2:])
+
+
+def gap(p: Problem) -> int:
+    """Columns by which a row of results is longer than one of the source."""
+    return result_shape(p)[-1] - source_shape(p)[-1]
+
+
+def ahead(p: Problem) -> tuple[int, ...]:
+    """Of each axis the source's position that a result at 0 has of the first tap: the forward's padding."""
+    if p.pass_ == "fwd":
+        return p.padding
+    return tuple((k - 1) * d - padding for k, d, padding in zip(p.kernel, p.dilation, p.padding))
+
+
+def _rows(t: Tile, pitch: int) -> int:
+    """That a tile with its halo may touch, where they are so long: it begins in a row's last place at worst."""
+    return (pitch + t.places + t.halo(pitch) - 2) // pitch + 1
+
+
+class Choice(OneMappedChoice[Tile]):
+    """A tile for a problem on a GPU, and what the model thinks of it."""
+
+    family = "joined"
+    threads = THREADS
+    biased = True
+
+    @property
+    def summary(self) -> str:
+        t = self.tile
+        return (
+            f"rows joined to one: wgmma {t.problem.precision}, tile of {t.places} places x {_ROWS_M} channels, "
+            f"{t.stages} stages of {t.span} places x {t.chunk} channels, {t.slots} of {t.rows} x {t.columns} pixels, "
+            f"{t.weight_stages} of {t.taps_of_stage} taps, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
+        )
+
+    @property
+    def packing(self) -> tuple[Any, ...]:
+        return self.problem.pass_, self.problem.precision
+
+    @property
+    def long_code(self) -> bool:
+        """Several stages of weights are several copies of the straight code; the quick form has a loop over them."""
+        return self.tile.taps > self.tile.taps_of_stage
+
+    def tensor_map(self, address: int) -> Words:
+        return tensor_map(self.tile, self.problem, address)
+
+
+def tensor_map(t: Tile, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over the source with a slot's box, as 16 signed words.
+
+    float32 is rounded to TF32 on its way.
+    """
+    channels, *size = source_shape(p)[1:]
+    d, h, w = (1,) * (3 - p.rank) + tuple(size)
+    tensor = dense((w, h, d, channels, p.batch), t.element)
+    if t.element == 4:
+        return encode(tensor, address, p.dtype, t.box, (1,) * 5, rounded=True)
+    return encode(tensor.channels_second(), address, p.dtype, t.box, (1,) * 5, 128)
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why these kernels cannot serve a problem, in a sentence; None when they may."""
+    if gpu.arch != "90a":
+        return "joined rows are multiplied by wgmma alone"
+    if p.pass_ not in ("fwd", "grad-input") or p.layout != "nchw":
+        return "rows are joined for forwards and gradients for the input in NCHW"
+    if p.precision not in PRECISIONS:
+        return f"precision {p.precision} is none of the kernel's"
+    if max(p.stride) > 1 or p.groups > 1:
+        return "rows are joined without strides or groups"
+    width, reach = source_shape(p)[-1], (p.kernel[-1] - 1) * p.dilation[-1]
+    if 0 in source_shape(p) + result_shape(p):
+        return "there is nothing to sum"
+    if max(p.kernel[-2:]) == 1:
+        return "slices of one tap have no halo, and tiles of any shape"
+    if p.rank > 1:
+        if ahead(p)[-1] or gap(p) < reach:
+            return "between joined rows are zeros, which padding takes away"
+        if min(ahead(p)) < 0:
+            return "more padding than a kernel reaches is for 1-D layers"
+        if width > _MOST_COLUMNS:
+            return f"rows of {width} columns are too long to be joined: a tile's halo is whole rows"
+    if math.prod(p.kernel[-2:]) > _MOST_TAPS:
+        return f"the kernel has straight code for {_MOST_TAPS} taps of a slice at most"
+    if width * p.dtype.itemsize % 16:
+        return f"rows of {width} columns begin off 16 bytes, where no box does"
+    if plane(p) % 2:
+        return "slices of the result of an odd number begin off pairs, which the kernel stores together"
+    if max(math.prod(result_shape(p)[2:]) + 2**12, math.prod(p.weight_shape) * 4, p.batch) >= _MOST_COUNTED:
+        return "the kernel counts a channel's results, and packed weights, in 32 bits"
+    return None
+
+
+def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """Every tile worth a look for a layer on images of this width."""
+    width = 0 if p.rank == 1 else -(-source_shape(p)[-1] // _WIDTHS) * _WIDTHS
+    size = [1024 + 2 * padding for padding in p.padding]  # whose results are some
+    if width:
+        size[-1] = p.size[-1] + width - source_shape(p)[-1]
+    return iter(_candidates(p.with_(batch=1, size=tuple(size), bias=False), width, gpu))
+
+
+@lru_cache(maxsize=256)
+def _candidates(layer: Problem, width: int, gpu: Gpu) -> tuple[Tile, ...]:
+    """A layer's tiles for all sizes of images whose source is so wide."""
+    found = []
+    for places in _PLACES:
+        for stages, slots in _RINGS:
+            t = Tile(layer, width, places, stages, slots)
+            room = gpu.shared_bytes - replace(t, weight_stages=0).shared_bytes
+            weights = min(room // (t.weight_bytes + 16), _MOST_WEIGHT_STAGES)
+            if weights >= 3 or (stages, slots) == _RINGS[-1]:
+                with suppress(Unfit):
+                    found.append(replace(t, weight_stages=weights).checked(gpu.shared_bytes))
+                break
+    return tuple(found)
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them) of a problem by a tile."""
+    pitch = result_shape(p)[-1]
+    span = t.places + t.halo(pitch)
+    arriving = (1 if t.line else _rows(t, pitch)) * t.columns
+    turned = 2 * (arriving if t.element == 2 else span)  # read, and written
+    line = t.line
+    parts = {
+        "tensor cores": _INSTRUCTION[t.element] * t.taps * t.places / 2,
+        # What instructions read, weights as they come, and pixels.
+        "shared memory": (t.taps * (t.places * _ROW_BYTES + 2 * _TAP_BYTES) + (arriving + turned) * _ROW_BYTES)
+        / (_LINE_SHARED if line else _SHARED),
+        "turning pixels": _LINE_LEAST * max(1.0, span / _LEAST_SPAN) if line else _LEAST[t.warps_of_stage],
+    }
+    bound = max(parts, key=lambda name: parts[name])
+    stages = t.chunks * t.kernel[0] * (parts[bound] + (0.0 if line else _STAGE))
+    store = _ROWS_M * t.places * t.element / (_LINE_STORE if line else _STORE)
+    if store > stages:
+        bound = "stores"
+    tile = max(stages, store) + (_LINE_TILE if line else _TILE)
+    seconds = (-(-t.tiles(p) // gpu.multiprocessors) * tile + _FILL) / gpu.clock
+    off_sectors = line and plane(p) * t.element % _SECTOR > 0
+    read, written = (math.prod(shape) for shape in (source_shape(p), result_shape(p)))
+    memory = (read + written * (_OFF_SECTORS if off_sectors else 1.0)) * t.element / gpu.bandwidth
+    if memory > seconds:
+        bound = "bytes"
+    beside = _LINE_BESIDE * min(memory, seconds) if line else 0.0
+    return max(memory, seconds) + beside + LAUNCH, bound
+
+
+choose = Chooser(
+    refusal,
+    countable(lambda p, gpu: (t for t in candidates(p, gpu) if t.packed_words * 4 < _MOST_COUNTED)),
+    estimate,
+    Choice,
+    general="joined rows serve one class of lengths of rows, not every size",
+    none="no tile fits shared memory, or there are more than the kernel counts in 32 bits",
+)
+"""The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

@@ -1,0 +1,1 @@
+"""Kernels with pixels as M. See README.md."""

@@ -1,0 +1,626 @@
+"""Forward and gradient for the input of channels-last layers as an implicit GEMM, a tap at a time. wgmma only.
+
+`gather` reads a pixel of the source once for several taps, which are shifts of one tile; so tiles are whole
+rows of 8 pixels and more, and images of 14 x 14 leave a quarter of them empty. Where taps share little (the kernel is
+about the stride), or channels are many and images small, there is nothing to gain by that: here each tap has pixels of
+its own, a tile is a box of any shape, and channels of the result are columns of any number. Weights stream through the
+ring beside the pixels, so that layers of any width are served (``kernels/implicit.cu``). A forward has a GEMM for each
+phase, whose K is the phase's taps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape, table
+from upconv.cuda.compile import jit
+from upconv.cuda.compile.boxes import Five, Words, channels_last, encode, fullest
+from upconv.cuda.compile.launch import Launches, as_run, cluster_fits
+from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
+from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps, run_beside
+from upconv.cuda.pixels.choosing import Chooser
+from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
+from upconv.derived import derived
+from upconv.problem import Problem
+
+_CONSUMERS = 2
+_REGISTERS = 40, 232
+"""Of a producer's thread and a consumer's: together no more than the block begins with."""
+_SPARE = 56
+"""Registers of a consumer's thread for addresses and the like."""
+_MOST_STAGES = 8
+_MOST_COLUMNS = 256
+_MOST_TAPS = 512  # and phases
+_MOST_COUNTED = 2**30  # tiles, which the kernel counts in 32 bits, a grid beyond the last
+_SIZES = "i" * 14  # `Tile.arguments`
+_CLUSTERS = 2, 4, 8
+_SMALL, _LARGE = 40e-6, 80e-6  # seconds, up to which and from which on the model hopes otherwise (`Choice.margin`)
+_MISSING = 5e-6  # seconds that the gather-GEMM's model lacks for forwards in channels_last
+_BESIDE_PACK = 40e-6  # seconds of a kernel that begins beside `pack`, at most
+_FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
+_WASTE = 1.04  # columns that all blocks have, of a result's channels
+_TURNED = 64  # channels of the result in a box of weights as a forward's lie
+_SHORT, _LONG = 8, 16  # steps of a tile: below, stores are what it waits for; from then on they have time
+_FEW = 1.5  # tiles of each phase that a block has
+_SQUARE = 64  # of a forward's weights, which a block of `pack` turns
+
+
+class Phase(NamedTuple):
+    """Results that see the same taps; triples are along D, H and W."""
+
+    first: tuple[int, int, int]
+    """Its first result; the next ones are the strides apart."""
+    taps: tuple[tuple[int, tuple[int, int, int]], ...]
+    """Its taps' indices in the kernel, and each one's pixel of the source, less that of the tile's first."""
+
+
+@lru_cache(maxsize=256)
+def phases(p: Problem) -> tuple[Phase, ...]:
+    """A layer's at any size, those of most taps first; a gradient for the input has one, of all taps."""
+    axes, (_, of_h, of_w) = gather_axes(p), (1,) * (3 - p.rank) + p.kernel
+    found = []
+    for first in product(*(range(axis.out_step) for axis in axes)):
+        each = product(*(axis.at(at) for axis, at in zip(axes, first)))
+        taps = (((i * of_h + j) * of_w + k, (d, h, w)) for (i, d), (j, h), (k, w) in each)
+        found.append(Phase((first[0], first[1], first[2]), tuple(taps)))
+    return tuple(sorted(found, key=lambda phase: -len(phase.taps)))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile's constants for one layer at any size; its box of pixels is a problem's own."""
+
+    problem: Problem
+    columns: int
+    """Of a matrix instruction: channels of the result, a multiple of 8."""
+    mb: int
+    """Subtiles of 64 pixels of a consumer."""
+    chunk: int
+    """Source channels of a step."""
+    halves: bool
+    """Whether both consumers share a tile, each with half of its pixels; else they take whole tiles in turn."""
+    stages: int = 2
+    """Of the ring, a step's pixels and weights each."""
+    cluster: int = 1
+    """Blocks that share a tile's steps and add up their sums."""
+
+    @property
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """The source's and the result's."""
+        return source_shape(self.problem)[1], result_shape(self.problem)[1]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Along D, H, W."""
+        return (1,) * (3 - self.problem.rank) + self.problem.stride
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a pixel in shared memory."""
+        return self.chunk * self.element
+
+    @property
+    def weight_span(self) -> int:
+        """Bytes of a row of a box of weights."""
+        return self.row_bytes
+
+    @property
+    def weight_box(self) -> tuple[int, int, int, int, int]:
+        """The box of a tap's weights for a chunk, where they come as they lie."""
+        return self.chunk, 1, self.columns, 1, 1
+
+    @property
+    def column_blocks(self) -> int:
+        return -(-self.channels[1] // self.columns)
+
+    @property
+    def rows(self) -> int:
+        """Pixels of a tile, at most."""
+        return 64 * self.mb * (_CONSUMERS if self.halves else 1)
+
+    @property
+    def forward(self) -> bool:
+        return self.problem.pass_ == "fwd"
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return phases(self.problem)
+
+    @derived
+    def steps(self) -> tuple[int, ...]:
+        """Of each phase's tiles: a tap's chunk each."""
+        chunks = -(-self.channels[0] // self.chunk)
+        return tuple(len(phase.taps) * chunks for phase in self.phases)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.rows * self.row_bytes + -(-self.columns * self.row_bytes // 1024) * 1024
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16)
+
+    @property
+    def sums(self) -> int:
+        """Of a consumer's thread."""
+        return self.mb * self.columns // 2
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        return math.prod(self.problem.weight_shape) * self.element // 4
+
+    @property
+    def pack_blocks(self) -> int:
+        if self.forward:
+            channels, columns = self.channels
+            return -(-columns * self.problem.taps // _SQUARE) * -(-channels // _SQUARE)
+        return self.channels[1] * -(-self.channels[0] // self.pack_channels)
+
+    @property
+    def pack_channels(self) -> int:
+        """Source channels of a gradient's weights, all taps of which a block of `pack` turns."""
+        return next(n for n in (64, 32, 16, 8) if n * self.problem.taps <= _SQUARE**2)
+
+    @property
+    def steps_between(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Pixels of the source, and of the result, from one of a tile to the next along D, H and W."""
+        one = (1, 1, 1)
+        return (one, self.strides) if self.forward else (self.strides, one)
+
+    @property
+    def wide_stores(self) -> bool:
+        """Whether float32 results are stored 16 bytes a lane, where they may be (`stores_wide`).
+
+        Not where one consumer of a forward stores while the other has long tiles to multiply, which that disturbs
+        (docs/experiments.md). Nor of clusters, whose blocks then have more to divide.
+        """
+        short = self.halves or not self.forward or self.mean_steps < _LONG
+        return stores_wide(self.element, self.columns, self.channels[1]) and self.cluster == 1 and short
+
+    @property
+    def turnable(self) -> bool:
+        """Whether a forward's channels-last weights may come as they lie, whose rows are channels of the result."""
+        return self.forward and self.element == 2 and self.columns % _TURNED == 0 and self.channels[1] % 8 == 0
+
+    def macros(self, turned: bool = False) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/implicit.cu. ``turned``: of weights as a forward's lie."""
+        found: dict[str, int | float | str] = {
+            "PRECISION": PRECISIONS[self.problem.precision],
+            "ELEMENT": self.element,
+            "CIN": self.channels[0],
+            "COUT": self.channels[1],
+            "CK": self.chunk,
+            "COLUMNS": self.columns,
+            "MB": self.mb,
+            "HALVES": int(self.halves),
+            "CONSUMERS": _CONSUMERS,
+            "CLUSTER": self.cluster,
+            "STAGES": self.stages,
+            "FORWARD": int(self.forward),
+            "B_TURNED": int(turned),
+            "PACK_CHANNELS": self.pack_channels,
+            "WIDE_STORES": int(self.wide_stores),
+            "TAPS": self.problem.taps,
+            "PHASES": len(self.phases),
+            "MULTIPLY": f"WGMMA_{self.columns}",
+            "PRODUCER_REGISTERS": _REGISTERS[0],
+            "CONSUMER_REGISTERS": _REGISTERS[1],
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }
+        taps = [tap for phase in self.phases for tap in phase.taps]
+        of_source, of_result = self.steps_between
+        for axis, name in enumerate("DHW"):
+            found[f"STEP_{name}"] = of_source[axis]
+            found[f"TAPS_{name}"] = table(offsets[axis] for _, offsets in taps)
+        if len(self.phases) > 1:
+            found["TAPS_OF"] = table(index for index, _ in taps)
+            found["PHASES_TAP"] = table(accumulate((len(phase.taps) for phase in self.phases), initial=0))
+            for axis, name in enumerate("DHW"):
+                found[f"OUT_STEP_{name}"] = of_result[axis]
+                found[f"PHASES_{name}"] = table(phase.first[axis] for phase in self.phases)
+        return found
+
+    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+
+    def _fullest(self, p: Problem) -> tuple[int, tuple[int, int, int, int]]:
+        of_source, of_result = (steps[3 - p.rank :] for steps in self.steps_between)
+        size = tuple(-(-n // step) for n, step in zip(result_shape(p)[2:], of_result))
+        return fullest(p.batch, size, of_source, self.rows)
+
+    def box(self, p: Problem) -> tuple[int, int, int, int]:
+        """Images, D, H and W of a problem's tiles: the fewest that hold all pixels of a phase."""
+        return self._fullest(p)[1]
+
+    def tiles(self, p: Problem) -> int:
+        """Of all phases."""
+        return self._fullest(p)[0] * self.column_blocks * len(self.phases)
+
+    @property
+    def mean_steps(self) -> float:
+        return sum(self.steps) / len(self.steps)
+
+    @derived
+    def even(self) -> bool:
+        """Whether all phases have as many taps."""
+        return len({*self.steps}) == 1
+
+    def sorted(self, p: Problem, gpu: Gpu) -> bool:
+        """Whether tiles of most taps come first: where blocks have few, and phases differ."""
+        few = self.tiles(p) < _FEW * len(self.phases) * gpu.multiprocessors
+        return not self.even and (few or self.cluster > 1)
+
+    def order(self, p: Problem, gpu: Gpu) -> tuple[int, int]:
+        """(tiles of a phase before those of the next, tiles of which the first phase is another).
+
+        Few tiles of the same pixels, a phase each, have L2 read pixels once; some of a phase side by side its weights.
+        Where the latter are more than the pixels, in 3-D, all blocks have one phase at a time. How many side by side,
+        with weights that blocks share, is as measured (docs/experiments.md). Where phases differ, eight only if a block
+        comes to all of them again and again.
+        """
+        blocks, of = max(1, gpu.multiprocessors // self.column_blocks), len(self.phases)
+        # From tile to tile a block's phase moves on by as much as the blocks leave beyond whole rounds, or one more.
+        turn = _MOST_COUNTED if math.gcd(blocks, of) == 1 else max(1, blocks // of)
+        if self.sorted(p, gpu):
+            return _MOST_COUNTED, _MOST_COUNTED
+        if p.rank < 3 and self.even:
+            return 4, turn
+        if p.rank < 3:
+            apart = blocks % (8 * of)  # a block's next tile, among those of eight places
+            stays = -(-8 // apart) if apart else 0  # tiles of a block until its phase is another
+            rounds = self.tiles(p) // gpu.multiprocessors // of
+            return (8, _MOST_COUNTED) if apart and math.gcd(apart, 8 * of) <= 8 and rounds >= stays else (1, turn)
+        if math.prod(p.weight_shape) > math.prod(source_shape(p)):
+            return blocks, _MOST_COUNTED
+        return 1, turn
+
+    def arguments(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its pointers."""
+        count, box = self._fullest(p)
+        sides = (p.batch, *(1,) * (3 - p.rank), *result_shape(p)[2:])
+        steps = (1, *self.steps_between[1])
+        counts = tuple(-(-n // (of * step)) for n, of, step in zip(sides, box, steps))
+        assert math.prod(counts) == count
+        abreast, turn = self.order(p, gpu)
+        return (*sides, *box, *counts[1:], self.tiles(p), min(count, abreast), turn)
+
+
+class Choice(TileChoice[Tile]):
+    """A tile for a problem on a GPU, and what the model thinks of it."""
+
+    family = "implicit"
+
+    @property
+    def margin(self) -> float:
+        """The gather-GEMM's model is too optimistic for small channels-last layers, and misses a constant of forwards.
+        This one is too optimistic where phases differ, where tiles are bound by L2, and for 16-bit stores of short
+        tiles. So it is scaled until the choice between both loses least over timed layers (docs/experiments.md)."""
+        if self.tile.forward:
+            hope = 1.1
+            if self.tile.element == 2:
+                hope = 1.35 if self.tile.mean_steps < _SHORT else 1.2 if self.seconds > _LARGE else 1.1
+            return hope - _MISSING / self.seconds
+        return 0.95 if self.bound != "bytes" and self.seconds < _SMALL else 1.0
+
+    @property
+    def in_place(self) -> bool:
+        return not self.tile.forward or self.tile.turnable
+
+    @property
+    def grid(self) -> int:
+        """Blocks."""
+        t, tiles = self.tile, self.tile.tiles(self.problem)
+        if t.cluster > 1:
+            return tiles * t.cluster
+        return self.even_grid(tiles) if t.even else min(tiles, self.gpu.multiprocessors)
+
+    @property
+    def summary(self) -> str:
+        t = self.tile
+        phases = f", tiles of {len(t.phases)} phases" if len(t.phases) > 1 else ""
+        shared = f", steps shared by clusters of {t.cluster} that add up their sums" if t.cluster > 1 else ""
+        return (
+            f"implicit GEMM, channels last: wgmma {t.problem.precision}, tile of "
+            f"{'x'.join(map(str, t.box(self.problem)))} pixels (NxDxHxW) of {t.rows} x {t.columns} channels, "
+            f"{'halved' if t.halves else 'in turn'}, ring of {t.stages} of {t.chunk} channels of a tap, "
+            f"{t.shared_bytes // 1024} KB shared, grid {self.grid}{phases}{shared}"
+        )
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile; the same for all sizes.
+
+        The first packs weights; the second, of some forwards, takes channels-last ones as they lie.
+        """
+        t, label = self.tile, f"implicit {layer_text(self.problem)}"
+        packed = Unit(label, jit.source("implicit.cu", t.macros()), ("pack", "implicit"))
+        if not t.turnable:
+            return (packed,)
+        return packed, Unit(f"{label} unpacked", jit.source("implicit.cu", t.macros(turned=True)), ("implicit",))
+
+    def prepare(self, device: int) -> Prepared:
+        """As `gather.Choice.prepare`."""
+        if self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster):
+            return Prepared(self, device)
+        alone: Any = replace(self.tile, cluster=1)
+        return Prepared(replace(self, tile=alone), device)
+
+
+class Prepared(LazyPacks):
+    """A choice's kernels, loaded for a device."""
+
+    biased = True
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        t, p = choice.tile, choice.problem
+        super().__init__(p, device, t.packed_words, t.pack_blocks)
+        self._unit, *turned = choice.sources()
+        self._boxed_unit = (*turned, None)[0] if t.forward else self._unit  # which reads both
+        self._grid, self._sizes, self._tiling = choice.grid, as_run(_SIZES, t.arguments(p, choice.gpu)), t
+        self._tails: dict[int, Words] = {}
+        # Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights
+        # (docs/experiments.md).
+        self._overlaps = choice.seconds < _BESIDE_PACK
+        self.packing = ("implicit", p.precision, p.pass_, t.turnable)
+        """What `pack`'s result depends on beside the weight."""
+        if not turned:
+            _ = self._run
+
+    @property
+    def _launchers(self) -> tuple[str, ...]:
+        return *self._packed_launchers, *(("_run_turned",) if self._tiling.turnable else ())
+
+    def _load_implicit(self, unit: Unit) -> Launches:
+        codes = f"PP({_SIZES}{'q' * 16})({'q' * 16})"
+        return self._load(unit, "implicit", 128 * (1 + _CONSUMERS), self._tiling.shared_bytes, codes)
+
+    @cached_property
+    def _run(self) -> Launches:
+        return self._load_implicit(self._unit)
+
+    @cached_property
+    def _run_turned(self) -> Launches:
+        assert self._boxed_unit is not None
+        return self._load_implicit(self._boxed_unit)
+
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
+        """Launches the kernel: ``x``, the source, and ``out``, the result, dense in channels_last.
+
+        ``packed`` is what `pack` returned; ``bias``: of the result's channels, in the problem's dtype, or float32 if
+        `pack` had it. ``fresh``: `pack` was called just before, and the kernel makes ready beside what that launched.
+        """
+        if out.data_ptr() & 15:  # some results are stored together
+            run_beside(out, lambda whole: self.run(x, packed, bias, whole, fresh))
+            return
+        address = x.data_ptr()
+        if address & 15:
+            fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
+            address = x.data_ptr()
+        tail = self._tails.get(address)
+        if tail is None:
+            t, p = self._tiling, self._problem
+            tail = self._kept(self._tails, address, lambda: [self._sizes, tensor_map(t, p, address)])
+        weights, turned = packed.data_ptr(), self._tiling.forward and packed.dtype is not torch.int32
+        run, of = (self._run_turned, turned_map) if turned else (self._run, packed_map)
+        given = out.data_ptr(), self._bias_of(weights, bias), tail, self._weight_map(weights, of)
+        run(self._device, self._grid, given, fresh and self._overlaps)
+
+
+def source_box(t: Tile, p: Problem) -> Five:
+    """What the box of a step's pixels traverses: channels, W, H, D, images."""
+    images, *counts = t.box(p)
+    d, h, w = ((count - 1) * step + 1 for count, step in zip(counts, t.steps_between[0]))
+    return t.chunk, w, h, d, images
+
+
+def tensor_map(t: Tile, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over the source with a problem's box, as 16 signed words."""
+    channels, *size = source_shape(p)[1:]
+    tensor, (d, h, w) = channels_last(p.batch, channels, size, t.element), t.steps_between[0]
+    return encode(
+        tensor, address, p.dtype, source_box(t, p), (1, w, h, d, 1), t.row_bytes, p.precision == "tf32"
+    )  # fmt: skip
+
+
+def packed_map(t: Tile, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over weights as `pack` leaves them, with a box of a tap's for a chunk, as 16 signed words.
+
+    A gradient's channels-last weights lie so.
+    """
+    channels, columns = t.channels
+    tensor = rows_of_taps(p, columns, channels)
+    return encode(tensor, address, p.dtype, t.weight_box, (1,) * 5, t.weight_span, p.precision == "tf32")
+
+
+def turned_map(t: Tile, p: Problem, address: int) -> Words:
+    """The same over a forward's channels-last weights of 16 bits, whose rows are of channels of the result."""
+    channels, columns = t.channels
+    return encode(rows_of_taps(p, channels, columns), address, p.dtype, (_TURNED, 1, t.chunk, 1, 1), (1,) * 5, 128)
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why these kernels cannot serve a problem, in a sentence; None when one may."""
+    if gpu.arch != "90a":
+        return "an implicit GEMM wants both operands by descriptors, which wgmma alone takes"
+    if p.pass_ == "grad-weight" or p.layout != "channels_last":
+        return "the implicit GEMM is for forwards and gradients for the input in channels_last"
+    if p.precision not in PRECISIONS:
+        return f"precision {p.precision} is none of the kernel's"
+    if p.groups > 1:
+        return "the kernel knows no groups"
+    if p.batch == 0 or 0 in p.size:
+        return "an empty input has no work"
+    if p.pass_ != "fwd" and max(p.stride) > MAX_BOX_STEP:
+        return f"boxes take steps of at most {MAX_BOX_STEP} pixels"
+    if p.taps > _MOST_TAPS:
+        return f"{p.taps} taps are more than the {_MOST_TAPS} of the kernel's tables"
+    if p.pass_ == "fwd" and math.prod(p.stride) > _MOST_TAPS:
+        return f"{math.prod(p.stride)} phases are more than the {_MOST_TAPS} of the kernel's tables"
+    if source_shape(p)[1] * p.dtype.itemsize % 16:
+        return "boxes want pixels of whole 16 bytes"
+    if math.prod(p.weight_shape) * p.dtype.itemsize >= 2**35 or source_shape(p)[1] * p.taps >= 2**31:
+        return "units of the weight are counted in 32 bits, which 2^31 of 16 bytes are too many for"
+    return None
+
+
+def _widths(result: int) -> tuple[int, ...]:
+    """Columns of a block for so many channels of a result: few, since each is a kernel."""
+    even = {-(-result // (16 * n)) * 16 for n in range(1, -(-result // 32) + 1)}
+    fitting = {n for n in even if n <= _MOST_COLUMNS and -(-result // n) * n <= _WASTE * result}
+    blocks = -(-result // _MOST_COLUMNS)
+    return tuple(sorted(fitting or {-(-result // (8 * blocks)) * 8}))
+
+
+@lru_cache(maxsize=256)
+def candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
+    """A layer's tiles, for all sizes."""
+    found: list[Tile] = []
+    source, result = source_shape(layer)[1], result_shape(layer)[1]
+    element = layer.dtype.itemsize
+    row_bytes = next((n for n in (32, 64) if source * element <= n), 128)
+    for columns, mb, halves in product(_widths(result), (1, 2, 4), (True, False)):
+        t = Tile(layer, columns, mb, row_bytes // element, halves)
+        if t.sums > _REGISTERS[1] - _SPARE:
+            continue
+        stages = min(_MOST_STAGES, gpu.shared_bytes // (t.stage_bytes + 16))
+        if stages >= 2:
+            found.append(replace(t, stages=stages))
+    # Weights as they lie spare a training step their packing (docs/experiments.md).
+    return tuple([t for t in found if t.turnable] or found)
+
+
+def _clustered(t: Tile, p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """With clusters that share its steps, where tiles leave multiprocessors idle and sums have room in the ring."""
+    tiles, sums = t.tiles(p), _CONSUMERS * 128 * t.sums * 4
+    for cluster in _CLUSTERS:
+        fits = t.halves and sums <= t.stages * t.stage_bytes
+        if fits and 2 * cluster <= t.steps[0] and tiles <= gpu.clusters(cluster):
+            yield replace(t, cluster=cluster)
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+
+class Constants(NamedTuple):
+    """What the steps of a tile take, in clocks of a multiprocessor unless said otherwise."""
+
+    columns: float
+    """Of the matrix instructions' own clocks."""
+    instruction: float
+    """An instruction of few columns: its pixels come from shared memory."""
+    step: float
+    """A step beside its instructions."""
+    rows: tuple[float, float]
+    """Of the copy engine, for a pixel, and for a column's weights, of a step."""
+    latency: float
+    """From a box's request to its use."""
+    store: tuple[float, float]
+    """Results that are stored in a clock, where lanes store four at a time; a tile's beside these."""
+    shared: float
+    """Share of a store that the other consumer's instructions do not hide."""
+    begin: float
+    """A kernel beside its tiles."""
+    cluster: tuple[float, float]
+    """A cluster's sums, and sums a clock."""
+    beside: float
+    """Share of the memory's time, or of the tiles', whichever is less, that the other does not hide."""
+
+
+# Fitted to 516 timed tiles of 45 layers, TF32 and bfloat16, on an H200: it chooses what takes 1.6% longer than a
+# layer's best, and a time is off by 9%.
+_GRADIENT = Constants(1.065, 46.6, 25.2, (1.67, 1.97), 2150.0, (10.8, 0.0), 0.0, 9024.0, (6390.0, 8.0), 0.242)
+# To 1,450 of 77 layers, likewise: 2.1% and 11%.
+_FORWARD = Constants(1.028, 37.6, 0.0, (2.134, 1.722), 1929.0, (11.06, 715.0), 0.3, 10533.0, (0.0, 2.771), 0.484)
+
+
+# Of the copy engine, for a pixel of a box that reaches beyond the last channel; fitted on an H100.
+_PARTIAL = 6.0
+
+
+def _waves(t: Tile, p: Problem, gpu: Gpu) -> tuple[int, int]:
+    """(tiles of the block that has most, their steps): sorted, of each round those of its first tile's phase."""
+    tiles, of = t.tiles(p) * t.cluster, len(t.phases)
+    waves = -(-tiles // gpu.multiprocessors)
+    if t.even or t.cluster > 1:
+        return waves, waves * -(-t.steps[0] // t.cluster)
+    if t.sorted(p, gpu):
+        firsts = (wave * gpu.multiprocessors * of // tiles for wave in range(waves))
+        return waves, sum(t.steps[phase] for phase in firsts)
+    rounds, rest = divmod(waves, of)
+    return waves, rounds * sum(t.steps) + sum(t.steps[:rest])
+
+
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them) of a problem by a tile."""
+    c = _FORWARD if t.forward else _GRADIENT
+    instructions = t.row_bytes // 32 * t.rows // 64
+    bodies = {
+        "tensor cores": instructions * max(c.columns * t.columns / 2, c.instruction) + c.step,
+        "copies": t.rows * c.rows[0] + t.columns * c.rows[1],
+        "latency": c.latency / (t.stages - 1),
+    }
+    bound = max(bodies, key=lambda name: bodies[name])
+    step = bodies[bound]
+    if t.channels[0] % t.chunk and t.rows * _PARTIAL > step:  # the last of a tap's
+        lost = (t.rows * _PARTIAL - step) / -(-t.channels[0] // t.chunk)
+        bound, step = "copies" if lost > step else bound, step + lost
+    narrow = 2.0 if t.element == 4 and not t.wide_stores else 1.0
+    stored = t.rows * t.columns / t.cluster * narrow / c.store[0] + c.store[1]
+    waves, steps = _waves(t, p, gpu)
+    loops = steps * step
+    if t.halves:
+        clocks = loops + waves * stored
+    else:
+        clocks = max(loops, -(-waves // _CONSUMERS) * (loops / waves + stored)) + stored + c.shared * waves * stored
+    if t.cluster > 1:
+        clocks += c.cluster[0] + t.rows * t.columns / c.cluster[1]
+    seconds = clocks / gpu.clock
+    read = float(math.prod(source_shape(p)))
+    if not t.forward:
+        read *= math.prod(min(k, s) / s for k, s in zip(p.kernel, p.stride))
+    memory = (math.prod(result_shape(p)) + read) * t.element / gpu.bandwidth
+    if memory > seconds:
+        bound = "bytes"
+    return max(memory, seconds) + c.beside * min(memory, seconds) + c.begin / gpu.clock, bound
+
+
+def _unwanted(p: Problem, gpu: Gpu) -> str | None:
+    """`refusal`, or why there is no need to look."""
+    refused = refusal(p, gpu)
+    if refused is None and p.pass_ == "fwd" and p.out_channels < _FEWEST:
+        return f"of {p.out_channels} channels a matrix instruction waits for its pixels"
+    return refused
+
+
+def _countable(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """Tiles for one of a problem's, and those of clusters."""
+    every = (t for whole in candidates(any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
+    return (t for t in every if t.tiles(p) < _MOST_COUNTED)
+
+
+choose = Chooser(
+    _unwanted,
+    _countable,
+    estimate,
+    Choice,
+    general="exported files have no host code for the implicit GEMM",
+    none="no tile's stages fit in shared memory, or its tiles are too many to count",
+)
+"""The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

@@ -1,0 +1,418 @@
+"""Gradients for the input of layers with strides along W, NCHW, from gradients as they lie. wgmma only.
+
+Such a gradient is a convolution with strides. `gather` makes its places columns of N, for which float32 ones must be
+turned in shared memory, whose traffic bounds it. Here they are rows of M, which lanes read as they lie, two
+neighbouring taps at a time (``kernels/pairs.cu``); columns are input channels, and K has each channel of the output
+once for every tap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from upconv.cuda.axes import Unfit, any_size
+from upconv.cuda.compile.boxes import Words, dense, encode
+from upconv.cuda.gemm.costs import LAUNCH
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.packs import PACK_THREADS
+from upconv.cuda.pixels.choosing import Chooser, countable
+from upconv.cuda.pixels.columns import PRECISIONS
+from upconv.cuda.pixels.one_mapped import OneMappedChoice
+from upconv.derived import derived
+from upconv.problem import Problem
+
+THREADS = 384
+_COLUMNS = (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 104, 96, 88, 80, 64, 48, 32)
+"""Many, since such a layer has so few places that a GPU's last wave of tiles is often half empty."""
+_GROUPS = (64, 32, 16, 8)
+_MOST_GROUPS = 32  # the producer's lanes bring one each
+_MOST_ROWS = 4  # of a stage's weights
+_MOST_REGISTERS = 184  # of a consumer's thread for sums and fragments
+_MOST_STAGES = 8
+_MOST_BOX = 256
+_SPAN = 128  # bytes of a row of weights in shared memory
+_MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
+# The model's constants, of 14 layers in TF32 and bfloat16 by 9 tiles each on an H100, of which it misses 9% on average,
+# and whose fastest tile its own is 2% behind.
+_TENSOR = 0.85  # of a clock for two columns of an instruction: the clock under load is above the nominal one
+_SHARED = 0.7  # of a clock for 128 bytes
+_LINE, _BOX = 2.35, 26.0  # clocks of the copy engine for 128 bytes of a box that they touch, and of a box
+_L2 = 80.0  # bytes a clock
+_TOGETHER = 2.5  # the exponent by which these four, which overlap, are added
+_LATENCY = 2500.0  # clocks until a stage that was given back is full again, beside its copy
+_STORE = {4: 29.0, 2: 13.4}  # bytes a clock of stores, which nothing hides, by bytes of an element
+_TILE = 600.0  # clocks of a tile beside
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+
+    Raises, on `checked`:
+        Unfit: the kernel cannot run it.
+    """
+
+    problem: Problem
+    columns: int
+    """Of a tile: input channels."""
+    mb: int
+    """Subtiles of 64 places that a consumer accumulates."""
+    group: int
+    """Neighbouring places of a row that a box serves."""
+    rows: int
+    """Of a stage's weights: 128 bytes of K each."""
+    line: int = 0
+    """Elements of 128 bytes, where boxes are of whole ones (1-D); 0: boxes are of the row's elements."""
+    stages: int = 2
+    """Of the ring, whose stages have a row of g, of some channels, for each group, and its weights."""
+
+    @property
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @property
+    def kernel(self) -> tuple[int, int, int]:
+        """Along D, H and W, as further on."""
+        return _three(self.problem.kernel, 1)
+
+    @property
+    def channels(self) -> int:
+        """Of g in a stage."""
+        return self.rows * _SPAN // (self.element * self.kernel[2])
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.problem.out_channels // self.channels)
+
+    @property
+    def even(self) -> bool:
+        """Whether two neighbouring taps lie at even places of shared memory, where one load has both."""
+        p = self.problem
+        return not (p.kernel[-1] % 2 or p.stride[-1] % 2 or p.padding[-1] % 2)
+
+    @property
+    def slot(self) -> int:
+        """Neighbouring taps that a lane has together: in 16 bits those of a register, whose loads may be two."""
+        return 2 if self.even or (self.element == 2 and self.kernel[2] % 2 == 0) else 1
+
+    @property
+    def slots(self) -> int:
+        """Of a step of K."""
+        return 32 // self.element // self.slot
+
+    @property
+    def slots_lane(self) -> int:
+        """Of those, neighbours along W."""
+        return math.gcd(self.kernel[2] // self.slot, self.slots)
+
+    @property
+    def unit(self) -> int:
+        """Elements at multiples of which boxes begin: 16 bytes, or lines."""
+        return self.line or 16 // self.element
+
+    @property
+    def first(self) -> int:
+        """The first element of a group's boxes, from its first place's, at whole units."""
+        return -self.problem.padding[-1] // self.unit * self.unit
+
+    @property
+    def lead(self) -> int:
+        """Where a group's boxes have its first tap."""
+        return -self.problem.padding[-1] - self.first
+
+    @property
+    def pitch(self) -> int:
+        """A channel's elements in shared memory, whole units."""
+        return self._banks[0]
+
+    @property
+    def conflicts(self) -> int:
+        """How often lanes that load together meet a bank, at most."""
+        return self._banks[1]
+
+    @derived
+    def _banks(self) -> tuple[int, int]:
+        p = self.problem
+        need = self.lead + (self.group - 1) * p.stride[-1] + p.kernel[-1]
+        least = -(-need // self.unit) * self.unit
+        most = least if self.line else least + 128 // self.element - self.unit
+        lanes = self.slot, self.slots_lane, p.stride[-1], self.lead
+        return _fewest_conflicts(self.element, least, most + 1, self.unit, *lanes)
+
+    @property
+    def box(self) -> tuple[int, int, int, int, int]:
+        """A group's, of the copy engine: W, H, D, channels, images."""
+        w, h = (self.line, self.pitch // self.line) if self.line else (self.pitch, 1)
+        return w, h, 1, self.channels, 1
+
+    @property
+    def places(self) -> int:
+        """Of a tile."""
+        return 2 * 64 * self.mb
+
+    @property
+    def groups(self) -> int:
+        """Of a tile."""
+        return self.places // self.group
+
+    @property
+    def blocks(self) -> int:
+        """Tiles along the columns."""
+        return -(-self.problem.in_channels // self.columns)
+
+    @property
+    def stages_k(self) -> int:
+        """That a tile takes."""
+        return self.chunks * math.prod(self.kernel[:2])
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        return self.blocks * self.stages_k * self.weight_bytes // 4
+
+    @property
+    def pack_blocks(self) -> int:
+        return -(-self.packed_words // 4 // PACK_THREADS)
+
+    @property
+    def box_bytes(self) -> int:
+        return math.prod(self.box) * self.element
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a stage."""
+        return self.rows * self.columns * _SPAN
+
+    @property
+    def box_lines(self) -> int:
+        """128 bytes of rows that a box touches."""
+        row = 1 if self.line else -(-(self.pitch * self.element + self.first * self.element % 128) // 128)
+        return math.prod(self.box[1:]) * row
+
+    @property
+    def stage_bytes(self) -> int:
+        pixels = self.groups * (-(-self.box_bytes // 128) * 128)  # boxes begin at whole 128 bytes
+        return -(-pixels // 1024) * 1024 + self.weight_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16)
+
+    def checked(self, shared_limit: int) -> Tile:
+        """This, when the kernel can run it."""
+        if self.channels * self.kernel[2] * self.element != self.rows * _SPAN:
+            raise Unfit(f"{self.rows} rows of weights are no whole channels of {self.kernel[2]} taps")
+        if max(self.box) > _MOST_BOX:
+            raise Unfit(f"{self.group} places have {self.pitch} elements of a row, more than a box")
+        if self.line and self.group * self.problem.stride[-1] % self.line:
+            raise Unfit(f"{self.group} places are no whole lines")
+        if self.groups > _MOST_GROUPS:
+            raise Unfit(f"{self.groups} groups are more than a warp's lanes")
+        if self.mb * (self.columns // 2 + 16) > _MOST_REGISTERS:
+            raise Unfit(f"{self.mb} x 64 x {self.columns} sums are more than registers hold")
+        if self.stages < 2:
+            raise Unfit("a stage is given back while the next is read")
+        if self.shared_bytes > shared_limit:
+            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
+        return self
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/pairs.cu."""
+        p = self.problem
+        found: dict[str, int | float | str] = {
+            "PRECISION": PRECISIONS[p.precision],
+            "ELEMENT": self.element,
+            "CIN": p.in_channels,
+            "COUT": p.out_channels,
+            "COLUMNS": self.columns,
+            "MULTIPLY": f"WGMMA_{self.columns}",
+            "MB": self.mb,
+            "GROUP": self.group,
+            "STAGES": self.stages,
+            "CHANNELS": self.channels,
+            "PITCH": self.pitch,
+            "LINE": self.line,
+            "FIRST": f"({self.first})",
+            "LEAD": self.lead,
+            "SLOT": self.slot,
+            "SLOTS_LANE": self.slots_lane,
+            "TOGETHER": int(self.even),
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }
+        axes = (("KERNEL", p.kernel, 1), ("STEP", p.stride, 1), ("PAD", p.padding, 0), ("DILATION", p.dilation, 1))
+        for name, values, lone in axes:
+            found |= {f"{name}_{axis}": value for axis, value in zip("DHW", _three(values, lone))}
+        for name in ("PAD_W", "DILATION_W"):  # FIRST and LEAD say the former, and the latter is 1
+            del found[name]
+        return found
+
+    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+
+    def serves(self, p: Problem) -> bool:
+        """Whether rows of g, of a problem of this layer, are whole lines, if boxes are of these."""
+        return not self.line or p.out_size[-1] % self.line == 0
+
+    def groups_w(self, p: Problem) -> int:
+        """Groups of a row of the gradient of a problem of this layer."""
+        return -(-p.size[-1] // self.group)
+
+    def all_groups(self, p: Problem) -> int:
+        return p.batch * math.prod(p.size[:-1]) * self.groups_w(p)
+
+    def tiles(self, p: Problem) -> int:
+        """Of a problem of this layer."""
+        return -(-self.all_groups(p) // self.groups) * self.blocks
+
+    def arguments(self, p: Problem) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its pointers."""
+        return p.batch, *_three(p.size, 1), self.groups_w(p), self.all_groups(p), self.tiles(p)
+
+
+def _three(values: tuple[int, ...], lone: int) -> tuple[int, int, int]:
+    """Along D, H and W, with what an axis has that is not there."""
+    d, h, w = (lone,) * (3 - len(values)) + values
+    return d, h, w
+
+
+@lru_cache(maxsize=256)
+def _fewest_conflicts(
+    element: int, least: int, end: int, unit: int, slot: int, slots_lane: int, stride: int, lead: int
+) -> tuple[int, int]:
+    """The smallest pitch of channels with which a warp's lanes meet banks seldom, and how often they meet one then."""
+    found = []
+    wide = element == 4 and slot == 2  # 64 bits, which half a warp loads at a time
+    for pitch in range(least, end, unit):
+        words = set()
+        for lane in range(16 if wide else 32):
+            row, index = lane // 4, lane % 4 * (2 if element == 2 and slot == 1 else 1)
+            at = index // slots_lane * pitch + index % slots_lane * slot + row * stride + lead
+            words |= {at, at + 1} if wide else {at * element // 4}
+        banks = [word % 32 for word in words]
+        found.append((max(banks.count(bank) for bank in banks), pitch))
+    conflicts, pitch = min(found)
+    return pitch, conflicts
+
+
+class Choice(OneMappedChoice[Tile]):
+    """A tile for a problem on a GPU, and what the model thinks of it."""
+
+    family = "pairs"
+    threads = THREADS
+    # Where the gather-GEMM's estimate is up to 1.1 times as high, both take equally long.
+    margin = 1.1
+
+    @property
+    def summary(self) -> str:
+        t = self.tile
+        return (
+            f"pixels as rows, taps in pairs: wgmma {t.problem.precision}, tile of {t.groups} x {t.group} places x "
+            f"{t.columns} columns, {t.stages} stages of {t.channels} channels, {t.shared_bytes // 1024} KB shared, "
+            f"grid {self.grid}"
+        )
+
+    @property
+    def packing(self) -> tuple[Any, ...]:
+        t = self.tile
+        return t.columns, t.channels, t.slot, t.slots_lane, self.problem.precision
+
+    def tensor_map(self, address: int) -> Words:
+        return tensor_map(self.tile, self.problem, address)
+
+
+def tensor_map(t: Tile, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over g with a group's box, as 16 signed words. float32 is rounded to TF32 on its way."""
+    d, h, w = _three(p.out_size, 1)
+    if t.line:
+        h, w = w // t.line, t.line
+    tensor = dense((w, h, d, p.out_channels, p.batch), t.element)
+    return encode(tensor, address, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why these kernels cannot serve a problem, in a sentence; None when they may."""
+    if gpu.arch != "90a":
+        return "pixels as rows are multiplied by wgmma alone"
+    if p.pass_ != "grad-input" or p.layout != "nchw":
+        return "taps in pairs are for gradients for the input in NCHW"
+    if p.precision not in PRECISIONS:
+        return f"precision {p.precision} is none of the kernel's"
+    if p.groups > 1 or p.dilation[-1] > 1:
+        return "the kernel is for layers without groups, or a dilation along the width"
+    if p.stride[-1] == 1:
+        return "the kernel is for strides along the width"
+    if p.out_size[-1] * p.dtype.itemsize % 16:
+        return "rows begin at places off 16 bytes, where no box does"
+    if max(math.prod(p.size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= _MOST_COUNTED:
+        return "the kernel counts a channel's places, and packed weights, in 32 bits"
+    return None
+
+
+def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """Every tile worth a look for a layer."""
+    return iter(_candidates(any_size(p), gpu))
+
+
+@lru_cache(maxsize=256)
+def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
+    """A layer's tiles for all sizes."""
+    found = []
+    lines = (0, _SPAN // layer.dtype.itemsize) if layer.rank == 1 else (0,)
+    shapes = product(_COLUMNS, (1, 2, 4), _GROUPS, range(1, _MOST_ROWS + 1), lines)
+    for columns, mb, group, rows, line in shapes:
+        if columns >= 2 * layer.in_channels > 2 * _COLUMNS[-1]:
+            continue
+        t = Tile(layer, columns, mb, group, rows, line)
+        with suppress(Unfit):
+            stages = min(gpu.shared_bytes // (t.stage_bytes + 16), _MOST_STAGES)
+            found.append(replace(t, stages=stages).checked(gpu.shared_bytes))
+    return tuple(found)
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them) of a problem by a tile, its weights' packing included."""
+    instructions = 2 * t.mb * 4 * t.rows  # of a stage
+    loads = 8 if t.element == 2 and not t.even else 4  # of a fragment, whose lanes have 128 bytes each time
+    copied = t.groups * t.box_bytes + t.weight_bytes
+    shared = instructions * (4 * loads * t.conflicts + t.columns / 4) + copied / 128
+    parts = {
+        "tensor cores": _TENSOR * instructions * t.columns / 2,
+        "shared memory": _SHARED * shared,
+        "copies": t.groups * (_BOX + _LINE * t.box_lines),
+        "L2": copied / _L2,
+    }
+    bound = max(parts, key=lambda name: parts[name])
+    stage = sum(part**_TOGETHER for part in parts.values()) ** (1 / _TOGETHER)
+    stage = max(stage, (stage + _LATENCY + copied / _L2) / t.stages)
+    store = t.places * t.columns * t.element / _STORE[t.element]
+    clocks = t.stages_k * stage + store + _TILE
+    seconds = -(-t.tiles(p) // gpu.multiprocessors) * clocks / gpu.clock
+    if store > clocks / 2:
+        bound = "stores"
+    memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
+    if memory > seconds:
+        bound = "bytes"
+    return max(memory, seconds) + 0.1 * min(memory, seconds) + LAUNCH, bound
+
+
+choose = Chooser(
+    refusal,
+    countable(lambda p, gpu: (t for t in candidates(p, gpu) if t.serves(p))),
+    estimate,
+    Choice,
+    general="exported files have no host code for pixels as rows",
+    none="no tile fits a row of such strides, or the tiles are too many",
+)
+"""The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

@@ -1,0 +1,489 @@
+"""Forwards of NCHW layers with strides and few channels, pixels as rows of M, weights in shared memory. wgmma only.
+
+`gather` fills the 64 rows of a matrix instruction with output channels; a layer of 32 has two phases there, whose taps'
+union is multiplied, and its pixels are turned in shared memory. Here places of the input are rows, and a phase's output
+channels columns (``kernels/phases.cu``): what is multiplied has a tap, but for phases of W that stand in for others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import permutations, product
+from typing import Any, NamedTuple
+
+from upconv.cuda.axes import Unfit, any_size, gather_axes, table
+from upconv.cuda.compile.boxes import Words, dense, encode
+from upconv.cuda.gemm.costs import LAUNCH
+from upconv.cuda.gemm.shuffle import Triple
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.packs import PACK_THREADS
+from upconv.cuda.pixels.choosing import Chooser
+from upconv.cuda.pixels.columns import PRECISIONS
+from upconv.cuda.pixels.one_mapped import OneMappedChoice
+from upconv.derived import derived
+from upconv.problem import Problem
+
+CONSUMERS = 2
+THREADS = 128 + 128 * CONSUMERS
+_REGISTERS = 64, 216
+"""Of a producer's thread and a consumer's."""
+_SPARE = 48
+"""Registers of a consumer's thread for addresses and the like."""
+_MOST_STAGES = 8
+_MOST_PHASES = 5
+"""Of W: their order is found by trying all."""
+_MOST_WIDTHS = 4
+_MOST_COLUMNS = 256
+_MOST_BOX = 256
+_MOST_COUNTED = 2**31  # what the kernel counts in 32 bits
+
+
+class Shift(NamedTuple):
+    """A place of the source along W that a row's taps read, from a q's own."""
+
+    offset: int
+    taps: tuple[int, ...]
+    """Of the kernel along W, of the phases of W in their order; -1: none, and what it multiplies are zeros."""
+
+
+@lru_cache(maxsize=1024)
+def shifts_of(p: Problem) -> tuple[tuple[int, ...], tuple[Shift, ...]]:
+    """The order of the phases of W, and the shifts, so that all of them together have the fewest columns.
+
+    A shift's columns begin with the first phase.
+    """
+    axis = gather_axes(p)[2]
+    phases = [axis.at(u) for u in range(axis.out_step)]
+    offsets = sorted({offset for taps in phases for _, offset in taps})
+    of = [{offset: k for k, offset in taps} for taps in phases]
+
+    def width(order: tuple[int, ...], offset: int) -> int:
+        return max(place + 1 for place, u in enumerate(order) if offset in of[u])
+
+    order = min(permutations(range(len(phases))), key=lambda o: (sum(width(o, offset) for offset in offsets), o))
+    shifts = (Shift(offset, tuple(of[u].get(offset, -1) for u in order[: width(order, offset)])) for offset in offsets)
+    return order, tuple(shifts)
+
+
+class User(NamedTuple):
+    """A pair of phases, of D and of H, that reads a row of the source."""
+
+    pair: int
+    tap: int
+    """Of the kernel's D and H, as one index."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+
+    Raises, on `checked`:
+        Unfit: the kernel cannot run it.
+    """
+
+    problem: Problem
+    shape: Triple
+    """q of a consumer's tile, along D, H and W."""
+    chunk: int
+    """Input channels of a stage of the ring."""
+    stages: int = 2
+    """Of a consumer's ring."""
+    aligned: bool = False
+    """Whether the output's rows begin at 16 bytes."""
+
+    @property
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @property
+    def vec(self) -> int:
+        return 16 // self.element
+
+    @property
+    def mb(self) -> int:
+        """Subtiles of 64 q."""
+        return math.prod(self.shape) // 64
+
+    @property
+    def co_columns(self) -> int:
+        """Columns of a phase: output channels, filled up to a multiple of 8."""
+        return -(-self.problem.out_channels // 8) * 8
+
+    @derived
+    def steps(self) -> Triple:
+        d, h, w = gather_axes(self.problem)
+        return d.out_step, h.out_step, w.out_step
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Phases of W as columns have them."""
+        return shifts_of(self.problem)[0]
+
+    @property
+    def shifts(self) -> tuple[Shift, ...]:
+        return shifts_of(self.problem)[1]
+
+    @derived
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Phases of D and H."""
+        return tuple(product(range(self.steps[0]), range(self.steps[1])))
+
+    @derived
+    def rows(self) -> tuple[tuple[tuple[int, int], tuple[User, ...]], ...]:
+        """(offsets along D and H, who reads it) of every row of the source that a row of q meets."""
+        axis_d, axis_h, _ = gather_axes(self.problem)
+        kernel_h = self.problem.kernel[-2] if self.problem.rank > 1 else 1
+        found: dict[tuple[int, int], list[User]] = {}
+        for pair, (ud, uh) in enumerate(self.pairs):
+            for (kd, od), (kh, oh) in product(axis_d.at(ud), axis_h.at(uh)):
+                found.setdefault((od, oh), []).append(User(pair, kd * kernel_h + kh))
+        return tuple((row, tuple(users)) for row, users in sorted(found.items()))
+
+    @derived
+    def span(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        """(first offset, how many from it on) that a box brings for a q, along D, H and W: what taps read, and along W
+        what lies before it in 16 bytes."""
+        of_rows = list(zip(*(row for row, _ in self.rows)))
+        offsets = [s.offset for s in self.shifts]
+        offsets.append(
+            min(offsets) // self.vec * self.vec
+        )  # boxes begin at 16 bytes, else it is an illegal instruction
+        found = [(min(of), max(of) - min(of) + 1) for of in (*of_rows, offsets)]
+        return found[0], found[1], found[2]
+
+    @property
+    def source_rows(self) -> tuple[int, int]:
+        """Rows of the source that a tile reads, along D and H."""
+        (_, deep), (_, high), _ = self.span
+        return self.shape[0] + deep - 1, self.shape[1] + high - 1
+
+    @property
+    def pitch(self) -> int:
+        """Elements of a row in shared memory: an odd number of 16 bytes, so that lanes' channels are in other banks."""
+        return -(-(self.shape[2] + self.span[2][1] - 1) // self.vec) // 2 * 2 * self.vec + self.vec
+
+    @property
+    def box(self) -> tuple[int, int, int, int, int]:
+        """Of a row of the source: W, H, D, channels, images."""
+        return self.pitch, 1, 1, self.chunk, 1
+
+    @property
+    def stage_bytes(self) -> int:
+        return math.prod(self.source_rows) * self.chunk * self.pitch * self.element
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns that matrix instructions have."""
+        return tuple(sorted({len(s.taps) * self.co_columns for s in self.shifts}))
+
+    @property
+    def shift_columns(self) -> int:
+        """Of all shifts."""
+        return sum(len(s.taps) for s in self.shifts) * self.co_columns
+
+    @property
+    def users(self) -> int:
+        return sum(len(users) for _, users in self.rows)
+
+    @property
+    def k_steps(self) -> int:
+        """Steps of K, 32 bytes of channels, of a chunk."""
+        return self.chunk * self.element // 32
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.problem.in_channels // self.chunk)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.chunks * self.k_steps * self.users * self.shift_columns * 32
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        return self.weight_bytes // 4
+
+    @property
+    def pack_blocks(self) -> int:
+        return -(-self.weight_bytes // 16 // PACK_THREADS)
+
+    @property
+    def passed(self) -> int:
+        """Output channels that pass through a consumer's buffer at a time."""
+        return 16 if self.co_columns % 16 == 0 else 8
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of a consumer's outputs on their way to memory."""
+        words = self.shape[2] * self.steps[2] * self.element // 4 + 4 * (not self.aligned)
+        return self.passed * ((math.prod(self.shape[:2]) * words + 11) // 16 * 16 + 4) * 4
+
+    @property
+    def shared_bytes(self) -> int:
+        weights = -(-self.weight_bytes // 128) * 128
+        return weights + CONSUMERS * (self.stages * (self.stage_bytes + 16) + self.buffer_bytes) + 8
+
+    @property
+    def sums(self) -> int:
+        """A consumer's thread's."""
+        return len(self.pairs) * self.mb * self.steps[2] * self.co_columns // 2
+
+    @property
+    def holds_sums(self) -> bool:
+        """Whether a consumer's registers do, and fragments twice."""
+        return self.sums + 2 * 4 * len(self.shifts) * self.mb <= _REGISTERS[1] - _SPARE
+
+    def checked(self, shared_limit: int) -> Tile:
+        """This, when the kernel can run it."""
+        if not self.holds_sums:
+            raise Unfit(f"{self.sums} sums and fragments beside are more than {_REGISTERS[1] - _SPARE} registers")
+        if self.widths[-1] > _MOST_COLUMNS:
+            raise Unfit(f"{self.widths[-1]} columns are more than an instruction's {_MOST_COLUMNS}")
+        if max(self.box) > _MOST_BOX:
+            raise Unfit(f"boxes have at most {_MOST_BOX} elements along a dimension")
+        if len(self.widths) > _MOST_WIDTHS:
+            raise Unfit(f"matrix instructions have {len(self.widths)} widths, more than the kernel's {_MOST_WIDTHS}")
+        if self.stages < 2:
+            raise Unfit("a ring has one stage that is read, and one that is filled")
+        if self.shared_bytes > shared_limit:
+            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
+        return self
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/phases.cu."""
+        p = self.problem
+        (first_d, _), (first_h, _), (first_w, _) = self.span
+        rows_d, rows_h = self.source_rows
+        users = [user for _, of_row in self.rows for user in of_row]
+        firsts, before = [0], [0]
+        for _, of_row in self.rows:
+            firsts.append(firsts[-1] + len(of_row))
+        for s in self.shifts:
+            before.append(before[-1] + len(s.taps) * self.co_columns)
+
+        found: dict[str, int | float | str] = {
+            "PRECISION": PRECISIONS[p.precision],
+            "ELEMENT": self.element,
+            "CIN": p.in_channels,
+            "COUT": p.out_channels,
+            "CO_COLUMNS": self.co_columns,
+            "CK": self.chunk,
+            "MB": self.mb,
+            "CONSUMERS": CONSUMERS,
+            "STAGES": self.stages,
+            "PITCH": self.pitch,
+            "ROWS_D": rows_d,
+            "ROWS_H": rows_h,
+            "FIRST_D": f"({first_d})",
+            "FIRST_H": f"({first_h})",
+            "FIRST_W": f"({first_w})",
+            "PAIRS": len(self.pairs),
+            "SOURCE_ROWS": len(self.rows),
+            "USERS": self.users,
+            "SHIFTS": len(self.shifts),
+            "SHIFT_COLUMNS": self.shift_columns,
+            "SOURCE_ROWS_AT": table([(d - first_d) * rows_h + h - first_h for (d, h), _ in self.rows]),
+            "FIRST_USERS": table(firsts),
+            "USER_PAIRS": table([user.pair for user in users]),
+            "USER_TAPS": table([user.tap for user in users]),
+            "SHIFTS_AT": table([s.offset - first_w for s in self.shifts]),
+            "SHIFT_WIDTHS": table([len(s.taps) * self.co_columns for s in self.shifts]),
+            "SHIFT_BEFORE": table(before),
+            "COLUMN_TAPS": table([tap for s in self.shifts for tap in s.taps]),
+            "PAIR_PHASES_D": table([d for d, _ in self.pairs]),
+            "PAIR_PHASES_H": table([h for _, h in self.pairs]),
+            "PLACES_OF_PHASES": table([self.order.index(u) for u in range(self.steps[2])]),
+            "ALIGNED": int(self.aligned),
+            "PASS": self.passed,
+            "WIDTHS": len(self.widths),
+            "PRODUCER_REGISTERS": _REGISTERS[0],
+            "CONSUMER_REGISTERS": _REGISTERS[1],
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }
+        for i, width in enumerate(self.widths):
+            found |= {f"WIDTH_{i}": width, f"MULTIPLY_{i}": f"WGMMA_{width}"}
+        kernel = (1,) * (3 - p.rank) + p.kernel
+        for axis, name in enumerate("DHW"):
+            found[f"TILE_{name}"] = self.shape[axis]
+            found[f"STEP_{name}"] = self.steps[axis]
+            found[f"KERNEL_{name}"] = kernel[axis]
+        return found
+
+    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+
+    def places(self, p: Problem) -> Triple:
+        """q along D, H and W of a problem of this layer."""
+        d, h, w = (-(-n // step) for n, step in zip((1,) * (3 - p.rank) + p.out_size, self.steps))
+        return d, h, w
+
+    def counts(self, p: Problem) -> Triple:
+        """Tiles along D, H and W."""
+        d, h, w = (-(-n // of) for n, of in zip(self.places(p), self.shape))
+        return d, h, w
+
+    def tiles(self, p: Problem) -> int:
+        return p.batch * math.prod(self.counts(p))
+
+    def arguments(self, p: Problem) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its pointers."""
+        return (*(1,) * (3 - p.rank), *p.out_size, *self.counts(p), self.tiles(p))
+
+
+class Choice(OneMappedChoice[Tile]):
+    """A tile for a problem on a GPU, and what the model thinks of it."""
+
+    family = "phases"
+    threads = THREADS
+    margin = 1.0
+
+    @property
+    def grid(self) -> int:
+        """Blocks, whose consumers have tiles of their own."""
+        return self.even_grid(-(-self.tile.tiles(self.problem) // CONSUMERS))
+
+    @property
+    def summary(self) -> str:
+        t = self.tile
+        return (
+            f"pixels as rows, phases as columns: wgmma {t.problem.precision}, {CONSUMERS} tiles of "
+            f"{'x'.join(map(str, t.shape))} (DxHxW of q), {len(t.pairs)} x {t.steps[2] * t.co_columns} columns, rings "
+            f"of {t.stages} of {t.chunk} channels, weights resident, {t.shared_bytes // 1024} KB shared, "
+            f"grid {self.grid}"
+        )
+
+    @property
+    def packing(self) -> tuple[Any, ...]:
+        t, p = self.tile, self.problem
+        return t.chunks * t.k_steps, p.precision, p.stride, p.padding, p.dilation
+
+    @property
+    def aligned(self) -> bool:
+        return self.tile.aligned
+
+    def tensor_map(self, address: int) -> Words:
+        return tensor_map(self.tile, self.problem, address)
+
+
+def tensor_map(t: Tile, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over the input with a tile's box, as 16 signed words. float32 is rounded to TF32 on its way."""
+    d, h, w = (1,) * (3 - p.rank) + p.size
+    tensor = dense((w, h, d, p.in_channels, p.batch), t.element)
+    return encode(tensor, address, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why these kernels cannot serve a problem, in a sentence; None when one may."""
+    if gpu.arch != "90a":
+        return "pixels as they lie are multiplied by wgmma alone"
+    if p.layout != "nchw" or p.pass_ != "fwd":
+        return "phases as columns are for forwards in NCHW"
+    if p.precision not in PRECISIONS:
+        return f"precision {p.precision} is none of the kernel's"
+    if p.groups > 1 or max(p.stride) == 1:
+        return "the kernel is for layers with a stride, without groups"
+    if p.stride[-1] > _MOST_PHASES:
+        return (
+            f"a stride of {p.stride[-1]} along the width has more phases than the {_MOST_PHASES} that the kernel orders"
+        )
+    if math.prod(p.stride) * -(-p.out_channels // 8) * 8 > _MOST_COLUMNS:
+        return f"{math.prod(p.stride)} phases of {p.out_channels} channels are more than {_MOST_COLUMNS} columns"
+    if any(len(axis.taps) < axis.out_step for axis in gather_axes(p)):
+        return "some phases have no taps, for which the kernel would multiply zeros"
+    if p.kernel == p.stride:
+        return "of one tap for each output there is no row that several phases read"
+    if p.size[-1] * p.dtype.itemsize % 16:
+        return "boxes want rows of whole 16 bytes"
+    if math.prod(p.out_size) >= _MOST_COUNTED or p.batch * math.prod(p.size) >= _MOST_COUNTED:
+        return "the kernel counts a channel's elements, and tiles, in 32 bits"
+    return None
+
+
+def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """Every tile worth a look for a layer at its own size."""
+    aligned = p.out_size[-1] * p.dtype.itemsize % 16 == 0
+    for t in _candidates(any_size(p), gpu, aligned):
+        # Of an axis that is shorter than the tile no more than it must have.
+        if all(n < 2 * of or n == 1 for n, of in zip(t.shape, t.places(p))):
+            yield t
+
+
+@lru_cache(maxsize=256)
+def _candidates(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tile, ...]:
+    """A layer's tiles for all sizes whose rows begin alike."""
+    found: list[Tile] = []
+    element = layer.dtype.itemsize
+    if layer.in_channels * layer.taps * layer.out_channels * element > gpu.shared_bytes:
+        return ()
+    heights = (1, 2, 4, 8) if layer.rank > 1 else (1,)
+    for h, w in product(heights, (16, 32, 64, 128)):
+        if h * w % 64:
+            continue
+        t = Tile(layer, (1, h, w), 32 // element, aligned=aligned)
+        if not t.holds_sums:
+            continue
+        stages = (gpu.shared_bytes - replace(t, stages=0).shared_bytes) // (CONSUMERS * (t.stage_bytes + 16))
+        try:
+            found.append(replace(t, stages=min(stages, _MOST_STAGES)).checked(gpu.shared_bytes))
+        except Unfit:
+            continue
+    return tuple(found)
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+
+# Of few timed tiles on an H200, ablated: what multiplies, and what stores beside memory.
+_INSTRUCTION, _LEAST = 4.0, 14.0  # clocks of an instruction beside its columns; these, at least
+_SHIFT = {4: 16.0, 2: 32.0}  # of 64 places' fragments for a shift, by bytes of an element; half of them are hidden
+_ROW = 60.0  # of a source row beside, likewise
+_PASS = 60.0  # clocks of a pass through a consumer's buffer
+_RUN = 60.0  # and of each row in it but the first
+# And of an output of it, by bytes of an element and whether rows begin at 16 bytes.
+_STORED = {(4, True): 0.09, (4, False): 0.175, (2, True): 0.04, (2, False): 0.19}
+_MEMORY = {True: 1.25, False: 1.5}  # how often memory counts an output, by whether rows begin at 16 bytes
+_L2 = 25.0  # bytes a clock
+
+
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them) of a problem by a tile."""
+    instructions = sum(max(len(s.taps) * t.co_columns / 2, _LEAST) + _INSTRUCTION for s in t.shifts)
+    matrix = t.mb * t.users * instructions
+    loads = len(t.rows) * (len(t.shifts) * t.mb * _SHIFT[t.element] + _ROW)
+    multiplied = t.chunks * t.k_steps * (matrix + loads / 2)
+    passes = len(t.pairs) * t.co_columns / t.passed
+    outputs = t.passed * math.prod(t.shape) * t.steps[2]
+    beside = _PASS + (math.prod(t.shape[:2]) - 1) * _RUN
+    stored = passes * (beside + outputs * _STORED[t.element, t.aligned])
+    bodies = {"tensor cores": multiplied, "stores": stored}
+    copied = t.chunks * t.stage_bytes / _L2
+    bound = max(bodies, key=lambda name: bodies[name]) if copied < multiplied + stored else "L2"
+    waves = -(-t.tiles(p) // (CONSUMERS * gpu.multiprocessors))
+    seconds = waves * CONSUMERS * max(multiplied + stored, copied) / gpu.clock
+    memory = (math.prod(p.input_shape) + _MEMORY[t.aligned] * math.prod(p.output_shape)) * t.element / gpu.bandwidth
+    if memory > seconds:
+        bound = "bytes"
+    return max(memory, seconds) + 0.1 * min(memory, seconds) + LAUNCH, bound
+
+
+def _why_none(p: Problem, gpu: Gpu) -> str:
+    if _candidates(any_size(p), gpu, p.out_size[-1] * p.dtype.itemsize % 16 == 0):
+        return "every tile is more than twice as long as this input along an axis"
+    return "this layer's weights leave no room for rings in shared memory, or its sums in registers"
+
+
+choose = Chooser(
+    refusal,
+    lambda p, gpu: (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - 2 * gpu.multiprocessors),
+    estimate,
+    Choice,
+    general="exported files have no host code for phases as columns",
+    none=_why_none,
+)
+"""The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

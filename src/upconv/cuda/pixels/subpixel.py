@@ -1,0 +1,255 @@
+"""Forwards of layers whose kernel is their stride, from NCHW pixels as they lie: each output has one tap. wgmma only.
+
+Such a layer, the usual upsampling of a U-Net, is a product of matrices: pixels times columns, which are taps of output
+channels. `gather` makes pixels columns of N, for which float32 ones must be turned in shared memory, whose traffic is
+what bounds it for many channels. Here they are rows of M, which lanes read as they lie (``kernels/subpixel.cu``); an
+image's pixels are one long row, since none has a halo.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from upconv.cuda.axes import Unfit
+from upconv.cuda.compile.boxes import Tensor5, Words, encode
+from upconv.cuda.gemm.costs import LAUNCH
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.packs import PACK_THREADS
+from upconv.cuda.pixels.choosing import Chooser, countable
+from upconv.cuda.pixels.columns import PRECISIONS
+from upconv.cuda.pixels.one_mapped import OneMappedChoice
+from upconv.problem import Problem
+
+THREADS = 384
+_COLUMNS = (256, 192, 128, 96, 64, 32)
+_MOST_SUMS = 128  # of a consumer's thread, whose fragments and addresses take 96 registers
+_MOST_STAGES = 8
+_SPAN = 128  # bytes of a row in shared memory: a column's channels, a channel's pixels
+_MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
+# The model's constants, of 10 layers by 6 tiles on an H200, of which it misses 5% on average. By bytes of an element,
+# of one subtile of pixels and of more: share of the tensor cores' rate, bytes a clock of stores, which nothing hides.
+_EFFICIENCY = {4: (0.885, 0.93), 2: (0.75, 0.84)}
+_STORE = {4: (18.5, 17.5), 2: (18.7, 15.6)}
+_SHARED, _L2 = 125.0, 54.0  # bytes a clock
+_FRAGMENTS = 0.5  # of the bytes of A, which fill gaps
+_TILE = 900.0  # clocks of a tile beside
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+
+    Raises, on `checked`:
+        Unfit: the kernel cannot run it.
+    """
+
+    problem: Problem
+    columns: int
+    """Of a tile: kernel rows, output channels and taps of W."""
+    mb: int
+    """Subtiles of 64 pixels that a consumer accumulates."""
+    stages: int = 2
+    """Of the ring, whose stages have a chunk of pixels and of weights."""
+
+    @property
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @property
+    def chunk(self) -> int:
+        """Input channels of a chunk, and pixels of a row in shared memory."""
+        return _SPAN // self.element
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.problem.in_channels // self.chunk)
+
+    @property
+    def pixels(self) -> int:
+        """Of a tile."""
+        return 2 * 64 * self.mb
+
+    @property
+    def all_columns(self) -> int:
+        """The layer's."""
+        return self.problem.out_channels * self.problem.taps
+
+    @property
+    def blocks(self) -> int:
+        """Tiles along the columns."""
+        return -(-self.all_columns // self.columns)
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        return self.blocks * self.chunks * self.columns * _SPAN // 4
+
+    @property
+    def pack_blocks(self) -> int:
+        return -(-self.packed_words // 4 // PACK_THREADS)
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.pixels + self.columns) * _SPAN
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16)
+
+    def checked(self, shared_limit: int) -> Tile:
+        """This, when the kernel can run it."""
+        if self.mb * self.columns // 2 > _MOST_SUMS:
+            raise Unfit(f"{self.mb} x 64 x {self.columns} sums are more than registers hold")
+        if self.stages < 2:
+            raise Unfit("a stage is given back while the next is read")
+        if self.shared_bytes > shared_limit:
+            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
+        return self
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/subpixel.cu."""
+        p = self.problem
+        kernel = (1,) * (3 - p.rank) + p.kernel
+        found: dict[str, int | float | str] = {
+            "PRECISION": PRECISIONS[p.precision],
+            "ELEMENT": self.element,
+            "CIN": p.in_channels,
+            "COUT": p.out_channels,
+            "COLUMNS": self.columns,
+            "MULTIPLY": f"WGMMA_{self.columns}",
+            "MB": self.mb,
+            "STAGES": self.stages,
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }
+        return found | {f"KERNEL_{name}": of for name, of in zip("DHW", kernel)}
+
+    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+
+    def tiles(self, p: Problem) -> int:
+        """Of a problem of this layer."""
+        return p.batch * -(-math.prod(p.size) // self.pixels) * self.blocks
+
+    def arguments(self, p: Problem) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its pointers."""
+        h, w = (1, 1, *p.size)[-2:]
+        pixels = math.prod(p.size)
+        return p.batch, h, w, pixels, -(-pixels // self.pixels), self.tiles(p)
+
+
+class Choice(OneMappedChoice[Tile]):
+    """A tile for a problem on a GPU, and what the model thinks of it."""
+
+    family = "subpixel"
+    threads = THREADS
+    # The gather-GEMM's model is too high for these layers, so a small lead over it is none.
+    margin = 1.15
+
+    @property
+    def summary(self) -> str:
+        t = self.tile
+        return (
+            f"pixels as rows, each output a tap: wgmma {t.problem.precision}, tile of {t.pixels} pixels x {t.columns} "
+            f"columns, {t.stages} stages of {t.chunk} channels, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
+        )
+
+    @property
+    def packing(self) -> tuple[Any, ...]:
+        return self.tile.columns, self.problem.precision
+
+    def tensor_map(self, address: int) -> Words:
+        return tensor_map(self.tile, self.problem, address)
+
+
+def tensor_map(t: Tile, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over the input, an image's pixels in a row, with a box of a chunk's, as 16 signed words."""
+    channel = math.prod(p.size) * t.element
+    image = p.in_channels * channel
+    tensor = Tensor5(0, (math.prod(p.size), p.in_channels, p.batch, 1, 1), (channel, image, image, image))
+    return encode(tensor, address, p.dtype, (t.chunk, t.chunk, 1, 1, 1), (1,) * 5, _SPAN, p.precision == "tf32")
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why these kernels cannot serve a problem, in a sentence; None when they may."""
+    if gpu.arch != "90a":
+        return "pixels as rows are multiplied by wgmma alone"
+    if p.pass_ != "fwd" or p.layout != "nchw":
+        return "pixels as they lie are for forwards in NCHW"
+    if p.precision not in PRECISIONS:
+        return f"precision {p.precision} is none of the kernel's"
+    lone = p.kernel == p.stride and all(d == 1 or k == 1 for k, d in zip(p.kernel, p.dilation))
+    if not lone or any(p.padding) or any(p.output_padding) or p.groups > 1:
+        return "the kernel is for layers whose kernel is their stride, without padding or groups"
+    if p.kernel[-1] % 2:
+        return "the kernel stores two taps of a row together"
+    if math.prod(p.size) * p.dtype.itemsize % 16:
+        return "channels begin at places off 16 bytes, where no box does"
+    if max(math.prod(p.out_size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= _MOST_COUNTED:
+        return "the kernel counts a channel's outputs, and packed weights, in 32 bits"
+    return None
+
+
+def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """Every tile worth a look for a layer."""
+    return iter(_candidates(p.with_(batch=1, size=(1024,) * p.rank, bias=False), gpu))
+
+
+@lru_cache(maxsize=256)
+def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
+    """A layer's tiles for all sizes."""
+    found = []
+    for columns, mb in product(_COLUMNS, (1, 2, 4)):
+        t = Tile(layer, columns, mb)
+        if columns >= 2 * t.all_columns > 2 * _COLUMNS[-1]:
+            continue
+        try:
+            stages = min(gpu.shared_bytes // (t.stage_bytes + 16), _MOST_STAGES)
+            found.append(replace(t, stages=stages).checked(gpu.shared_bytes))
+        except Unfit:
+            continue
+    return tuple(found)
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them) of a problem by a tile."""
+    instructions = 2 * t.mb * 4  # of a chunk
+    matrix = instructions * t.columns / 2
+    shared = instructions * 32 * (64 * _FRAGMENTS + t.columns) + t.stage_bytes
+    parts = {
+        "tensor cores": matrix / _EFFICIENCY[t.element][t.mb > 1],
+        "shared memory": shared / _SHARED,
+        "L2": t.stage_bytes / _L2,
+    }
+    bound = max(parts, key=lambda name: parts[name])
+    store = t.pixels * t.columns * t.element / _STORE[t.element][t.mb > 1]
+    clocks = t.chunks * parts[bound] + store + _TILE
+    waves = -(-t.tiles(p) // gpu.multiprocessors)
+    seconds = waves * clocks / gpu.clock
+    if store > clocks / 2:
+        bound = "stores"
+    memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
+    if memory > seconds:
+        bound = "bytes"
+    return max(memory, seconds) + LAUNCH, bound
+
+
+choose = Chooser(
+    refusal,
+    countable(candidates),
+    estimate,
+    Choice,
+    general="exported files have no host code for pixels as rows",
+    none="there are more tiles than the kernel counts in 32 bits",
+)
+"""The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

@@ -1,0 +1,540 @@
+"""Layers without strides and of few output channels on tensor cores: pixels as rows of M, a walk along D. wgmma only.
+
+A matrix instruction has 64 rows (M) and any multiple of 8 columns (N). `gather` makes output channels rows, since NCHW
+results then leave by rows, and keeps to it in channels_last; a layer of 24 channels fills them with neighbouring
+slices, whose taps' union it multiplies. Here output channels are columns, and to each tap of H and W those of all
+kernel slices are one row of columns: an input slice is multiplied once, for all output slices that it reaches, whose
+sums move through the registers as a block walks along D (``kernels/sweep.cu``). So every product is useful but those of
+a walk's ends and of the tile's borders.
+
+The pixels' side, a slice with its halo in shared memory and who brings it, is that of a `Tiling` of the layer without
+its taps along D (`Sweep.slice`); with one slot, of the layer itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from torch import Tensor
+
+from upconv.cuda import family
+from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
+from upconv.cuda.compile import jit
+from upconv.cuda.compile.launch import as_run
+from upconv.cuda.gemm import gather
+from upconv.cuda.gemm.costs import LAUNCH
+from upconv.cuda.gemm.gather_search import chunk_sizes, classes_of
+from upconv.cuda.gemm.tiling import Tiling
+from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.packs import PACK_THREADS, Unit, layer_text, run_beside
+from upconv.cuda.pixels.choosing import Chooser
+from upconv.cuda.pixels.columns import stores_wide
+from upconv.derived import derived_from, varied
+from upconv.problem import Problem
+
+THREADS = 512
+_MOST_COLUMNS = 256  # of a matrix instruction
+_MOST_SUMS = 144  # of a consumer's thread, of whose 200 registers descriptors and addresses take the rest
+_MOST_INSTRUCTIONS = 192  # of a consumer for a chunk: they are one stretch of code
+_WIDTHS = (16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 100, 104, 112, 120, 128)
+"""Columns of tiles: few, since each is a kernel."""
+_SUBTILES = range(1, 9)
+_MOST_STAGES = 9
+_MOST_SLICES = 2**30 - 1  # of all walks: the kernel counts them in 32 bits
+_SHARED = 128.0  # bytes a clock of shared memory
+# The model's constants, fitted to 98 timed sweeps of 15 layers on an H200, of which it misses 8% on average.
+_EFFICIENCY = 0.97  # of tensor cores or shared memory, where nothing is stored
+_STORE = 360.0  # clocks that 8 channels of 64 positions take to store
+# Columns of a tile, by bytes of an element, below which they take longer, as more units end a row.
+_SHORT = {2: 52, 4: 20}
+_SLICE, _TURN = 1100.0, 3200.0  # clocks that a slice takes beside; where consumers take turns
+_L2 = 28.0  # bytes a clock
+_TURNING = 622.0, 103.0  # of the producers' pass: of a chunk; of 32 bytes of a pixel
+# Channels-last, fitted to 640 timed sweeps of 58 layers, precisions and passes on an H100: it chooses what takes 2.1%
+# longer than the best.
+_ISSUE = 26.0  # clocks of an instruction of few columns: its pixels come from shared memory
+_STAGE = 19.3  # of a stage of the weights' ring
+_WAITS = 583.0, 3460.0  # from a box's request to its use; of a stage of weights
+_BOXES, _ROW = 45.4, 36.1  # bytes a clock of boxes, and bytes that a pixel's row costs beside its own
+_STORED, _SLICE_LAST, _TURN_LAST = 47.3, 744.0, 983.0  # bytes a clock; as above
+# Share of the memory's time, or of the slices', whichever is less, that the other does not hide: NCDHW, channels-last.
+_BESIDE = 0.15, 0.466
+
+
+_MACROS = """
+PRECISION ELEMENT PARTS WGMMA CHANNELS_LAST TENSOR_MAP FIRST_D FIRST_H CIN CIN_G TAPS
+GRAD_INPUT CK STAGES_P STAGES_S WEIGHTS_BOX ROWS_D ROWS_H FIRST_W COLUMNS COLUMN_PAD CLASSED ROW_CLASSES CHANNEL_CLASSES
+ROW_PERIOD ROWS_APART WHOLE IMAGE_D IMAGE_H IMAGE_W BOX_PIXELS BOX_UNITS PLANE STRIDED_BOX PLANES RESIDUES
+PLANE_BARRIERS PRODUCER_REGISTERS CONSUMER_REGISTERS TAP_ROWS TAP_INDICES OFFSETS_D OFFSETS_H IN_STEP_D IN_STEP_H
+IN_STEP_W TILE_N TILE_H TILE_W
+"""
+"""The constants of a tile's pixels, as `Tiling.macros` has them."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+
+    Raises, on `checked`:
+        Unfit: the kernel cannot run it.
+    """
+
+    problem: Problem
+    slots: int
+    """Output slices whose sums a thread holds: as many as the kernel has along D, or 1."""
+    tile: tuple[int, int]
+    """Outputs of a tile along H and W."""
+    nb: int
+    """Subtiles of 64 pixel rows that a consumer accumulates."""
+    chunk: int
+    """Input channels of a chunk."""
+    classes: tuple[int, int] | None = (1, 1)
+    """As `Tiling.classes`."""
+    stages_p: int = 2
+    stages_s: int = 2
+    stages_w: int = 2
+    w_stage: int = 8
+    """Steps of K of a stage of the weights' ring: whole taps."""
+    resident: bool = False
+    """All weights stay in shared memory."""
+
+    @property
+    def turns(self) -> bool:
+        """Whether consumers multiply in turn, and one stores while the other multiplies: where all of a slice's chunks
+        stay, and one more."""
+        return self.resident and self.stages_p > self.pixels.chunks
+
+    @property
+    def channels_last(self) -> bool:
+        return self.problem.layout == "channels_last"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether lanes exchange channels-last float32 results with a neighbour, to store 16 bytes each."""
+        t = self.pixels
+        return self.channels_last and stores_wide(t.element, self.slot_columns, t.cout_g)
+
+    @derived_from("problem", "slots")
+    def slice(self) -> Problem:
+        """The layer whose tiling is that of a tile's pixels."""
+        p = self.problem
+        if self.slots == 1:
+            return p
+        return p.with_(
+            kernel=(1, *p.kernel[1:]), padding=(0, *p.padding[1:]), output_padding=(0, *p.output_padding[1:])
+        )
+
+    @derived_from("problem", "slots", "tile", "chunk", "classes", "stages_p", "stages_s")
+    def pixels(self) -> Tiling:
+        """The tiling of a tile's pixels; its M means nothing."""
+        return varied(self._chunk_pixels, stages_p=self.stages_p, stages_s=self.stages_s)
+
+    @derived_from("problem", "slots", "tile", "chunk", "classes")
+    def _chunk_pixels(self) -> Tiling:
+        """`pixels` with whatever stages: what follows from the others is found here, once for all of them."""
+        t = Tiling(self.slice, (1, 64), (1, 1, *self.tile), 0, self.chunk, classes=self.classes)
+        _ = t.pixels, t.tensor_map, t.strided_box
+        return t
+
+    @property
+    def slot_columns(self) -> int:
+        """Columns of a slot: the output channels, filled up to a multiple of 8."""
+        return -(-result_shape(self.problem)[1] // 8) * 8
+
+    @property
+    def columns(self) -> int:
+        """Columns of a matrix instruction."""
+        return self.slots * self.slot_columns
+
+    @property
+    def first_slot(self) -> int:
+        """The output slice that an input slice reaches first, less the input slice; 0 with one slot, where both are
+        the output's."""
+        if self.slots == 1:
+            return 0
+        pad = self.problem.padding[0]
+        return -pad if self.problem.pass_ == "fwd" else pad - (self.slots - 1)
+
+    @property
+    def entries(self) -> int:
+        """Taps of a chunk."""
+        return self.pixels.most_entries
+
+    @property
+    def chunk_steps(self) -> int:
+        """Steps of K of a chunk."""
+        return self.entries * self.pixels.k_steps
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        return self.pixels.chunks * self.chunk_steps * self.columns * 8
+
+    @property
+    def pack_blocks(self) -> int:
+        return -(-self.packed_words // 4 // PACK_THREADS)
+
+    @property
+    def _read_behind(self) -> int:
+        """Bytes that instructions read behind the last tile, for positions that nobody stores; there the ring lies."""
+        t = self.pixels
+        last = max(t.shift(offsets) for blocks in t.entries for block in blocks for offsets, _ in block)
+        return (last + self.nb * 128 - t.pixels) * t.row_bytes
+
+    def ring_bytes(self, ring_stages: int) -> int:
+        """Bytes of the weights' ring."""
+        return ring_stages * self.w_stage * self.columns * 32
+
+    @property
+    def ring_stages(self) -> int:
+        return self.pixels.chunks if self.resident else self.stages_w
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.shared_with(self.stages_p, self.stages_s, self.ring_stages)
+
+    def shared_with(self, stages_p: int, stages_s: int, ring_stages: int) -> int:
+        """`shared_bytes` of the sweep with other stages."""
+        t = self.pixels
+        part = -(-t.pixels * t.row_bytes // 1024) * 1024
+        ring = self.ring_bytes(ring_stages)
+        if self.channels_last:
+            return stages_p * part + ring + 16 * (stages_p + ring_stages)
+        units = (self.tile[1] + 2 * t.vec - 2) // t.vec
+        lines = (self.nb * 64 + t.pitch - 2) // t.pitch + 1
+        buffers = 2 * 8 * (-(-lines * units // 4) * 64 + 16)
+        barriers = 16 * (stages_p + ring_stages + stages_s)
+        return stages_p * part + ring + stages_s * t.slot_bytes + buffers + barriers
+
+    def checked(self, shared_limit: int) -> Sweep:
+        """This, when the kernel can run it."""
+        t, (h, w) = self.pixels, self.tile
+        if (h - 1) * t.pitch + w > self.nb * 128:
+            raise Unfit(f"{h} rows of {t.pitch} pixels are more than {self.nb * 128}")
+        if self.columns > _MOST_COLUMNS or self.nb * self.columns // 2 > _MOST_SUMS:
+            raise Unfit(f"{self.nb} x 64 x {self.columns} sums are more than registers hold")
+        if self.chunk_steps * self.nb > _MOST_INSTRUCTIONS:
+            raise Unfit(f"{self.chunk_steps} steps of {self.nb} instructions are too long a stretch")
+        if self.w_stage != self.chunk_steps if self.resident else self.stages_w < 2:
+            raise Unfit("resident weights have a stage for each chunk, a ring at least two")
+        if self.w_stage % t.k_steps:
+            raise Unfit("a stage of the ring has parts of taps")
+        if t.pixels > MAX_PIXELS:
+            raise Unfit(f"the tile has {t.pixels} pixels with its halo, more than {MAX_PIXELS}")
+        if not t.tensor_map or t.strided_box:
+            raise Unfit("a tile is several boxes" if self.channels_last else "boxes do not bring these rows")
+        if self.channels_last and self._read_behind > self.ring_bytes(self.ring_stages):
+            raise Unfit("what is read behind the last tile is not all of the kernel's shared memory")
+        if self.shared_bytes > shared_limit:
+            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
+        return self
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/sweep.cu."""
+        names = self.pixels.macros()
+        found = {name: names[name] for name in _MACROS.split()}
+        found |= {
+            "COUT": result_shape(self.problem)[1],
+            "SLOTS": self.slots,
+            "FIRST_SLOT": f"({self.first_slot})",
+            "SLOT_COLUMNS": self.slot_columns,
+            "COLUMNS_OF_B": self.columns,
+            "TAP_ENTRIES": self.entries,
+            "NB": self.nb,
+            "STAGES_W": self.ring_stages,
+            "W_STAGE": self.w_stage,
+            "RESIDENT": int(self.resident),
+            "TURNS": int(self.turns),
+            "WIDE_STORES": int(self.exchanges),
+            "MULTIPLY": f"WGMMA_{self.columns}",
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }
+        return found
+
+    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+
+    def counts(self, p: Problem, multiprocessors: int) -> tuple[int, int, int, int]:
+        """Images, segments of a walk along D, and tiles along H and W, of a problem of this layer."""
+        d, h, w = result_shape(p)[2:]
+        rows, columns = -(-h // self.tile[0]), -(-w // self.tile[1])
+        return p.batch, _segments(p.batch * rows * columns, d, self.slots, multiprocessors), rows, columns
+
+    def walk(self, p: Problem, multiprocessors: int) -> int:
+        """Result slices of a walk, which takes a step more for each slot but one."""
+        return -(-result_shape(p)[2] // self.counts(p, multiprocessors)[1])
+
+    def grid(self, p: Problem, multiprocessors: int) -> int:
+        """Blocks: one for each multiprocessor."""
+        return min(math.prod(self.counts(p, multiprocessors)), multiprocessors)
+
+    def arguments(self, p: Problem, multiprocessors: int) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its four pointers."""
+        n, segments, rows, columns = self.counts(p, multiprocessors)
+        steps = self.walk(p, multiprocessors) + self.slots - 1
+        sizes = (*source_shape(p)[2:], *result_shape(p)[2:])
+        return (p.batch, *sizes, segments, rows, columns, n * segments * rows * columns * steps)
+
+
+@lru_cache(maxsize=4096)
+def _segments(walks: int, slices: int, slots: int, multiprocessors: int) -> int:
+    """Into how many segments walks are cut, so that the blocks are busy alike; each begins with ``slots - 1`` more."""
+
+    def steps(segments: int) -> int:
+        return -(-walks * segments // multiprocessors) * (-(-slices // segments) + slots - 1)
+
+    return min(range(1, min(slices, 256) + 1), key=lambda n: (steps(n), n))
+
+
+@dataclass(frozen=True)
+class Choice(family.Defaults):
+    """A sweep for a problem on a GPU, and what the model thinks of it."""
+
+    sweep: Sweep
+    """Of the layer at any size; its own problem's size and batch mean nothing."""
+    problem: Problem
+    gpu: Gpu
+    seconds: float
+    """The model's estimate."""
+    bound: str
+    """What limits it, by the model."""
+
+    family = "sweep"
+
+    @property
+    def margin(self) -> float:
+        """The gather-GEMM's model is too high where nothing is unrolled. With this margin, and that of unrolled
+        tilings, the choice between both loses least over timed layers."""
+        return 1.1 if self.sweep.channels_last else 1.15
+
+    @property
+    def packing_seconds(self) -> float:
+        return family.packing_seconds(self.problem, self.gpu)
+
+    @property
+    def grid(self) -> int:
+        """Blocks of a launch."""
+        return self.sweep.grid(self.problem, self.gpu.multiprocessors)
+
+    @property
+    def summary(self) -> str:
+        s = self.sweep
+        weights = "resident" if s.resident else f"ring of {s.stages_w} x {s.w_stage} steps"
+        slices = s.walk(self.problem, self.gpu.multiprocessors)
+        walk = f"walks of {slices} slices" if s.slots > 1 else "slice by slice"
+        consumers = "in turn" if s.turns else "pixels halved"
+        return (
+            f"pixels as rows: wgmma {s.problem.precision}, tile {s.tile[0]}x{s.tile[1]} (HxW), {walk}, {s.columns} "
+            f"columns, chunk of {s.chunk} channels, {consumers}, weights {weights}, {s.shared_bytes // 1024} KB "
+            f"shared, grid {self.grid}"
+        )
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile; the same for all input sizes that share the tile."""
+        return (Unit(f"sweep {layer_text(self.problem)}", jit.source("sweep.cu", self.sweep.macros()), _ENTRIES),)
+
+    def prepare(self, device: int) -> Prepared:
+        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
+        return Prepared(self, device)
+
+
+_ENTRIES = ("pack", "sweep")
+
+
+class Prepared(gather.BoxedPacks):
+    """A choice's kernels, loaded for a device."""
+
+    biased = True
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        s, p = choice.sweep, choice.problem
+        super().__init__(s.pixels, p, device, s.packed_words, s.pack_blocks)
+        (unit,) = choice.sources()
+        self._load_packing(unit)
+        self._run = self._load(unit, "sweep", THREADS, s.shared_bytes, self._codes)
+        self._grid, self._last = choice.grid, s.channels_last
+        self._sizes = as_run(gather.SIZES, s.arguments(p, choice.gpu.multiprocessors))
+        self.packing = ("sweep", s.slots, s.chunk, p.precision, p.pass_, p.out_channels, s.entries)
+        """What `pack`'s result depends on beside the weight."""
+
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
+        """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
+
+        For pass "grad-input" they are as for `gather.Prepared.run`. ``fresh``: `pack` was called just before, and the
+        kernel loads its first pixels beside what that launched.
+        """
+        if self._last and out.data_ptr() & 15:  # some results are stored together
+            run_beside(out, lambda whole: self.run(x, packed, bias, whole, fresh))
+            return
+        address, at = x.data_ptr(), packed.data_ptr()
+        if address & 15:
+            fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
+            address = x.data_ptr()
+        args = (address, at, self._bias_of(at, bias), out.data_ptr(), self._tail(address))
+        self._run(self._device, self._grid, args, fresh)
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why no sweep can serve a problem, in a sentence; None when one may."""
+    if gpu.arch != "90a":
+        return "pixels as rows want both operands by descriptors, which wgmma alone takes"
+    if p.rank != 3 or p.batch_as_width:
+        return "walks are for 3-D layers, whose images are not side by side"
+    if p.pass_ not in ("fwd", "grad-input") or p.precision not in ("tf32", "fp16", "bf16"):
+        return f"pass {p.pass_} in {p.precision} is none of the kernel's"
+    if max(p.stride) > 1 or p.groups > 1 or p.dilation[0] > 1:
+        return "the kernel walks without strides, groups or a dilation along the depth"
+    if result_shape(p)[1] > _MOST_COLUMNS:
+        return f"{result_shape(p)[1]} output channels are more than the {_MOST_COLUMNS} columns of a matrix instruction"
+    if _classes(p) is None:
+        return "rows begin at more places of 16 bytes than boxes are sorted by"
+    if p.layout == "channels_last" and source_shape(p)[1] * p.dtype.itemsize % 16:
+        return "boxes want pixels of whole 16 bytes"
+    return None
+
+
+def _classes(p: Problem) -> tuple[int, int] | None:
+    """`Sweep.classes` of a problem's source."""
+    return classes_of(p) if p.layout == "nchw" else (1, 1)
+
+
+def candidates(p: Problem, gpu: Gpu) -> Iterator[Sweep]:
+    """Every sweep worth a look for a layer at its own size."""
+    classes = _classes(p)
+    if classes is None:
+        return
+    h, w = result_shape(p)[3:]
+    for s in _candidates(any_size(p), gpu, classes):
+        rows, width = s.tile
+        # In NCHW a second tile's boxes begin at 16 bytes, too.
+        aligned = s.channels_last or width >= w or width % s.pixels.vec == 0
+        if aligned and (width == _WIDTHS[0] or width - 8 < w) and (s.nb == 1 or rows < h + classes[0]):
+            yield s
+
+
+@lru_cache(maxsize=256)
+def _candidates(layer: Problem, gpu: Gpu, classes: tuple[int, int]) -> tuple[Sweep, ...]:
+    """A layer's sweeps for all sizes of one alignment: searched once, then one millisecond for each size."""
+    chunks = chunk_sizes(layer)
+    walks = layer.kernel[0] > 1 and layer.padding[0] < layer.kernel[0]
+    found = []
+    for slots, nb, width in product((1, layer.kernel[0]) if walks else (1,), _SUBTILES, _WIDTHS):
+        base = Sweep(layer, slots, (1, width), nb, chunks[0], classes)
+        if base.columns > _MOST_COLUMNS or nb * base.columns // 2 > _MOST_SUMS:
+            continue
+        # What `checked` would refuse, before there are tiles for it: two thirds of all.
+        short = [c for c in chunks if base.entries * (c * base.pixels.element // 32) * nb <= _MOST_INSTRUCTIONS]
+        rows = (nb * 128 - width) // base.pixels.pitch + 1 if short else 0
+        rows -= rows % classes[0]
+        if rows < 1:
+            continue
+        for chunk in short:
+            shaped = varied(base, tile=(rows, width), chunk=chunk)
+            if shaped.pixels.pixels > MAX_PIXELS:
+                continue
+            found += [s for resident in (True, False) if (s := _fitted(varied(shaped, resident=resident), gpu))]
+    return tuple(found)
+
+
+def _fitted(s: Sweep, gpu: Gpu) -> Sweep | None:
+    """The sweep with as many stages as shared memory allows; None when it does not fit at all."""
+    steps, k_steps = s.chunk_steps, s.pixels.k_steps
+    wanted = max(1, 24 // s.nb)  # instructions of a stage
+    taps = max(1, min(s.entries, wanted // k_steps))
+    w_stage = steps if s.resident else taps * k_steps
+    s = varied(s, w_stage=w_stage, stages_p=2, stages_s=2, stages_w=3)
+    try:
+        s.checked(gpu.shared_bytes)
+    except Unfit:
+        return None
+    every = s.pixels.chunks + 1
+    changes = [{"stages_p": every}] if s.resident and every <= _MOST_STAGES else []
+    # With a third tile consumers part: one stores while the other multiplies (docs/experiments.md).
+    if s.channels_last:  # what is on its way has no other place
+        changes += [{"stages_p": 3}, {"stages_w": 4}, {"stages_p": 4}, {"stages_w": 6}, {"stages_p": 6}]
+    else:
+        changes += [{"stages_p": 3}, {"stages_s": 3}, {"stages_w": 4}, {"stages_s": 4}, {"stages_w": 6}]
+    stages = {"stages_p": 2, "stages_s": 2, "stages_w": 3}
+    for change in changes:
+        if (s.resident and "stages_w" in change) or change.get("stages_p", math.inf) <= stages["stages_p"]:
+            continue
+        more = stages | change
+        ring = s.ring_stages if s.resident else more["stages_w"]
+        if s.shared_with(more["stages_p"], more["stages_s"], ring) <= gpu.shared_bytes:
+            stages = more
+    return varied(s, stages_p=stages["stages_p"], stages_s=stages["stages_s"], stages_w=stages["stages_w"])
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+
+def estimate(s: Sweep, p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them) of a problem by a sweep."""
+    clocks, bound = _last_clocks(s) if s.channels_last else _clocks(s)
+    counts = s.counts(p, gpu.multiprocessors)
+    waves = -(-math.prod(counts) // gpu.multiprocessors)
+    # Slices that the input has not, at either end of its depth, cost nothing.
+    steps = s.walk(p, gpu.multiprocessors) + (s.slots - 1) * (1 - 1 / counts[1])
+    seconds = waves * steps * clocks / gpu.clock
+    ragged, beside = 1.0 if s.channels_last else 1.25, _BESIDE[s.channels_last]
+    memory = (math.prod(result_shape(p)) * ragged + math.prod(source_shape(p))) * s.pixels.element / gpu.bandwidth
+    if memory > seconds:
+        bound = "bytes"
+    return max(memory, seconds) + beside * min(memory, seconds) + LAUNCH, bound
+
+
+def _clocks(s: Sweep) -> tuple[float, str]:
+    """(clocks of a slice, what bounds them) in NCDHW."""
+    t = s.pixels
+    instructions = t.chunks * s.chunk_steps * 2 * s.nb
+    loaded = t.pixels * t.row_bytes * t.chunks
+    streamed = 0 if s.resident else s.packed_words * 4
+    turned = -(-t.pixels // 192) * t.k_steps * 2 * _TURNING[1] * (1 if t.element == 4 else 2)
+    parts = {
+        "tensor cores": instructions * s.columns / 2,
+        "shared memory": (instructions * 32 * (64 + s.columns) + 3 * loaded + streamed) / _SHARED,
+        "producers": t.chunks * (turned + _TURNING[0]),
+        "L2": (t.slot_bytes * t.chunks + streamed) / _L2,
+    }
+    bound = max(parts, key=lambda name: parts[name])
+    body = max(
+        parts["tensor cores"] / _EFFICIENCY, parts["shared memory"] / _EFFICIENCY, parts["producers"], parts["L2"]
+    )
+    store = s.slot_columns / 8 * s.nb * _STORE * max(1.0, _SHORT[t.element] / s.tile[1])
+    return max(body, body / 2 + store) + _TURN if s.turns else body + store + _SLICE, bound
+
+
+def _last_clocks(s: Sweep) -> tuple[float, str]:
+    """The same in channels_last."""
+    t = s.pixels
+    streamed = 0 if s.resident else s.packed_words * 4
+    stages = t.chunks * -(-s.chunk_steps // s.w_stage)
+    parts = {
+        "tensor cores": t.chunks * s.chunk_steps * 2 * s.nb * max(s.columns / 2, _ISSUE) + stages * _STAGE,
+        "L2": (t.chunks * t.pixels * (t.row_bytes + _ROW) + streamed) / _BOXES,
+        "latency": max(t.chunks * _WAITS[0] / s.stages_p, 0 if s.resident else stages * _WAITS[1] / s.stages_w),
+    }
+    bound = max(parts, key=lambda name: parts[name])
+    body, store = parts[bound], math.prod(s.tile) * t.cout_g * t.element / _STORED
+    return max(body, body / 2 + store) + _TURN_LAST if s.turns else body + store + _SLICE_LAST, bound
+
+
+choose = Chooser(
+    refusal,
+    lambda p, gpu: (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] <= _MOST_SLICES),
+    estimate,
+    Choice,
+    general="a sweep's boxes and tiles go by the rows of one size",
+    none="no tile of this layer fits in registers, shared memory and one stretch of code",
+)
+"""The cheapest tile by the model, or the sentence why there is none."""
+candidate = choose.candidate

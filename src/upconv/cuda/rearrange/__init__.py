@@ -1,0 +1,1 @@
+"""The other families' kernels on rearranged tensors. See README.md."""

@@ -1,0 +1,69 @@
+"""Batches of small images as other problems, whose tensors have the same bytes in the same places.
+
+Tiles of `upconv.cuda.gemm.gather` and chunks of `upconv.cuda.wgrad.wgrad` in NCHW are neighbouring positions of an
+image, and images of 4 x 4 leave most of these empty. Those of `upconv.cuda.pixels.implicit`, and the weight's in
+channels_last, are boxes of any shape. But images of one pixel may be the pixels of one image (`Problem.flat`), small
+ones lie side by side (`Problem.abreast`), and, where the kernel is the stride, one below the other (`Problem.stacked`).
+Nor do rows of tiles end where images' do: those of a kernel of one weight without a stride are one row
+(`Problem.in_a_row`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
+from upconv.problem import Problem
+
+LONGEST = 2**31 - 2**20
+"""Positions along an axis that kernels count to: tiles and halos end beyond."""
+_ROWS = 16  # of an image that tiles have, at most: only what ends amid them is tried one below the other
+_FEWEST = 8  # of them, a group of columns
+_GAIN = 0.95  # of the other choice's time, since both are estimates
+
+
+def too_long(p: Problem) -> str | None:
+    """Why kernels that count along an axis in 32 bits cannot serve a problem, in a sentence; None where they can."""
+    longest = max(p.batch, *p.size, *p.out_size)
+    if longest <= LONGEST:
+        return None
+    return f"the kernel counts along an axis in 32 bits, which {longest} elements are too many for"
+
+
+def choose(search: Callable[..., Any], p: Problem, gpu: Gpu, general: bool, widest: int) -> Any:
+    """A family's best choice for a problem, or for one that is the same; or the sentence why it has none.
+
+    Args:
+        search: the family's ``choose(problem, gpu, general)``.
+        general: of choices that serve every size of the input.
+        widest: pixels along a side of images that are tried side by side, each by another search for tiles.
+    """
+    chosen = search(p, gpu, general)
+    if general:
+        return chosen
+    if (flat := p.flat) is not None and not isinstance(other := search(flat, gpu), str):
+        chosen = _faster(chosen, replace(other, flat=True))
+    if (row := p.in_a_row) is not None:
+        chosen = _faster(chosen, search(row, gpu))
+    gapless = p.pass_ == "grad-weight" and max(p.stride) <= MAX_BOX_STEP  # chunks of any shape, of images as they are
+    narrow = max(*p.size, *p.out_size) <= widest and p.batch >= _FEWEST and not gapless
+    if narrow and (abreast := p.abreast) is not None:
+        chosen = _faster(chosen, search(abreast, gpu), _GAIN)
+    rows = p.batch * max(p.size[0], p.out_size[0])
+    if (
+        p.pass_ != "grad-weight"
+        and p.batch > 1
+        and p.size[0] % _ROWS
+        and rows < LONGEST
+        and (stacked := p.stacked) is not None
+    ):
+        chosen = _faster(chosen, search(stacked, gpu), _GAIN)
+    return chosen
+
+
+def _faster(chosen: Any, other: Any, gain: float = 1.0) -> Any:
+    if isinstance(other, str):
+        return chosen
+    return other if isinstance(chosen, str) or other.seconds < gain * chosen.seconds else chosen

@@ -1,0 +1,1 @@
+"""The gradient for the weight on tensor cores. See README.md."""

@@ -1,0 +1,287 @@
+"""How a weight's gradient is cut into the grad-weight kernels' tiles: pure arithmetic.
+
+`Tiling` is what both kernels share, `SyncTiling` those of ``wgrad.cu``; of those of ``wgrad_wgmma.cu`` chunks are in
+`upconv.cuda.wgrad.wgrad_boxes`, the rest in `upconv.cuda.wgrad.wgrad_warpgroups`.
+
+A chunk is a box of positions q of the input; a tap of a position lies at ``q * stride + tap * dilation - padding`` of
+the output's gradient ``g``. All axes are three (D, H, W); 1-D and 2-D problems have leading axes of size 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from upconv.derived import derived_from, derived_without
+from upconv.problem import Problem
+
+Triple = tuple[int, int, int]
+
+WARPS = 8  # of the mma.sync kernel
+_LARGE = 1 << 18  # weights from here on are turned by the second step
+_PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A block's tile and the kernel's constants; everything but the sizes of input and batch."""
+
+    file: ClassVar[str] = ""
+    """The kernel's source."""
+
+    problem: Problem
+    block: tuple[int, int]
+    """Input channels x output channels of a block."""
+    taps: Triple
+    """Taps (D, H, W) of a set."""
+    tile: tuple[int, int, int, int]
+    """Positions q of a chunk: images, D, H, W."""
+    aligned: bool = True
+    """NCHW: rows of the input begin at 16 bytes."""
+
+    # --- the layer ---------------------------------------------------------------------------------------------------
+
+    def _full(self, values: tuple[int, ...], fill: int) -> Triple:
+        d, h, w = (fill,) * (3 - len(values)) + values
+        return d, h, w
+
+    @derived_from("problem")
+    def kernel(self) -> Triple:
+        return self._full(self.problem.kernel, 1)
+
+    @derived_from("problem")
+    def steps(self) -> Triple:
+        return self._full(self.problem.stride, 1)
+
+    @derived_from("problem")
+    def dilation(self) -> Triple:
+        return self._full(self.problem.dilation, 1)
+
+    @derived_from("problem")
+    def padding(self) -> Triple:
+        return self._full(self.problem.padding, 0)
+
+    @derived_from("problem")
+    def apart(self) -> Triple:
+        """From one row of g (D, H) that some tap reads to the next; columns are all held."""
+        d, h, _ = (math.gcd(*pair) for pair in zip(self.steps, self.dilation))
+        return d, h, 1
+
+    @derived_from("problem")
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @derived_from("problem")
+    def vec(self) -> int:
+        return 16 // self.element
+
+    @derived_from("problem")
+    def channels_last(self) -> bool:
+        return self.problem.layout == "channels_last"
+
+    @derived_from("problem")
+    def channels(self) -> tuple[int, int]:
+        """Input and output channels of a group."""
+        p = self.problem
+        return p.in_channels // p.groups, p.out_channels // p.groups
+
+    # --- M, N and taps -----------------------------------------------------------------------------------------------
+
+    @derived_from("problem", "taps")
+    def sets(self) -> Triple:
+        d, h, w = (-(-k // t) for k, t in zip(self.kernel, self.taps))
+        return d, h, w
+
+    @derived_from("problem", "taps")
+    def set_taps(self) -> int:
+        return math.prod(self.taps)
+
+    @derived_from("problem", "block")
+    def channel_tiles(self) -> tuple[int, int]:
+        (ci, co), (m, n) = self.channels, self.block
+        return -(-ci // m), -(-co // n)
+
+    @derived_from("problem", "block", "taps")
+    def tiles(self) -> int:
+        """Blocks that one split of K takes."""
+        return self.problem.groups * math.prod(self.channel_tiles) * math.prod(self.sets)
+
+    # --- K and shared memory -----------------------------------------------------------------------------------------
+
+    @derived_without("stages", "warpgroups", "split_m")
+    def spans(self) -> Triple:
+        """Rows (D, H) and columns of g that a chunk holds."""
+        return self._held()
+
+    def _held(self) -> Triple:
+        spans = []
+        for axis in range(3):
+            dense = self._dense(axis)
+            spans.append(dense if axis == 2 else min(dense, self.tile[1 + axis] * self.taps[axis]))
+        return spans[0], spans[1], spans[2]
+
+    def _dense(self, axis: int) -> int:
+        """Rows, or columns, of g from the first that a chunk's taps read to the last, `apart` from each other."""
+        count, taps = self.tile[1 + axis], self.taps[axis]
+        return ((count - 1) * self.steps[axis] + (taps - 1) * self.dilation[axis]) // self.apart[axis] + 1
+
+    @property
+    def halo(self) -> int:
+        """Rows of x's tile ahead of the chunk's own."""
+        return 0
+
+    @derived_without("stages", "warpgroups", "split_m")
+    def strips(self) -> int:
+        """Strips of 8 positions of a row."""
+        return math.prod(self.tile) // 8
+
+    @derived_without("stages", "warpgroups", "split_m")
+    def k_steps(self) -> int:
+        return self.strips if self.element == 4 else self.strips // 2
+
+    @derived_without("stages", "warpgroups", "split_m")
+    def units(self) -> tuple[int, int]:
+        """16-byte units of a row of one channel (NCHW) of x and of g."""
+        x = self.tile[3] + (0 if self.aligned else self.vec - 1)
+        return -(-x // self.vec), -(-(self.spans[2] + self.vec - 1) // self.vec)
+
+    @derived_without("stages", "warpgroups", "split_m")
+    def g_row_units(self) -> int:
+        """16-byte units from one channel's row of g to the next's (NCHW): an odd number, for banks."""
+        return self.units[1] | 1
+
+    @derived_without("stages", "warpgroups", "split_m")
+    def g_rows(self) -> int:
+        """Rows of g's tile, of all images."""
+        rows_d, rows_h, _ = self.spans
+        return self.tile[0] * rows_d * rows_h
+
+    @derived_without("stages", "warpgroups", "split_m")
+    def g_bytes(self) -> int:
+        """Bytes of g's tile in shared memory."""
+        rows, columns = self.g_rows, self.spans[2]
+        if self.channels_last:
+            return rows * columns * self._pitch(self.block[1]) * self.element
+        return rows * self.block[1] * self.g_row_units * 16
+
+    def _pitch(self, channels: int) -> int:
+        """Elements from one pixel to the next (channels_last)."""
+        return (channels + 23) // 32 * 32 + 8 if self.element == 4 else channels + 8
+
+    @derived_without("stages", "warpgroups", "split_m")
+    def g_units(self) -> int:
+        """16-byte copies of g's tile."""
+        rows, columns = self.g_rows, self.spans[2]
+        if self.channels_last:
+            return rows * columns * -(-self.block[1] // self.vec)
+        return rows * self.block[1] * self.units[1]
+
+    @property
+    def needs_alignment(self) -> bool:
+        """Whether both tensors must begin at 16 bytes."""
+        return self.channels_last or self.aligned
+
+    def counts(self, p: Problem) -> tuple[int, int, int, int]:
+        """Chunks per axis: images, D, H, W."""
+        d, h, w = self._full(p.size, 1)
+        sizes = p.batch, d, h + self.halo, w
+        n, d, h, w = (-(-size // tile) for size, tile in zip(sizes, self.tile))
+        return n, d, h, w
+
+    @property
+    def reduce_rows(self) -> int:
+        """Rows of a slice of partial sums that a block of the second step takes, 32 channels of each."""
+        return 64 if math.prod(self.problem.weight_shape) >= _LARGE else 1
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants."""
+        p = self.problem
+        axes = ("D", "H", "W")
+        found: dict[str, int | float | str] = {
+            "ELEMENT": self.element,
+            "PRECISION": _PRECISIONS[p.precision],
+            "CHANNELS_LAST": int(self.channels_last),
+            "GROUPS": p.groups,
+            "CIN_G": self.channels[0],
+            "COUT_G": self.channels[1],
+            "BLOCK_CI": self.block[0],
+            "BLOCK_CO": self.block[1],
+            "REDUCE_ROWS": self.reduce_rows,
+            "TILE_N": self.tile[0],
+        }
+        for i, axis in enumerate(axes):
+            found |= {
+                f"KERNEL_{axis}": self.kernel[i],
+                f"STEP_{axis}": self.steps[i],
+                f"DIL_{axis}": self.dilation[i],
+                f"PAD_{axis}": self.padding[i],
+                f"TAPS_{axis}": self.taps[i],
+                f"SETS_{axis}": self.sets[i],
+                f"TILE_{axis}": self.tile[1 + i],
+                f"APART_{axis}": self.apart[i],
+            }
+        return found
+
+
+@dataclass(frozen=True)
+class SyncTiling(Tiling):
+    """A tiling of ``wgrad.cu`` (mma.sync): warps divide channels, and what is left of them K."""
+
+    file: ClassVar[str] = "wgrad.cu"
+    warp: tuple[int, int] = (16, 8)
+    """Input channels x output channels of a warp."""
+
+    @property
+    def warps(self) -> int:
+        """Warps that divide the channels."""
+        return self.block[0] // self.warp[0] * (self.block[1] // self.warp[1])
+
+    @property
+    def threads(self) -> int:
+        return 32 * WARPS
+
+    @property
+    def k_slices(self) -> int:
+        """Warps that divide K, each with sums of its own."""
+        return WARPS // self.warps
+
+    @property
+    def promote(self) -> bool:
+        """IEEE: sums leave the tensor cores, which truncate them, after every chunk."""
+        return self.problem.precision == "ieee"
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a thread."""
+        return self.set_taps * self.warp[0] * self.warp[1] // 32 * (2 if self.promote else 1)
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of x's tile in shared memory."""
+        n, d, h, w = self.tile
+        if self.channels_last:
+            return n * d * h * w * self._pitch(self.block[0]) * self.element
+        return n * d * h * self.block[0] * (self.units[0] | 1) * 16
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * (self.x_bytes + self.g_bytes)
+
+    @property
+    def copied_units(self) -> int:
+        """16-byte copies of a chunk."""
+        n, d, h, w = self.tile
+        if self.channels_last:
+            return n * d * h * w * -(-self.block[0] // self.vec) + self.g_units
+        return n * d * h * self.block[0] * self.units[0] + self.g_units
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants."""
+        return super().macros() | {
+            "PROMOTE": int(self.promote),
+            "WARP_M": self.warp[0],
+            "WARP_N": self.warp[1],
+            "ALIGNED_X": int(self.aligned),
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }

@@ -1,0 +1,218 @@
+"""A tile of ``wgrad_wgmma.cu`` (sm_90a): who multiplies what of a chunk, in which steps, and how the sums leave.
+
+Pure arithmetic, as all of a tiling is (`upconv.cuda.wgrad.wgrad_tiling`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from upconv.cuda.wgrad.wgrad_boxes import BoxedTiling
+from upconv.derived import derived
+
+COMMON_WIDTHS = (32, 64, 128, 256)  # columns that exported files have
+_MAX_STACK = 5  # rows of x in one instruction's columns
+_STRETCH = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
+
+
+@dataclass(frozen=True)
+class WarpgroupTiling(BoxedTiling):
+    """A tiling of ``wgrad_wgmma.cu``: warpgroups divide output channels and taps."""
+
+    file: ClassVar[str] = "wgrad_wgmma.cu"
+    warpgroups: int = 2
+    """That multiply; one more copies."""
+    split_m: int = 1
+    """Of them, those that divide the output channels."""
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.warpgroups)
+
+    @property
+    def k_slices(self) -> int:
+        return 1
+
+    @property
+    def of_unit(self) -> int:
+        """Taps that share their fragments of g: a column of them, or one."""
+        return self.taps[1] if self.stacked else 1
+
+    @derived
+    def unit_count(self) -> int:
+        """Fragments of g of a warpgroup, for each step of K."""
+        return -(-self.set_taps // (self.of_unit * self.subs * (self.warpgroups // self.split_m)))
+
+    @derived
+    def entries(self) -> int:
+        """Accumulators of 64 rows of a warpgroup."""
+        return self.unit_count * self.of_unit
+
+    @derived
+    def accumulators(self) -> int:
+        """Registers of a thread."""
+        return self.entries * self.block[0] // 2
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that copies, and of one that multiplies."""
+        if self.warpgroups == 2:
+            return 72, 216
+        return (80, 144) if self.turned else (56, 152)  # with 56 the warps that turn pixels spill
+
+    @property
+    def row_columns(self) -> int:
+        """Columns of a matrix instruction that one row of x takes."""
+        halves = self.channels_last and not self.turned
+        return min(self.block[0], 64) if self.stacked and halves else self.block[0]
+
+    @property
+    def stackable(self) -> bool:
+        """Whether `stacked` is of use, and rows of x can follow each other in an instruction's columns."""
+        width = self.block[0] if not self.channels_last or self.turned else self.x_width
+        whole_steps = self.tile[3] * self.element % 32 == 0
+        # Neighbours by taps are to be neighbours in shared memory.
+        if not whole_steps or self.dilation[1] > 1 or self.stack < 2 or self.lines:
+            return False
+        if self.channels_last and not self.turned and self.x_width < min(self.block[0], 64):
+            return False  # columns beyond a swizzled line are the next row's
+        return self.stack <= _MAX_STACK and self.stack * width <= 256
+
+    @derived
+    def a_shared(self) -> bool:
+        """Whether matrix instructions read g's tile by descriptors: 16-bit rows of 64 channels, whose pixels of a tap
+        are neighbours. A stage is given back a chunk later, so that copies want three.
+
+        Where three warpgroups take many rows or channels a fragment serves it gains nothing (docs/experiments.md).
+        """
+        if not (self.channels_last and self.element == 2 and self.box_g and self.g_width == 64 and self.subs == 1):
+            return False
+        if self.stages < 3 or not (self.parted or self.steps[2] == 1):
+            return False
+        return self.warpgroups == 2 or (self.stack <= 2 if self.stacked else self.block[0] <= 64)
+
+    @derived
+    def run(self) -> int:
+        """Units of a warpgroup that are neighbours along W."""
+        width, units = self.taps[2], self.unit_count
+        if self.set_taps == width * self.of_unit or width % units == 0:
+            return units
+        return width if units % width == 0 else 1
+
+    @derived
+    def run_words(self) -> int:
+        """Words of two pixels (half precision, NCHW) that a run of taps takes for one of its registers."""
+        step, dilation, run = self.steps[2], self.dilation[2], self.run
+        even_sets = self.sets[2] == 1 or self.taps[2] * dilation % 2 == 0
+        known = self.aligned_g and step % 2 == 0 and run * dilation % 2 == 0 and even_sets
+        odd = self.padding[2] % 2 if known else 1
+        return (odd + (run - 1) * dilation + step) // 2 + 1
+
+    @property
+    def shared_words(self) -> bool:
+        """Whether neighbouring taps shift their fragments out of words that they load together."""
+        if self.element == 4 or self.channels_last or self.interleaved:
+            return False
+        return self.run > 1 and self.run_words < 2 * self.run
+
+    @derived
+    def stretch(self) -> int:
+        """Steps of a warpgroup in one stretch of code: as many of K as fit, a power of two.
+
+        ``stacked``: steps of K of every row.
+        """
+        if self.stacked:
+            k = self.tile[3] * self.element // 32
+            while k > 1 and k * self.row_steps > _STRETCH:
+                k //= 2
+            return k
+        k = self.k_steps
+        while k > 1 and k * self.entries > _STRETCH:
+            k //= 2
+        return k * self.entries
+
+    @derived
+    def row_steps(self) -> int:
+        """``stacked``: fragments of a warpgroup for one column of K."""
+        return self.tile[0] * self.tile[1] * self.spans[1] * self.unit_count
+
+    @derived
+    def adds_up(self) -> bool:
+        """Whether blocks may write the weight themselves: of several splits as a cluster or together, or of one alone.
+
+        Of 16-bit NCHW tilings not those that have several taps in a fragment, which are slower for an unknown reason,
+        but interleaved ones (docs/experiments.md).
+        """
+        if self.subs > 1 and self.element == 2 and not self.channels_last and not self.interleaved:
+            return False
+        return self.sums_bytes <= self.shared_bytes - 16 * self.stages - 16
+
+    @derived
+    def hands_over(self) -> bool:
+        """Whether blocks of two splits may exchange sums while they multiply (kernels/wgrad_handover.cuh): of
+        warpgroups with two units each, of which one is the other block's.
+        """
+        if not (self.a_shared and self.g_one_box and self.adds_up) or self.stacked or self.gapless:
+            return False
+        return self.unit_count == 2 and self.warpgroups // self.split_m * 2 == self.set_taps
+
+    @property
+    def handed_bytes(self) -> int:
+        """Bytes of sums that a block hands over."""
+        return self.warpgroups * 128 * self.block[0] // 2 * 4
+
+    @derived
+    def sums_bytes(self) -> int:
+        """Bytes of a block's sums in shared memory, where its stages were."""
+        return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
+
+    def macros(
+        self, cluster: int = 1, together: bool = False, alone: bool = False, handover: bool = False
+    ) -> dict[str, int | float | str]:
+        """The kernel's constants. ``cluster``: splits whose blocks are one; ``together``: they add up in global memory;
+        ``alone``: there is one split (all: `adds_up`). ``handover``: of two splits, as one of the first two says
+        (`hands_over`).
+        """
+        stacks = {self.taps[1] // self.steps[1], self.stack} if self.stacked else {1}
+        found: dict[str, int | float | str] = {}
+        for rows in stacks - {0}:
+            found[f"MULTIPLY_ROWS_{rows}"] = f"WGMMA_{rows * self.row_columns}"
+        return (
+            super().macros()
+            | found
+            | {
+                "CLUSTER": cluster,
+                "TOGETHER": int(together),
+                "ALONE": int(alone),
+                "HANDOVER": int(handover),
+                "WGS": self.warpgroups,
+                "WGS_M": self.split_m,
+                "SUBS": self.subs,
+                "INTERLEAVED": int(self.interleaved),
+                "G_LINED": int(self.lined),
+                "ENTRIES": self.entries,
+                "STAGES": self.stages,
+                "STRETCH": self.stretch,
+                "GAPLESS": int(self.gapless > 0),
+                "ALIGNED_G": int(self.aligned_g),
+                "LINES": int(self.lines),
+                "STACKED": int(self.stacked),
+                "CLASSED": int(self.classed),
+                "ROW_CLASSES": self.classes[0],
+                "CHANNEL_CLASSES": self.classes[1],
+                "BOX_G": int(self.box_g),
+                "G_ONE_BOX": int(self.box_g and self.g_one_box),
+                "X_ONE_BOX": int(self.x_one_box),
+                "PARTED": int(self.parted),
+                "A_SHARED": int(self.a_shared),
+                "G_PLANES": self.g_planes[0],
+                "PLANE_COLUMNS": self.g_planes[1],
+                "PLANE_TAPS": self.g_planes[2],
+                "PRODUCER_REGISTERS": self.registers[0],
+                "CONSUMER_REGISTERS": self.registers[1],
+                "SHARED_BYTES_PLANNED": self.shared_bytes,
+            }
+            | ({"G_ROW_UNITS": self.g_row_units} if self.interleaved else {})
+            | ({"TILE_N": 1, "TILE_D": 1, "TILE_H": 1, "TILE_W": self.gapless} if self.gapless else {})
+        )

@@ -1,0 +1,823 @@
+// The host's part of a layer whose passes are known: it replays what upconv.replay.tape recorded, without Python.
+//
+// A tape names the memory that a pass allocates and the kernels that it launches; where an argument of a kernel is an
+// address, the tape says of which buffer. A Layer has the tapes of a call's forward and of its gradients, and is one
+// autograd function. Whatever a tape does not fit (tensors that lie otherwise, a graph's capture,
+// gradients that are recorded themselves) is Python's: the forward answers None, the backward calls back.
+
+#if __cplusplus < 202002L
+#error "this is C++20"
+#endif
+
+#include <Python.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace upconv {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// --- the driver, by addresses that Python looks up: its headers need not be there ------------------------------------
+
+struct Attribute {  // CUlaunchAttribute
+  int id;
+  char pad[4];
+  union {
+    char bytes[64];
+    int allowed;
+  } value;
+};
+struct Configuration {  // CUlaunchConfig
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  Attribute* attributes;
+  unsigned count;
+};
+static_assert(sizeof(Attribute) == 72 && sizeof(Configuration) == 56);
+constexpr int PROGRAMMATIC_STREAM_SERIALIZATION = 6, INVALID_CONTEXT = 201;
+
+struct Driver {
+  int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+  int (*cooperative)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**);
+  int (*extended)(const Configuration*, void*, void**, void**);
+  int (*capturing)(void*, int*);
+  int (*bind)(void*);
+};
+static Driver driver;
+
+// --- tapes -----------------------------------------------------------------------------------------------------------
+
+struct Buffer {
+  int64_t kind;  // at least 0: that operand of the pass
+  at::ScalarType dtype;
+  std::vector<int64_t> sizes, strides;
+};
+constexpr int64_t MADE = -1, ZEROS = -2;  // kinds of other buffers
+struct Place {
+  int64_t word, buffer, offset;
+};
+struct Step {
+  int64_t kind;
+  std::vector<int64_t> buffers;  // what it reads, then what it makes; -1 for none
+  std::vector<int64_t> numbers;  // other arguments
+  void* function;
+  unsigned grid, block, shared;
+  std::vector<uint64_t> words;  // of arguments
+  std::vector<Place> places;    // the words among them that are addresses
+};
+constexpr int64_t MAKE = 0, RELEASE = 1, SUM = 2, CAST = 3, ADD = 4, CONVOLUTION = 5, BACKWARD = 6;
+constexpr int64_t LAUNCH = 7, COOPERATIVE = 8, DEPENDENT = 9;
+
+static bool lies(const Tensor& t, const Buffer& as) {
+  auto sizes = t.sizes();
+  if (t.scalar_type() != as.dtype || t.is_neg() || sizes != c10::IntArrayRef(as.sizes)) return false;
+  auto strides = t.strides();
+  for (size_t d = 0; d < sizes.size(); d++)
+    if (sizes[d] > 1 && strides[d] != as.strides[d]) return false;
+  return true;
+}
+
+class Words {  // what upconv.replay.tape wrote, in its order
+ public:
+  Words(const char* at, size_t count) : at_(at), left_(count) {}
+  int64_t next() {
+    TORCH_CHECK(left_, "upconv: a tape ends early");
+    int64_t found;
+    std::memcpy(&found, at_, sizeof found);
+    at_ += sizeof found, left_ -= 1;
+    return found;
+  }
+  std::vector<int64_t> list() {
+    std::vector<int64_t> found(next());
+    for (auto& each : found) each = next();
+    return found;
+  }
+
+ private:
+  const char* at_;
+  size_t left_;
+};
+
+class Tape {
+ public:
+  explicit Tape(Words words) {
+    buffers.resize(words.next());
+    for (auto& b : buffers) {
+      b.kind = words.next();
+      b.dtype = static_cast<at::ScalarType>(words.next());
+      b.sizes = words.list();
+      b.strides = words.list();
+    }
+    steps.resize(words.next());
+    for (auto& s : steps) {
+      s.kind = words.next();
+      if (s.kind < LAUNCH) {
+        s.buffers = words.list();
+        s.numbers = words.list();
+        continue;
+      }
+      s.function = reinterpret_cast<void*>(words.next());
+      s.grid = words.next(), s.block = words.next(), s.shared = words.next();
+      for (auto each : words.list()) s.words.push_back(each);
+      s.places.resize(words.next());
+      for (auto& p : s.places) p.word = words.next(), p.buffer = words.next(), p.offset = words.next();
+    }
+    results = words.list();
+  }
+
+  std::vector<Buffer> buffers;
+  std::vector<Step> steps;
+  std::vector<int64_t> results;  // -1: none
+
+  // Allocates and launches on a device's current stream; nothing where the driver refuses a launch. Device -1 is the
+  // CPU, whose "driver" is a test's.
+  std::optional<std::vector<Tensor>> replay(c10::ArrayRef<Tensor> operands, int device, void* stream, void* context) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::impl::ExcludeDispatchKeyGuard autocast(c10::autocast_dispatch_keyset);
+    c10::SmallVector<Tensor, 12> made(buffers.size());
+    c10::SmallVector<char*, 12> addresses(buffers.size(), nullptr);
+    const auto where = device < 0 ? c10::Device(c10::kCPU) : c10::Device(c10::kCUDA, device);
+    for (size_t i = 0; i < buffers.size(); i++) {
+      if (buffers[i].kind >= 0) {
+        made[i] = operands[buffers[i].kind];
+      } else if (buffers[i].kind == ZEROS) {
+        made[i] = zeros(i, stream, where);
+      } else {
+        continue;
+      }
+      addresses[i] = static_cast<char*>(made[i].data_ptr());
+    }
+    auto put = [&](int64_t buffer, Tensor tensor) {
+      addresses[buffer] = static_cast<char*>(tensor.data_ptr());
+      made[buffer] = std::move(tensor);
+    };
+    c10::SmallVector<uint64_t, 96> words;
+    c10::SmallVector<void*, 96> pointers;
+    for (auto& s : steps) {
+      const auto& of = s.buffers;
+      if (s.kind == MAKE) {
+        auto& b = buffers[of[0]];
+        put(of[0], at::empty_strided(b.sizes, b.strides, at::TensorOptions(b.dtype).device(where)));
+      } else if (s.kind == RELEASE) {
+        made[of[0]].reset();
+      } else if (s.kind == SUM) {  // of an output's gradient, for the bias
+        c10::SmallVector<int64_t, 4> over;
+        for (int64_t d = 0; d < made[of[0]].dim(); d++)
+          if (d != 1) over.push_back(d);
+        put(of[1], at::sum(made[of[0]], over, false, buffers[of[1]].dtype));
+      } else if (s.kind == CAST) {
+        put(of[1], made[of[0]].to(buffers[of[1]].dtype));
+        if (!lies(made[of[1]], buffers[of[1]])) return std::nullopt;
+      } else if (s.kind == ADD) {  // a bias
+        c10::SmallVector<int64_t, 5> shape(made[of[0]].dim() - 1, 1);
+        shape[0] = -1;
+        made[of[0]].add_(made[of[1]].view(shape));
+      } else if (s.kind == CONVOLUTION || s.kind == BACKWARD) {  // PyTorch's, of a layer whose other passes are ours
+        const int64_t rank = s.numbers.size() / 3;
+        const int64_t* numbers = s.numbers.data();
+        const c10::IntArrayRef stride(numbers, rank), padding(numbers + rank, rank), dilation(numbers + 2 * rank, rank);
+        const std::vector<int64_t> none(rank, 0);
+        if (s.kind == CONVOLUTION) {
+          std::optional<Tensor> bias;
+          if (of[2] >= 0) bias = made[of[2]];
+          put(of[3], at::convolution(made[of[0]], made[of[1]], bias, stride, padding, dilation, false, none, 1));
+        } else {
+          auto found = at::convolution_backward(
+              made[of[0]], made[of[1]], made[of[2]], std::nullopt, stride, padding, dilation, false, none, 1,
+              {of[3] >= 0, of[4] >= 0, false});
+          if (of[3] >= 0) put(of[3], std::get<0>(found));
+          if (of[4] >= 0) put(of[4], std::get<1>(found));
+        }
+      } else {
+        words.assign(s.words.begin(), s.words.end());
+        for (auto& p : s.places) words[p.word] = reinterpret_cast<uint64_t>(addresses[p.buffer] + p.offset);
+        pointers.resize(words.size() + 1);
+        for (size_t i = 0; i < words.size(); i++) pointers[i] = &words[i];
+        int error = launch(s, stream, pointers.data());
+        if (error == INVALID_CONTEXT && context && !driver.bind(context)) error = launch(s, stream, pointers.data());
+        if (error) return std::nullopt;
+      }
+    }
+    std::vector<Tensor> found;
+    for (auto i : results) found.push_back(i < 0 ? Tensor() : made[i]);
+    return found;
+  }
+
+ private:
+  std::mutex mutex_;
+  struct Zeros {
+    size_t buffer;
+    void* stream;
+    Tensor tensor;
+  };
+  std::vector<Zeros> zeros_;
+
+  static int launch(const Step& s, void* stream, void** arguments) {
+    if (s.kind == COOPERATIVE)
+      return driver.cooperative(s.function, s.grid, 1, 1, s.block, 1, 1, s.shared, stream, arguments);
+    if (s.kind == LAUNCH)
+      return driver.launch(s.function, s.grid, 1, 1, s.block, 1, 1, s.shared, stream, arguments, nullptr);
+    Attribute attribute{PROGRAMMATIC_STREAM_SERIALIZATION, {}, {}};
+    attribute.value.allowed = 1;
+    Configuration configuration{{s.grid, 1, 1}, {s.block, 1, 1}, s.shared, stream, &attribute, 1};
+    return driver.extended(&configuration, s.function, arguments, nullptr);
+  }
+
+  // Words that kernels leave zeros; each stream has its own, since kernels of two may run at once.
+  Tensor zeros(size_t buffer, void* stream, c10::Device where) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& each : zeros_)
+      if (each.buffer == buffer && each.stream == stream) return each.tensor;
+    if (zeros_.size() >= 256) zeros_.clear();  // of streams that are gone, most of them
+    auto& b = buffers[buffer];
+    zeros_.push_back({buffer, stream, at::zeros(b.sizes, at::TensorOptions(b.dtype).device(where))});
+    return zeros_.back().tensor;
+  }
+};
+
+struct Gil {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  ~Gil() { PyGILState_Release(state); }
+};
+struct NoGil {
+  PyThreadState* const state = PyEval_SaveThread();
+  ~NoGil() { PyEval_RestoreThread(state); }
+};
+
+// --- layers ----------------------------------------------------------------------------------------------------------
+
+// Where gradients are not plain: under modes and transforms, which PyTorch dispatches for.
+static const c10::DispatchKeySet WATCHED({
+    c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+    c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchVmapMode, c10::DispatchKey::Batched,
+    c10::DispatchKey::VmapMode, c10::DispatchKey::Functionalize, c10::DispatchKey::Negative,
+    c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor});
+
+static bool aligned(const Tensor& t) { return !(reinterpret_cast<uintptr_t>(t.data_ptr()) & 15); }
+
+class Layer {
+ public:
+  Layer(
+      int device, void* context, int autocast, bool last, bool biased, std::shared_ptr<Tape> forward,
+      PyObject* call_back)
+      : device(device), context(context), autocast(autocast), last(last), biased(biased), forward(std::move(forward)),
+        call_back(call_back) {
+    Py_INCREF(call_back);
+  }
+  ~Layer() {  // by a thread of the backward, maybe
+#if PY_VERSION_HEX >= 0x030d0000
+    if (Py_IsFinalizing()) return;
+#else
+    if (_Py_IsFinalizing()) return;
+#endif
+    Gil gil;
+    Py_DECREF(call_back);
+  }
+
+  const int device;
+  void* const context;
+  const int autocast;  // what the input is cast to, a ScalarType; -1 for nothing
+  const bool last;     // channels_last
+  const bool biased;
+  const std::shared_ptr<Tape> forward;
+  PyObject* const call_back;
+
+  std::shared_ptr<Tape> backward(int mask) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return backward_[mask];
+  }
+  // Whether the gradients of a mask are to be recorded, which they are once.
+  bool wanted(int mask) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return !std::exchange(asked_[mask], true);
+  }
+  void set_backward(int mask, std::shared_ptr<Tape> tape) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    backward_[mask] = std::move(tape);
+  }
+
+  // The stream that a tape may be replayed on; nothing where Python must see to it.
+  std::optional<void*> stream() const {
+    if (device < 0) return nullptr;
+    const c10::impl::VirtualGuardImpl cuda(c10::kCUDA);
+    void* found = cuda.getStreamNativeHandle(cuda.getStream(c10::Device(c10::kCUDA, device)));
+    int status = 0;
+    if (driver.capturing(found, &status) || status) return std::nullopt;
+    return found;
+  }
+
+  // A tensor as a tape's operand: dense in the layer's format, where it may be made so.
+  std::optional<Tensor> operand(const Tensor& t, const Tape& tape, int64_t index, bool may_copy) const {
+    for (auto& b : tape.buffers)
+      if (b.kind == index) {
+        if (t.device().index() != device && device >= 0) return std::nullopt;
+        if (lies(t, b)) return aligned(t) ? std::optional<Tensor>(t) : std::nullopt;
+        if (!may_copy || t.scalar_type() != b.dtype || t.sizes() != c10::IntArrayRef(b.sizes)) return std::nullopt;
+        at::AutoDispatchBelowADInplaceOrView below;
+        auto format = !last ? at::MemoryFormat::Contiguous
+            : t.dim() == 5  ? at::MemoryFormat::ChannelsLast3d
+                            : at::MemoryFormat::ChannelsLast;
+        Tensor dense = t.contiguous(format);
+        return lies(dense, b) && aligned(dense) ? std::optional<Tensor>(dense) : std::nullopt;
+      }
+    return t;  // the pass does not read it
+  }
+
+  // The results of a tape on operands; nothing where it does not fit them.
+  std::optional<std::vector<Tensor>> replay(Tape& tape, c10::ArrayRef<Tensor> given, int64_t may_copy) {
+    const auto at = stream();
+    if (!at || left_ > 0) {
+      if (at) left_--;
+      return std::nullopt;
+    }
+    c10::SmallVector<Tensor, 4> operands;
+    for (size_t i = 0; i < given.size(); i++) {
+      if (!given[i].defined()) {
+        operands.emplace_back();
+        continue;
+      }
+      auto found = operand(given[i], tape, i, static_cast<int64_t>(i) == may_copy);
+      if (!found) return std::nullopt;
+      operands.push_back(std::move(*found));
+    }
+    c10::OptionalDeviceGuard guard;
+    if (device >= 0) guard.reset_device(c10::Device(c10::kCUDA, device));
+    auto found = tape.replay(operands, device, *at, context);
+    refused_ = found ? 0 : std::min(2 * refused_ + 1, MOST_LEFT);
+    left_ = std::max(refused_ - 1, 0);
+    return found;
+  }
+
+ private:
+  // Where the driver refuses a launch, Python makes the call; where it refuses again, the next calls too, each time twice
+  // as many. On some streams it refuses a kernel's grid whenever it is asked, on others it does not.
+  static constexpr int MOST_LEFT = 255;
+  std::atomic<int> refused_{0}, left_{0};
+  std::mutex mutex_;
+  std::array<std::shared_ptr<Tape>, 8> backward_;
+  std::array<bool, 8> asked_{};
+};
+
+// What owns a layer: a tensor that says where it is. Nodes keep one, as PyTorch's compiler of backwards can hash it.
+using Handle = Tensor;
+
+static Handle handle_of(std::unique_ptr<Layer> layer) {
+  Layer* at = layer.release();
+  return at::for_blob(at, {1}).deleter([](void* of) { delete static_cast<Layer*>(of); }).options(at::kByte).make_tensor();
+}
+
+static Layer& layer_of(const Handle& handle) { return *static_cast<Layer*>(handle.unsafeGetTensorImpl()->mutable_data()); }
+
+struct Handed {  // what the function below is called with: not a tensor, of which autograd knows
+  Handle layer;
+  Tensor out;
+};
+
+static std::shared_ptr<Tape> tape_of(PyObject* bytes) {
+  char* at;
+  Py_ssize_t size;
+  if (PyBytes_AsStringAndSize(bytes, &at, &size)) throw python_error();
+  return std::make_shared<Tape>(Words(at, size / 8));
+}
+
+// The gradients by Python, which may record them in a graph.
+static variable_list call_back(
+    Layer& layer, const Tensor& grad, const Tensor& input, const Tensor& weight, int mask, bool plain) {
+  Gil gil;
+  auto wrapped = [](const Tensor& t) { return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t)); };
+  auto given = std::array{wrapped(grad), wrapped(input), wrapped(weight)};
+  auto found = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
+      layer.call_back, "OOOiO", given[0].ptr(), given[1].ptr(), given[2].ptr(), mask,
+      plain && layer.wanted(mask) ? Py_True : Py_False));
+  if (!found.ptr() || !PyTuple_Check(found.ptr()) || PyTuple_GET_SIZE(found.ptr()) != 4) {
+    if (found.ptr()) PyErr_SetString(PyExc_TypeError, "upconv: a backward returned something else");
+    python_error error;
+    error.persist();
+    throw error;
+  }
+  variable_list results(3);
+  for (int i = 0; i < 3; i++) {
+    PyObject* each = PyTuple_GET_ITEM(found.ptr(), i);
+    if (each != Py_None) results[i] = THPVariable_Unpack(each);
+  }
+  PyObject* tape = PyTuple_GET_ITEM(found.ptr(), 3);
+  if (tape != Py_None) layer.set_backward(mask, tape_of(tape));
+  return results;
+}
+
+struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
+  static Tensor forward(
+      AutogradContext* context, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+      Handed* handed) {
+    context->save_for_backward({input, weight});
+    context->set_materialize_grads(false);
+    context->saved_data["layer"] = handed->layer;
+    return handed->out;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    variable_list results(4);
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return results;
+    const Handle holder = context->saved_data["layer"].toTensor();
+    Layer& layer = layer_of(holder);
+    const auto saved = context->get_saved_variables();
+    int mask = 0;
+    for (int i = 0; i < 2 + layer.biased; i++) mask |= context->needs_input_grad(i) << i;
+    const auto keys = grad.key_set() | saved[0].key_set() | saved[1].key_set() |
+        c10::impl::tls_local_dispatch_key_set().included_;
+    std::optional<std::vector<Tensor>> found;
+    const bool plain = !c10::GradMode::is_enabled() && !keys.has_any(WATCHED) && layer.stream();
+    if (plain)
+      if (auto tape = layer.backward(mask)) found = layer.replay(*tape, {grad, saved[0], saved[1]}, 0);
+    if (!found) found = call_back(layer, grad, saved[0], saved[1], mask, plain);
+    for (int i = 0; i < 3; i++) results[i] = (*found)[i];
+    return results;
+  }
+};
+
+// --- calls -----------------------------------------------------------------------------------------------------------
+
+// What tells whether a tensor is as it was: what upconv.replay.calls compares by PyTorch's guards.
+struct Guard {
+  Guard(const Tensor& t)
+      : keys(seen(t)), dtype(t.scalar_type()), device(t.device()), requires_grad(t.requires_grad()),
+        sizes(t.sizes().begin(), t.sizes().end()), strides(t.strides().begin(), t.strides().end()) {}
+  // As the dispatcher sees it: autocast, inference mode, transforms, modes and tracing are a difference too.
+  static c10::DispatchKeySet seen(const Tensor& t) {
+    const auto local = c10::impl::tls_local_dispatch_key_set();
+    return (t.key_set() | local.included_) - local.excluded_;
+  }
+  bool fits(const Tensor& t) const {
+    return seen(t) == keys && t.scalar_type() == dtype && t.device() == device && t.requires_grad() == requires_grad &&
+        t.sizes() == c10::IntArrayRef(sizes) && t.strides() == c10::IntArrayRef(strides);
+  }
+
+ private:
+  c10::DispatchKeySet keys;
+  at::ScalarType dtype;
+  c10::Device device;
+  bool requires_grad;
+  c10::SmallVector<int64_t, 5> sizes, strides;
+};
+
+// Of PyTorch's Python: torch._C's getter of precisions and its two arguments, and the names of torch.autograd.forward_ad.
+static PyObject *precision_of, *backend_name, *operation_name, *forward_ad, *level_name;
+static constexpr int ANY = 0, IEEE = 1, TF32 = 2;
+
+static int float32_precision() {  // upconv.replay.calls.float32_precision
+  if (!at::globalContext().userEnabledCuDNN()) return IEEE;
+  PyObject* arguments[] = {backend_name, operation_name};
+  PyObject* found = PyObject_Vectorcall(precision_of, arguments, 2, nullptr);
+  if (!found) throw python_error();
+  const bool tf32 = PyUnicode_Check(found) && !PyUnicode_CompareWithASCIIString(found, "tf32");
+  Py_DECREF(found);
+  return tf32 ? TF32 : IEEE;
+}
+
+constexpr int ARGUMENTS = 6;  // rank, stride, padding, output_padding, groups, dilation
+
+static bool equal(PyObject* a, PyObject* b) {
+  if (a == b) return true;
+  if (Py_TYPE(a) != Py_TYPE(b) || !(PyLong_CheckExact(a) || PyTuple_CheckExact(a))) return false;
+  const int found = PyObject_RichCompareBool(a, b, Py_EQ);
+  if (found < 0) throw python_error();
+  return found;
+}
+
+// A call as it was made before. Made, asked and destroyed by threads that may call Python.
+struct Call {
+  Call(Handle layer, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+       PyObject* const* given, int precision)
+      : layer(std::move(layer)), input(input), weight(weight), precision(precision) {
+    if (bias) this->bias.emplace(*bias);
+    for (int i = 0; i < ARGUMENTS; i++) Py_INCREF(arguments[i] = given[i]);
+  }
+  ~Call() {
+    for (auto each : arguments) Py_DECREF(each);
+  }
+  bool is_this(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, PyObject* const* given) const {
+    const Layer& of = layer_of(layer);
+    if (b.has_value() != bias.has_value() || !input.fits(x) || !weight.fits(w) || (b && !bias->fits(*b))) return false;
+    for (int i = 0; i < ARGUMENTS; i++)
+      if (!equal(arguments[i], given[i])) return false;
+    return (of.autocast < 0 ||
+            at::autocast::get_autocast_dtype(of.device < 0 ? at::kCPU : at::kCUDA) == at::ScalarType(of.autocast)) &&
+        (!of.last || of.device < 0 || at::globalContext().userEnabledCuDNN()) &&
+        (precision == ANY || precision == float32_precision());
+  }
+
+  const Handle layer;
+
+ private:
+  Guard input, weight;
+  std::optional<Guard> bias;
+  int precision;
+  PyObject* arguments[ARGUMENTS];
+};
+
+// Calls by their operands' sizes: a tape is of a layer's plan, and any weight that lies as the first one may come with it.
+// It needs no lock of Python's. Within its own nothing is done that may call Python, as asking or destroying a call may.
+class Known {
+ public:
+  using Calls = std::vector<std::shared_ptr<Call>>;
+  static constexpr size_t MOST = 4096;
+
+  Calls of(size_t key) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = calls_.find(key);
+    return found == calls_.end() ? Calls() : found->second;
+  }
+  void add(size_t key, std::shared_ptr<Call> call) {
+    std::unordered_map<size_t, Calls> old;  // destroyed behind the lock
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (count_ >= MOST) {
+      std::swap(old, calls_);
+      count_ = 0;
+    }
+    count_ += 1;
+    calls_[key].push_back(std::move(call));
+  }
+  void forget() {
+    std::unordered_map<size_t, Calls> old;
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::swap(old, calls_);
+    count_ = 0;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<size_t, Calls> calls_;
+  size_t count_ = 0;
+};
+static Known& known = *new Known;  // never destroyed: Python's objects may not be when the process ends
+
+static size_t key_of(bool plain, const Tensor& input, const Tensor& weight) {
+  size_t found = plain + 2 * input.requires_grad();
+  for (const auto* of : {&input, &weight})
+    for (auto n : of->sizes()) found = (found ^ static_cast<size_t>(n)) * 0x9E3779B97F4A7C15u;
+  return found;
+}
+
+// Whether a level of forward-mode differentiation is entered, as torch.autograd.forward_ad has it.
+static bool in_forward_mode() {
+#if PY_VERSION_HEX >= 0x030d0000
+  PyObject* level = nullptr;
+  if (PyDict_GetItemRef(forward_ad, level_name, &level) < 0) throw python_error();
+#else
+  PyObject* level = PyDict_GetItemWithError(forward_ad, level_name);
+  if (!level && PyErr_Occurred()) throw python_error();
+  Py_XINCREF(level);
+#endif
+  const bool found = !level || PyLong_AsLong(level) >= 0;
+  Py_XDECREF(level);
+  return found;
+}
+
+// --- for Python ------------------------------------------------------------------------------------------------------
+
+struct Object {
+  PyObject_HEAD
+  Handle layer;
+};
+
+// Layer(device, context, autocast, last, biased, forward, call_back): tapes as bytes, `autocast` a dtype or None.
+static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  HANDLE_TH_ERRORS
+  int device, last, biased;
+  unsigned long long context;
+  PyObject *autocast, *forward, *call_back;
+  if (!PyArg_ParseTuple(arguments, "iKOppOO", &device, &context, &autocast, &last, &biased, &forward, &call_back))
+    return nullptr;
+  const int cast = autocast == Py_None ? -1 : static_cast<int>(reinterpret_cast<THPDtype*>(autocast)->scalar_type);
+  auto tape = tape_of(forward);
+  auto* self = reinterpret_cast<Object*>(type->tp_alloc(type, 0));
+  if (!self) return nullptr;
+  new (&self->layer) Handle(handle_of(std::make_unique<Layer>(
+      device, reinterpret_cast<void*>(context), cast, last != 0, biased != 0, std::move(tape), call_back)));
+  return reinterpret_cast<PyObject*>(self);
+  END_HANDLE_TH_ERRORS
+}
+
+static void destroy(PyObject* self) {
+  reinterpret_cast<Object*>(self)->layer.~Handle();
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+struct Operands {
+  Tensor input, weight;
+  std::optional<Tensor> bias;
+  bool plain;  // of PyTorch's own classes, and not nested
+
+  explicit Operands(PyObject* const* of) {
+    plain = THPVariable_CheckExact(of[0]) && THPVariable_CheckExact(of[1]) &&
+        (of[2] == Py_None || THPVariable_CheckExact(of[2]));
+    if (!plain) return;
+    input = THPVariable_Unpack(of[0]), weight = THPVariable_Unpack(of[1]);
+    if (of[2] != Py_None) bias = THPVariable_Unpack(of[2]);
+    plain = !input.is_nested() && !weight.is_nested() && !(bias && bias->is_nested());  // which have no sizes
+  }
+};
+
+// The recorded result; none where Python must compute it. Called with Python's lock held.
+static std::optional<Tensor> run(Handle of, const Operands& on) {
+  Handed handed{std::move(of), Tensor()};
+  Layer& layer = layer_of(handed.layer);
+  NoGil released;
+  const auto& x = on.input;
+  const Tensor input = layer.autocast >= 0 ? x.to(static_cast<at::ScalarType>(layer.autocast)) : x;
+  auto found = layer.replay(*layer.forward, {input, on.weight, on.bias.value_or(Tensor())}, -1);
+  if (!found) return std::nullopt;
+  handed.out = std::move((*found)[0]);
+  return ConvTranspose::apply(input, on.weight, on.bias, &handed);
+}
+
+// replay(kind, input, weight, bias, rank, stride, padding, output_padding, groups, dilation): the recorded result of a
+// call that was noted; None for another, or where Python must compute it.
+static PyObject* replay(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 4 + ARGUMENTS, "replay takes ten arguments");
+  if (!c10::GradMode::is_enabled() || at::impl::PythonTorchFunctionTLS::stack_len()) Py_RETURN_NONE;
+  const Operands on(arguments + 1);
+  if (!on.plain) Py_RETURN_NONE;
+  const auto calls = known.of(key_of(arguments[0] == Py_True, on.input, on.weight));
+  if (calls.empty() || in_forward_mode()) Py_RETURN_NONE;
+  for (const auto& call : calls) {
+    if (!call->is_this(on.input, on.weight, on.bias, arguments + 4)) continue;
+    const auto out = run(call->layer, on);
+    if (!out) break;
+    return THPVariable_Wrap(*out);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// note(kind, layer, precision, input, weight, bias, rank, ..., dilation): from now on `replay` knows the call; kind is
+// True for a plain convolution, precision 1 for IEEE and 2 for TF32, of float32, else 0.
+static PyObject* note(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 6 + ARGUMENTS, "note takes twelve arguments");
+  const Operands on(arguments + 3);
+  TORCH_CHECK_TYPE(on.plain, "the operands must be plain tensors");
+  const size_t key = key_of(arguments[0] == Py_True, on.input, on.weight);
+  for (const auto& call : known.of(key))
+    if (call->is_this(on.input, on.weight, on.bias, arguments + 6)) Py_RETURN_NONE;  // refused this time
+  known.add(key, std::make_shared<Call>(
+      reinterpret_cast<Object*>(arguments[1])->layer, on.input, on.weight, on.bias, arguments + 6,
+      static_cast<int>(PyLong_AsLong(arguments[2]))));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// play(layer, a, b, c, may_copy): the results of a layer's first tape on three operands, without autograd; an operand may
+// be None, and the one of index `may_copy` may be copied to be dense. None where Python must compute them.
+static PyObject* play(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 5, "play takes five arguments");
+  const Handle holder = reinterpret_cast<Object*>(arguments[0])->layer;
+  Layer& layer = layer_of(holder);
+  std::array<Tensor, 3> given;
+  for (int i = 0; i < 3; i++)
+    if (arguments[1 + i] != Py_None) {
+      TORCH_CHECK_TYPE(THPVariable_Check(arguments[1 + i]), "the operands must be tensors");
+      given[i] = THPVariable_Unpack(arguments[1 + i]);
+    }
+  const int64_t may_copy = PyLong_AsLong(arguments[4]);
+  std::optional<std::vector<Tensor>> found;
+  {
+    NoGil released;
+    at::AutoDispatchBelowADInplaceOrView below;
+    found = layer.replay(*layer.forward, given, may_copy);
+  }
+  if (!found) Py_RETURN_NONE;
+  PyObject* results = PyTuple_New(static_cast<Py_ssize_t>(found->size()));
+  if (!results) return nullptr;
+  for (size_t i = 0; i < found->size(); i++)
+    PyTuple_SET_ITEM(results, static_cast<Py_ssize_t>(i), THPVariable_Wrap((*found)[i]));  // None where undefined
+  return results;
+  END_HANDLE_TH_ERRORS
+}
+
+// forget(): no call is known any more.
+static PyObject* forget(PyObject*, PyObject*) {
+  known.forget();
+  Py_RETURN_NONE;
+}
+
+// set_python(getter, names): of torch._C a setting's getter, and the names of torch.autograd.forward_ad.
+static PyObject* set_python(PyObject*, PyObject* arguments) {
+  if (!PyArg_ParseTuple(arguments, "OO!", &precision_of, &PyDict_Type, &forward_ad)) return nullptr;
+  Py_INCREF(precision_of);
+  Py_INCREF(forward_ad);
+  backend_name = PyUnicode_InternFromString("cuda");
+  operation_name = PyUnicode_InternFromString("conv");
+  level_name = PyUnicode_InternFromString("_current_level");
+  Py_RETURN_NONE;
+}
+
+// set_driver(launch, cooperative, extended, capturing, bind): the addresses of the driver's functions.
+static PyObject* set_driver(PyObject*, PyObject* arguments) {
+  unsigned long long at[5];
+  if (!PyArg_ParseTuple(arguments, "KKKKK", &at[0], &at[1], &at[2], &at[3], &at[4])) return nullptr;
+  driver.launch = reinterpret_cast<decltype(driver.launch)>(at[0]);
+  driver.cooperative = reinterpret_cast<decltype(driver.cooperative)>(at[1]);
+  driver.extended = reinterpret_cast<decltype(driver.extended)>(at[2]);
+  driver.capturing = reinterpret_cast<decltype(driver.capturing)>(at[3]);
+  driver.bind = reinterpret_cast<decltype(driver.bind)>(at[4]);
+  Py_RETURN_NONE;
+}
+
+// blob(like, address, sizes, strides, dtype): a tensor on the device of another that is nowhere, for a pass run dry.
+static PyObject* blob(PyObject*, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  PyObject *like, *sizes, *strides, *dtype;
+  unsigned long long address;
+  if (!PyArg_ParseTuple(arguments, "OKO!O!O", &like, &address, &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &dtype))
+    return nullptr;
+  auto list = [](PyObject* of) {
+    std::vector<int64_t> found;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(of); i++) found.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(of, i)));
+    return found;
+  };
+  const auto device = THPVariable_Unpack(like).device();
+  auto options = at::TensorOptions(reinterpret_cast<THPDtype*>(dtype)->scalar_type).device(device);
+  return THPVariable_Wrap(at::for_blob(reinterpret_cast<void*>(address), list(sizes))
+                              .strides(list(strides))
+                              .options(options)
+                              .target_device(device)
+                              .make_tensor());
+  END_HANDLE_TH_ERRORS
+}
+
+// number(dtype): a dtype as tapes have it.
+static PyObject* number(PyObject*, PyObject* dtype) {
+  if (!THPDtype_Check(dtype)) return PyErr_Format(PyExc_TypeError, "number takes a dtype");
+  return PyLong_FromLong(static_cast<long>(reinterpret_cast<THPDtype*>(dtype)->scalar_type));
+}
+
+}  // namespace upconv
+
+template <typename F>
+static PyMethodDef method(const char* name, F* function, int flags) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr};
+}
+
+static PyType_Slot SLOTS[] = {
+    {Py_tp_new, reinterpret_cast<void*>(upconv::make)}, {Py_tp_dealloc, reinterpret_cast<void*>(upconv::destroy)},
+    {0, nullptr}};
+static PyType_Spec LAYER = {"upconv_native.Layer", sizeof(upconv::Object), 0, Py_TPFLAGS_DEFAULT, SLOTS};
+static PyMethodDef METHODS[] = {
+    method("replay", upconv::replay, METH_FASTCALL),
+    method("note", upconv::note, METH_FASTCALL),
+    method("play", upconv::play, METH_FASTCALL),
+    method("forget", upconv::forget, METH_NOARGS),
+    method("set_driver", upconv::set_driver, METH_VARARGS),
+    method("set_python", upconv::set_python, METH_VARARGS),
+    method("blob", upconv::blob, METH_VARARGS),
+    method("number", upconv::number, METH_O),
+    {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "upconv_native", nullptr, -1, METHODS, nullptr, nullptr, nullptr, nullptr};
+
+PyMODINIT_FUNC PyInit_upconv_native() {
+  PyObject* module = PyModule_Create(&MODULE);
+  PyObject* type = module ? PyType_FromSpec(&LAYER) : nullptr;
+  if (!type || PyModule_AddObject(module, "Layer", type)) return nullptr;
+#ifdef Py_GIL_DISABLED
+  PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED);
+#endif
+  return module;
+}

@@ -1,0 +1,286 @@
+"""What a pass does, as a list: the memory that it allocates and the kernels that it launches, with their arguments.
+
+A pass is run dry, twice, on tensors that are nowhere: allocations are made up, launches noted. Where the addresses of
+both runs differ, so do the words of the arguments that depend on them; each must be the address of a place in one of
+the buffers in both, tensor maps' among them (whose first word is their tensor's address), or there is no tape. So
+families need not say which of their arguments are addresses, nor what their passes do: what `upconv.replay.native`
+replays is what they did. Whatever else a pass asks PyTorch for (a copy of an operand, an operator of its own) is
+refused, and the pass stays Python's.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from upconv.cuda.compile import launch
+
+Pass = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+"""A pass on its operands; its results."""
+MADE, ZEROS = -1, -2
+"""Kinds of buffers that are no operand: allocated in the pass, and words that outlive it and are zeros."""
+MAKE, RELEASE, SUM, CAST, ADD, CONVOLUTION, BACKWARD, LAUNCH, COOPERATIVE, DEPENDENT = range(10)
+"""Kinds of steps."""
+
+_STARTS = 1 << 44, 1 << 45  # of the made-up addresses of both runs
+_APART = 1 << 21  # bytes at least between buffers, and what the second run adds for each, so that all differ
+_aten = torch.ops.aten
+_ALLOCATIONS = frozenset((
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+))  # fmt: skip
+_VIEWS = frozenset((
+    _aten.view.default, _aten.alias.default, _aten.detach.default, _aten.unsqueeze.default, _aten.squeeze.dim,
+    _aten.as_strided.default, _aten.slice.Tensor, _aten.select.int, _aten.permute.default, _aten.transpose.int,
+    _aten.expand.default, _aten.unbind.int, _aten.split.Tensor,
+))  # fmt: skip
+_SUM, _CAST, _ADD = _aten.sum.dim_IntList, _aten._to_copy.default, _aten.add_.Tensor
+_CONVOLUTION, _BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
+
+
+class NoTape(Exception):
+    """A pass does what cannot be replayed; the message says what."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that a pass reads or writes: operand ``kind`` of the pass, or `MADE`, or `ZEROS`."""
+
+    kind: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        if 0 in self.sizes:
+            return 0
+        return (1 + sum((n - 1) * s for n, s in zip(self.sizes, self.strides))) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of a pass: ``buffers`` are what it reads, then what it makes (-1 for none), ``numbers`` its other arguments.
+
+    Of a launch ``words`` are its arguments, 8 bytes each, and ``places`` those among them that are addresses: the word,
+    the buffer and the bytes from its start.
+    """
+
+    kind: int
+    buffers: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    function: int = 0
+    grid: int = 0
+    block: int = 0
+    shared: int = 0
+    words: tuple[int, ...] = ()
+    places: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A pass that can be replayed; ``results`` are buffers, None where there is none."""
+
+    buffers: tuple[Buffer, ...]
+    steps: tuple[Step, ...]
+    results: tuple[int | None, ...]
+
+    def packed(self, number: Callable[[torch.dtype], int]) -> bytes:
+        """As ``native.cpp`` reads it: words of 64 bits. ``number``: what stands for a dtype there."""
+        words = [len(self.buffers)]
+        for b in self.buffers:
+            words += [b.kind, number(b.dtype), len(b.sizes), *b.sizes, len(b.strides), *b.strides]
+        words.append(len(self.steps))
+        for s in self.steps:
+            words.append(s.kind)
+            if s.kind < LAUNCH:
+                words += [len(s.buffers), *s.buffers, len(s.numbers), *s.numbers]
+                continue
+            words += [s.function, s.grid, s.block, s.shared, len(s.words), *s.words, len(s.places)]
+            words += [value for place in s.places for value in place]
+        words += [len(self.results), *(-1 if r is None else r for r in self.results)]
+        return array("Q", [word & (1 << 64) - 1 for word in words]).tobytes()
+
+
+Blob = Callable[[Tensor, int, tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+"""Makes a tensor that is nowhere: like which (its device), at which address, its sizes, strides and dtype."""
+
+
+def record(run: Pass, operands: Sequence[Tensor | None], like: Tensor, blob: Blob) -> Tape:
+    """A pass's tape, for operands that lie as these do, whose values are not read.
+
+    Args:
+        run: the pass; its kernels are loaded, and it is called twice. Launches of the calling thread are not made
+            meanwhile.
+        operands: those of the pass, on any device; None for one that it does not have.
+        like: a tensor on the device where the pass runs.
+        blob: `upconv.replay.native`'s.
+
+    Raises:
+        NoTape: the pass does what cannot be replayed.
+    """
+    first, second = (_Dry(operands, like, blob, start, extra) for start, extra in zip(_STARTS, (0, _APART)))
+    results = first.run(run)
+    if second.run(run) != results or first.buffers != second.buffers or len(first.steps) != len(second.steps):
+        raise NoTape("it did something else when it was called again")
+    steps = [_placed(a, b, first, second) for a, b in zip(first.steps, second.steps)]
+    return Tape(tuple(first.buffers), tuple(_with_releases(steps, first.buffers, results)), results)
+
+
+class _Dry(TorchDispatchMode):
+    """A run whose operands and allocations are nowhere, and whose launches are noted."""
+
+    def __init__(self, operands: Sequence[Tensor | None], like: Tensor, blob: Blob, start: int, extra: int) -> None:
+        super().__init__()
+        self._blob, self._next, self._extra = blob, start, extra
+        self._like = like
+        self.buffers: list[Buffer] = []
+        self.addresses: list[int] = []
+        self.steps: list[Step] = []
+        self._made: list[Tensor] = []  # alive, so that no two are one object
+        self._zeros: dict[int, int] = {}
+        self.operands = [None if t is None else self._buffer(_lying(i, t)) for i, t in enumerate(operands)]
+
+    def run(self, run: Pass) -> tuple[int | None, ...]:
+        """The buffers of the results."""
+        with launch.noted_by(self), self:
+            found = run(self.operands)  # type: ignore[arg-type]
+        return tuple(None if t is None else self._whole(t) for t in found)
+
+    def _buffer(self, buffer: Buffer) -> Tensor:
+        address, self._next = self._next, self._next + _up(buffer.bytes) + self._extra
+        self.buffers.append(buffer)
+        self.addresses.append(address)
+        made = self._blob(self._like, address, buffer.sizes, buffer.strides, buffer.dtype)
+        self._made.append(made)
+        return made
+
+    def _whole(self, t: Tensor) -> int:
+        """The buffer that a tensor is. Errors: NoTape for one that is none."""
+        if t.data_ptr() not in self.addresses:
+            raise NoTape("a tensor is no memory of its own")
+        found = self.addresses.index(t.data_ptr())
+        b = self.buffers[found]
+        if (tuple(t.shape), tuple(t.stride()), t.dtype) != (b.sizes, b.strides, b.dtype):
+            raise NoTape("a tensor is a view")
+        return found
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _VIEWS:
+            return function(*args, **kwargs)
+        if function is _ADD:
+            return self._added(*args, **kwargs)
+        numbers: tuple[int, ...] = ()
+        if function in _ALLOCATIONS:
+            kind, reads = MAKE, []
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        elif function is _SUM:
+            kind, reads = SUM, [args[0]]
+            dims = [d % args[0].dim() for d in args[1]]
+            if sorted(dims) != [d for d in range(args[0].dim()) if d != 1] or (len(args) > 2 and args[2]):
+                raise NoTape("it takes sums over other dimensions than a bias")
+        elif function is _CAST:
+            kind, reads = CAST, [args[0]]
+            if set(kwargs) != {"dtype"}:
+                raise NoTape("it copies a tensor for something else than its dtype")
+        elif function in (_CONVOLUTION, _BACKWARD):
+            kind, reads = CONVOLUTION if function is _CONVOLUTION else BACKWARD, list(args[:3])
+            settings = args[3:9] if function is _CONVOLUTION else args[4:10]
+            stride, padding, dilation, transposed, output_padding, groups = settings
+            if transposed or any(output_padding) or groups != 1 or (function is _BACKWARD and args[10][2]):
+                raise NoTape("it calls an operator of PyTorch's that is no plain convolution's")
+            numbers = (*stride, *padding, *dilation)
+        else:
+            raise NoTape(f"it calls {function}")
+        read = tuple(-1 if t is None else self._whole(t) for t in reads)
+        found = function(*map(_meta, args), **kwargs)
+        several = isinstance(found, tuple)
+        made = [None if t is None else self._buffer(_lying(MADE, t)) for t in (found[:2] if several else (found,))]
+        new = iter(range(len(self.buffers) - sum(t is not None for t in made), len(self.buffers)))
+        self.steps.append(Step(kind, (*read, *(-1 if t is None else next(new) for t in made)), numbers))
+        return (*made, None) if several else made[0]
+
+    def _added(self, to: Tensor, bias: Tensor) -> Tensor:
+        """A bias, of the second dimension, to a result."""
+        if bias.dim() != to.dim() - 1 or bias.numel() != bias.shape[0] or bias.shape[0] != to.shape[1]:
+            raise NoTape("it adds a tensor that is no bias")
+        (found,) = (i for i, at in enumerate(self.addresses) if at == bias.data_ptr())
+        if self.buffers[found].sizes != (bias.shape[0],):
+            raise NoTape("it adds a part of a tensor")
+        self.steps.append(Step(ADD, (self._whole(to), found)))
+        return to
+
+    # --- what launches tell (`launch.Notes`) ---
+
+    def launched(self, launcher: Any, grid: int, arguments: bytes, dependent: bool) -> None:
+        kind = COOPERATIVE if launcher.cooperative else DEPENDENT if dependent else LAUNCH
+        words = struct.unpack(f"<{len(arguments) // 8}Q", arguments)
+        at = launcher.kernel.handle, grid, launcher.block, launcher.shared
+        self.steps.append(Step(kind, (), (), *at, words))
+
+    def zeros(self, counters: Any, words: int) -> int:
+        found = self._zeros.get(id(counters))
+        if found is None:
+            found = self._zeros[id(counters)] = len(self.buffers)
+            self._buffer(Buffer(ZEROS, torch.int32, (words,), (1,)))
+        return self.addresses[found]
+
+
+def _lying(kind: int, like: Tensor) -> Buffer:
+    return Buffer(kind, like.dtype, tuple(like.shape), tuple(like.stride()))
+
+
+def _up(size: int) -> int:
+    return -(-size // _APART) * _APART + _APART
+
+
+def _meta(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _placed(a: Step, b: Step, first: _Dry, second: _Dry) -> Step:
+    """A step of both runs, with the words of its arguments that are addresses."""
+    if (a.kind, a.buffers, a.numbers, a.function, a.grid, a.block, a.shared, len(a.words)) != (
+        b.kind, b.buffers, b.numbers, b.function, b.grid, b.block, b.shared, len(b.words),
+    ):  # fmt: skip
+        raise NoTape("it launched something else when it was called again")
+    places = []
+    for word, (one, other) in enumerate(zip(a.words, b.words)):
+        if one == other:
+            continue
+        found = [
+            (word, i, one - start)
+            for i, (start, again, buffer) in enumerate(zip(first.addresses, second.addresses, first.buffers))
+            if 0 <= one - start == other - again <= buffer.bytes
+        ]
+        if len(found) != 1:
+            raise NoTape(f"argument {word} of a kernel depends on addresses in another way")
+        places += found
+    return replace(a, places=tuple(places))
+
+
+def _with_releases(steps: list[Step], buffers: Sequence[Buffer], results: Sequence[int | None]) -> list[Step]:
+    """The steps, and behind the last that needs it the end of each buffer that is no result."""
+    last: dict[int, int] = {}
+    for at, s in enumerate(steps):
+        last.update(dict.fromkeys((*s.buffers, *(buffer for _, buffer, _ in s.places)), at))
+    last.pop(-1, None)
+    ending: dict[int, list[int]] = {}
+    for i, at in last.items():
+        if buffers[i].kind == MADE and i not in results:
+            ending.setdefault(at, []).append(i)
+    found = []
+    for at, s in enumerate(steps):
+        found.append(s)
+        found += [Step(RELEASE, (i,)) for i in ending.get(at, ())]
+    return found
