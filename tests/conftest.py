@@ -25,10 +25,8 @@ from typing import Any, TypeVar
 # cores of other workers. The interpreters of test_wgrad.py took 70 s of processor time with two threads, 30 with one.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 import upconv
@@ -225,14 +223,6 @@ def assert_accurate(ours: Tensor, truth: Tensor, magnitude: Tensor, length: int,
 def tf32_magnitude(magnitude: Tensor, products: int) -> Tensor:
     """`assert_accurate`'s magnitude for operands that lose up to 2^-11 each, of float32 sums of so many products."""
     return magnitude * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
-
-
-def assert_interpreted(out: NDArray[np.float64], stores: NDArray[np.int64], truth: Tensor) -> None:
-    """A kernel in NumPy stores every element once, and what it stores is the layer's, in float64."""
-    assert (stores == 1).all(), f"elements stored {np.unique(stores)} times"
-    assert not np.isnan(out).any(), "what nothing brings to shared memory"
-    error = (torch.from_numpy(out) - truth).abs().max().item()
-    assert error <= 1e-12 * max(1.0, truth.abs().max().item()), f"error {error}"
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:

@@ -172,6 +172,15 @@ def joined_choice(rng: random.Random) -> Any:
     return joined.Choice(rng.choice(list(joined.candidates(p, H200))), p, gpus(rng), 1e-5, "")
 
 
+def joined_rows_choice(rng: random.Random) -> Any:
+    """TF32 has another way to turn rows of pixels. Here a block has several tiles, a slice several weight stages."""
+    choice = joined_choice(rng)
+    t, p = choice.tile, choice.problem
+    if p.precision != "tf32" or p.rank == 1 or t.taps == t.taps_of_stage or not 6 <= t.tiles(p) <= 20:
+        return None
+    return replace(choice, gpu=replace(H200, multiprocessors=2))
+
+
 def phases_choice(rng: random.Random) -> Any:
     p = phases_problem(rng)
     tile = phases_tile(p, rng)
@@ -213,6 +222,7 @@ FAMILIES: dict[str, Callable[[random.Random], Any]] = {
     "pairs": pairs_choice,
     "sweep": sweep_choice,
     "joined": joined_choice,
+    "joined TF32": joined_rows_choice,
     "phases": phases_choice,
     "gather": gather_choice,
     "wgrad by mma.sync": lambda rng: wgrad_choice(rng, False),
