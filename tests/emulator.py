@@ -131,7 +131,7 @@ def encode(
     rounded: bool = False,
     promotion: int = 128,
 ) -> Words:
-    """`upconv.cuda.compile.boxes.encode` for the host: a ``TensorMap`` of ``host/ptx_host.h``. It takes what hardware takes."""
+    """`boxes.encode` for the host: a ``TensorMap`` of ``host/ptx_host.h``. It takes what hardware takes."""
     assert len(box) == 5 and max(box) <= 256 and min(box) >= 1 and max(steps) <= 8 and min(steps) >= 1
     assert steps[0] == 1 and (not span or box[0] * dtype.itemsize <= span), "a row of the box is within the swizzle"
     strides = (dtype.itemsize, *tensor.strides)
