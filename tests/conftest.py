@@ -31,7 +31,7 @@ from torch import Tensor
 
 import upconv
 from upconv import cpu, ops, planner
-from upconv.cuda import packs
+from upconv.cuda import engine, packs
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch
@@ -331,7 +331,7 @@ def _settable_backends() -> None:
 
 def _forget_plans() -> None:
     calls.seen.clear()
-    for module in (ops, planner):
+    for module in (ops, planner, engine, replays):
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()

@@ -152,6 +152,9 @@ def test_images_whose_pixels_meet_are_of_several_rows() -> None:
         family = wgrad if pass_ == "grad-weight" else gather
         chosen = family.candidate(layer, H200)
         assert chosen.problem == layer.in_a_row and chosen.seconds < 0.9 * family.choose(layer, H200).seconds
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batches, "LONGEST", layer.in_a_row.size[-1] - 1)
+            assert family.candidate(layer, H200).problem != layer.in_a_row, "the kernel counts in 32 bits"
 
 
 def test_only_images_of_two_dimensions_in_channels_last_lie_side_by_side() -> None:

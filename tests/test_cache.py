@@ -412,7 +412,7 @@ def test_a_child_does_not_wait_for_a_thread_of_its_parents(folder: Path) -> None
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with cache._state_lock, launch._lock:
+        with cache._state_lock.now, launch._lock.now:
             held.set()
             done.wait(60)
 

@@ -21,6 +21,7 @@ from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct, direct_grad
 from upconv.cuda.direct.direct_grad import Choice
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
+from upconv.export import source
 from upconv.planner import Device, plan
 from upconv.problem import PRECISIONS, Pass, Problem
 
@@ -239,3 +240,20 @@ def test_depthwise_kernels_compile_without_spills(dtype: torch.dtype) -> None:
             choice = direct_grad.choose(p, GPUS[i % len(GPUS)])
             assert isinstance(choice, Choice)
             check_compiled(choice, GPUS[i % len(GPUS)], 0)
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        Problem.make(2, 64, 64, (8, 8), 64, 32, groups=64),
+        Problem.make(2, 8, 8, (8, 8), 33, 16, dtype=torch.float64),
+    ],
+    ids=str,
+)
+def test_a_weights_gradient_that_no_tile_fits_is_pytorchs(p: Problem) -> None:
+    found = plan(p, Device("cuda", gpu=H200))
+    assert "native" not in (found.forward, found.grad_input.name)
+    assert found.grad_weight.name == "native"
+    assert found.grad_weight.candidates[0].reason == "none of upconv's kernels fits"
+    with pytest.raises(ValueError, match="must have kernels to be exported, and for grad-weight there is none"):
+        source(p)

@@ -447,7 +447,7 @@ from upconv.cuda.compile import jit
 source = 'extern "C" __global__ void plain() {}'
 held = jit._busy.setdefault(jit._key(source, "80"), threading.Lock())
 held.acquire()  # as by a thread that compiles
-jit._lock.__enter__()
+jit._lock.now.acquire()
 child = os.fork()
 if child == 0:
     signal.alarm(30)

@@ -15,7 +15,7 @@ def in_child(then: Callable[[], object]) -> None:
 
 
 class Lock:
-    """A module's lock, free in a forked child. ``make``: `threading.Lock` or `threading.RLock`."""
+    """A module's lock, free in a forked child: ``with lock.now``. ``make``: `threading.Lock` or `threading.RLock`."""
 
     def __init__(self, make: Callable[[], Any] = threading.Lock) -> None:
         self._make = make
@@ -23,12 +23,5 @@ class Lock:
         in_child(self._renew)
 
     def _renew(self) -> None:
-        self._lock = self._make()
-
-    def __enter__(self) -> None:
-        lock = self._lock
-        lock.acquire()
-        self._held = lock
-
-    def __exit__(self, *error: object) -> None:
-        self._held.release()
+        self.now = self._make()
+        """This process's lock. Who holds it across a fork gives back the one that it took."""

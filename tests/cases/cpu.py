@@ -78,7 +78,10 @@ def enormous_stride_raises_at_once():
 
 
 def times(a, b, x, enough, most=40):
-    """Median times of a and b, called in turn until `enough(stock, ours)`, for a machine that does other work too."""
+    """Median times of a and b, called in turn until `enough(stock, ours)`, for a machine that does other work too.
+
+    Looking after each turn favours b a little: the test is for times that are several times as long.
+    """
     seen = [], []
     with torch.no_grad():
         a(x), b(x)
@@ -97,8 +100,9 @@ def stride_of_thousands_is_not_slow():
     a, b = twins(4, 4, 3, 1000)
     x = torch.randn(1, 4, 5, 5)
     t = time.perf_counter()
-    near(b(x), a(x))
+    y = b(x)
     assert time.perf_counter() - t < 5
+    near(y, a(x))
     enough = lambda stock, ours: ours < 3 * stock + 0.2
     stock, ours = times(a, b, x, enough)
     assert enough(stock, ours), f"{ours:.2f} s, stock {stock:.2f}"

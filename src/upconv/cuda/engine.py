@@ -164,17 +164,17 @@ class Gradients:
         """Sums by a kernel of our own; None for PyTorch's, which small tensors are left to."""
         from upconv.cuda import bias
 
-        with _preparing, torch.cuda.device(self.index):
+        with _preparing.now, torch.cuda.device(self.index):
             return bias.BiasRunner(self.plan.problem, self.index) if bias.serves(self.plan.problem) else None
 
     @cached_property
     def input(self) -> Runner | None:
-        with _preparing:
+        with _preparing.now:
             return None if self.plan.grad_input.choice is None else Runner(self.plan, self.index, "grad-input")
 
     @cached_property
     def weight(self) -> WeightRunner | None:
-        with _preparing:
+        with _preparing.now:
             return None if self.plan.grad_weight.choice is None else WeightRunner(self.plan, self.index)
 
 
@@ -333,7 +333,7 @@ def _runner(plan: Plan, index: int) -> Runner | None:
     """The plan's runner on a device, compiled and loaded; None where `collecting` noted it instead."""
     if not _noted(plan, index, "fwd"):
         return None
-    with _preparing:
+    with _preparing.now:
         runners = loaded(plan).runners
         if index not in runners:
             runners[index] = Runner(plan, index)
@@ -355,10 +355,10 @@ def _noted(plan: Plan, index: int, pass_: Pass, of: Convolved | None = None, bia
     wanted: list[Wanted] | None = getattr(_local, "wanted", None)
     if wanted is None:
         return True
-    loaded = _loaded(plan, index, pass_)
-    if _local.every or not loaded:
+    ready = _loaded(plan, index, pass_)
+    if _local.every or not ready:
         wanted.append(Wanted(plan, index, of, biased))
-    return loaded
+    return ready
 
 
 def _gradients(plan: Plan, index: int) -> Gradients:
@@ -394,13 +394,13 @@ def collecting(every: bool = False) -> Iterator[list[Wanted]]:
     global _collectors
     before = getattr(_local, "wanted", None), getattr(_local, "every", False)
     _local.wanted, _local.every = [], every
-    with _preparing:
+    with _preparing.now:
         _collectors += 1
     try:
         yield _local.wanted
     finally:
         _local.wanted, _local.every = before
-        with _preparing:
+        with _preparing.now:
             _collectors -= 1
 
 
@@ -448,16 +448,16 @@ def compile_all(
             if progress is not None:
                 progress(label, done, len(jobs))
     for each in wanted:
-        plan, loaded = each.plan, _gradients(each.plan, each.device)
+        plan, gradients = each.plan, _gradients(each.plan, each.device)
         passes = each.passes(training)
         if "fwd" in passes and plan.choice is not None:
             _load(_runner(plan, each.device))
         if "grad-input" in passes:
-            _load(loaded.input)
+            _load(gradients.input)
         if "grad-weight" in passes:
-            _load(loaded.weight)
+            _load(gradients.weight)
         if training and each.biased:
-            _ = (loaded if each.of is None else _gradients(each.of.sums, each.device)).bias
+            _ = (gradients if each.of is None else _gradients(each.of.sums, each.device)).bias
     provisional.settle()
     return sorted(lines)
 

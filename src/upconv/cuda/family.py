@@ -31,7 +31,7 @@ class Unit(Protocol):
 class Prepared:
     """A choice for ``fwd`` or ``grad-input`` whose kernels are loaded on a device; what is here are the defaults."""
 
-    packing: Hashable = None
+    packing: Hashable
     """What `pack`'s result depends on beside the weight: choices of equal packing share packed weights."""
     casts = False
     """Whether it takes float32 weights for a 16-bit problem.

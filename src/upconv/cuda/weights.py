@@ -103,7 +103,7 @@ _MOST_PACKINGS = 4096  # as many as there are plans
 
 def number(packing: Hashable) -> int:
     """A number for a way of packing, since the hash of its description would cost more than the rest of a look-up."""
-    with _lock:
+    with _lock.now:
         if len(_packings) >= _MOST_PACKINGS:
             _packings.clear()  # numbers are never given twice: what is forgotten is packed once more
         if packing not in _packings:
@@ -117,7 +117,7 @@ def freeze(weight: Tensor) -> None:
     Raises:
         RuntimeError: the weight is an inference tensor, whose changes PyTorch does not count.
     """
-    with _lock:
+    with _lock.now:
         frozen[id(weight.untyped_storage()), weight.data_ptr()] = Frozen(weight)
 
 
@@ -169,7 +169,7 @@ def kept(weight: Tensor, packing: int, index: int, pack: Callable[[Tensor], Tens
         return None
     tensor = pack(weight.resolve_neg())
     if tensor.untyped_storage() is not weight.untyped_storage():  # else the kernel reads the weight as it is
-        with _lock:
+        with _lock.now:
             while key not in entry.packed and len(entry.packed) >= MOST_COPIES:
                 del entry.packed[next(iter(entry.packed))]
             entry.packed[key] = Packed(tensor, stream, index)

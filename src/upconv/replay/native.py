@@ -122,7 +122,7 @@ def _tell(line: str) -> None:
 
 def _start() -> None:
     global _builder, _reason
-    with _lock:
+    with _lock.now:
         if _builder is not None:
             return
         _reason = "is being compiled"

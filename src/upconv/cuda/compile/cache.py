@@ -131,7 +131,7 @@ def _cause(error: Exception) -> str:
 
 def _warn(folder: Path | None, reason: str) -> None:
     global _warned
-    with _state_lock:
+    with _state_lock.now:
         if _warned:
             return
         _warned = True
@@ -318,7 +318,7 @@ def _publish(path: Path, data: bytes) -> None:
 def _sweep(folder: Path) -> None:
     """Removes what killed processes left behind, once per process."""
     global _swept
-    with _state_lock:
+    with _state_lock.now:
         if _swept:
             return
         _swept = True
@@ -347,7 +347,7 @@ def _make_room(folder: Path, key: str, written: int) -> None:
     """
     global _uncounted
     most = most_bytes()
-    with _state_lock:
+    with _state_lock.now:
         _uncounted += written
         if _uncounted < most * _COUNTED_EVERY:
             return

@@ -206,7 +206,7 @@ def at_hand(source: str, arch: str, label: str = "") -> bool:
 
 def _remember(key: str, code: bytes) -> None:
     """Keeps a cubin in memory, and of the others no more than there is room for."""
-    with _lock:
+    with _lock.now:
         _cubins.pop(key, None)
         _cubins[key] = code
         while sum(map(len, _cubins.values())) > _MOST_CUBIN_BYTES and len(_cubins) > 1:
@@ -217,7 +217,7 @@ def _cubin(source: str, arch: str, label: str, key: str, keep: bool = True) -> b
     found = _cubins.get(key)
     if found is not None:
         return found
-    with _lock:
+    with _lock.now:
         busy = _busy.setdefault(key, threading.Lock())
     try:
         with busy:
@@ -226,7 +226,7 @@ def _cubin(source: str, arch: str, label: str, key: str, keep: bool = True) -> b
                 found = _load_or_compile(source, arch, label or "kernel", key, keep)
                 _remember(key, found)
     finally:
-        with _lock:
+        with _lock.now:
             _busy.pop(key, None)
     return found
 
@@ -461,7 +461,7 @@ def kernel(source: str, entry: str, arch: str, label: str = "", keep: bool = Tru
     if found is not None:
         return found
     code = _cubin(source, arch, label, key, keep)
-    with _load_lock:
+    with _load_lock.now:
         found = _kernels.get((key, entry))
         if found is None:
             found = _kernels[key, entry] = _load(code, entry, key, label or "kernel")

@@ -77,14 +77,14 @@ forks.in_child(_forked)
 def noted_by(notes: Notes) -> Iterator[None]:
     """Within it, launches of this thread are noted instead of made."""
     global _notes
-    with _lock:
+    with _lock.now:
         _notes += 1
     _noting.by = notes
     try:
         yield
     finally:
         _noting.by = None
-        with _lock:
+        with _lock.now:
             _notes -= 1
 
 

@@ -53,7 +53,7 @@ class Provisional:
         except BaseException:
             self._compiled.cancel()
             raise
-        with _lock:
+        with _lock.now:
             _pending.add(self)
 
     def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
@@ -82,7 +82,7 @@ class Provisional:
                 text = f"A kernel keeps its quick form, which may take 1.5 times as long: {error}"
                 warnings.warn(text, RuntimeWarning, 2)
             self._compiled = None
-            with _lock:
+            with _lock.now:
                 _pending.discard(self)
 
     def abandon(self) -> None:
@@ -101,14 +101,14 @@ def pending() -> bool:
     """Whether a kernel's final form is being compiled, or is to be."""
     if not _pending:
         return False
-    with _lock:
+    with _lock.now:
         return any(each.compiling() for each in _pending)
 
 
 def settle() -> None:
     """Waits for the final forms of all kernels that are loaded."""
     while _pending:
-        with _lock:
+        with _lock.now:
             each = next(iter(_pending), None)
         if each is not None:
             each.settle()
@@ -128,7 +128,7 @@ def _begin(job: Callable[[], Any]) -> Future[Any]:
     """Has a thread do it; what no thread has begun when the program ends is left undone."""
     global _threads
     future: Future[Any] = Future()
-    with _lock:
+    with _lock.now:
         _jobs.append((future, job))
         if _threads >= _THREADS:
             return future
@@ -136,7 +136,7 @@ def _begin(job: Callable[[], Any]) -> Future[Any]:
     try:
         threading.Thread(target=_work, name="upconv-compile").start()
     except RuntimeError:  # as many threads as the machine allows, or the program ends: the next launch compiles it
-        with _lock:
+        with _lock.now:
             _threads -= 1
         future.cancel()
     return future
@@ -145,7 +145,7 @@ def _begin(job: Callable[[], Any]) -> Future[Any]:
 def _work() -> None:
     global _threads
     while True:
-        with _lock:
+        with _lock.now:
             if not threading.main_thread().is_alive():  # launches of other threads compile what they need
                 for future, _ in _jobs:
                     future.cancel()

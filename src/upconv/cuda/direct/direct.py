@@ -829,9 +829,12 @@ def _best_blocks(tiles: Iterable[Tile], cost: Callable[[Tile], _Cost | None]) ->
     blocks: dict[tuple[int, int, int], list[Tile]] = {}
     for tile in tiles:
         blocks.setdefault((tile.block_x, tile.block_h, tile.slots), []).append(tile)
-    first = {block: cost(max(of, key=lambda t: (t.chunk, -t.split))) for block, of in blocks.items()}
-    seconds = {block: math.inf if found is None else found.seconds for block, found in first.items()}
-    kept = sorted(blocks, key=lambda block: seconds[block])[:_BLOCKS]
+    seconds = {}
+    for block, of in blocks.items():  # by its largest chunk that fits
+        costs = map(cost, sorted(of, key=lambda t: (-t.chunk, t.split)))
+        if (fitting := next((each for each in costs if each is not None), None)) is not None:
+            seconds[block] = fitting.seconds
+    kept = sorted(seconds, key=lambda block: seconds[block])[:_BLOCKS]
     found = ((cost(tile), tile) for block in kept for tile in blocks[block])
     return [(each, tile) for each, tile in found if each is not None]
 

@@ -91,7 +91,7 @@ class GradInput(family.Prepared, ABC):
     def _run_inner(self, x: Tensor, weight: Tensor, out: Tensor, fresh: bool, claim: bool) -> None:
         """Packs and multiplies; nothing may begin beside what rearranged the operands, but beside the packing."""
         packed = self._inner.pack(weight)
-        self._inner.run(x, packed, None, out, *((fresh, True) if claim else (fresh,)))
+        self._inner.run(x, packed, None, out, fresh, claim)
 
 
 class GradWeight(family.PreparedWeight, ABC):

@@ -45,7 +45,7 @@ def choose(search: Callable[..., Any], p: Problem, gpu: Gpu, general: bool, wide
         return chosen
     if (flat := p.flat) is not None and not isinstance(other := search(flat, gpu), str):
         chosen = _faster(chosen, replace(other, flat=True))
-    if (row := p.in_a_row) is not None:
+    if (row := p.in_a_row) is not None and too_long(row) is None:
         chosen = _faster(chosen, search(row, gpu))
     gapless = p.pass_ == "grad-weight" and max(p.stride) <= MAX_BOX_STEP  # chunks of any shape, of images as they are
     narrow = max(*p.size, *p.out_size) <= widest and p.batch >= _FEWEST and not gapless
