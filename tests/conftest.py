@@ -646,6 +646,8 @@ def host_program(main: Path, folder: Path) -> Path:
 
 
 def compiled_for_host(main: Path, made: Path) -> Path:
-    """A library of a program whose headers are in its folder or ``host``."""
-    _gxx("-shared", "-fPIC", "-fno-strict-aliasing", f"-I{main.parent}", f"-I{HOST}", str(main), "-o", str(made))
+    """A library of a program whose headers are in its folder or ``host``. It exports only what is marked as visible."""
+    # All libraries of a process share an exported template's static array, which has the size of the first library's.
+    flags = ("-shared", "-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden")
+    _gxx(*flags, f"-I{main.parent}", f"-I{HOST}", str(main), "-o", str(made))
     return made

@@ -29,7 +29,8 @@ from upconv.cuda.wgrad import wgrad
 
 _HEADER = r'#line 1 "{}\.cuh"\n.*?\n(?=#line )'
 _CALL = """
-extern "C" const char* run_{0}(int grid, int threads, int shared, const char* arguments, int together, int seed) {{
+extern "C" __attribute__((visibility("default")))
+const char* run_{0}(int grid, int threads, int shared, const char* arguments, int together, int seed) {{
   return machine::launch([] {{ machine::call({0}); }}, grid, threads, shared, arguments, together, seed);
 }}
 """
