@@ -250,7 +250,7 @@ def test_random_layers_by_random_tiles(family: str, emulator: Emulator) -> None:
 
 ARRAY_OF_A_TEMPLATE = """
 #define SIZE {}
-#include "ptx_host.h"
+#include "machine.h"
 template <class Number> void find(u64* place) {{
   __shared__ Number array[SIZE];
   *place = (u64)array;
