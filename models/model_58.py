@@ -17,8 +17,8 @@ Constraints:
 Kernels:
 - forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 2 x 7
   fragments, 224 KB shared.
-- forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
-  channels, in turn, weights ring of 3 x 7 fragments, 222 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8
+  channels, in turn, weights ring of 4 x 7 fragments, 216 KB shared.
 - gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 3 x 7 fragments, 222 KB shared.
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x16 channels x 1x5x7 taps a block, chunks of 1x1x4x64
@@ -1265,8 +1265,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in
-// turn, weights ring of 3 x 7 fragments, 222 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in
+// turn, weights ring of 4 x 7 fragments, 216 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1311,25 +1311,25 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 3;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 21;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
+constexpr int RING_FRAGMENTS = 28;  // fragments of weights in shared memory
+constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 4, ROWS_H = 12;  // input rows of a tile
+constexpr int ROW_STEP_D = 2, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -6;
-constexpr int COLUMNS = 14;  // input columns of a tile with its halo
+constexpr int COLUMNS = 22;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 14;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 22;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 21;  // taps of one stretch of code
+constexpr int TAPS_UNROLLED = 20;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int OUT_STEP_D = 2, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 2, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 16;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -1523,16 +1523,16 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const int TAP_ROW[] = {
-    0, 1, 2, 3, 4, 5, 6, 14, 15, 16, 17, 18, 19, 20, 28, 29, 30, 31, 32, 33, 34, 42, 43, 44, 45, 46, 47, 48, 56, 57, 58,
-    59, 60, 61, 62, 70, 71, 72, 73, 74, 75, 76, 280, 281, 282, 283, 284, 285, 286, 294, 295, 296, 297, 298, 299, 300,
-    308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351,
-    352, 353, 354, 355, 356, 560, 561, 562, 563, 564, 565, 566, 574, 575, 576, 577, 578, 579, 580, 588, 589, 590, 591,
-    592, 593, 594, 602, 603, 604, 605, 606, 607, 608, 616, 617, 618, 619, 620, 621, 622, 630, 631, 632, 633, 634, 635,
-    636
+    0, 1, 2, 3, 4, 5, 6, 22, 23, 24, 25, 26, 27, 28, 44, 45, 46, 47, 48, 49, 50, 66, 67, 68, 69, 70, 71, 72, 88, 89, 90,
+    91, 92, 93, 94, 264, 265, 266, 267, 268, 269, 270, 286, 287, 288, 289, 290, 291, 292, 308, 309, 310, 311, 312, 313,
+    314, 330, 331, 332, 333, 334, 335, 336, 352, 353, 354, 355, 356, 357, 358, 528, 529, 530, 531, 532, 533, 534, 550,
+    551, 552, 553, 554, 555, 556, 572, 573, 574, 575, 576, 577, 578, 594, 595, 596, 597, 598, 599, 600, 616, 617, 618,
+    619, 620, 621, 622, 792, 793, 794, 795, 796, 797, 798, 814, 815, 816, 817, 818, 819, 820, 836, 837, 838, 839, 840,
+    841, 842, 858, 859, 860, 861, 862, 863, 864, 880, 881, 882, 883, 884, 885, 886
 };
-__constant__ const int ENTRY[] = {0,126};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1};
+__constant__ const int ENTRY[] = {0,140};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
@@ -1570,7 +1570,7 @@ constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 
 __constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
+__constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
 #define VALUE(v) (v)
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -1634,15 +1634,16 @@ constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that 
 __device__
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 const short TAP_INDEX[] = {
-    104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, 104, 96, 103, 95, 102, 94, 101, 93, 100, 92, 99,
-    91, 98, 90, 97, 89, 96, 88, 95, 87, 94, 86, 93, 85, 92, 84, 91, 83, 90, 82, 89, 81, 88, 80, 87, 79, 86, 78, 85, 77,
-    84, 76, 83, 75, 82, 74, 81, 73, 80, 72, 79, 71, 78, 70, 77, -1, 76, -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70,
-    69, -1, 68, -1, 67, -1, 66, -1, 65, -1, 64, -1, 63, -1, 62, 69, 61, 68, 60, 67, 59, 66, 58, 65, 57, 64, 56, 63, 55,
-    62, 54, 61, 53, 60, 52, 59, 51, 58, 50, 57, 49, 56, 48, 55, 47, 54, 46, 53, 45, 52, 44, 51, 43, 50, 42, 49, 41, 48,
-    40, 47, 39, 46, 38, 45, 37, 44, 36, 43, 35, 42, -1, 41, -1, 40, -1, 39, -1, 38, -1, 37, -1, 36, -1, 35, 34, -1, 33,
-    -1, 32, -1, 31, -1, 30, -1, 29, -1, 28, -1, 27, 34, 26, 33, 25, 32, 24, 31, 23, 30, 22, 29, 21, 28, 20, 27, 19, 26,
-    18, 25, 17, 24, 16, 23, 15, 22, 14, 21, 13, 20, 12, 19, 11, 18, 10, 17, 9, 16, 8, 15, 7, 14, 6, 13, 5, 12, 4, 11, 3,
-    10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
+    104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, -1, 96, -1, 95, -1, 94, -1, 93, -1, 92, -1, 91, -1,
+    90, -1, 89, -1, 88, -1, 87, -1, 86, -1, 85, -1, 84, -1, 83, -1, 82, -1, 81, -1, 80, -1, 79, -1, 78, -1, 77, -1, 76,
+    -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70, -1, 69, 104, 68, 103, 67, 102, 66, 101, 65, 100, 64, 99, 63, 98, 62,
+    97, 61, 96, 60, 95, 59, 94, 58, 93, 57, 92, 56, 91, 55, 90, 54, 89, 53, 88, 52, 87, 51, 86, 50, 85, 49, 84, 48, 83,
+    47, 82, 46, 81, 45, 80, 44, 79, 43, 78, 42, 77, 41, 76, 40, 75, 39, 74, 38, 73, 37, 72, 36, 71, 35, 70, 34, 69, 33,
+    68, 32, 67, 31, 66, 30, 65, 29, 64, 28, 63, 27, 62, 26, 61, 25, 60, 24, 59, 23, 58, 22, 57, 21, 56, 20, 55, 19, 54,
+    18, 53, 17, 52, 16, 51, 15, 50, 14, 49, 13, 48, 12, 47, 11, 46, 10, 45, 9, 44, 8, 43, 7, 42, 6, 41, 5, 40, 4, 39, 3,
+    38, 2, 37, 1, 36, 0, 35, -1, 34, -1, 33, -1, 32, -1, 31, -1, 30, -1, 29, -1, 28, -1, 27, -1, 26, -1, 25, -1, 24, -1,
+    23, -1, 22, -1, 21, -1, 20, -1, 19, -1, 18, -1, 17, -1, 16, -1, 15, -1, 14, -1, 13, -1, 12, -1, 11, -1, 10, -1, 9,
+    -1, 8, -1, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
 };
 
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
@@ -1783,7 +1784,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 5
+#pragma unroll 4
       for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
@@ -5026,7 +5027,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 227728>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 221472>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -5224,12 +5225,12 @@ FORWARD = (
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(1, 2, 8, 8),
-        steps=(1, 2, 1),
+        tile=(1, 1, 8, 16),
+        steps=(2, 1, 1),
         leads=(0, 0, 0),
         m_groups=1,
         resident=False,
-        words=258048,
+        words=286720,
         packed=torch.int32,
     ),
 )

@@ -19,8 +19,8 @@ Kernels:
   6 x 6 fragments, 201 KB shared.
 - forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 128 rows, chunk of 16
   channels, pixels halved, weights ring of 5 x 8 fragments, 215 KB shared.
-- gradient for the input: tiles of 8x32 positions in 5 KB, lanes are columns, a thread takes 2 rows x 32 input
-  channels.
+- gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+  ring of 8 x 3 fragments, 212 KB shared.
 - gradient for the weight: wgmma of up to 2 rows tf32, 32x32 channels x 3x3x3 taps a block, chunks of 1x2x2x16
   (NxDxHxW of q), K in 132 slices, 204 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x3x3 taps a block,
@@ -2593,273 +2593,1249 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: tiles of 8x32 positions in 5 KB, lanes are columns, a thread takes 2 rows x 32 input
-// channels.
+// Gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
+// of 8 x 3 fragments, 212 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
 
-// Gradients on CUDA cores from tiles in shared memory: depthwise layers, small groups and few channels.
+// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
+// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
+// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, CIN its channels, `out` the input's.
 //
-//   grad_input   gi[n, ci, q] = sum over co of the group and taps of g[n, co, q * STEP + tap * DIL - PAD] * w[ci, co, tap]
-//   grad_weight  dW[ci, co, tap] = sum over n and q of x[n, ci, q] * g[n, co, q * STEP + tap * DIL - PAD]
+// Work of a block (persistent, `for tile`): TILE_N x TILE_D x TILE_H x TILE_W positions q times one M-group. An M-group is
+// MB blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
+// W sub-position. K is input channels x taps, in chunks of CK channels.
 //
-// A block brings what TILE_H x TILE_W positions q need of one slice of g (an image's, at a depth) into shared memory, in whole
-// units and once; taps read it there. A thread takes ROWS positions, one below the other.
-//   Lanes are columns: those of g lie in STEP_W planes of equal residue, so that lanes read neighbours at any stride.
-//   LANES_ARE_CHANNELS (depthwise, CHANNELS_LAST): a pixel's channels are neighbours as they are in memory.
-// grad_weight's warps divide a tile's taps (TAP_GROUPS) and its positions (POSITION_GROUPS). Its blocks take a range of tiles
-// each and write partial sums; `reduce` adds them in the order of their index, so that every run gives the same bits. Positions of
-// a tile beyond the image are zeros of x that meet g where it is: an infinity there makes NaN of that tap's sum.
+// Roles:
+//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
+//              STAGES_S - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of CK
+//              channels and rounds to TF32. Channels-last: copies straight to those rows.
+//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
+//              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
+//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
+//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
+// SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
+// so that one stores while the other multiplies.
+//
+// Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int GROUPS = 1;
-constexpr int CIN_G = 32;  // input channels of a group
-constexpr int COUT_G = 32;  // output channels of a group
-constexpr int TILE_H = 8, TILE_W = 32;  // positions q of a tile
-constexpr int ROWS = 2;  // positions of a thread, one below the other
-constexpr int CI_TILE = 32;  // input channels of a thread
-constexpr int SPAN_H = 17, SPAN_W = 65;  // rows and columns of g that a tile needs
-constexpr int SHIFT = 0;  // columns by which a tile of g begins early, so that it begins at a unit
-constexpr int PLANE_PITCH = 33;  // words from one plane of g's columns to the next
-constexpr int VECTOR = 1;  // elements of a unit
-constexpr int BATCH = 17;  // units of a thread that are on their way at a time
-constexpr int THREADS = 128;  // of a block
-constexpr int MIN_BLOCKS = 3;  // of a multiprocessor
-constexpr int KW_TILE = 3;  // columns of the taps that a thread takes
-constexpr int WEIGHTS_READ = 32;  // words of a tap's weights that a thread reads
-constexpr int UNROLL_H = 3, UNROLL_W = 1;  // taps in one stretch of code
-constexpr int KERNEL_D = 3, KERNEL_H = 3, KERNEL_W = 3;  // the layer's
-constexpr int STEP_D = 2, STEP_H = 2, STEP_W = 2;  // stride
-constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
-constexpr int PAD_D = 1, PAD_H = 1, PAD_W = 1;  // padding
-
-// What the kernels for CUDA cores share: storage type T and accumulator Acc.
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int CIN = 32;  // channels of what is read
+constexpr int COUT = 32;  // channels of what is written
+constexpr int CIN_G = 32;  // channels of a group in what is read
+constexpr int COUT_G = 32;  // channels of a group in what is written
+constexpr int TAPS = 27;  // of the kernel, over all axes
+constexpr int PACK_TAPS = 4;
+constexpr int CK = 8;  // channels of a chunk
+constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
+constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
+constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
+constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
+constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
+constexpr int VARIANTS = 1;  // M-groups that differ in their taps
+constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
+constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
+constexpr int STAGES_P = 1;  // input tiles in shared memory
+constexpr int STAGES_S = 2;  // staging slots
+constexpr int STAGES_W = 8;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 3;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 24;  // fragments of weights in shared memory
+constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 5, ROWS_H = 17;  // input rows of a tile
+constexpr int ROW_STEP_D = 2, ROW_STEP_H = 2;  // rows of the tile from one q to the next
+constexpr int FIRST_W = -1;
+constexpr int COLUMNS = 17;  // input columns of a tile with its halo
+constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
+constexpr int PLANE = 9;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANES = 2;  // residues that some tap reads; of several boxes all
+constexpr int PLANE_BARRIERS = 1;
+constexpr int TAPS_UNROLLED = 9;  // taps of one stretch of code
+constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
+constexpr int PRODUCER_REGISTERS = 96;  // of a thread
+constexpr int CONSUMER_REGISTERS = 160;  // of a thread
+constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 2, IN_STEP_H = 2, IN_STEP_W = 2;  // inputs from one q to the next
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
+__device__ __forceinline__ void let_dependent_begin() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+// And waits for what that one wrote.
+__device__ __forceinline__ void wait_for_results() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
+
+// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
+}
+// What was initialised is seen by copies and, in a cluster, by other blocks.
+__device__ __forceinline__ void barriers_begun() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+// One thread arrives, and the phase waits for so many bytes of copies too.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  while (!barrier_done(barrier, parity)) {}
+}
+template <int ID, int THREADS_OF>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
+}
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// --- copies into shared memory ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  // the rest of the 16 becomes zero
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}
+
+// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
+
+// Whole 16 bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+// --- loads and stores ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 load_shared_u32(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
+  u32 v = 0;
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a),
+      "r"((u32)ok) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
+      "=r"(v[3]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
+}
+
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
+__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
+      "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to),
+      "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
+      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
+      "r"((u32)ok) : "memory");
+}
 
 // --- the compiler and registers --------------------------------------------------------------------------------------
 
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
 // Integers. Macros, since by references the compiler keeps variables in another order.
 #define OPAQUE(a) asm volatile("" : "+r"(a))
+// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
+}
+// a * b + c by one instruction, where the compiler of (long long)a * b + c takes the product apart.
+__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
+  u64 r;
+  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
+  return r;
+}
+
+// --- numbers ---------------------------------------------------------------------------------------------------------
+
+// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
+__device__ __forceinline__ u32 to_tf32(float v) {
+  u32 r;
+  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+}
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
 
-typedef float T;
-typedef float Acc;
-
-typedef long long i64;
-
-__device__ __forceinline__ Acc load_value(T v) {
-    return v;
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
+// signs of A and B, and how they lie
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
-__device__ __forceinline__ T store_value(Acc v) {
-    return v;
-}
+// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
+#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
+  "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
+#define WGMMA_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
+    SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
 
-__device__ __forceinline__ Acc multiply_add(Acc a, Acc b, Acc c) {
-    return fmaf(a, b, c);
-}
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
 
-constexpr int VEC = 4;  // accumulators in 16 bytes
-struct alignas(16) Pack {
-    Acc v[VEC];
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 9, 1, 18, 27, 19, 36, 45, 37, 306, 315, 307, 324, 333, 325, 342, 351, 343, 612, 621, 613, 630, 639, 631, 648,
+    657, 649
+};
+__constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
+constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
+constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
+constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
+constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
+// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
+// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
+constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
+constexpr int PIXELS = SEGMENTS * PITCH;
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
+constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+constexpr int STAGE_BYTES = PARTS * PART_BYTES;
+// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
+// the row, whatever its alignment.
+constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
+constexpr int ROW_UNITS = STAGING_UNITS;
+// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
+// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
+constexpr int CLASS_ROWS = ROWS_H;
+constexpr int CHANNEL_BYTES = ROWS_D * CLASS_ROWS * ROW_UNITS * 16;
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
+constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
+constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
+constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
+constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
+constexpr int CONSUMERS = 2;
+constexpr int CONSUMER_THREADS = CONSUMERS * 128;
+// two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
+// one loads the weights
+constexpr int PRODUCER_THREADS = 192;
+constexpr int WEIGHTS_WARP = 7;
+constexpr int FIRST_CONSUMER = 2;
+constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
+constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
+
+__constant__ const int ROW_D[] = {-1,0,1,2,3};  // input offset of a tile's rows
+__constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
+#define VALUE(v) (v)
+
+struct Sizes {                                         // one layout for the packed argument block
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
+  int tiles;                                           // all of them, times M_GROUPS
 };
 
-constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of the kernel, over all axes
-constexpr int CIN = GROUPS * CIN_G;  // the layer's input channels
-constexpr int COUT = GROUPS * COUT_G;  // the layer's output channels
-constexpr int G_COLUMN = 1;  // elements from one column of g to the next
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
 
-// Words of shared memory from row to row of g's tile, and where a column of it lies.
-constexpr int ROW_PITCH = STEP_W * PLANE_PITCH;
-#define COLUMN_AT(c) ((c) % STEP_W * PLANE_PITCH + (c) / STEP_W)
-constexpr int CHANNEL_BLOCKS = (CIN_G + CI_TILE - 1) / CI_TILE;  // of a group
-constexpr int G_WORDS = (SPAN_H * ROW_PITCH + 3) / 4 * 4;
-
-struct Sizes {
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_h, tiles_w;
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
 };
 
-struct Tile { int n, d, h, w; };  // first position
+struct Tile {
+  int group, cout_block, variant;                      // M-group
+  int n, d, h, w;                                      // first q
+};
 
-__device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
+__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   Tile t;
-  t.w = index % s.tiles_w * TILE_W;  index /= s.tiles_w;
-  t.h = index % s.tiles_h * TILE_H;  index /= s.tiles_h;
-  t.d = index % s.in_d;
-  t.n = index / s.in_d;
+  int m = index % M_GROUPS, q = index / M_GROUPS;
+  t.variant = m % VARIANTS;
+  t.cout_block = m / VARIANTS % COUT_BLOCKS;
+  t.group = m / (VARIANTS * COUT_BLOCKS);
+  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * TILE_D;
+  t.n = q / s.tiles_d * TILE_N;
   return t;
 }
 
-// The thread's index, anew: else every place of a batch, the same for all tiles, would be kept in registers between them.
-__device__ __forceinline__ int thread_index() {
-  int index = threadIdx.x;
-  OPAQUE(index);
-  return index;
+__device__ __forceinline__ int entries_of(int variant) {
+  return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
+__device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
-// Elements that are loaded together, in words where there are some.
-struct alignas(VECTOR * ELEMENT) Loaded { T v[VECTOR]; };
-__device__ __forceinline__ Acc element(const Loaded& unit, int k) { return load_value(unit.v[k]); }
+// =====================================================================================================================
+// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
+// block][variant][chunk][entry][k step][part][wgs][warp][lane]
+// =====================================================================================================================
 
-// Units of a row of g's tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's channels of columns. As many
-// rows as they fit into the threads are loaded at a time; a thread has the same columns of all.
-constexpr int ROW_UNITS = SPAN_W / VECTOR;
-constexpr int PASSES_W = (ROW_UNITS + THREADS - 1) / THREADS;
-constexpr int ROWS_AT_ONCE = THREADS / ROW_UNITS;
-constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+__constant__
+// [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+const short TAP_INDEX[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26};
 
-// What the taps of slice `kd` meet of g's channels from `channel` on to shared memory, zeros beyond the borders; false where the
-// whole slice lies beyond them. Units are whole where g lies and its rows end at their multiples; else elements are loaded.
-__device__ __forceinline__ bool stage_gradient(Acc* tile, const T* g, const Tile& t, int kd, int channel, bool whole,
-    const Sizes& s) {
-  const int d = t.d * STEP_D + kd * DIL_D - PAD_D, h = t.h * STEP_H - PAD_H, w = t.w * STEP_W - PAD_W - SHIFT;
-  if ((u32)d >= (u32)s.out_d) return false;
-  const i64 pixels = (i64)s.out_d * s.out_h * s.out_w, slice = (i64)d * s.out_h * s.out_w,
-      line = (i64)s.out_w * G_COLUMN;
-  const T* from = g + (((i64)t.n * COUT + channel) * pixels + slice);
-  const int thread = thread_index(), first = thread / ROW_UNITS;
-  if (first >= ROWS_AT_ONCE) return true;  // the others have nothing to do
-#pragma unroll 1
-  for (int pass = 0; pass < PASSES_W; pass++) {
-    const int at = (thread % ROW_UNITS) * VECTOR;  // element of a row
-    const i64 offset = (i64)(w + at) * G_COLUMN;
-    const bool in = (u32)(w + at) < (u32)s.out_w;
-    Acc* to = tile + first * ROW_PITCH + COLUMN_AT(at);
-    int row = h + first;
-#pragma unroll 1
-    for (int i = 0; i < PASSES_H; i += BATCH, row += BATCH * ROWS_AT_ONCE, to += BATCH * ROWS_AT_ONCE * ROW_PITCH) {
-      const T* place = from + row * line + offset;
-      Loaded unit[BATCH];                // all loads come first: a block waits for memory once in BATCH
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
+constexpr int PACK_THREADS = 256;
+constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
+constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
+constexpr int PACK_OUTER = 16;  // of a block along the weight's first dimension
+constexpr int PACK_INNER = PACK_K;  // and along its second
+constexpr int PACK_PLANE = CIN_G * TAPS;  // elements from one index of its first dimension to the next
+constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
+
+// A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
+template <bool LAST>
+__device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
+    int taps, int tap_step, int thread) {
+  constexpr int COUNT = PACK_INNER * PACK_TAPS;
 #pragma unroll
-      for (int b = 0; b < BATCH; b++) {
-        unit[b] = {};
-        if (in && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.out_h)
-          unit[b] = *(const Loaded*)(place + b * ROWS_AT_ONCE * line);
-      }
-#pragma unroll
-      for (int b = 0; b < BATCH; b++) {
-#pragma unroll
-        for (int k = 0; k < VECTOR; k++) to[b * ROWS_AT_ONCE * ROW_PITCH + COLUMN_AT(k)] = element(unit[b], k);
-      }
+  for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
+    int o = thread / 32 + j * (PACK_THREADS / 32);
+#pragma unroll 16  // loads in flight
+    for (int k = 0; k < (COUNT + 31) / 32; k++) {
+      int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS,
+          tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
+      bool exists = o < outer && i < inner && (tap < taps);
+      tile[(o * PACK_K + i) * PACK_PITCH + tap] = exists
+          ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
     }
   }
-  return true;
+}
+
+#define PACK_SYNC() __syncthreads()
+
+// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
+  int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
+  int warp = rest % 4;  rest /= 4;
+  int wg = rest % WGS_M;  rest /= WGS_M;
+  int k_step = rest % K_STEPS;  rest /= K_STEPS;
+  int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
+  int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB,
+      cin = chunk * CK + k_step * PACK_K;
+  int outer = cout, inner = cin;  // the group's first along the weight's dimensions
+  const float* from = weight + (long long)(group * COUT_G + outer) * PACK_PLANE;
+  int outer_left = COUT_G - outer, inner_left = CIN_G - inner;
+  if (tap_step == 1)
+    bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
+  else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
+      thread);
+  PACK_SYNC();
+  int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
+  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
+  const float* own = tile
+      + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
+  // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
+    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const float* at = own + (tap - begin);
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+  };
+#pragma unroll 1
+  for (int variant = 0; variant < VARIANTS; variant++) {
+    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+#pragma unroll 4
+    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
+      int tap = TAP_INDEX[(before + e) * SUBS + sub];
+      if (here(tap)) write(variant, e, tap);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
-// The gradient for the input
+// Producer
 // =====================================================================================================================
 
-// A tap's weights, for the lanes' channels or a thread's; those of one channel lie by columns of taps, so that four are one load.
-constexpr int WEIGHTS = (CI_TILE + VEC - 1) / VEC * VEC;
-#define TAP_AT(kh, kw) (((kw) * KERNEL_H + (kh)) * WEIGHTS)
-
-constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;
-constexpr int TAP_BATCH = (TAP_WORDS + THREADS - 1) / THREADS;
-
-// What a block computes: channels (LANES_ARE_CHANNELS: from `ci` on; else of `group`) of a tile.
-struct Item {
-  Tile tile;
-  int group, ci;
+struct Source {                                        // where a tile's chunk lies in the input
+  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
+  int channel, left;                                   // first channel, channels left in the group
 };
 
-__device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
-  Item item;
-  const int block = index % CHANNEL_BLOCKS;  index /= CHANNEL_BLOCKS;
-  item.ci = block * CI_TILE;
-  // A channel's tiles are neighbours: what their halos share comes from L2.
-  const u32 tiles = s.tiles_w * s.tiles_h * s.in_d;
-  item.group = index / tiles % GROUPS;
-  item.tile = tile_of(index % tiles, s);
-  item.tile.n = index / tiles / GROUPS;
-  return item;
+__device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
+  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK,
+      CIN_G - chunk * CK};
 }
 
-// A slice's weights.
-__device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int co, int kd) {
-  const int thread = thread_index();
-#pragma unroll
-  for (int b = 0; b < TAP_BATCH; b++) {
-    int i = thread + b * THREADS, c = i % WEIGHTS, tap = kd * (KERNEL_H * KERNEL_W) + i / WEIGHTS;
-    bool in = c < CI_TILE && item.ci + c < CIN_G;
-    const T* from = weight + ((i64)(item.group * CIN_G + item.ci + c) * COUT_G + co) * TAPS + tap;
-    v[b] = 0;
-    if (i < TAP_WORDS && in) v[b] = *from;
-  }
+// The segment's (n, d, h), and whether that row of the input exists.
+__device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int packed, int& n, int& d, int& h) {
+  n = at.n + (packed >> 24);
+  d = at.d + ((packed << 8) >> 20);
+  h = at.h + ((packed << 20) >> 20);
+  return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
 }
 
-__device__ __forceinline__ void store_weights(Acc* weights, const T (&v)[TAP_BATCH]) {
-  const int thread = thread_index();
-#pragma unroll
-  for (int b = 0; b < TAP_BATCH; b++) {
-    int i = thread + b * THREADS, tap = i / WEIGHTS;
-    if (i < TAP_WORDS) weights[TAP_AT(tap / KERNEL_W, tap % KERNEL_W) + i % WEIGHTS] = load_value(v[b]);
-  }
-}
-
-__global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-grad_input(const T* __restrict__ g, const T* __restrict__ weight, T* __restrict__ gi, int batch, int in_d, int in_h,
-           int in_w, int out_d, int out_h, int out_w, int tiles_h, int tiles_w, int whole_units) {
-  extern __shared__ __align__(16) unsigned char memory[];
-  Acc *tile = (Acc*)memory, *weights = tile + G_WORDS;
-  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_h, tiles_w};
-  const int worker = threadIdx.x;
-  const int tx = worker % TILE_W, ty = worker / TILE_W * ROWS;
-  const int at = ty * STEP_H * ROW_PITCH + tx;
-  const Item item = item_of(blockIdx.x, s);
-  Acc acc[ROWS][CI_TILE] = {};
+// Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
+// served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
+__device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, u32 slot,
+    int thread) {
+  long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
+  const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
+  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
+  // what would take the time. Where rows are short, threads share them out.
+  constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
+  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
+  int share = thread / PLACES, place_of = thread % PLACES;
+  if (share >= SHARES) return;
 #pragma unroll 1
-  for (int slice = 0; slice < COUT_G * KERNEL_D; slice++) {
-    const int co = slice / KERNEL_D, kd = slice % KERNEL_D;
-    T taps[TAP_BATCH];
-    load_weights(taps, weight, item, co, kd);
-    if (slice) __syncthreads();            // the slice before has been read
-    if (!stage_gradient(tile, g, item.tile, kd, item.group * COUT_G + co, whole_units, s)) continue;
-    store_weights(weights, taps);
-    __syncthreads();
-#pragma unroll UNROLL_W
-    for (int j = 0; j < KW_TILE; j++) {
-      const int kw = j;
-      const Acc* column = tile + at + COLUMN_AT(SHIFT + kw * DIL_W);
-#pragma unroll UNROLL_H
-      for (int kh = 0; kh < KERNEL_H; kh++) {
-        Acc w[WEIGHTS_READ];
-        const Acc* from = weights + TAP_AT(kh, kw);
+  for (int unit = place_of % STAGING_UNITS, c = place_of / STAGING_UNITS; c < CK;) {
+    const char* place = corner + c * plane + unit * 16;
+    int column = at.w + unit * VEC;                   // of the unit's first element, were the row aligned
+    u32 to = slot + c * CHANNEL_BYTES + unit * 16;
+#pragma unroll 1
+    for (int r = share; r < SLICES; r += BY_SLICE) {
+      int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
+      bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
+      const char* line = place + image * (CIN * plane) + d * slice;
+#pragma unroll 2
+      for (int j = 0; j < ROWS_H; j += BY_ROW) {
+        int h = at.h + ROW_H[j];
+        u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
+        int first = column - (int)(p & 15) / ELEMENT;
+        if (exists && (u32)h < (u32)s.in_h && first + VEC > 0 && first < s.in_w)
+          copy16(to + image * (CK - 1) * CHANNEL_BYTES + (r * ROWS_H + j) * (STAGING_UNITS * 16),
+              (const char*)(p & ~15ull));
+      }
+    }
+    break;
+    unit += PRODUCER_THREADS % STAGING_UNITS;
+    c += PRODUCER_THREADS / STAGING_UNITS;
+    if (unit >= STAGING_UNITS) {
+      unit -= STAGING_UNITS;
+      c++;
+    }
+  }
+}
+
+constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+__device__ __forceinline__ int pixel_row(int i) {
+  return i;
+}
+
+// A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
+// row is aligned. Found once a tile, not a chunk.
+struct Pixels {
+  u32 from[OWN_PIXELS], ok;
+  u32 plane;  // channel c of a row begins at (phase + c * plane) % VEC of a unit
+  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
+      int thread) {
+    plane = (u32)s.in_d * s.in_h * s.in_w;
+    ok = 0;
 #pragma unroll
-        for (int i = 0; i < WEIGHTS_READ; i += VEC) {
-          Pack pack = *(const Pack*)(from + i);
+    for (int k = 0; k < OWN_PIXELS; k++) {
+      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
+      int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
+      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+      int at_column = column + COLUMN_PAD, box = 0;
+      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
+      int n, d, h;
+      bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
+      u32 first = ((u32)n * CIN + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / ELEMENT);
+      from[k] |= (first & (VEC - 1)) << 24;             // the low 24 bits: the place in a slot; above: the phase
+      ok |= (u32)in << k;
+    }
+  }
+};
+
+// A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
+template <bool ALIGNED>  // every channel of a row has the same misalignment
+__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile,
+    int thread) {
 #pragma unroll
-          for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
-        }
+  for (int k = 0; k < OWN_PIXELS; k++) {
+    int p = pixel_row(thread + k * PRODUCER_THREADS);
+    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+    bool ok = exist >> k & 1;
+    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
+#pragma unroll 2  // more of them spill
+    for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
+      u32 v[VEC];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-          Acc v = column[(r * STEP_H + kh * DIL_H) * ROW_PITCH];
+      for (int e = 0; e < VEC; e++) {
+        int c = unit * VEC + e;
+        bool have = ok;
+        u32 a = from + c * CHANNEL_BYTES;
+        if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
+        v[e] = have ? load_shared_u32(a) : 0;
+      }
+      u32 hi[4];
 #pragma unroll
-          for (int i = 0; i < CI_TILE; i++) acc[r][i] = multiply_add(v, w[i], acc[r][i]);
+      for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+      store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
+    }
+  }
+}
+
+// A walk over (tile, chunk) in the order in which consumers take them.
+struct Walk {
+  int index, chunk;
+  Tile tile;
+  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
+  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
+    while (index < s.tiles) {
+      tile = tile_at(index, s);
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
+      chunk = 0;
+    }
+  }
+  __device__ __forceinline__ void next(const Sizes& s) {
+    if (++chunk >= CHUNKS) settle(s);
+  }
+};
+
+// The tile is written: make it visible to the matrix units and say so, once a warp.
+__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+  fence_async_shared();
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
+
+__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles,
+    u32 slots, const Barriers& barriers, int thread) {
+  int lane = thread & 31;
+  Walk now;
+  Cursor tile = {0, 1};
+  Pixels own;
+  Cursor slot = {0, 0};
+  Walk ahead;
+  ahead.begin(FIRST_TILE(s), s);
+  u32 next_slot = 0;
+#pragma unroll 1
+  for (int i = 0; i < STAGES_S - 1; i++) {
+    if (ahead.live(s)) {
+      stage(x, s, source_of(ahead.tile, ahead.chunk), slots + i * SLOT_BYTES, thread);
+      ahead.next(s);
+    }
+    copy_commit();
+  }
+  next_slot = STAGES_S - 1;
+#pragma unroll 1
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+    if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
+    copy_wait<STAGES_S - 2>();
+    named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
+    if (ahead.live(s)) {
+      stage(x, s, source_of(ahead.tile, ahead.chunk), slots + next_slot * SLOT_BYTES, thread);
+      ahead.next(s);
+    }
+    if (++next_slot == STAGES_S) next_slot = 0;
+    copy_commit();
+    barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
+    int channel = now.chunk * CK;
+    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
+    u32 exist = own.ok;
+    if (own.plane % VEC == 0) {
+      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
+    } else {
+      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
+    }
+    hand_over(barriers.full + tile.stage * 8, lane);
+  }
+}
+
+// =====================================================================================================================
+// Weights: fragments in the order in which they are used
+// =====================================================================================================================
+
+#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
+
+__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
+  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
+  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
+}
+
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
+// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
+// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
+// behind the other.
+#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+constexpr int LONGEST_STRETCH = TAPS_UNROLLED * STEPS_PER_TAP;  // where not STRAIGHT
+
+// Where a tile's weights come from, in the order in which they are used.
+typedef const char* Weights;  // packed; chunks lie one behind the other
+__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+  copy_bulk(to, from, bytes, barrier);
+}
+
+// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
+template <class Source>
+__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
+  Cursor cursor = {0, 1};
+#pragma unroll 1
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
+    Tile t = tile_at(index, s);
+    Weights from = weights_of(packed, t);
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+#pragma unroll 1
+      for (int b = 0; b < MB; b++) {
+        int left = ENTRY[t.variant * (MB + 1) + b + 1] - ENTRY[t.variant * (MB + 1) + b];
+        left *= STEPS_PER_TAP;
+#pragma unroll 1
+        while (left > 0) {
+          int stretch = left >= LONGEST_STRETCH ? LONGEST_STRETCH : STEPS_PER_TAP;
+          left -= stretch;
+#pragma unroll 1
+          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
+            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
+            from += bytes;
+          }
         }
       }
     }
   }
-  const Tile& t = item.tile;
-  const i64 pixels = (i64)s.in_d * s.in_h * s.in_w;
-  if (t.w + tx >= s.in_w) return;
+}
+
+// A thread's part of a ring's first fragment.
+__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
+  return thread * 16;
+}
+// Fragment i of those that begin at `at`.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
+  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
+}
+
+// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
+struct Fragments {
+  u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
+  const char* from;
+
+  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
+  }
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+  }
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+    if (i % W_STAGE == 0) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
+      in_hand = empty + cursor.stage * 8;
+      cursor.next(STAGES_W);
+    }
+    load_fragment(a, at, i % W_STAGE);
+  }
+  __device__ __forceinline__ void end_stretch(int steps) {
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < MB; b++) {
+        int left = (ENTRY[variant * (MB + 1) + b + 1] - ENTRY[variant * (MB + 1) + b]) * STEPS_PER_TAP;
+        int longest = LONGEST_STRETCH, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE)
+            + left % longest / STEPS_PER_TAP * ((STEPS_PER_TAP + W_STAGE - 1) / W_STAGE);
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
+  }
+};
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
+
+// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
+__device__ __forceinline__ constexpr Place place_of(int subtile) {
+  return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          subtile % W_SUBTILES * SUB_W};
+}
+// its first pixel's row in the tile, for a tap of shift 0
+__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
+  Place p = place_of(subtile);
+  return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
+}
+constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
+constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
+
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
+    int k_step, int part, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    if (t.h + ty + r >= s.in_h) break;
-    i64 q = ((i64)t.d * s.in_h + t.h + ty + r) * s.in_w + t.w + tx;
+  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
+        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
+    float* d = acc[nb];
+    WGMMA_64(d, a, b, "1");
+  }
+}
+
+// A stage of the ring of weights whose fragments are in registers, by its barrier.
+__device__ __forceinline__ void give_back_weights(u32 done, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(done);
+}
+
+// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
+// free again and serialises every wgmma, C7513. CONTINUED: where the
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
+// it can where those of a round are; `left` rounds of the chunk follow.
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int shift, int i, int steps, int lane, int left = 0) {
+  wgmma_fence();
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, i % K_STEPS, 0, lane);
+  wgmma_commit();
+  u32 done = weights.in_hand;
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    weights.end_stretch(steps);
+    if (left) weights.load(a[0], 0);
+    wgmma_wait<1>();
+  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) give_back_weights(done, lane);
+}
+
+// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+// 0 to N - 1.
+template <int...>
+struct Sequence {};
+template <int N, int... BEHIND>
+struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
+template <int... ALL>
+struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
+
+__device__ constexpr int shift_at(int i) {
+  constexpr int shift[] = {0,9,1,18,27,19,36,45,37};
+  return shift[i];
+}
+
+template <int STEP>
+__device__ __forceinline__ void multiply_one(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int left, u32& behind, int lane) {
+  step(acc, a, weights, pixels, shift_at(STEP / STEPS_PER_TAP), STEP, LONGEST_STRETCH, lane, left);
+}
+template <int... STEPS>
+__device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4],
+    Fragments& weights, const Columns& pixels, int left, u32& behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
+}
+
+// A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
+// cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
+// and its first fragment, is asked for in the one before: tables of taps read in each
+// would be slower. Shorter stretches stay straight, which is the fastest.
+template <int FIRST>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
+    const Columns& pixels, u32 behind, int lane) {
+  u32 a[FRAGMENT_SETS][4];
+  int left = (ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)]) / TAPS_UNROLLED;
+  weights.load(a[0], 0);
 #pragma unroll
-    for (int i = 0; i < CI_TILE; i++)
-      gi[((i64)t.n * CIN + item.group * CIN_G + item.ci + i) * pixels + q] = store_value(acc[r][i]);
+  for (int b = 0; b < MB; b++) {
+    int entry = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
+    int begin = TAP_ROW[entry];
+#pragma unroll 1
+    while (entry < last) {
+      Columns shifted = pixels;
+      shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (ROW_BYTES / 16), 0);
+      entry += TAPS_UNROLLED;
+      if (entry < last) begin = TAP_ROW[entry];
+      multiply_round(typename Counting<LONGEST_STRETCH>::type(), acc[b], a, weights, shifted, --left, behind, lane);
+    }
+  }
+  wgmma_wait<0>();
+}
+
+// --- epilogue --------------------------------------------------------------------------------------------------------
+// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
+// RUN x W_SUBS consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of ROWS_PER_SUB channels, through one
+// of all warps that hold these.
+constexpr int RUN = RUN_GROUPS * 8;
+// Bytes of a row of the buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to
+// 31 bytes late.
+constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
+constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
+constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
+constexpr int RUNS_OF_SUBTILE = 8;
+// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
+#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
+#define RUN_J(r, i, k) ((i))
+
+// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
+// constants only
+// after unrolling, and until then the compiler keeps all sums in memory.
+__device__ constexpr u64 packed_blocks() {
+  constexpr signed char blocks[] = {0};
+  u64 packed = 0;
+  for (int u = 0; u < W_SUBS; u++) packed |= (u64)(blocks[u] + 1) << 4 * u;
+  return packed;
+}
+__device__ __forceinline__ constexpr int block_of_w(int u) {
+  constexpr u64 packed = packed_blocks();
+  return (int)(packed >> 4 * u & 15) - 1;
+}
+
+// A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
+struct Slab {
+  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
+  int od, oh;                                           // offsets of the sub-position
+};
+
+__device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp) {
+  Slab slab;
+  int sub = warp * 16 / ROWS_PER_SUB;
+  slab.cout = cout_block * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;
+  slab.couts = COUT_G - slab.cout < 16 ? COUT_G - slab.cout : 16;
+  slab.od = SUB_D[t.variant * SUBS + sub];
+  slab.oh = SUB_HH[t.variant * SUBS + sub];
+  return slab;
+}
+
+constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
+#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
+template <int UNIT>
+__device__ __forceinline__ int order_of(int g, int q) {
+  int by_column = 0;
+  return by_column;
+}
+
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
+#pragma unroll
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
+    store_shared_f32x2(to, v[i], v[i ^ 1]);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
+  u32 v[4];
+  if (UNIT == 16) load_shared_128(v, from);
+  else if (UNIT == 8) load_shared_64(v, from);
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    // rows: the first lane's, and how many on
+    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
+    // Compared, not divided, where rows are long.
+    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
+    int r = first + more, at = (index - r * PER_ROW) * UNIT;
+    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
+  }
+}
+
+// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
+__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
+  static_assert(8 % ROWS == 0, "all rows in turn");
+#pragma unroll
+  for (int from_row = 0; from_row < 8; from_row += ROWS) {
+    char* row[ROWS];
+    u32 from[ROWS];
+    int at[ROWS];  // the lane's first output of each row; some are before or behind it
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) {
+      int r = from_row + k;
+      char* first = to + r * plane;
+      at[k] = lane * 4 - ((int)(u64)first & 31);
+      row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
+    }
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
+#pragma unroll
+    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+      u32 v[ROWS];
+      bool in[ROWS];
+#pragma unroll
+      for (int k = 0; k < ROWS; k++) {
+        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
+        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
+    }
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
+  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++)
+        v[c * W_SUBS + u] = block_of_w(u) < 0 ? bias
+            : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
+    long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
+    const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  OPAQUE(lane);  // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
+  Slab slab = slab_of(t, cout_block, warp);
+  if (slab.couts <= 0) return;
+  float b[2] = {0.f, 0.f};
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+  if (bias) {
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
+  }
+  int channel = t.group * COUT_G + slab.cout;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#pragma unroll
+  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
+    Place place = place_of(first_subtile + RUN_FIRST(r));
+    int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
+    bool image = n < s.batch && od < s.out_d;
+#pragma unroll
+    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
+      int oh = OUT_STEP_H * (t.h + place.h + i) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w) + U_W[t.variant], left = s.out_w - ow;
+      if (!image || oh >= s.out_h || left <= 0) continue;
+      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
+          + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        char* first = to + h * 8 * plane;
+        int rows = 8;
+        u32 row = buffer + g * RUN_PITCH;
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
+            rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        __syncwarp();
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
+    u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
+  // kernels slower.
+  int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
+  int first_subtile = 0, offset = fragment_part(wg, thread);
+  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
+  Cursor cursor = {0, 0};
+  weights.cursor = {0, 0};
+  weights.ring += offset;
+  weights.first = true;
+  int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
+#pragma unroll 1
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
+    Tile t = tile_at(index, s);
+    int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      weights.skip(t.variant);
+      continue;
+    }
+    float acc[MB][NB][32];
+#pragma unroll
+    for (int b = 0; b < MB; b++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+          acc[b][nb][i] = 0.f;
+          opaque(acc[b][nb][i]);
+        }
+    named_sync(2 + wg, CONSUMER_THREADS);
+    weights.begin(packed, t, offset);
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
+      u32 last = empty + cursor.stage * 8;
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
+      give_back(last, lane);
+    }
+    weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
+  }
+}
+
+// =====================================================================================================================
+
+constexpr int TILES_AT = 0;
+constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
+constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
+constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
+constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
+constexpr int SLOT_BARRIERS = 0;
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
+
+__global__ void __launch_bounds__(THREADS, 1)
+gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
+       char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d,
+       int tiles_h, int tiles_w, int tile_count) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
+  u32 base = shared_address(memory);
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
+      empty_w = full_w + 8 * STAGES_W;
+  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
+  int* segments = (int*)(memory + SEGMENTS_AT);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < PIXEL_BARRIERS; i++) {
+      barrier_init(full + 8 * i, PRODUCER_WARPS);
+      barrier_init(empty + 8 * i, RELEASES * 4);
+    }
+    for (int i = 0; i < STAGES_W; i++) {
+      barrier_init(full_w + 8 * i, 1);
+      barrier_init(empty_w + 8 * i, RELEASES * 4);
+    }
+    barriers_begun();
+  }
+  for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
+    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
+        | (ROW_H[i % ROWS_H] & 0xfff);
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role < FIRST_CONSUMER) {
+    fewer_registers<PRODUCER_REGISTERS>();
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+    if (warp < PRODUCER_WARPS) {
+      produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
+    } else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
+      stream_weights(packed, s, base + RING_AT, full_w, empty_w);
+    }
+  } else {
+    wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
+    more_registers<CONSUMER_REGISTERS>();
+    Fragments weights;
+    weights.ring = base + RING_AT;
+    weights.full = full_w;
+    weights.empty = empty_w;
+    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER,
+        thread);
   }
 }
 
 #undef OPAQUE
-#undef COLUMN_AT
-#undef TAP_AT
+#undef OPERANDS
+#undef SUMS
+#undef SUMS_4
+#undef INSTRUCTION
+#undef WGMMA_64
+#undef COLUMN
+#undef VALUE
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
+#undef PACK_SYNC
+#undef FRAGMENTS
+#undef STAGE_FRAGMENTS
+#undef RUN_FIRST
+#undef RUN_NB
+#undef RUN_J
+#undef TOGETHER
 }  // namespace grad_input
 
 // =====================================================================================================================
@@ -4171,10 +5147,15 @@ void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const 
   launch<forward_unaligned::gather, 512, 220892>(x, blocks, pointers, sizes);
 }
 
+void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
+  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
+  launch<grad_input::pack, 256, 0>(weight, 112, pointers, std::make_tuple(1));
+}
+
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 10>& sizes) {
-  const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), out.data_ptr());
-  launch<grad_input::grad_input, 128, 5648>(grad, blocks, pointers, sizes);
+                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
+  const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
+  launch<grad_input::gather, 512, 217828>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4210,8 +5191,9 @@ void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optio
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed);
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
+void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed);
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 10>& sizes);
+                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                      const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4223,6 +5205,7 @@ FUNCTIONS = [
     "run_forward",
     "pack_forward_unaligned",
     "run_forward_unaligned",
+    "pack_grad_input",
     "run_grad_input",
     "run_grad_weight",
     "run_grad_weight_unaligned",
@@ -4305,23 +5288,6 @@ class Gather(NamedTuple):
         return blocks, (batch, *source, *result, *counts, tiles)
 
 
-class StagedGradInput(NamedTuple):
-    """Gradient for the input on CUDA cores: a block takes a tile and what it needs of the output's gradient."""
-
-    name: str
-    unit: int
-    tile: tuple[int, int]  # positions of a tile: height, width
-    whole: int  # output rows of a multiple of so many columns are read in whole units; 0: none are
-    channel_blocks: int  # blocks for the channels of a tile
-
-    def launch(self, batch, source, result, processors):
-        """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-        counts = [ceil(n, t) for n, t in zip(result[1:], self.tile)]
-        blocks = batch * result[0] * math.prod(counts) * self.channel_blocks
-        whole = int(self.whole > 0 and source[2] % self.whole == 0)
-        return blocks, (batch, *result, *source, *counts, whole)
-
-
 class GradWeight(NamedTuple):
     """Gradient for the weight on tensor cores: blocks share the pixels; their sums are added after."""
 
@@ -4386,12 +5352,16 @@ FORWARD = (
     ),
 )
 GRAD_INPUT = (
-    StagedGradInput(
+    Gather(
         name="grad_input",
         unit=1,
-        tile=(8, 32),
-        whole=0,
-        channel_blocks=1,
+        tile=(1, 2, 8, 8),
+        steps=(1, 1, 1),
+        leads=(0, 0, 0),
+        m_groups=1,
+        resident=False,
+        words=55296,
+        packed=torch.int32,
     ),
 )
 GRAD_WEIGHT = (

@@ -143,7 +143,7 @@ def layer(seed: int) -> tuple[Problem, tuple[AnyTiling, ...]]:
 
 
 @pytest.mark.parametrize("warpgroups", [False, True], ids=["mma.sync", "wgmma"])
-@pytest.mark.parametrize("first", range(0, 80 if EVERY else 50, 10))
+@pytest.mark.parametrize("first", range(0, 80 if EVERY else 30, 10))
 def test_interpreted_tilings_compute_the_gradient(first: int, warpgroups: bool) -> None:
     """Ten layers, each at two sizes, by a tiling of mma.sync or two of wgmma."""
     done = 0

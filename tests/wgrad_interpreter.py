@@ -101,7 +101,7 @@ class Interpreter:
     def __init__(self, tiling: SyncTiling | WarpgroupTiling, coarse: float = 0.25) -> None:
         self.tiling, self.coarse = tiling, coarse
         macros: dict[str, Any] = tiling.macros()
-        self.m = m = {name: int(value) for name, value in macros.items() if not name.startswith("ROWS_")}
+        self.m = m = {name: int(value) for name, value in macros.items() if not name.startswith("MULTIPLY_ROWS_")}
         self.wgmma = isinstance(tiling, WarpgroupTiling)
         self.element, self.last = m["ELEMENT"], bool(m["CHANNELS_LAST"])
         self.vec = 16 // self.element

@@ -27,7 +27,7 @@ _MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
 _MAX_TAPS = 4096  # of all phases; the tables lie in constant memory
 _CLUSTER_HOPE = 1.0, 1.05  # by how much the model hopes where clusters share a tile's chunks: NCHW, channels_last
 MOST_SKETCHES = 250
-"""Sketches whose tilings a search tries, those with the least bound first; of a large halo most fit nowhere."""
+"""Sketches whose tilings a search makes, those with the least bound first."""
 _PROMISING = 12  # of the tilings that promise most with clusters so many are looked at
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to one 1-D layer
@@ -387,12 +387,14 @@ def considered(p: Problem, gpu: Gpu, general: bool = False, slack: float = math.
     most = MOST_SKETCHES if slack < math.inf else math.inf
     found = _every(p, gpu, general)
     floors = _floors(found, p, gpu) if slack < math.inf else [0.0] * len(found)
+    made = 0
     seen: dict[int, list[tuple[float, str, Tiling, Clocks]]] = {}
     best = math.inf
     for i in sorted(range(len(found)), key=floors.__getitem__):
-        if floors[i] > slack * best or len(seen) >= most:
+        if floors[i] > slack * best or made >= most:
             break
         seen[i] = list(_timed(found[i], p, gpu, general))
+        made += bool(seen[i])  # of a layer with a large halo most sketches fit nowhere
         best = min([best, *(one[0] for one in seen[i])])
     timed = [(found[i], one) for i in sorted(seen) for one in seen[i]]
     few = [(t, clocks, one.spread) for one, (_, _, t, clocks) in timed if one.clusters]
