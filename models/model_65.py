@@ -297,7 +297,7 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
-// signs of A and B, and how they lie
+// TAIL: signs of A and B, and how they lie.
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
 // WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
@@ -1592,7 +1592,7 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
-// signs of A and B, and how they lie
+// TAIL: signs of A and B, and how they lie.
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
 // WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
@@ -2831,7 +2831,7 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
-// signs of A and B, and how they lie
+// TAIL: signs of A and B, and how they lie.
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
 // WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
@@ -4180,7 +4180,7 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
 // A kernel that includes this defines PRECISION and A_SHARED and, of 16 bits, A_TURNED and B_TURNED if rows of shared
 // memory lie along
 // M or N, not along K.
-// signs of A and B, and how they lie
+// TAIL: signs of A and B, and how they lie.
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
 // WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.

@@ -693,7 +693,7 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
-// signs of A and B, and how they lie
+// TAIL: signs of A and B, and how they lie.
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
 // WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.

@@ -251,7 +251,6 @@ template <int N> static void store_matrices_turned(u32 a, const u32 (&v)[N]) {
     for (int j = 0; j < 2; j++) *(u16*)(machine::shared_at((u32)shown[i * 8 + lane % 4 * 2 + j][0], 16) + lane / 4 * 2) = (u16)(v[i] >> 16 * j);
 }
 static float load_shared_f32(u32 a) { return machine::load_shared<float>(a); }
-static float2 load_shared_f32x2(u32 a) { return machine::load_shared<float2>(a); }
 static u32 load_shared_u32(u32 a) { return machine::load_shared<u32>(a); }
 static u32 load_shared_u32_if(u32 a, bool ok) { return ok ? machine::load_shared<u32>(a) : 0; }
 static u32 load_shared_u16(u32 a) { return machine::load_shared<u16>(a); }

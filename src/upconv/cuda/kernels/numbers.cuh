@@ -1,16 +1,12 @@
 // How a kernel's numbers are stored, of PRECISION 0 to 3 (TF32, IEEE, float16, bfloat16): ELEMENT_TYPE and, as an integer, ELEMENT_BITS; a float32 as it is stored;
 // and what is stored as a float32.
 #if PRECISION < 2
-#ifndef ELEMENT_TYPE
 #define ELEMENT_TYPE float
-#endif
 #define ELEMENT_BITS u32
 #define STORE_BITS(v) __float_as_uint(v)
 #define VALUE(v) (v)
 #else
-#ifndef ELEMENT_TYPE
 #define ELEMENT_TYPE u16
-#endif
 #define ELEMENT_BITS u16
 #define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
 #define VALUE(v) (PRECISION == 2 ? half_value(v) : bfloat_value(v))

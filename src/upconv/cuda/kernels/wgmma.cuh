@@ -16,7 +16,7 @@
 #ifndef B_TURNED
 #define B_TURNED 0
 #endif
-#ifndef TAIL                                            // signs of A and B, and how they lie
+// TAIL: signs of A and B, and how they lie.
 #if PRECISION < 2
 #define TAIL ", 1, 1"
 #elif !A_SHARED && B_TURNED
@@ -31,7 +31,6 @@
 #define TAIL ", 1, 1, 0, 1"
 #else
 #define TAIL ", 1, 1, 0, 0"
-#endif
 #endif
 #if A_SHARED
 __device__ __forceinline__ u64 descriptor_of(u64 a) { return a; }
