@@ -1,22 +1,37 @@
 // What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases),
 // or whose rows of M are (joined): packing what their operand of weights is, and counting in its descriptors.
-// A kernel that includes this has ELEMENT, VEC, and STORE_BITS(v): a float32 as it is stored.
-#define PACK_THREADS 256
+#include "number.cuh"
 
-#if ELEMENT == 2                                       // weights may be float32, rounded on their way
+constexpr int PACK_THREADS = 256;
+
+// A weight as precision P multiplies it, in the low bits. Of 16 bits weights may be float32, rounded on their way.
+template <int P>
 __device__ __forceinline__ u32 operand(u16 v) { return v; }
-__device__ __forceinline__ u32 operand(float v) { return STORE_BITS(v); }
-#else
-__device__ __forceinline__ u32 operand(float v) { return to_tf32(v); }
-#endif
+template <int P>
+__device__ __forceinline__ u32 operand(float v) {
+  if constexpr (P < FP16) return to_tf32(v);
+  else return Number<P>::bits(v);
+}
 
 // 16 bytes of neighbouring operands.
-__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[VEC]) {
-#if ELEMENT == 4
-  *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
-#else
+__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[4]) { *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]); }
+__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
   *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
-#endif
+}
+
+// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
+template <class K>
+__global__ void __launch_bounds__(PACK_THREADS) pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  K::pack_weights(weight, packed, tap_step);
+}
+
+// The same of float32 weights of a 16-bit kernel, and of a bias, if there is one, as autocast leaves them.
+template <class K>
+__global__ void __launch_bounds__(PACK_THREADS)
+pack_float(const float* __restrict__ weight, char* __restrict__ packed, int tap_step, const float* __restrict__ bias, typename K::Number::Type* __restrict__ packed_bias) {
+  if (bias && blockIdx.x == 0)
+    for (int i = threadIdx.x; i < K::C::cout; i += PACK_THREADS) packed_bias[i] = K::Number::bits(bias[i]);
+  K::pack_weights(weight, packed, tap_step);
 }
 
 // One thread: packed weights to shared memory, whose barrier expects their bytes, in pieces that a copy may have.

@@ -1,21 +1,21 @@
-// The ring of STAGES that one thread fills by the tensor copy engine (of `joined` warps, from another ring) and
-// consumers empty: shared by `joined`, `subpixel`, `pairs`, `implicit` and `phases`.
-template <int COUNT>
-struct CursorOf {                                       // a place in a ring of COUNT stages, and the parity of its phase
+// The ring of stages that one thread fills by the tensor copy engine (of `joined` warps, from another ring) and consumers empty.
+#include "ptx.cuh"
+
+template <int STAGES>
+struct Cursor {                                         // a place in the ring, and the parity of its phase
   u32 stage, parity;
   __device__ __forceinline__ void next() {
-    if (++stage == COUNT) {
+    if (++stage == STAGES) {
       stage = 0;
       parity ^= 1;
     }
   }
   __device__ __forceinline__ void move(u32 by) {
     u32 at = stage + by;
-    stage = at % COUNT;
-    parity ^= at / COUNT & 1;
+    stage = at % STAGES;
+    parity ^= at / STAGES & 1;
   }
 };
-typedef CursorOf<STAGES> Cursor;
 
 // What no matrix instruction reads any more, by its barrier; 0: nothing.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
