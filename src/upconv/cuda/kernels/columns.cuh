@@ -10,7 +10,7 @@ __device__ __forceinline__ u32 operand(u16 v) { return v; }
 template <int P>
 __device__ __forceinline__ u32 operand(float v) {
   if constexpr (P < FP16) return to_tf32(v);
-  else return Number<P>::bits(v);
+  else return NumberOf<P>::bits(v);
 }
 
 // 16 bytes of neighbouring operands.

@@ -4,7 +4,7 @@
 enum Precision { TF32, IEEE, FP16, BF16 };
 
 template <int P>
-struct Number {                                         // float16 and bfloat16
+struct NumberOf {                                         // float16 and bfloat16
   using Type = u16;
   using Bits = u16;                                     // as an integer
   static constexpr int SIZE = 2;
@@ -19,6 +19,6 @@ struct Float32 {
   static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
   static __device__ __forceinline__ float value(float v) { return v; }
 };
-template <> struct Number<TF32> : Float32 {};
-template <> struct Number<IEEE> : Float32 {};
+template <> struct NumberOf<TF32> : Float32 {};
+template <> struct NumberOf<IEEE> : Float32 {};
 

@@ -2,7 +2,7 @@
 #include "ptx.cuh"
 
 template <int STAGES>
-struct Cursor {                                         // a place in the ring, and the parity of its phase
+struct CursorOf {                                         // a place in the ring, and the parity of its phase
   u32 stage, parity;
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) {

@@ -16,8 +16,8 @@
 template <class C_>
 struct Subpixel {
 using C = C_;
-using Number = ::Number<C::precision>;
-using Cursor = ::Cursor<C::stages>;
+using Number = NumberOf<C::precision>;
+using Cursor = CursorOf<C::stages>;
 
 static constexpr int ELEMENT = Number::SIZE;
 static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
