@@ -68,7 +68,9 @@ class Code:
     @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
-        found = re.search(r"^#define CLUSTER (\d+)$|^  static constexpr int cluster = (\d+);", self.source, re.MULTILINE)
+        found = re.search(
+            r"^#define CLUSTER (\d+)$|^  static constexpr int cluster = (\d+);", self.source, re.MULTILINE
+        )
         return int(found[1] or found[2]) if found else 1
 
 

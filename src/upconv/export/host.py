@@ -9,12 +9,14 @@ where it is the faster one, a kernel for rows about as long as the example's, wh
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from textwrap import dedent, indent
 
 import torch
 
 from upconv.cuda.axes import source_shape
+from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct, direct_grad, staged
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
@@ -53,6 +55,23 @@ class Variant:
     entries: tuple[str, ...] = field(default=())
     resident: int = 1
     """Blocks that a multiprocessor holds (of staged kernels alone)."""
+
+    @property
+    def config(self) -> str:
+        """The struct of the kernels' constants."""
+        return self.name.title().replace("_", "")
+
+    @property
+    def source(self) -> str:
+        """Of its kernels; the weights of an exported file are packed."""
+        return self.choice.sources()[0].source
+
+    def kernel(self, entry: str) -> str:
+        """An entry in C++."""
+        names = {one.partition("<")[0]: one for one in jit.entries_of(self.source)}
+        if not names:
+            return f"{self.name}::{entry}"
+        return re.sub(r"(\w+)([<>])", r"kernels::\1\2", re.sub(rf"\b{jit.CONFIG}\b", self.config, names[entry]))
 
     @property
     def kind(self) -> str:
@@ -373,7 +392,8 @@ def definitions(v: Variant) -> str:
 
 def _pack(v: Variant) -> str:
     c = v.choice
-    kernel = f"{v.name}::{v.pack}"
+    assert v.pack is not None
+    kernel = v.kernel(v.pack)
     lines = ["const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());\n"]
     if isinstance(c, (gather.Choice, joined.Choice)):  # of contiguous weights, whose taps are one element apart
         tile = c.tiling if isinstance(c, gather.Choice) else c.tile
@@ -407,7 +427,7 @@ def _run(v: Variant) -> str:
     if _claims(v):
         pointers.append(f"counters({source})")
     lines.append(f"const auto pointers = std::make_tuple({', '.join(pointers)});\n")
-    lines.append(_launch(f"{v.name}::{v.entry}", _block(v), source, "blocks", "pointers", "sizes", *last))
+    lines.append(_launch(v.kernel(v.entry), _block(v), source, "blocks", "pointers", "sizes", *last))
     return "".join(lines)
 
 
@@ -426,14 +446,14 @@ def _run_grad_weight(v: Variant) -> str:
             lines.append("const std::array<CUtensorMap, 1> maps = {map_x};\n")
         last.append("std::make_tuple(maps)")
     lines.append(f"const auto pointers = std::make_tuple({first});\n")
-    lines.append(_launch(f"{v.name}::{v.entry}", _block(v), "x", "blocks", "pointers", "sizes", *last))
+    lines.append(_launch(v.kernel(v.entry), _block(v), "x", "blocks", "pointers", "sizes", *last))
     blocks = "(out.numel() + 255) / 256"
     if isinstance(c, wgrad.Choice):
         blocks = str(wgrad.reduce_blocks(c.tiling))
     lines.append("// Adds the slices of sums, always in the same order; out may have any dense memory format.\n")
     lines.append("const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));\n")
     lines.append("const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));\n")
-    lines.append(_launch(f"{v.name}::reduce", (256, 0), "x", blocks, "sums", "strides"))
+    lines.append(_launch(v.kernel("reduce"), (256, 0), "x", blocks, "sums", "strides"))
     return "".join(lines)
 
 

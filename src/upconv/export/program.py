@@ -7,9 +7,10 @@ import textwrap
 from collections.abc import Mapping
 from textwrap import indent
 
+from upconv.cuda.compile import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad import wgrad
-from upconv.export import host
+from upconv.export import device, host
 from upconv.export.signatures import Signature
 from upconv.export.specialise import specialise
 from upconv.problem import Problem
@@ -54,13 +55,13 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
 
 def cuda(found: tuple[host.Variant, ...], arch: str) -> str:
     """The file's CUDA C++: device code of all kernels, each in its namespace, then the host's."""
-    units = []
-    for v in found:
-        unit = v.choice.sources()[0]
-        units.append((v, specialise(unit.source, v.name, v.entries, arch)))
-    needed = dict.fromkeys(name for _, unit in units for name in unit.includes)
+    instances = [v for v in found if jit.entries_of(v.source)]
+    units = [(v, specialise(v.source, v.name, v.entries, arch)) for v in found if v not in instances]
+    needed = dict.fromkeys([*device.includes(instances), *(name for _, unit in units for name in unit.includes)])
     parts = [
         host.includes() + "".join(f"\n#include <{name}>" for name in needed) + "\n",
+        *([device.templates(instances)] if instances else []),
+        *(f"{_banner(v)}\nnamespace kernels {{\n{device.constants(v)}}}  // namespace kernels\n" for v in instances),
         *(f"{_banner(v)}\n{unit.text.strip()}\n" for v, unit in units),
         host.helpers(found),
         *(host.definitions(v) for v in found),

@@ -84,6 +84,7 @@ _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)".*$', re.MULTILINE)
 _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>", re.MULTILINE)
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)  # NVRTC warns of it outside a header
 _DEFINE = re.compile(r"[A-Za-z_]\w*\Z")
+_LINE = re.compile(r'^#line \d+ "([^"\n]+)"\n', re.MULTILINE)
 _HEAD = "// macros\n"
 _ENTRIES = "// entries: "
 CONFIG = "Config"
@@ -152,6 +153,19 @@ def entries_of(text: str) -> tuple[str, ...]:
     return tuple(head.removeprefix(_ENTRIES).split("; ")) if head.startswith(_ENTRIES) else ()
 
 
+def parts_of(text: str) -> tuple[str, str]:
+    """Of an `instance` its struct of constants, and the file in ``kernels`` that it was made of."""
+    struct_text, _, rest = text.partition("\n")[2].partition("\n};\n")
+    found = _LINE.search(rest)
+    assert found is not None, text
+    return f"{struct_text}\n}};\n", found[1]
+
+
+def with_includes(file: str, seen: set[str]) -> str:
+    """The text of ``kernels/<file>`` behind what it includes of ``kernels``, but for the files ``seen``, which grow."""
+    return "" if file in seen else _LINE.sub("", _inline(file, seen))
+
+
 def _inline(file: str, seen: set[str]) -> str:
     seen.add(file)
     text = _ONCE.sub("", (KERNELS / file).read_text(encoding="utf-8"))
@@ -169,7 +183,7 @@ def _inline(file: str, seen: set[str]) -> str:
 def _macros(text: str) -> dict[str, str]:
     """The macros, or constants, that ``source`` or ``instance`` put on top of a text."""
     if text.startswith(_ENTRIES):
-        struct_text = text.partition("};\n")[0]
+        struct_text = text.partition("\n};\n")[0]
         return dict(re.findall(r"^  static constexpr [\w ]+? (\w+)(?:\[\d+\])* = (.*);$", struct_text, re.MULTILINE))
     if not text.startswith(_HEAD):
         return {}

@@ -63,7 +63,7 @@ class OneMappedChoice(TileChoice[T]):
 
     def _unit(self, constants: dict[str, Any]) -> Unit:
         kernel = f"{self.family.capitalize()}<{jit.CONFIG}>"
-        entries = packing_entries(kernel, self.problem) + (f"{self.family}<{jit.CONFIG}>",)
+        entries = (*packing_entries(kernel, self.problem), f"{self.family}<{jit.CONFIG}>")
         source = jit.instance(f"{self.family}.cu", constants, entries)
         return Unit(f"{self.family} {layer_text(self.problem)}", source, ("pack", self.family))
 
