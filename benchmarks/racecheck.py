@@ -227,8 +227,8 @@ def run_choice(family: Any, p: Problem) -> None:
 def run_joined(p: Problem, quick: bool = False) -> None:
     """A tile whose consumers have several tiles each and go round their rings again and again; its ``quick`` form."""
     if quick:
-        shipped = jit.source
-        jit.source = lambda file, macros: shipped(file, {**macros, "QUICK": 1})
+        shipped = jit.instance
+        jit.instance = lambda file, constants, entries: shipped(file, {**constants, "quick": True}, entries)
     chip = replace(gpu(0), multiprocessors=2)
     choice = joined.choose(p, chip)
     if isinstance(choice, str) or choice.tile.tiles(p) < 4 * choice.grid:
@@ -422,8 +422,8 @@ WIDTH = max(map(len, CASES))
 def _run(name: str, as_compiled: bool) -> None:
     jit.at_hand = lambda source, arch, label="": True  # final forms, and no quick ones
     if not as_compiled:
-        shipped = jit.source
-        jit.source = lambda file, macros: every_lane(file, shipped(file, macros))
+        shipped = jit.instance
+        jit.instance = lambda file, constants, entries: every_lane(file, shipped(file, constants, entries))
     CASES[name][1]()
     torch.cuda.synchronize()
     entries = {entry for _, entry in jit._kernels}
