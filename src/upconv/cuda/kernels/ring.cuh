@@ -1,8 +1,8 @@
-// The ring of stages that one thread fills by the tensor copy engine (of `joined` warps, from another ring) and consumers empty.
+// A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
 #include "ptx.cuh"
 
 template <int STAGES>
-struct CursorOf {                                         // a place in the ring, and the parity of its phase
+struct CursorOf {                                       // a place in the ring, and the parity of its phase
   u32 stage, parity;
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) {
@@ -17,8 +17,38 @@ struct CursorOf {                                         // a place in the ring
   }
 };
 
+template <int STAGES, int BYTES>                        // of a stage
+struct RingOf {
+  using Cursor = CursorOf<STAGES>;
+  u32 stages, full_at, empty_at;                        // its stages, and a barrier of each for who fills it, and for who has read it
+
+  // One thread; of so many arrivals each.
+  __device__ __forceinline__ void init(int full, int empty) const {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full_at + 8 * i, full);
+      barrier_init(empty_at + 8 * i, empty);
+    }
+  }
+  __device__ __forceinline__ u32 stage(const Cursor& c) const { return stages + c.stage * BYTES; }
+  __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * 8; }
+  __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * 8; }
+  __device__ __forceinline__ void wait_full(const Cursor& c) const { barrier_wait(full(c), c.parity); }
+  __device__ __forceinline__ void wait_empty(const Cursor& c) const { barrier_wait(empty(c), c.parity); }
+};
+
 // What no matrix instruction reads any more, by its barrier; 0: nothing.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
   if (lane == 0 && barrier) barrier_arrive(barrier);
+}
+
+// Where the barriers of a block are made, by one thread; the warpgroup, as all of a warp know.
+template <class Init>
+__device__ __forceinline__ int begin_block(const Init& init) {
+  if (threadIdx.x == 0) {
+    init();
+    barriers_begun();
+  }
+  __syncthreads();
+  return __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
 }

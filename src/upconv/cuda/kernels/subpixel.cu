@@ -17,7 +17,6 @@ template <class C_>
 struct Subpixel {
 using C = C_;
 using Number = NumberOf<C::precision>;
-using Cursor = CursorOf<C::stages>;
 
 static constexpr int ELEMENT = Number::SIZE;
 static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
@@ -39,6 +38,7 @@ static constexpr int ALL_COLUMNS = C::cout * TAPS;
 static constexpr int BLOCKS_N = (ALL_COLUMNS + COLUMNS - 1) / COLUMNS;
 static constexpr int THREADS = 128 + CONSUMERS * 128;
 static constexpr int BARRIERS_AT = C::stages * STAGE_BYTES;
+using Ring = RingOf<C::stages, STAGE_BYTES>;
 static_assert(BARRIERS_AT + 16 * C::stages == C::shared_bytes, "the planner's shared memory is not the kernel's");
 
 static __device__ __forceinline__ int channel_of(int column) { return column / C::kernel_w % C::cout; }
@@ -86,16 +86,16 @@ static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ w
 // Producer: one thread
 // =====================================================================================================================
 
-static __device__ __forceinline__ void produce(const TensorMap& map, const char* __restrict__ packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
-  Cursor cursor = {0, 1};                               // all are free at first
+static __device__ __forceinline__ void produce(const TensorMap& map, const char* __restrict__ packed, const Sizes& s, const Ring& ring) {
+  typename Ring::Cursor cursor = {0, 1};                               // all are free at first
   bool packing = true;
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
-      u32 to = ring + cursor.stage * STAGE_BYTES, barrier = full + cursor.stage * 8;
-      barrier_wait(empty + cursor.stage * 8, cursor.parity);
+      u32 to = ring.stage(cursor), barrier = ring.full(cursor);
+      ring.wait_empty(cursor);
       expect_bytes(barrier, STAGE_BYTES);
 #pragma unroll
       for (int b = 0; b < BOXES; b++)
@@ -178,9 +178,9 @@ static __device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2]
   }
 }
 
-static __device__ __forceinline__ void consume(const typename Number::Type* bias, char* y, const Sizes& s, u32 ring, u32 full, u32 empty, int wg, int thread) {
+static __device__ __forceinline__ void consume(const typename Number::Type* bias, char* y, const Sizes& s, const Ring& ring, int wg, int thread) {
   int lane = thread & 31;
-  Cursor cursor = {0, 0};
+  typename Ring::Cursor cursor = {0, 0};
   float acc[MB][COLUMNS / 2];
   // Float32: the lane's first pixel within boxes of 32: of warps 0 and 1 the consumer's first, of 2 and 3 the second; its units are
   // swapped by its first channel, 2t, and those of other steps by the same.
@@ -193,8 +193,8 @@ static __device__ __forceinline__ void consume(const typename Number::Type* bias
     u32 behind = 0;                                     // the stage that instructions under way read
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
-      u32 stage = ring + cursor.stage * STAGE_BYTES, weights = uniform(stage + BOXES * BOX_BYTES);
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      u32 stage = ring.stage(cursor), weights = uniform(stage + BOXES * BOX_BYTES);
+      ring.wait_full(cursor);
       if constexpr (NARROW) {
         wgmma_fence();
 #pragma unroll
@@ -219,7 +219,7 @@ static __device__ __forceinline__ void consume(const typename Number::Type* bias
         multiply_half<C::precision, COLUMNS>(acc, b, weights, HALF);
         wgmma_wait<1>();
       }
-      behind = empty + cursor.stage * 8;
+      behind = ring.empty(cursor);
     }
     wgmma_wait<0>();
     give_back(behind, lane);
@@ -233,24 +233,16 @@ static __device__ __forceinline__ void consume(const typename Number::Type* bias
   }
 }
 
-static __device__ __forceinline__ void run(const char* packed, const typename Number::Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 ring) {
-  u32 full = ring + BARRIERS_AT, empty = full + 8 * C::stages;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < C::stages; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, CONSUMERS * 4);
-    }
-    barriers_begun();
-  }
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+static __device__ __forceinline__ void run(const char* packed, const typename Number::Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
+  const Ring ring = {memory, memory + BARRIERS_AT, memory + BARRIERS_AT + 8 * C::stages};
+  int role = begin_block([&] { ring.init(1, CONSUMERS * 4); });
   if (role == 0) {
     fewer_registers<40>();
-    if (threadIdx.x == 0) produce(map, packed, s, ring, full, empty);
+    if (threadIdx.x == 0) produce(map, packed, s, ring);
   } else {
     more_registers<232>();
     wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
-    consume(bias, y, s, ring, full, empty, role - 1, threadIdx.x & 127);
+    consume(bias, y, s, ring, role - 1, threadIdx.x & 127);
   }
 }
 };
