@@ -19,6 +19,32 @@ __device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
   *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
 }
 
+// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero.
+struct WeightAt { bool there; int first, second, tap; };
+
+// What a kernel K inherits whose packed weights are units of 16 bytes, each a thread's. It has PACK_UNITS of them, the weight's SECOND
+// dimension, its TAPS_IN_ALL, and `pack_unit(i, write)`, which calls `write(place, at)` with unit i's byte and its elements' `WeightAt`s.
+// The weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
+template <class K>
+struct PacksUnits {
+  template <class Weight>
+  static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+    let_dependent_begin();                              // the kernel
+    int i = blockIdx.x * PACK_THREADS + threadIdx.x;
+    if (i >= K::PACK_UNITS) return;
+    K::pack_unit(i, [=](long long place, const auto& at) {
+      u32 v[K::VEC];
+#pragma unroll
+      for (int e = 0; e < K::VEC; e++) {
+        const WeightAt w = at(e);
+        int of = w.first * (K::SECOND * K::TAPS_IN_ALL) + (tap_step == 1 ? w.second * K::TAPS_IN_ALL + w.tap : w.tap * tap_step + w.second);
+        v[e] = w.there ? operand<K::C::precision>(weight[of]) : 0;
+      }
+      write_operands(packed + place, v);
+    });
+  }
+};
+
 // The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
 template <class K>
 __global__ void __launch_bounds__(PACK_THREADS) pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {

@@ -14,7 +14,7 @@
 #include "ring.cuh"
 
 template <class C_>
-struct Subpixel {
+struct Subpixel : PacksUnits<Subpixel<C_>> {
 using C = C_;
 using Number = NumberOf<C::precision>;
 
@@ -61,25 +61,18 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 // =====================================================================================================================
 
 static constexpr int PACK_UNITS = BLOCKS_N * CHUNKS * COLUMNS * 8;
+static constexpr int SECOND = C::cout, TAPS_IN_ALL = TAPS;
 
-// [block][chunk][column][128 bytes of channels, swizzled], zeros where there is none of either; a thread writes 16 bytes. The weight is
-// (C::cin, C::cout, kernel): contiguous, or channels-last, whose taps are `tap_step` elements apart.
-template <class Weight>
-static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  let_dependent_begin();                                // `subpixel`
-  int i = blockIdx.x * PACK_THREADS + threadIdx.x;
-  if (i >= PACK_UNITS) return;
+// [block][chunk][column][128 bytes of channels, swizzled], zeros where there is none of either. The weight is (C::cin, C::cout, kernel).
+template <class Write>
+static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   int unit = i % 8, column = i / 8 % COLUMNS, rest = i / (8 * COLUMNS), chunk = rest % CHUNKS;
   int of = rest / CHUNKS * COLUMNS + column;
   int kw = of % C::kernel_w, cout = of / C::kernel_w % C::cout, tap = of / (C::kernel_w * C::cout) * C::kernel_w + kw;
-  u32 v[VEC];
-#pragma unroll
-  for (int e = 0; e < VEC; e++) {
+  write((long long)(i - unit) * 16 + ((unit ^ (column & 7)) << 4), [=](int e) -> WeightAt {
     int cin = chunk * CK + channel_at<C::precision>(unit * VEC + e);
-    int at = cin * (C::cout * TAPS) + (tap_step == 1 ? cout * TAPS + tap : tap * tap_step + cout);
-    v[e] = cin < C::cin && of < ALL_COLUMNS ? operand<C::precision>(weight[at]) : 0;
-  }
-  write_operands(packed + (long long)(i - unit) * 16 + ((unit ^ (column & 7)) << 4), v);
+    return {cin < C::cin && of < ALL_COLUMNS, cin, cout, tap};
+  });
 }
 
 // =====================================================================================================================
