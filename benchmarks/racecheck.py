@@ -95,11 +95,11 @@ EVERY_LANE = {
     ),
     "subpixel.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
+        ("ring.init(1, CONSUMERS * 4);", "ring.init(1, CONSUMERS * 128);"),
     ),
     "pairs.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
+        ("ring.init(1, CONSUMERS * 4);", "ring.init(1, CONSUMERS * 128);"),
     ),
     "implicit.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),

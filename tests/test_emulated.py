@@ -312,7 +312,7 @@ FAULTS = {
     "implicit: a tap's shift": ("implicit", r"\+ TAP_W\[tap\]", "+ TAP_W[tap] + 1"),
     "implicit: a stage given back too early": ("implicit", r"wgmma_wait<LAG>\(\);", ""),
     "subpixel: a place": ("subpixel", r"t\.p \+ b \* ROW_PIXELS", "t.p + b * ROW_PIXELS + 1"),
-    "pairs: no wait for a free stage": ("pairs", r"barrier_wait\(empty \+ cursor\.stage \* 8, cursor\.parity\);", ""),
+    "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),
     "sweep: the first slot": ("sweep", r"#define FIRST_SLOT \((-?\d+)\)", r"#define FIRST_SLOT (\1 + 1)"),
     "gather: no wait for a stage": ("gather", FULL, ""),
     "joined: no wait for a slot": ("joined", r"barrier_wait\(landed \+ slot\.stage \* 8, slot\.parity\);", ""),

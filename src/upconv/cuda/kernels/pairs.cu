@@ -11,7 +11,6 @@
 //
 // Constants are Pairs' C (cuda/pixels/pairs.py computes them and explains each); sizes of the input are arguments.
 #include "places.cuh"
-#include "ring.cuh"
 
 template <class C_>
 struct Pairs : PacksUnits<Pairs<C_>> {
@@ -26,7 +25,6 @@ static constexpr int MB = C::mb, COLUMNS = C::columns, GROUP = C::group;
 static constexpr int PLACES = CONSUMERS * MB * 64;
 static constexpr int GROUPS = PLACES / GROUP;
 static constexpr int K_STEPS = 4;                       // of a row of weights: a matrix instruction takes 32 bytes of K
-static constexpr int HALF = K_STEPS / 2;
 static constexpr int CHUNKS = (C::cout + C::channels - 1) / C::channels;  // of channels of g, whose taps along W are ROWS_B rows of weights
 static constexpr int ROWS_B = C::channels * C::kernel_w * ELEMENT / 128;
 static constexpr int TAPS = C::kernel_d * C::kernel_h;  // stages of a chunk, which have a row of g each
@@ -138,9 +136,9 @@ static __device__ __forceinline__ u32 own_slot(int wg, int thread) {
 }
 
 // Fragments of steps `first` and `first` + 1, from such a place: of places g and g + 8.
-static __device__ __forceinline__ void load_fragments(Fragments<HALF, MB>& a, u32 from, int first) {
+static __device__ __forceinline__ void load_fragments(u32 (&a)[2][MB][4], u32 from, int first) {
 #pragma unroll
-  for (int step = 0; step < HALF; step++)
+  for (int step = 0; step < 2; step++)
 #pragma unroll
     for (int m = 0; m < MB; m++)
 #pragma unroll
@@ -242,16 +240,7 @@ static __device__ __forceinline__ void consume(char* y, const Sizes& s, const Ri
       u32 stage = ring.stage(cursor), weights = uniform(stage + WEIGHTS_AT);
       ring.wait_full(cursor);
 #pragma unroll
-      for (int row = 0; row < ROWS_B; row++) {
-        u32 a[HALF][MB][4], b[HALF][MB][4];
-        load_fragments(a, stage + own, row * K_STEPS);
-        multiply_half<C::precision, COLUMNS>(acc, a, weights + row * (COLUMNS * 128), 0);
-        wgmma_wait<1>();
-        if (row == 0) give_back(behind, lane);
-        load_fragments(b, stage + own, row * K_STEPS + HALF);
-        multiply_half<C::precision, COLUMNS>(acc, b, weights + row * (COLUMNS * 128), HALF);
-        wgmma_wait<1>();
-      }
+      for (int row = 0; row < ROWS_B; row++) multiply_row<Pairs>(acc, row, stage + own, weights, behind, lane);
       behind = ring.empty(cursor);
     }
     wgmma_wait<0>();

@@ -11,7 +11,6 @@
 //
 // Constants are Subpixel's C (cuda/pixels/subpixel.py computes them and explains each); sizes of the input are arguments.
 #include "places.cuh"
-#include "ring.cuh"
 
 template <class C_>
 struct Subpixel : PacksUnits<Subpixel<C_>> {
@@ -28,7 +27,6 @@ static constexpr int CK = 128 / ELEMENT;                // channels of a chunk: 
 static constexpr int ROW_PIXELS = 128 / ELEMENT;        // pixels of a row in shared memory, of one channel
 static constexpr int CHUNKS = (C::cin + CK - 1) / CK;
 static constexpr int K_STEPS = 4;                       // of a chunk: a matrix instruction takes 32 bytes of K
-static constexpr int HALF = K_STEPS / 2;
 static constexpr int BOX_BYTES = CK * 128;              // of ROW_PIXELS pixels
 static constexpr int BOXES = PIXELS / ROW_PIXELS;
 static constexpr int WEIGHT_BYTES = COLUMNS * 128;
@@ -106,9 +104,9 @@ static __device__ __forceinline__ void produce(const TensorMap& map, const char*
 // =====================================================================================================================
 
 // Float32: fragments of steps `first` and `first` + 1: lanes' pixels g and g + 8 of a row, of two channels.
-static __device__ __forceinline__ void load_fragments(u32 (&a)[HALF][MB][4], u32 from, int first, int t) {
+static __device__ __forceinline__ void load_fragments(u32 (&a)[2][MB][4], u32 from, int first) {
 #pragma unroll
-  for (int step = 0; step < HALF; step++)
+  for (int step = 0; step < 2; step++)
 #pragma unroll
     for (int m = 0; m < MB; m++)
 #pragma unroll
@@ -203,14 +201,7 @@ static __device__ __forceinline__ void consume(const typename Number::Type* bias
         wgmma_wait<1>();
         give_back(behind, lane);
       } else {
-        u32 a[HALF][MB][4], b[HALF][MB][4];
-        load_fragments(a, stage + own, 0, t);
-        multiply_half<C::precision, COLUMNS>(acc, a, weights, 0);
-        wgmma_wait<1>();
-        give_back(behind, lane);
-        load_fragments(b, stage + own, HALF, t);
-        multiply_half<C::precision, COLUMNS>(acc, b, weights, HALF);
-        wgmma_wait<1>();
+        multiply_row<Subpixel>(acc, 0, stage + own, weights, behind, lane);
       }
       behind = ring.empty(cursor);
     }
