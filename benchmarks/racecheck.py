@@ -103,7 +103,7 @@ EVERY_LANE = {
     ),
     "implicit.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("HALVES ? 4 * CONSUMERS : 4);", "HALVES ? 128 * CONSUMERS : 128);"),
+        ("C::halves ? 4 * CONSUMERS : 4);", "C::halves ? 128 * CONSUMERS : 128);"),
     ),
     "phases.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
@@ -422,8 +422,9 @@ WIDTH = max(map(len, CASES))
 def _run(name: str, as_compiled: bool) -> None:
     jit.at_hand = lambda source, arch, label="": True  # final forms, and no quick ones
     if not as_compiled:
-        shipped = jit.source
-        jit.source = lambda file, macros: every_lane(file, shipped(file, macros))
+        source, instance = jit.source, jit.instance
+        jit.source = lambda file, *given: every_lane(file, source(file, *given))
+        jit.instance = lambda file, *given: every_lane(file, instance(file, *given))
     CASES[name][1]()
     torch.cuda.synchronize()
     entries = {entry for _, entry in jit._kernels}

@@ -307,9 +307,10 @@ def test_what_random_draws_seldom_meet(ways: Callable[[random.Random], Any], emu
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 FULL = r"barrier_wait\(full \+ (cursor\.)?stage \* 8, (cursor\.)?parity\);"
+OF_RING = r"ring\.wait_full\(cursor\);"
 FAULTS = {
-    "implicit: no wait for a stage": ("implicit", FULL, ""),
-    "implicit: a tap's shift": ("implicit", r"\+ TAP_W\[tap\]", "+ TAP_W[tap] + 1"),
+    "implicit: no wait for a stage": ("implicit", OF_RING, ""),
+    "implicit: a tap's shift": ("implicit", r"\+ constant_at<C::taps_w>\(tap\)", "+ constant_at<C::taps_w>(tap) + 1"),
     "implicit: a stage given back too early": ("implicit", r"wgmma_wait<LAG>\(\);", ""),
     "subpixel: a place": ("subpixel", r"t\.p \+ b \* ROW_PIXELS", "t.p + b * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),

@@ -68,6 +68,10 @@ __device__ __forceinline__ void copy_packed(u32 to, const char* packed, int byte
     copy_bulk(to + at, packed + at, bytes - at < PIECE ? bytes - at : PIECE, barrier);
 }
 
+// Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.
+template <int BYTES>
+constexpr u64 ROWS_OF = (u64)(8 * BYTES >> 4) << 32 | (u64)(BYTES == 32 ? 3 : BYTES == 64 ? 2 : 1) << 62;
+
 __device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
 
 // Sums of a tile, ahead of a fence of wgmma (see `opaque`).

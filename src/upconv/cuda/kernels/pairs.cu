@@ -252,15 +252,13 @@ static __device__ __forceinline__ void consume(char* y, const Sizes& s, const Ri
 
 static __device__ __forceinline__ void run(const char* packed, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
   const Ring ring = {memory, memory + BARRIERS_AT, memory + BARRIERS_AT + 8 * C::stages};
-  int role = begin_block([&] { ring.init(1, CONSUMERS * 4); });
-  if (role == 0) {
-    fewer_registers<40>();
-    if (threadIdx.x < 32) produce(map, packed, s, ring, threadIdx.x);
-  } else {
-    more_registers<232>();
-    wait_for_results();                                 // of `pack`: nor is stored where it may still read
-    consume(y, s, ring, role - 1, threadIdx.x & 127);
-  }
+  run_block<1, CONSUMERS, 40, 232>(
+      [&] { ring.init(1, CONSUMERS * 4); },
+      [&] { if (threadIdx.x < 32) produce(map, packed, s, ring, threadIdx.x); },
+      [&](int consumer) {
+        wait_for_results();                             // of `pack`: nor is stored where it may still read
+        consume(y, s, ring, consumer, threadIdx.x & 127);
+      });
 }
 };
 

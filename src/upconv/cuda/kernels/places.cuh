@@ -3,9 +3,6 @@
 #include "products.cuh"
 #include "ring.cuh"
 
-// Rows of 128 bytes, swizzled; groups of 8 lie one behind the other.
-constexpr u64 GROUPS_OF_8 = (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-
 // The channel of a chunk at place `k`. Of float32 a lane (t = lane % 4) has the places t and t + 4 of a step: channels 2t and 2t + 1, so
 // that those of four lanes are in other banks: rows are swizzled by the channel, or lie an odd number of 16 bytes apart.
 template <int P>
@@ -21,7 +18,7 @@ __device__ __forceinline__ void multiply_half(float (&acc)[MB][COLUMNS / 2], u32
   for (int step = 0; step < HALF; step++)
 #pragma unroll
     for (int m = 0; m < MB; m++)
-      WgmmaOf<COLUMNS>::template multiply<P, false, false, true>(acc[m], a[step][m], GROUPS_OF_8 | (u64)((weights >> 4 | 1u << 16) + (first + step) * 2));
+      WgmmaOf<COLUMNS>::template multiply<P, false, false, true>(acc[m], a[step][m], ROWS_OF<128> | (u64)((weights >> 4 | 1u << 16) + (first + step) * 2));
   wgmma_commit();
 }
 

@@ -42,13 +42,24 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0 && barrier) barrier_arrive(barrier);
 }
 
-// Where the barriers of a block are made, by one thread; the warpgroup, as all of a warp know.
-template <class Init>
-__device__ __forceinline__ int begin_block(const Init& init) {
+// A block: one thread makes its barriers by `init`; of its warpgroups the first produce, and leave registers to the others, which consume;
+// of each thread so many. `consume` is told which of the consumers it is.
+template <int PRODUCERS, int CONSUMERS, int PRODUCER_REGISTERS, int CONSUMER_REGISTERS, class Init, class Produce, class Consume>
+__device__ __forceinline__ void run_block(const Init& init, const Produce& produce, const Consume& consume) {
+  constexpr int WARPGROUPS = PRODUCERS + CONSUMERS, BEGINS_WITH = 65536 / (WARPGROUPS * 128) / 8 * 8;
+  static_assert(PRODUCERS * PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= WARPGROUPS * BEGINS_WITH, "who asks for more registers waits for ever");
+  static_assert(PRODUCER_REGISTERS % 8 == 0 && CONSUMER_REGISTERS % 8 == 0, "registers come by eights");
   if (threadIdx.x == 0) {
     init();
     barriers_begun();
   }
   __syncthreads();
-  return __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+  int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+  if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
+    fewer_registers<PRODUCER_REGISTERS>();
+    produce();
+  } else {
+    more_registers<CONSUMER_REGISTERS>();
+    consume(warpgroup - PRODUCERS);
+  }
 }

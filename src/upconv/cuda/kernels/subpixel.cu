@@ -193,8 +193,8 @@ static __device__ __forceinline__ void consume(const typename Number::Type* bias
 #pragma unroll
           for (int m = 0; m < MB; m++) {
             u32 pixels = uniform(stage + own) + m * BOX_BYTES + step * 2048;
-            const u32 a[4] = {(pixels >> 4) | 1u << 16, (u32)(GROUPS_OF_8 >> 32)};
-            u64 b = GROUPS_OF_8 | (u64)((weights >> 4 | 1u << 16) + step * 2);
+            const u32 a[4] = {(pixels >> 4) | 1u << 16, (u32)(ROWS_OF<128> >> 32)};
+            u64 b = ROWS_OF<128> | (u64)((weights >> 4 | 1u << 16) + step * 2);
             WgmmaOf<COLUMNS>::template multiply<C::precision, true, false, true>(acc[m], descriptor_of_words(a), b);
           }
         wgmma_commit();
@@ -219,15 +219,13 @@ static __device__ __forceinline__ void consume(const typename Number::Type* bias
 
 static __device__ __forceinline__ void run(const char* packed, const typename Number::Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
   const Ring ring = {memory, memory + BARRIERS_AT, memory + BARRIERS_AT + 8 * C::stages};
-  int role = begin_block([&] { ring.init(1, CONSUMERS * 4); });
-  if (role == 0) {
-    fewer_registers<40>();
-    if (threadIdx.x == 0) produce(map, packed, s, ring);
-  } else {
-    more_registers<232>();
-    wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
-    consume(bias, y, s, ring, role - 1, threadIdx.x & 127);
-  }
+  run_block<1, CONSUMERS, 40, 232>(
+      [&] { ring.init(1, CONSUMERS * 4); },
+      [&] { if (threadIdx.x == 0) produce(map, packed, s, ring); },
+      [&](int consumer) {
+        wait_for_results();                             // of `pack`: the bias; nor is stored where it may still read
+        consume(bias, y, s, ring, consumer, threadIdx.x & 127);
+      });
 }
 };
 
