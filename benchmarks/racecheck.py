@@ -107,7 +107,7 @@ EVERY_LANE = {
     ),
     "phases.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
+        ("ring_of(i, memory).init(1, 4);", "ring_of(i, memory).init(1, 128);"),
     ),
     "wgrad_wgmma.cu": (
         ("if (lane == 0) barrier_arrive(empty", "barrier_arrive(empty"),

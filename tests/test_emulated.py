@@ -318,8 +318,8 @@ FAULTS = {
     "gather: no wait for a stage": ("gather", FULL, ""),
     "joined: no wait for a slot": ("joined", r"barrier_wait\(landed \+ slot\.stage \* 8, slot\.parity\);", ""),
     "joined: a tap's row": ("joined", r"tap / KERNEL_W \* shift_h", "(tap / KERNEL_W + 1) * shift_h"),
-    "phases: no wait for a stage": ("phases", FULL, ""),
-    "phases: a shift's place": ("phases", r"= shift_at\(shift\)", "= shift_at(shift) + 1"),
+    "phases: no wait for a stage": ("phases", OF_RING, ""),
+    "phases: a shift's place": ("phases", r"= value_at<C::shifts_at>\(shift\)", "= value_at<C::shifts_at>(shift) + 1"),
     "wgrad: no wait for copies": ("wgrad by mma.sync", r"copy_wait<1>\(\);", ""),
     "wgrad: a tap's shift": ("wgrad by wgmma", r"taps\.at\[u\] = ([^;]*);", r"taps.at[u] = \1 + 1;"),
 }

@@ -353,9 +353,8 @@ static __device__ __forceinline__ void run(char* y, const typename Number::Type*
   run_block<1, CONSUMERS, 40, 232>(
       [&] { ring.init(1, C::halves ? 4 * CONSUMERS : 4); },
       [&] { if (threadIdx.x == 0) produce(maps, s, ring); },
-      [&](int consumer) {
-        wait_for_results();                             // of `pack`: nothing is stored where it may still read
-        consume(y, bias, s, ring, consumer, threadIdx.x & 127);
+      [&](int consumer, int thread) {
+        consume(y, bias, s, ring, consumer, thread);
       });
 }
 };

@@ -255,9 +255,8 @@ static __device__ __forceinline__ void run(const char* packed, char* y, const Si
   run_block<1, CONSUMERS, 40, 232>(
       [&] { ring.init(1, CONSUMERS * 4); },
       [&] { if (threadIdx.x < 32) produce(map, packed, s, ring, threadIdx.x); },
-      [&](int consumer) {
-        wait_for_results();                             // of `pack`: nor is stored where it may still read
-        consume(y, s, ring, consumer, threadIdx.x & 127);
+      [&](int consumer, int thread) {
+        consume(y, s, ring, consumer, thread);
       });
 }
 };

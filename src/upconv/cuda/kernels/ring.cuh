@@ -43,7 +43,8 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 }
 
 // A block: one thread makes its barriers by `init`; of its warpgroups the first produce, and leave registers to the others, which consume;
-// of each thread so many. `consume` is told which of the consumers it is.
+// of each thread so many. `consume` is told which of the consumers, and of its threads, it is. It may read what `pack` wrote, and store
+// where `pack` may have read.
 template <int PRODUCERS, int CONSUMERS, int PRODUCER_REGISTERS, int CONSUMER_REGISTERS, class Init, class Produce, class Consume>
 __device__ __forceinline__ void run_block(const Init& init, const Produce& produce, const Consume& consume) {
   constexpr int WARPGROUPS = PRODUCERS + CONSUMERS, BEGINS_WITH = 65536 / (WARPGROUPS * 128) / 8 * 8;
@@ -54,12 +55,13 @@ __device__ __forceinline__ void run_block(const Init& init, const Produce& produ
     barriers_begun();
   }
   __syncthreads();
-  int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+  int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
     fewer_registers<PRODUCER_REGISTERS>();
     produce();
   } else {
+    wait_for_results();
     more_registers<CONSUMER_REGISTERS>();
-    consume(warpgroup - PRODUCERS);
+    consume(warpgroup - PRODUCERS, thread);
   }
 }

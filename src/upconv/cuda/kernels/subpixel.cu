@@ -222,9 +222,8 @@ static __device__ __forceinline__ void run(const char* packed, const typename Nu
   run_block<1, CONSUMERS, 40, 232>(
       [&] { ring.init(1, CONSUMERS * 4); },
       [&] { if (threadIdx.x == 0) produce(map, packed, s, ring); },
-      [&](int consumer) {
-        wait_for_results();                             // of `pack`: the bias; nor is stored where it may still read
-        consume(bias, y, s, ring, consumer, threadIdx.x & 127);
+      [&](int consumer, int thread) {
+        consume(bias, y, s, ring, consumer, thread);
       });
 }
 };
