@@ -71,15 +71,14 @@ EVERY_LANE = {
     ),
     "joined.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("if (thread % 32 == 0) barrier_arrive(full", "barrier_arrive(full"),
-        ("if (thread % 32 == 0) barrier_arrive(left", "barrier_arrive(left"),
-        ("if (own == 1 && lane == 0) barrier_arrive(turns);", "if (own == 1) barrier_arrive(turns);"),
-        ("if (lane == 0) barrier_arrive(turns + ", "barrier_arrive(turns + "),
-        ("barrier_init(full + 8 * i, WARPS_OF_STAGE);", "barrier_init(full + 8 * i, LANES);"),
-        ("barrier_init(left + 8 * i, WARPS_OF_STAGE);", "barrier_init(left + 8 * i, LANES);"),
-        ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
-        ("barrier_init(empty_w + 8 * i, 4);", "barrier_init(empty_w + 8 * i, 128);"),
-        ("barrier_init(turns + 8 * i, 4);", "barrier_init(turns + 8 * i, 128);"),
+        ("if (thread % 32 == 0) barrier_arrive(memory.stages", "barrier_arrive(memory.stages"),
+        ("if (thread % 32 == 0) barrier_arrive(memory.slots", "barrier_arrive(memory.slots"),
+        ("if (own == 1 && lane == 0) barrier_arrive(memory.turns);", "if (own == 1) barrier_arrive(memory.turns);"),
+        ("if (lane == 0) barrier_arrive(memory.turns + ", "barrier_arrive(memory.turns + "),
+        ("memory.stages.init(C::warps_of_stage, 4);", "memory.stages.init(LANES, 128);"),
+        ("memory.slots.init(1, C::warps_of_stage);", "memory.slots.init(1, LANES);"),
+        ("memory.weights.init(1, 4);", "memory.weights.init(1, 128);"),
+        ("barrier_init(memory.turns + 8 * i, 4);", "barrier_init(memory.turns + 8 * i, 128);"),
     ),
     "sweep.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
@@ -227,8 +226,8 @@ def run_choice(family: Any, p: Problem) -> None:
 def run_joined(p: Problem, quick: bool = False) -> None:
     """A tile whose consumers have several tiles each and go round their rings again and again; its ``quick`` form."""
     if quick:
-        shipped = jit.source
-        jit.source = lambda file, macros: shipped(file, {**macros, "QUICK": 1})
+        shipped = jit.instance
+        jit.instance = lambda file, constants, entries: shipped(file, {**constants, "quick": True}, entries)
     chip = replace(gpu(0), multiprocessors=2)
     choice = joined.choose(p, chip)
     if isinstance(choice, str) or choice.tile.tiles(p) < 4 * choice.grid:
