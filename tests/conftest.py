@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
@@ -115,7 +115,7 @@ def _same_start() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _final_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the kernels that are tested are those that stay, but in the tests of quick forms themselves."""
-    if "gpu" in request.node.keywords and "test_provisional" not in request.node.nodeid:
+    if request.node.get_closest_marker("gpu") and "test_provisional" not in request.node.nodeid:
         monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
 
 
@@ -143,7 +143,7 @@ def _shared_memory_of_nans(request: pytest.FixtureRequest, monkeypatch: pytest.M
     Else a kernel that reads what nobody brought finds what an earlier launch left there, maybe its own right numbers.
     """
     name = request.node.path.stem
-    if "gpu" not in request.node.keywords or not (name.endswith("_gpu") or name in LAUNCHED_HERE):
+    if not request.node.get_closest_marker("gpu") or not (name.endswith("_gpu") or name in LAUNCHED_HERE):
         return
     launch_it = launch.Launcher.__call__
 
