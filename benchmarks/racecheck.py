@@ -71,15 +71,14 @@ EVERY_LANE = {
     ),
     "joined.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("if (thread % 32 == 0) barrier_arrive(full", "barrier_arrive(full"),
-        ("if (thread % 32 == 0) barrier_arrive(left", "barrier_arrive(left"),
-        ("if (own == 1 && lane == 0) barrier_arrive(turns);", "if (own == 1) barrier_arrive(turns);"),
-        ("if (lane == 0) barrier_arrive(turns + ", "barrier_arrive(turns + "),
-        ("barrier_init(full + 8 * i, WARPS_OF_STAGE);", "barrier_init(full + 8 * i, LANES);"),
-        ("barrier_init(left + 8 * i, WARPS_OF_STAGE);", "barrier_init(left + 8 * i, LANES);"),
-        ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
-        ("barrier_init(empty_w + 8 * i, 4);", "barrier_init(empty_w + 8 * i, 128);"),
-        ("barrier_init(turns + 8 * i, 4);", "barrier_init(turns + 8 * i, 128);"),
+        ("if (thread % 32 == 0) barrier_arrive(memory.stages", "barrier_arrive(memory.stages"),
+        ("if (thread % 32 == 0) barrier_arrive(memory.slots", "barrier_arrive(memory.slots"),
+        ("if (own == 1 && lane == 0) barrier_arrive(memory.turns);", "if (own == 1) barrier_arrive(memory.turns);"),
+        ("if (lane == 0) barrier_arrive(memory.turns + ", "barrier_arrive(memory.turns + "),
+        ("memory.stages.init(C::warps_of_stage, 4);", "memory.stages.init(LANES, 128);"),
+        ("memory.slots.init(1, C::warps_of_stage);", "memory.slots.init(1, LANES);"),
+        ("memory.weights.init(1, 4);", "memory.weights.init(1, 128);"),
+        ("barrier_init(memory.turns + 8 * i, 4);", "barrier_init(memory.turns + 8 * i, 128);"),
     ),
     "sweep.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
@@ -95,19 +94,19 @@ EVERY_LANE = {
     ),
     "subpixel.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
+        ("ring.init(1, CONSUMERS * 4);", "ring.init(1, CONSUMERS * 128);"),
     ),
     "pairs.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
+        ("ring.init(1, CONSUMERS * 4);", "ring.init(1, CONSUMERS * 128);"),
     ),
     "implicit.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("HALVES ? 4 * CONSUMERS : 4);", "HALVES ? 128 * CONSUMERS : 128);"),
+        ("C::halves ? 4 * CONSUMERS : 4);", "C::halves ? 128 * CONSUMERS : 128);"),
     ),
     "phases.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
+        ("ring_of(i, memory).init(1, 4);", "ring_of(i, memory).init(1, 128);"),
     ),
     "wgrad_wgmma.cu": (
         ("if (lane == 0) barrier_arrive(empty", "barrier_arrive(empty"),
