@@ -395,6 +395,13 @@ def host_header() -> str:
     return types + text.replace("#pragma once\n", "").replace('#include "ptx.cuh"\n', "")
 
 
+def instance_header(file: str, constants: dict[str, Any], kernel: str) -> str:
+    """A kernel's templates for a C++ compiler without ``ptx.cuh``, with K, their instance of the constants."""
+    texts = "\n".join(jit.with_includes(file, {"ptx.cuh"}))
+    names = f"using K = {kernel}<Config>;\nstatic const int THREADS = K::THREADS;\n"
+    return f"{jit.struct_of(jit.CONFIG, constants)}\n{texts}\n{names}"
+
+
 # --- kernels without a GPU, graphs with one --------------------------------------------------------------------------
 
 

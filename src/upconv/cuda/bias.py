@@ -94,7 +94,9 @@ class BiasRunner:
             self._counters = Counters(index, self._partial_at // 4 + words)
             kernel = jit.kernel(source, "sum_at_once", gpu.arch, label)
             self._at_once = Launcher(kernel, _THREADS, 0, f"PPPPii({letters})")
-        self._sum = Launcher(jit.kernel(source, "sum_last" if last else "sum", gpu.arch, label), _THREADS, 0, f"PP({letters})")
+        self._sum = Launcher(
+            jit.kernel(source, "sum_last" if last else "sum", gpu.arch, label), _THREADS, 0, f"PP({letters})"
+        )
         self._finish = Launcher(jit.kernel(source, "finish", gpu.arch, label), _THREADS, 0, "PPii")
         self._finish_float = None
         if p.dtype.itemsize == 2:
