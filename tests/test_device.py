@@ -1,4 +1,4 @@
-"""The device code of exported files: it compiles to what the library's kernels compile to, without what nothing uses."""
+"""The device code of exported files: what it compiles to is what the library's kernels do, and nothing is unused."""
 
 from __future__ import annotations
 
