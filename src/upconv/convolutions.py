@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upconv import cpu, ops, planner
+from upconv import cpu, dispatch, ops, planner
+from upconv.autograd import Bilinear
 from upconv.cuda import engine
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.planner import Plan
 from upconv.problem import Layout, Pass, Precision, Problem, is_channels_last, output_length
-from upconv.replay import calls, replays
+from upconv.replay import calls
 
 LEAST = 1e-6
 """Seconds of a forward, by the bound of `small`, from which on calls may be ours. Shorter ones are not worth a kernel's
@@ -58,62 +59,6 @@ _RELAYOUT, _RELAYOUT_SHORT = 1.5, 1.2
 _SMALL = 156e12, 533e9  # products and elements a second, about what TF32 and an H100's memory do
 
 
-@dataclass(frozen=True)
-class Convolution:
-    """How a convolution is computed: by the plan of the transposed one, a gradient perhaps by PyTorch's operator."""
-
-    plan: Plan
-    training: bool = False
-    """Whether the weight's gradient is recorded, so that its calls may be replayed."""
-
-    @cached_property
-    def inference(self) -> Convolution:
-        """As its other calls are computed."""
-        return replace(self, training=False) if self.training else self
-
-    @property
-    def problem(self) -> Problem:
-        """The transposed convolution's."""
-        return self.plan.problem
-
-    @cached_property
-    def format(self) -> torch.memory_format:
-        """Of the convolution's tensors."""
-        return cpu.memory_format(self.problem.layout, self.problem.rank)
-
-    @cached_property
-    def arguments(self) -> tuple[Any, ...]:
-        """Of PyTorch's operators, behind the tensors."""
-        p = self.problem
-        return p.stride, p.padding, p.dilation, False, (0,) * p.rank, 1
-
-    @cached_property
-    def for_output(self) -> bool:
-        """Whether the forward is our kernels'; found when it is first asked for."""
-        return faster(self.plan, "grad-input", self.training)
-
-    @cached_property
-    def for_input(self) -> bool:
-        """As `for_output`, the gradient for the input."""
-        return faster(self.plan, "fwd", self.training)
-
-    @cached_property
-    def for_weight(self) -> bool:
-        """As `for_output`, the gradient for the weight."""
-        return faster(self.plan, "grad-weight", self.training)
-
-    @cached_property
-    def sums(self) -> Plan:
-        """A plan whose output has the shape of this one's, for the gradient for the bias alone."""
-        p = self.problem
-        one, zero = (1,) * p.rank, (0,) * p.rank
-        like = p.with_(
-            out_channels=p.in_channels, kernel=one, stride=one, padding=zero, output_padding=zero, dilation=one,
-            bias=True,
-        )  # fmt: skip
-        return Plan(like, self.plan.device, "native", planner.FAMILIES, ())
-
-
 def convolution(
     rank: int,
     input: Tensor,
@@ -125,48 +70,26 @@ def convolution(
 ) -> Tensor | None:
     """A convolution of ``rank`` spatial dimensions by our kernels; None where PyTorch's operator is to compute it.
 
-    Shapes as `torch.nn.functional.conv2d`'s. It looks for a plan, so that callers ask `eager` and `small` before.
-    Errors: those of `engine.convolution`.
+    Shapes as `torch.nn.functional.conv2d`'s. It looks for a plan, so that callers ask `ops.repeated`, `eager` and
+    `small` before. Errors: those of `engine.convolution`.
     """
-    known = calls.recognised(_seen, rank, input, weight, bias, stride, padding, 0, 1, dilation)
-    if known is not None:
-        recorded = known.differentiable and torch.is_grad_enabled()
-        if recorded and replays.hoped:
-            arguments = rank, stride, padding, 0, 1, dilation
-            replays.offer(known.plan, _Passes, True, input, weight, bias, arguments)
-        if known.autocast is not None:
-            input = input.to(known.autocast)
-        if recorded:
-            found: Tensor = _apply(input, weight, bias, known.plan)
-            return found
-        return _forward(known.plan.inference, input, weight, bias)
-    if not _plain(weight) or not (bias is None or _plain(bias)) or ops._observed():
-        return None
-    differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    recorded = differentiable and torch.is_grad_enabled()
-    trained = engine.warming() or (recorded and weight.requires_grad)  # a weight may be computed, without gradients
-    chosen = _find(rank, input, weight, bias, stride, padding, dilation, trained)
-    if chosen is None:
-        return None
-    if not (chosen.for_output or (trained and chosen.for_weight)):
+    if not _plain(weight) or not (bias is None or _plain(bias)) or dispatch.observed():
         return None
     given = input, weight, bias
+    # A weight may be computed, without gradients.
+    trained = engine.warming() or (weight.requires_grad and torch.is_grad_enabled())
+    chosen = _find(rank, input, weight, bias, stride, padding, dilation, trained)
+    if chosen is None or not (chosen.for_output or (trained and chosen.for_weight)):
+        return None
+    cast: calls.Operands = given
     if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu"):  # not before: PyTorch would cast once more
-        input, weight, bias = ops._autocast(input, weight, bias, rounding=True)
-    own = weight is given[1] and bias is given[2]
-    if own:
-        calls.remember(chosen, *given, input.dtype, rank, stride, padding, 0, 1, dilation, among=_seen)
-    if recorded:
-        if own and replays.hoped:
-            replays.offer(chosen, _Passes, True, *given, (rank, stride, padding, 0, 1, dilation))
-        out: Tensor = _apply(*(t if t is None else ops._unwrap(t) for t in (input, weight, bias)), chosen)
-        return out
-    return _forward(chosen, input, weight, bias)
+        cast = dispatch.autocast(input, weight, bias, rounding=True)
+    own = cast[1] is weight and cast[2] is bias
+    return ops.computed(chosen, given, cast, (rank, stride, padding, 0, 1, dilation) if own else None)
 
 
 # --- which calls -----------------------------------------------------------------------------------------------------
 
-_seen: dict[int, calls.Seen[Convolution]] = {}
 _CAST = (torch.float32, torch.bfloat16, torch.float16)  # what autocast casts
 
 
@@ -176,7 +99,7 @@ def eager(input: Any) -> bool:
 
 
 def _plain(t: Any) -> bool:
-    return type(t) in ops._PLAIN
+    return type(t) in dispatch.PLAIN
 
 
 def _on_gpu(t: Tensor) -> bool:
@@ -243,7 +166,7 @@ def _find(
     precision = calls.float32_precision() if dtype is torch.float32 else None
     biased = None if bias is None else bias.shape
     try:
-        if not ops.integers(*stride, *padding, *dilation):
+        if not dispatch.integers(*stride, *padding, *dilation):
             return None
         return _resolve(
             rank, input.shape, weight.shape, biased, stride, padding, dilation, dtype, precision, layout, index,
@@ -380,90 +303,91 @@ def expected(p: Problem, pass_: Pass, gpu: Gpu) -> float:
     return max(products / rate, p.bytes / gpu.bandwidth) + _LAUNCH
 
 
-# --- the call --------------------------------------------------------------------------------------------------------
+# --- how it is computed ----------------------------------------------------------------------------------------------
 
 
-def _forward(c: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if engine.ready(c, x.get_device(), bias is not None) and c.for_output:
-        return engine.convolution(c.plan, x, weight, bias)
-    rounded = None if bias is None else bias.to(x.dtype)
-    found: Tensor = torch.ops.aten.convolution(x, weight.to(x.dtype), rounded, *c.arguments)
-    return found
+@dataclass(frozen=True)
+class Convolution(Bilinear):
+    """A convolution by the plan of the transposed one, of whose passes some may be PyTorch's operator."""
 
+    plan: Plan
+    training: bool = False
+    """Whether the weight's gradient is recorded, so that its calls may be replayed."""
+    plain = True
 
-def _theirs(c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]) -> Any:
-    return torch.ops.aten.convolution_backward(grad, x, weight.to(x.dtype), None, *c.arguments, mask)
+    @cached_property
+    def inference(self) -> Convolution:
+        """As its other calls are computed."""
+        return replace(self, training=False) if self.training else self
 
+    @property
+    def result(self) -> tuple[int, ...]:
+        return self.plan.problem.input_shape
 
-class _Convolution(torch.autograd.Function):
-    """I(x, w) of the transposed convolution, and a bias. Under autocast weight and bias are float32."""
+    @cached_property
+    def for_output(self) -> bool:
+        """Whether the forward is our kernels'; found when it is first asked for."""
+        return faster(self.plan, "grad-input", self.training)
 
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, chosen: Convolution) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.chosen = chosen
-        ctx.set_materialize_grads(False)
-        return _forward(chosen, input, weight, bias)
+    @cached_property
+    def for_input(self) -> bool:
+        """As `for_output`, the gradient for the input."""
+        return faster(self.plan, "fwd", self.training)
 
-    @staticmethod
-    @ops._uncast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight = ctx.saved_tensors
-        return (*_backward_of(ctx.chosen, grad, input, weight, ops._asked(ctx)), None)
+    @cached_property
+    def for_weight(self) -> bool:
+        """As `for_output`, the gradient for the weight."""
+        return faster(self.plan, "grad-weight", self.training)
 
+    @cached_property
+    def sums(self) -> Plan:
+        """A plan whose output has the shape of this one's, for the gradient for the bias alone."""
+        p = self.plan.problem
+        one, zero = (1,) * p.rank, (0,) * p.rank
+        like = p.with_(
+            out_channels=p.in_channels, kernel=one, stride=one, padding=zero, output_padding=zero, dilation=one,
+            bias=True,
+        )  # fmt: skip
+        return Plan(like, self.plan.device, "native", planner.FAMILIES, ())
 
-def _backward_of(c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
-    """The gradients that ``mask`` asks for, recorded where gradients are."""
-    if torch.is_grad_enabled() or ops._observed_backward(grad, x, weight):
-        rounded = weight.to(x.dtype)
-        return (
-            ops._unbiased(c.plan, grad, rounded) if mask[0] else None,
-            ops._for_weight(c.plan, grad, x, rounded) if mask[1] else None,
-            grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None,
-        )
-    return _gradients(c, grad.contiguous(memory_format=c.format), x, weight, mask)  # once for both
-
-
-def _gradients(c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
-    theirs = mask[0] and not c.for_input, mask[1] and not c.for_weight, False
-    found = _theirs(c, grad, x, weight, theirs) if any(theirs) else (None, None, None)
-    for_input, for_weight, for_bias = found
-    if mask[1] and c.for_weight:
-        for_weight = engine.gradients(c.plan, x, grad, weight, (False, True, False))[1]
-    if mask[0] and c.for_input:
-        for_input = engine.forward(c.plan, grad, weight, None)
-    if mask[2]:
-        for_bias = engine.gradients(c.sums, grad, x, weight, (False, False, True))[2]
-    return for_input, for_weight, for_bias
-
-
-class _Passes:
-    """A convolution's, to be replayed (`upconv.replay.replays`)."""
-
-    def __init__(self, c: Convolution) -> None:
-        self.plan, self._c = c.plan, c
-        self.result = c.problem.input_shape
+    @cached_property
+    def _format(self) -> torch.memory_format:
+        return cpu.memory_format(self.plan.problem.layout, self.plan.problem.rank)
 
     def loaded(self, index: int) -> bool:
         found = engine.loaded(self.plan).gradients.get(index)
-        return not self._c.for_output or (found is not None and "input" in vars(found))
+        return not self.for_output or (found is not None and "input" in vars(found))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _forward(self._c, x, weight, bias)
+        if engine.ready(self, x.get_device(), bias is not None) and self.for_output:
+            return engine.convolution(self.plan, x, weight, bias)
+        p, rounded = self.plan.problem, None if bias is None else bias.to(x.dtype)
+        return torch.convolution(
+            x, weight.to(x.dtype), rounded, p.stride, p.padding, p.dilation, False, (0,) * p.rank, 1
+        )
 
-    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
-        return _gradients(self._c, grad, x, weight, mask)
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> calls.Gradients:
+        grad = grad.contiguous(memory_format=self._format)  # once for both
+        theirs = mask[0] and not self.for_input, mask[1] and not self.for_weight, False
+        for_input = for_weight = for_bias = None
+        if any(theirs):
+            for_input, for_weight, _ = self.theirs(grad, x, weight.to(x.dtype), theirs)
+        if mask[1] and self.for_weight:
+            for_weight = engine.gradients(self.plan, x, grad, weight, (False, True, False))[1]
+        if mask[0] and self.for_input:
+            for_input = engine.forward(self.plan, grad, weight, None)
+        if mask[2]:
+            for_bias = engine.gradients(self.sums, grad, x, weight, (False, False, True))[2]
+        return for_input, for_weight, for_bias
 
-    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
-        with ops._uncasting(grad):
-            return _backward_of(self._c, grad, x, weight, mask)
-
-
-_apply = super(torch.autograd.Function, _Convolution).apply
+    def theirs(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> calls.Gradients:
+        p = self.plan.problem
+        return cpu.torch_gradients(
+            grad, x, weight, p.in_channels, p.stride, p.padding, (0,) * p.rank, 1, p.dilation, mask, transposed=False
+        )
 
 
 def forget() -> None:
     """Drops what is remembered of calls: each finds its plan anew."""
-    _seen.clear()
-    replays.forget()
+    ops.forget_plans()
     _resolve.cache_clear()

@@ -174,9 +174,9 @@ def _caches() -> dict[str, Value]:
         return f"{info.currsize} of at most {info.maxsize}, in memory"
 
     def calls() -> Value:
-        from upconv import ops
+        from upconv import dispatch
 
-        info = ops._resolve.cache_info()
+        info = dispatch.resolve.cache_info()
         return f"{info.currsize} of at most {info.maxsize}, in memory"
 
     def kernels() -> Value:

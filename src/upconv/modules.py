@@ -23,11 +23,11 @@ from torch import Tensor, fx, nn
 from torch.compiler import is_compiling
 from torch.nn.modules import conv
 
-from upconv import ops
+from upconv import dispatch
 from upconv.convolutions import convolution, eager, explicit, small
 from upconv.cuda import engine
-from upconv.ops import conv_transpose
-from upconv.replay import calls, replays
+from upconv.ops import conv_transpose, repeated
+from upconv.replay import calls
 
 MARK = "_upconv"
 """The attribute of a module that is accelerated: True in its ``__dict__``, which copies, replicas, wrappers and pickles
@@ -37,7 +37,7 @@ TRANSPOSED: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspos
 """The classes of transposed convolutions, and their ranks."""
 PLAIN: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 """The same of plain convolutions."""
-_CALLED: dict[int, tuple[str, Any]] = {n: (f"conv_transpose{n}d", ops._TORCH[n]) for n in (1, 2, 3)}
+_CALLED: dict[int, tuple[str, Any]] = {n: (f"conv_transpose{n}d", dispatch.TORCH[n]) for n in (1, 2, 3)}
 _CALLED_PLAIN: dict[int, tuple[str, Any]] = {
     1: ("conv1d", torch.conv1d),
     2: ("conv2d", torch.conv2d),
@@ -240,17 +240,15 @@ def settings(module: Any, weight: Tensor) -> tuple[Any, Any, Any] | None:
 
 
 def _ours(module: Any, rank: int, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    numbers = settings(module, weight)
-    host, state = replays.host, None
+    numbers, state = settings(module, weight), None
     if numbers is not None:
         stride, padding, dilation = numbers
-        if host is not None and not engine._collectors:
-            found: Tensor | None = host.replay(True, input, weight, bias, rank, stride, padding, 0, 1, dilation)
-            if found is not None:
-                return found
+        found = repeated(True, rank, input, weight, bias, stride, padding, 0, 1, dilation)
+        if found is not None:
+            return found
         if not small(input.shape, weight.shape, stride):
             found = convolution(rank, input, weight, bias, stride, padding, dilation)
-            if found is not None or ops._observed():
+            if found is not None or dispatch.observed():
                 return found
             state = _state(input, weight, bias)
     if len(_left) >= calls.MOST:

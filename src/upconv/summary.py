@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from upconv import convert, convolutions, modules, ops, planner
+from upconv import convert, convolutions, dispatch, modules, planner, refusals
 from upconv.cuda import engine
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _noting(name: str, calls: Counter[Row]) -> Callable[..., None]:
             calls[Row(name, _layer(module), shown, where, PYTORCH, PYTORCH, PYTORCH, why)] += 1
             return
         reason = modules.passed_over(module)
-        if reason is None and ops._observed():
+        if reason is None and dispatch.observed():
             reason = "PyTorch must see the call: a transform, a trace or a mode is active"
         if reason is not None:
             whose: _Whose = PYTORCH, PYTORCH, PYTORCH, reason
@@ -262,12 +262,12 @@ def _transposed(module: Any, x: Tensor, output_size: Any) -> _Whose:
     stride, padding, dilation = module.stride, module.padding, module.dilation
     extra = module._output_padding(x, output_size, stride, padding, module.kernel_size, rank, dilation)
     kind, plan = x.device.type, None
-    if all(t is None or type(t) in ops._PLAIN for t in (x, weight, bias)):
-        if kind in ops._DEVICES and torch.is_autocast_enabled(kind):
-            x, weight, bias = ops._autocast(x, weight, bias)
-        plan = ops._find_plan(rank, x, weight, bias, stride, padding, extra, module.groups, dilation)
+    if all(t is None or type(t) in dispatch.PLAIN for t in (x, weight, bias)):
+        if kind in dispatch.DEVICES and torch.is_autocast_enabled(kind):
+            x, weight, bias = dispatch.autocast(x, weight, bias)
+        plan = dispatch.find_plan(rank, x, weight, bias, stride, padding, extra, module.groups, dilation)
     if plan is None:
-        return PYTORCH, PYTORCH, PYTORCH, ops.unserved(x, weight, bias)
+        return PYTORCH, PYTORCH, PYTORCH, refusals.unserved(x, weight, bias)
     names = [plan.forward, "native", "native"]
     if plan.backward == planner.FAMILIES:
         names[1:] = [plan.grad_input.name, plan.grad_weight.name]

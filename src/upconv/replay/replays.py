@@ -13,10 +13,10 @@ Python does, kernel by kernel, so that results are the same to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,35 +24,11 @@ from torch import Tensor
 from upconv import cpu
 from upconv.cuda import engine, weights
 from upconv.cuda.compile import provisional
-from upconv.planner import Plan
 from upconv.replay import calls, native
+from upconv.replay.calls import Arguments, Operands, Operation
 
 if TYPE_CHECKING:
     from upconv.replay import tape
-
-Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
-"""For input, weight and bias."""
-
-
-class Passes(Protocol):
-    """What a recorded call computes: a transposed convolution, or a plain one."""
-
-    plan: Plan
-    result: tuple[int, ...]
-    """The shape of its result, which lies in the layout of the plan's problem."""
-
-    def loaded(self, index: int) -> bool:
-        """Whether the forward was computed on a device."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """By our kernels, keeping nothing: on the current stream, without autograd."""
-
-    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
-        """As `forward`, those that ``mask`` asks for; ``grad`` is dense."""
-
-    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
-        """The same in every state of autograd, autocast and functorch that a backward may run in."""
-
 
 CALLS = 3
 """Of a training call, which is recorded with the last of them."""
@@ -79,29 +55,20 @@ def recorded(holder: Any) -> dict[Any, Any]:
     return {}
 
 
-def offer(
-    holder: Any,
-    passes: Callable[[Any], Passes],
-    plain: bool,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    arguments: tuple[Any, ...],
-) -> None:
+def offer(operation: Operation, given: Operands, arguments: Arguments) -> None:
     """Told of each training call that Python computes; the third like it is recorded, if the module is there.
 
     Args:
-        holder: what planned it, hashable.
-        passes: what it computes, of the holder.
-        plain: whether it is a plain convolution's.
-        input, weight, bias: as the caller gave them.
-        arguments: the rank, stride, padding, output_padding, groups and dilation, as the caller gave them.
+        operation: what computes it, hashable.
+        given: input, weight and bias as the caller gave them.
+        arguments: the call's others, as the caller gave them.
     """
     global host, hoped
-    if not weight.requires_grad or any(type(a) not in _IMMUTABLE for a in arguments):
+    input, weight, bias = given
+    if not weight.requires_grad or not calls.lasting(arguments):
         return  # only layers that are trained are recorded
     tensors = (input, weight) if bias is None else (input, weight, bias)
-    if engine._collectors or any(calls._unwrapped(t) is not t for t in tensors) or weights.is_frozen(weight):
+    if engine._collectors or any(calls.unwrapped(t) is not t for t in tensors) or weights.is_frozen(weight):
         return
     kind = "cuda" if input.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -116,43 +83,41 @@ def offer(
     if engine._capturing():  # passes that are captured do without what outlives them
         return
     key = (autocast, weight.dtype, arguments, *((t.stride(), t.requires_grad) for t in tensors), input.get_device())
-    known = recorded(holder)
+    known = recorded(operation)
     found = known.get(key, 0)
     if type(found) is int:
         if found < CALLS - 1:
             known[key] = found + 1
             return
-        found = known[key] = _recorded(module, passes(holder), input, weight, bias, autocast) or _NEVER
+        found = known[key] = _recorded(module, operation, given, autocast) or _NEVER
     if found is not _NEVER:
-        p = passes(holder).plan.problem
+        p = operation.plan.problem
         precision = _PRECISIONS[p.precision] if p.dtype is torch.float32 and input.is_cuda else 0
-        module.note(plain, found, precision, input, weight, bias, *arguments)
+        module.note(operation.plain, found, precision, input, weight, bias, *arguments)
         host = module
 
 
-_IMMUTABLE = (int, tuple)
 _NEVER = object()
 _PRECISIONS = {"ieee": 1, "tf32": 2}
 
 
-def _recorded(
-    module: Any, passes: Passes, input: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None
-) -> Any:
+def _recorded(module: Any, operation: Operation, operands: Operands, autocast: torch.dtype | None) -> Any:
     """A ``Layer`` for a call that is made with these operands; None where its forward is no tape."""
-    index, p = input.get_device(), passes.plan.problem
-    if not passes.loaded(index):
+    input, weight, bias = operands
+    index, p = input.get_device(), operation.plan.problem
+    if not operation.loaded(index):
         return None
     x = input if autocast is None else torch.empty_like(input, dtype=autocast, device="meta")
 
     def forward(given: Sequence[Any]) -> list[Tensor]:
-        return [passes.forward(given[0], given[1], given[2])]
+        return [operation.forward(given[0], given[1], given[2])]
 
     with torch.no_grad(), torch.autocast("cuda", enabled=False), _on(index):
         found = _tape(f"the forward of {p}", forward, (x, weight, bias), weight, module)
     if found is None:
         return None
     last = p.layout == "channels_last"
-    return module.Layer(index, _context(index), autocast, last, bias is not None, found, _Gradients(module, passes))
+    return module.Layer(index, _context(index), autocast, last, bias is not None, found, _Gradients(module, operation))
 
 
 def _context(index: int) -> int:
@@ -187,23 +152,23 @@ def _tape(what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Te
 class _Gradients:
     """What the module calls for gradients that no tape is for, or that do not fit it; with what records them."""
 
-    def __init__(self, module: Any, passes: Passes) -> None:
-        self._module, self._passes = module, passes
+    def __init__(self, module: Any, operation: Operation) -> None:
+        self._module, self._operation = module, operation
 
     def __call__(self, grad: Tensor, input: Tensor, weight: Tensor, mask: int, wanted: bool) -> tuple[Any, ...]:
         """The gradients for input, weight and bias that the bits of ``mask`` ask for; and their tape, if ``wanted``."""
         asked = [bool(mask >> i & 1) for i in range(3)]
-        found = self._passes.backward(grad, input, weight, asked)
+        found = self._operation.backward(grad, input, weight, asked)
         return (*found, self._recorded(input, weight, asked) if wanted else None)
 
     def _recorded(self, input: Tensor, weight: Tensor, asked: Sequence[bool]) -> bytes | None:
-        p, shape = self._passes.plan.problem, self._passes.result
+        p, shape = self._operation.plan.problem, self._operation.result
         strides = cpu.dense_strides(shape, cpu.memory_format(p.layout, p.rank))
         grad = torch.empty_strided(shape, strides, dtype=input.dtype, device="meta")
         with torch.no_grad(), _on(weight.get_device()):
             return _tape(
                 f"the gradients {_named(asked)} of {p}",
-                lambda given: self._passes.gradients(given[0], given[1], given[2], asked),
+                lambda given: self._operation.gradients(given[0], given[1], given[2], asked),
                 (grad, input, weight),
                 weight,
                 self._module,
