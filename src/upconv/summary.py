@@ -17,6 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from upconv import convert, convolutions, dispatch, modules, planner, refusals
 from upconv.cuda import engine
+from upconv.problem import short
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -302,13 +303,12 @@ def _estimated(rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, number
 def _layer(module: Any) -> str:
     """A module's class and settings, in a line."""
 
-    def short(value: Any) -> str:
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
+    def text(value: Any) -> str:
+        return short(value if isinstance(value, (tuple, list)) else (value,))
 
     parts = [type(module).__name__, f"{module.in_channels}->{module.out_channels}"]
     named = (("k", module.kernel_size), ("s", module.stride), ("p", module.padding))
-    parts += [f"{letter}{short(value)}" for letter, value in named]
+    parts += [f"{letter}{text(value)}" for letter, value in named]
     usual = (("op", module.output_padding, "0"), ("d", module.dilation, "1"), ("g", module.groups, "1"))
-    parts += [f"{letter}{short(value)}" for letter, value, default in usual if short(value) != default]
+    parts += [f"{letter}{text(value)}" for letter, value, default in usual if text(value) != default]
     return " ".join(parts)
