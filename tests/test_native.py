@@ -970,7 +970,7 @@ def test_replayed_calls_on_a_gpu(
     """The same bits as in Python, over changing values, and after the memory of earlier calls was used otherwise."""
     monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, *_: plan.selection(pass_).choice is not None)
     monkeypatch.setattr(modules, "small", lambda *shapes: False)
-    convolutions.choose.cache_clear()
+    convolutions.forget()
     if native.wait() is None:
         pytest.skip(native.state())
     order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(size))

@@ -78,7 +78,7 @@ def convolution(
     given = input, weight, bias
     # A weight may be computed, without gradients.
     trained = engine.warming() or (weight.requires_grad and torch.is_grad_enabled())
-    chosen = _find(rank, input, weight, bias, stride, padding, dilation, trained)
+    chosen = find(rank, input, weight, bias, stride, padding, dilation, trained)
     if chosen is None or not (chosen.for_output or (trained and chosen.for_weight)):
         return None
     cast: calls.Operands = given
@@ -139,7 +139,7 @@ def _padded(channels: int, multiple: int = _PADDED) -> int:
     return -(-channels // multiple) * multiple
 
 
-def _find(
+def find(
     rank: int,
     input: Tensor,
     weight: Tensor,
@@ -149,12 +149,15 @@ def _find(
     dilation: tuple[int, ...],
     training: bool,
 ) -> Convolution | None:
+    """How a call is computed, the same object each time; None where PyTorch's operator is to."""
     dtype, index = input.dtype, input.get_device()
     others = [t for t in (weight, bias) if t is not None]
     if any(t.get_device() != index or t.layout is not torch.strided for t in others):
         return None
+    if input.dim() != rank + 2 or weight.dim() != rank + 2 or input.shape[1] != weight.shape[1]:
+        return None
     layout = _layout(rank, input, weight) if input.layout is torch.strided else None
-    if layout is None:
+    if layout is None or (bias is not None and bias.shape != weight.shape[:1]):
         return None
     kind = "cuda" if input.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind):
@@ -164,13 +167,11 @@ def _find(
     elif any(t.dtype is not dtype for t in others):
         return None
     precision = calls.float32_precision() if dtype is torch.float32 else None
-    biased = None if bias is None else bias.shape
     try:
         if not dispatch.integers(*stride, *padding, *dilation):
             return None
         return _resolve(
-            rank, input.shape, weight.shape, biased, stride, padding, dilation, dtype, precision, layout, index,
-            training,
+            index, training, input.shape, weight.shape, stride, padding, dilation, dtype, precision, layout
         )  # fmt: skip
     except TypeError:  # something that is no tuple of integers: PyTorch says what
         return None
@@ -194,25 +195,9 @@ def _layout(rank: int, input: Tensor, weight: Tensor) -> Layout | None:
 
 
 @lru_cache(maxsize=4096)
-def _resolve(
-    rank: int,
-    shape: torch.Size,
-    weight_shape: torch.Size,
-    bias_shape: torch.Size | None,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    dtype: torch.dtype,
-    precision: Precision | None,
-    layout: Layout,
-    index: int,
-    training: bool,
-) -> Convolution | None:
-    if len(shape) != rank + 2 or len(weight_shape) != rank + 2 or shape[1] != weight_shape[1]:
-        return None
-    if bias_shape is not None and tuple(bias_shape) != (weight_shape[0],):
-        return None
-    p = transposed(shape, weight_shape, stride, padding, dilation, dtype, precision, layout)
+def _resolve(index: int, training: bool, *described: Any) -> Convolution | None:
+    """`choose` of a device and the convolution that `transposed` is told of."""
+    p = transposed(*described)
     return None if p is None else choose(p, planner.cuda_device(index), training)
 
 
@@ -247,7 +232,6 @@ def transposed(
         return None
 
 
-@lru_cache(maxsize=4096)
 def choose(p: Problem, device: planner.Device, training: bool = False) -> Convolution | None:
     """How the convolution that is ``p``'s gradient for the input is computed; None where PyTorch's operator is to."""
     gpu = device.gpu

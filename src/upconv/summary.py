@@ -292,8 +292,8 @@ def _plain(module: Any, x: Tensor) -> _Whose:
 
 def _estimated(rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: tuple[Any, Any, Any]) -> _Whose:
     """Of a plain convolution, whose passes are upconv's where they are expected to be faster."""
-    once = convolutions._find(rank, x, weight, bias, *numbers, False)
-    trained = convolutions._find(rank, x, weight, bias, *numbers, True)
+    once = convolutions.find(rank, x, weight, bias, *numbers, False)
+    trained = convolutions.find(rank, x, weight, bias, *numbers, True)
     asked = once and once.for_output, trained and trained.for_input, trained and trained.for_weight
     forward, *gradients = ("upconv" if ours else PYTORCH for ours in asked)
     why = "expected to be faster than cuDNN" if asked[0] else "cuDNN is expected to be as fast"
