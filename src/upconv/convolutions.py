@@ -1,17 +1,18 @@
-"""Plain convolutions on a GPU by the kernels of transposed ones, whose gradients they are.
+"""Plain convolutions on a GPU by the kernels of transposed ones: the rule that says whose a call is.
 
-A convolution of x with w is the gradient for the input of the transposed convolution that has this weight; its own
-gradient for the input is that layer's forward, and its gradient for the weight that layer's with both operands
-exchanged (`upconv.ops` has the three maps). So a model's plain convolutions can take the same kernels, which read and
-write NCHW as it lies, where cuDNN copies both tensors to its own layout and back; in channels_last, where it does not,
-they are the faster ones for up to 64 channels, and for the weight in TF32.
+A convolution of x with w is the gradient for the input of the transposed convolution with the same weight. Its own
+gradient for the input is that layer's forward. Its gradient for the weight is that layer's, with both operands
+exchanged (`upconv.autograd` has the three maps). So the same kernels compute it. In NCHW they read and write tensors in
+place, where cuDNN copies both to its own layout and back. In channels_last they are faster for up to 64 channels, and
+for the weight in TF32.
 
-A call is ours where our estimate says that it is the faster one (`expected`) and it is worth a kernel's compilation
-(`LEAST`); and, in training, where it is short and the host decides, for which a call that is replayed is the shorter
-one (`MARGIN_SHORT`). Else, and wherever PyTorch must see the call, it is PyTorch's operator. The rule goes by the call,
-never by timing, nor by what the machine has: with a C++ compiler or without, before the module that replays calls is
-there and afterwards, the same kernels compute it. The forward and the gradients are chosen one by one, by the same
-rule.
+A call is ours if our estimate says that it is faster (`expected`) and it is worth a kernel's compilation (`LEAST`). In
+training a short call is also ours if the host decides, since a replayed call takes the host less time (`MARGIN_SHORT`).
+All others, and those that PyTorch must see, are left to PyTorch's operator. The forward and the gradients are chosen
+one by one, by the same rule.
+
+The rule goes by the call, never by timing. It depends neither on a C++ compiler nor on whether the module that replays
+calls is there yet, so the same kernels compute a call always.
 """
 
 from __future__ import annotations
