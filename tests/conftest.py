@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import upconv
-from upconv import cpu, ops, planner
+from upconv import autograd, cpu, dispatch, planner
 from upconv.cuda import engine, packs
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import cache as cubins
@@ -330,8 +330,8 @@ def _settable_backends() -> None:
 
 
 def _forget_plans() -> None:
-    calls.seen.clear()
-    for module in (ops, planner, engine, replays):
+    calls.forget()
+    for module in (dispatch, autograd, planner, engine, replays):
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
