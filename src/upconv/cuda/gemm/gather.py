@@ -22,12 +22,13 @@ from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Tensor5, Words, channels_last, dense, encode, of_class
 from upconv.cuda.compile.launch import Counters, Launches, as_run, cluster_fits
+from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gemm.gather_model import alignment_of
 from upconv.cuda.gemm.gather_search import considered, refusal
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.packs import LazyPacks, Packs, Unit, layer_text
+from upconv.cuda.packs import LazyPacks, Packs, Unit, layer_text, packing_entries
 from upconv.cuda.rearrange import batches
 from upconv.derived import derived, varied
 from upconv.problem import Problem
@@ -55,6 +56,7 @@ _CLAIMED, _PLACES = 0.985, 128
 _LINES_CLAIMED = 0.95
 _LONG_CODE = 32  # matrix instructions in a row, from which on NVRTC takes over a second
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
+_ENTRY = "gather<Config>"
 _launched = attrgetter("boxable", "packs", "claimed", "last_rounds", "grid")
 """What a choice's launches go by beside the shared memory of a block."""
 
@@ -203,11 +205,12 @@ class Choice(family.Defaults):
         t, label = self.tiling, f"gather {layer_text(self.problem)}"
         unit = 0 if self.general else store_unit(t, self.problem)
         claims: dict[str, Any] = {"claimed": self.claimed, "last_rounds": self.last_rounds}
-        source = jit.source("gather.cu", t.macros(store_unit=unit, **claims))
+        entries = (*packing_entries("GatherPack<Config>", self.problem), _ENTRY)
+        source = jit.instance("gather.cu", constants(t, store_unit=unit, **claims), entries)
         packed = Unit(label, source, ("pack", "gather"), self._quickly(lambda choice: choice.sources()[0]))
         if not self.boxable:
             return (packed,)
-        boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit, **claims))
+        boxed = jit.instance("gather.cu", constants(t, boxed=True, store_unit=unit, **claims), (_ENTRY,))
         quick = self._quickly(lambda choice: choice.sources()[1])
         return packed, Unit(f"{label} unpacked", boxed, ("gather",), quick)
 
@@ -217,7 +220,7 @@ class Choice(family.Defaults):
         if not self.packs:
             return ()
         unit = store_unit(self.tiling, self.problem)
-        source = jit.source("gather.cu", self.tiling.macros(store_unit=unit, packs=True))
+        source = jit.instance("gather.cu", constants(self.tiling, store_unit=unit, packs=True), (_ENTRY,))
         quick = self._quickly(lambda choice: choice.packing_sources[0])
         return (Unit(f"gather {layer_text(self.problem)} packing", source, ("gather",), quick),)
 
