@@ -29,6 +29,7 @@ template <class C_>
 struct Implicit {
 using C = C_;
 using Number = NumberOf<C::precision>;
+using Type = typename Number::Type;
 
 static constexpr int ELEMENT = Number::SIZE;
 static constexpr int VEC = 16 / ELEMENT;
@@ -46,7 +47,8 @@ static constexpr int THREADS = 128 + CONSUMERS * 128;
 static constexpr int LAG = C::stages > 3;               // stages that instructions still read while the next one's are queued
 static constexpr int BARRIERS_AT = C::stages * STAGE_BYTES;
 static_assert(BARRIERS_AT + 16 * C::stages == C::shared_bytes, "the planner's shared memory is not the kernel's");
-static_assert(CLUSTER == 1 || (C::halves && CONSUMERS * 128 * MB * SUMS_OF_M * 4 <= BARRIERS_AT), "a block's sums have no room where its stages were");
+static_assert(CLUSTER == 1 || (C::halves && CONSUMERS * 128 * MB * SUMS_OF_M * 4 <= BARRIERS_AT),
+              "a block's sums have no room where its stages were");
 using Ring = RingOf<C::stages, STAGE_BYTES>;
 using Stores = PixelStores<C::precision, C::cout, COLUMNS, C::wide_stores>;
 
@@ -159,7 +161,8 @@ static __device__ __forceinline__ void pack_taps(const Weight* __restrict__ weig
     if (first + unit >= C::cin) continue;
     u32 v[VEC];
 #pragma unroll
-    for (int e = 0; e < VEC; e++) v[e] = tap_step == 1 ? turned[tap][unit + e] : operand<C::precision>(weight[row + tap * tap_step + first + unit + e]);
+    for (int e = 0; e < VEC; e++)
+      v[e] = tap_step == 1 ? turned[tap][unit + e] : operand<C::precision>(weight[row + tap * tap_step + first + unit + e]);
     write_operands(packed + (row + tap * C::cin + first + unit) * ELEMENT, v);
   }
 }
@@ -223,7 +226,8 @@ static __device__ __forceinline__ void multiply_stage(float (&acc)[MB][SUMS_OF_M
   for (int k = 0; k < K_STEPS; k++)
 #pragma unroll
     for (int m = 0; m < MB; m++)
-      WgmmaOf<COLUMNS>::template multiply<C::precision, false, C::turned, true>(acc[m], descriptor(a + m * (64 * ROW_BYTES / 16) + k * 2), descriptor_of_weights(b + k * B_STEP));
+      WgmmaOf<COLUMNS>::template multiply<C::precision, false, C::turned, true>(
+          acc[m], descriptor(a + m * (64 * ROW_BYTES / 16) + k * 2), descriptor_of_weights(b + k * B_STEP));
 }
 
 // Where row `row` of a tile is in the result, or nowhere.
@@ -271,7 +275,8 @@ static __device__ __forceinline__ void add_up(float (&acc)[MB][SUMS_OF_M], u32 m
 }
 
 // `first`: of the tile's rows, the consumer's.
-static __device__ __forceinline__ void store(float (&acc)[MB][SUMS_OF_M], char* __restrict__ y, const Sizes& s, const Tile& t, int first, u32 memory, int thread) {
+static __device__ __forceinline__ void store(
+    float (&acc)[MB][SUMS_OF_M], char* __restrict__ y, const Sizes& s, const Tile& t, int first, u32 memory, int thread) {
   const int lane = thread & 31, left = C::cout - t.column, of_all = first / (64 * MB) * 128 + thread;
   if constexpr (CLUSTER > 1) publish(acc, memory, of_all);
 #pragma unroll
@@ -297,7 +302,7 @@ static __device__ __forceinline__ void store(float (&acc)[MB][SUMS_OF_M], char* 
 }
 
 // Sums begin with the bias (of a cluster the first block's); `first`: the thread's first column.
-static __device__ __forceinline__ void begin_sums(float (&acc)[MB][SUMS_OF_M], const typename Number::Type* __restrict__ bias, int first) {
+static __device__ __forceinline__ void begin_sums(float (&acc)[MB][SUMS_OF_M], const Type* __restrict__ bias, int first) {
 #pragma unroll
   for (int i = 0; i < SUMS_OF_M; i++) {
     int column = first + i / 4 * 8 + i % 2;
@@ -310,7 +315,7 @@ static __device__ __forceinline__ void begin_sums(float (&acc)[MB][SUMS_OF_M], c
   }
 }
 
-static __device__ __forceinline__ void consume(char* y, const typename Number::Type* bias, const Sizes& s, const Ring& ring, int wg, int thread) {
+static __device__ __forceinline__ void consume(char* y, const Type* bias, const Sizes& s, const Ring& ring, int wg, int thread) {
   int lane = thread & 31, turn = 0;
   typename Ring::Cursor cursor = {0, 0};
   const int first = C::halves ? wg * (64 * MB) : 0;
@@ -348,7 +353,7 @@ static __device__ __forceinline__ void consume(char* y, const typename Number::T
   }
 }
 
-static __device__ __forceinline__ void run(char* y, const typename Number::Type* bias, const Sizes& s, const TensorMaps& maps, u32 memory) {
+static __device__ __forceinline__ void run(char* y, const Type* bias, const Sizes& s, const TensorMaps& maps, u32 memory) {
   const Ring ring = {memory, memory + BARRIERS_AT, memory + BARRIERS_AT + 8 * C::stages};
   run_block<1, CONSUMERS, 40, 232>(
       [&] { ring.init(1, C::halves ? 4 * CONSUMERS : 4); },
@@ -361,16 +366,20 @@ static __device__ __forceinline__ void run(char* y, const typename Number::Type*
 
 template <class C>
 __global__ void __launch_bounds__(Implicit<C>::THREADS, 1)
-implicit(char* __restrict__ y, const typename Implicit<C>::Number::Type* __restrict__ bias, int out_n, int out_d, int out_h, int out_w, int box_n, int box_d, int box_h, int box_w,
-         int tiles_d, int tiles_h, int tiles_w, int tiles, int abreast, int turn, const __grid_constant__ typename Implicit<C>::TensorMaps maps) {
+implicit(char* __restrict__ y, const typename Implicit<C>::Type* __restrict__ bias, int out_n, int out_d, int out_h, int out_w,
+         int box_n, int box_d, int box_h, int box_w, int tiles_d, int tiles_h, int tiles_w, int tiles, int abreast, int turn,
+         const __grid_constant__ typename Implicit<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Implicit<C>::run(y, bias, {out_n, out_d, out_h, out_w, box_n, box_d, box_h, box_w, tiles_d, tiles_h, tiles_w, tiles, abreast, turn}, maps, shared_address(memory));
+  Implicit<C>::run(y, bias, {out_n, out_d, out_h, out_w, box_n, box_d, box_h, box_w, tiles_d, tiles_h, tiles_w, tiles, abreast, turn},
+                   maps, shared_address(memory));
 }
 
 template <class C>
 __global__ void __cluster_dims__(C::cluster) __launch_bounds__(Implicit<C>::THREADS, 1)
-implicit_clusters(char* __restrict__ y, const typename Implicit<C>::Number::Type* __restrict__ bias, int out_n, int out_d, int out_h, int out_w, int box_n, int box_d, int box_h, int box_w,
-                  int tiles_d, int tiles_h, int tiles_w, int tiles, int abreast, int turn, const __grid_constant__ typename Implicit<C>::TensorMaps maps) {
+implicit_clusters(char* __restrict__ y, const typename Implicit<C>::Type* __restrict__ bias, int out_n, int out_d, int out_h, int out_w,
+                  int box_n, int box_d, int box_h, int box_w, int tiles_d, int tiles_h, int tiles_w, int tiles, int abreast, int turn,
+                  const __grid_constant__ typename Implicit<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Implicit<C>::run(y, bias, {out_n, out_d, out_h, out_w, box_n, box_d, box_h, box_w, tiles_d, tiles_h, tiles_w, tiles, abreast, turn}, maps, shared_address(memory));
+  Implicit<C>::run(y, bias, {out_n, out_d, out_h, out_w, box_n, box_d, box_h, box_w, tiles_d, tiles_h, tiles_w, tiles, abreast, turn},
+                   maps, shared_address(memory));
 }

@@ -34,6 +34,7 @@ template <class C_>
 struct Joined : PacksUnits<Joined<C_>> {
 using C = C_;
 using Number = NumberOf<C::precision>;
+using Type = typename Number::Type;
 
 static constexpr int ELEMENT = Number::SIZE;
 static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
@@ -160,7 +161,8 @@ static __device__ __forceinline__ void bring_weights(const char* __restrict__ pa
       for (int slice = 0; slice < slices.count; slice++)
 #pragma unroll 1
         for (int tap = 0; tap < TAPS; tap += C::taps_of_stage, cursor.next()) {
-          u32 barrier = ring.full(cursor), bytes = (TAPS % C::taps_of_stage == 0 || TAPS - tap > C::taps_of_stage ? C::taps_of_stage : TAPS - tap) * TAP_BYTES;
+          bool all = TAPS % C::taps_of_stage == 0 || TAPS - tap > C::taps_of_stage;
+          u32 barrier = ring.full(cursor), bytes = (all ? C::taps_of_stage : TAPS - tap) * TAP_BYTES;
           ring.wait_empty(cursor);
           expect_bytes(barrier, bytes);
           copy_bulk(ring.stage(cursor), from, bytes, barrier);
@@ -198,7 +200,8 @@ static __device__ __forceinline__ void bring_pixels(const TensorMap& map, const 
 // A stage is turned by `warps_of_stage`. One warp hides the other's waits and fence (docs/experiments.md); of two slots both
 // warps turn each stage. A warp alone may wait for a slot, or for a stage to be free, only where itself saw the one
 // before land or filled it: else a parity tells too little. So both rings have a multiple of the warps.
-static_assert(C::warps_of_stage == TURNERS || (C::warps_of_stage == 1 && C::slots % TURNERS == 0 && C::stages % TURNERS == 0), "a slot and a stage are one warp's");
+static_assert(C::warps_of_stage == TURNERS || (C::warps_of_stage == 1 && C::slots % TURNERS == 0 && C::stages % TURNERS == 0),
+              "a slot and a stage are one warp's");
 
 // What a slot has, from its place `ahead` on, as rows of CK channels: `locate` is for a tile, `turn` for each of its stages. Loads of
 // several places come before their stores, so that a thread waits for memory once, not once a place (docs/experiments.md).
@@ -304,7 +307,8 @@ static __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 |
 // A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next. The buffer has a channel's as
 // many bytes late as they begin in 16 of memory, so that lanes store whole 16, an instruction a channel's; up to three
 // words at either end follow. The copy engine would be slower: it takes a copy for each channel (docs/experiments.md).
-static __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
+static __device__ __forceinline__ void store(
+    const float (&acc)[PLACES / 2], const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
   int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16;
   int left = (s.plane - t.f < PLACES ? s.plane - t.f : PLACES) * ELEMENT;
   long long plane = (long long)s.out_d * s.plane * ELEMENT;  // of a channel
@@ -359,7 +363,7 @@ static __device__ __forceinline__ void multiply_taps(float (&acc)[PLACES / 2], u
   }
 }
 
-static __device__ __forceinline__ void consume(const typename Number::Type* bias, char* y, const Sizes& s, const Memory& memory, int own, int thread) {
+static __device__ __forceinline__ void consume(const Type* bias, char* y, const Sizes& s, const Memory& memory, int own, int thread) {
   int lane = thread & 31, warp = thread >> 5;
   typename Stages::Cursor stage = {0, 0};
   typename Weights::Cursor weights = {0, 0};
@@ -408,7 +412,7 @@ static __device__ __forceinline__ void consume(const typename Number::Type* bias
   }
 }
 
-static __device__ __forceinline__ void run(const char* packed, const typename Number::Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 address) {
+static __device__ __forceinline__ void run(const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 address) {
   const Memory memory = memory_at(address);
   run_block<1, CONSUMERS, 96, 200>(
       [&] {
@@ -429,8 +433,8 @@ static __device__ __forceinline__ void run(const char* packed, const typename Nu
 
 template <class C>
 __global__ void __launch_bounds__(Joined<C>::THREADS, 1)
-joined(const char* __restrict__ packed, const typename Joined<C>::Number::Type* __restrict__ bias, char* __restrict__ y, int in_d, int out_d, int pitch, int plane, int tiles_f, int tiles,
-       const __grid_constant__ TensorMap map) {
+joined(const char* __restrict__ packed, const typename Joined<C>::Type* __restrict__ bias, char* __restrict__ y, int in_d, int out_d, int pitch,
+       int plane, int tiles_f, int tiles, const __grid_constant__ TensorMap map) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Joined<C>::run(packed, bias, y, {in_d, out_d, pitch, plane, tiles_f, tiles}, map, shared_address(memory));
 }

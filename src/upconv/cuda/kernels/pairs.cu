@@ -16,6 +16,7 @@ template <class C_>
 struct Pairs : PacksUnits<Pairs<C_>> {
 using C = C_;
 using Number = NumberOf<C::precision>;
+using Type = typename Number::Type;
 
 static constexpr int ELEMENT = Number::SIZE;
 static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
@@ -115,7 +116,8 @@ static __device__ __forceinline__ void produce(const TensorMap& map, const char*
         if (lane == 0) expect_bytes(barrier, GROUPS * BOX_BYTES + WEIGHT_BYTES);
         __syncwarp();
         if (lane < GROUPS)
-          load_box(to + lane * BOX_PLACE, map, w, h + tap % C::kernel_h * C::dilation_h, d + tap / C::kernel_h * C::dilation_d, chunk * C::channels, group.n, barrier);
+          load_box(to + lane * BOX_PLACE, map, w, h + tap % C::kernel_h * C::dilation_h, d + tap / C::kernel_h * C::dilation_d, chunk * C::channels,
+                   group.n, barrier);
         if (lane == 0) {
           if (packing) wait_for_results();              // of `pack`
           packing = false;
@@ -263,8 +265,8 @@ static __device__ __forceinline__ void run(const char* packed, char* y, const Si
 
 template <class C>
 __global__ void __launch_bounds__(Pairs<C>::THREADS, 1)
-pairs(const char* __restrict__ packed, const typename Pairs<C>::Number::Type* __restrict__, char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int groups_w, int groups,
-      int tiles, const __grid_constant__ TensorMap map) {
+pairs(const char* __restrict__ packed, const typename Pairs<C>::Type* __restrict__, char* __restrict__ y, int batch, int in_d, int in_h, int in_w,
+      int groups_w, int groups, int tiles, const __grid_constant__ TensorMap map) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Pairs<C>::run(packed, y, {batch, in_d, in_h, in_w, groups_w, groups, tiles}, map, shared_address(memory));
 }

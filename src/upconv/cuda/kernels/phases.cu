@@ -21,6 +21,7 @@ template <class C_>
 struct Phases : PacksUnits<Phases<C_>> {
 using C = C_;
 using Number = NumberOf<C::precision>;
+using Type = typename Number::Type;
 
 static constexpr int ELEMENT = Number::SIZE;
 static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
@@ -87,8 +88,10 @@ static __device__ __forceinline__ constexpr int channel_at(int k) { return NARRO
 // (C::cin, C::cout, kernel).
 template <class Write>
 static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
-  int unit = i % 2, column = i / 2 % C::shift_columns, user = i / (2 * C::shift_columns) % C::users, step = i / (2 * C::shift_columns * C::users);
-  int cout = column % CO_COLUMNS, of_w = constant_at<C::column_taps>(column / CO_COLUMNS), tap = constant_at<C::user_taps>(user) * C::kernel_w + of_w;
+  constexpr int OF_USER = 2 * C::shift_columns;
+  int unit = i % 2, column = i / 2 % C::shift_columns, user = i / OF_USER % C::users, step = i / (OF_USER * C::users);
+  int cout = column % CO_COLUMNS, of_w = constant_at<C::column_taps>(column / CO_COLUMNS);
+  int tap = constant_at<C::user_taps>(user) * C::kernel_w + of_w;
   write((long long)(i - unit) * 16 + ((unit ^ (column >> 2 & 1)) << 4), [=](int e) -> WeightAt {
     int cin = step * (32 / ELEMENT) + channel_at(unit * VEC + e);
     return {cin < C::cin && cout < C::cout && of_w >= 0, cin, cout, tap};
@@ -114,7 +117,8 @@ static __device__ __forceinline__ void produce(const TensorMap& map, const Sizes
       expect_bytes(barrier, C::rows_d * C::rows_h * ROW_BYTES);
 #pragma unroll 1
       for (int row = 0; row < C::rows_d * C::rows_h; row++)
-        load_box(to + row * ROW_BYTES, map, t.w + C::first_w, t.h + C::first_h + row % C::rows_h, t.d + C::first_d + row / C::rows_h, chunk * C::chunk, t.n, barrier);
+        load_box(to + row * ROW_BYTES, map, t.w + C::first_w, t.h + C::first_h + row % C::rows_h, t.d + C::first_d + row / C::rows_h,
+                 chunk * C::chunk, t.n, barrier);
     }
   }
 }
@@ -140,7 +144,8 @@ static __device__ __forceinline__ void load_fragments(u32 (&a)[SHIFTS][MB][4], c
       for (int i = 0; i < 4; i++) {
         const int columns = value_at<C::shifts_at>(shift) + i % 2 * 8, half = i / 2;
         u32 at = own[m] + row + columns * ELEMENT;
-        if constexpr (NARROW) a[shift][m][i] = load_shared_u16(at + half * 8 * PITCH_BYTES) | load_shared_u16(at + (half * 8 + 1) * PITCH_BYTES) << 16;
+        if constexpr (NARROW)
+          a[shift][m][i] = load_shared_u16(at + half * 8 * PITCH_BYTES) | load_shared_u16(at + (half * 8 + 1) * PITCH_BYTES) << 16;
         else a[shift][m][i] = load_shared_u32(at + half * PITCH_BYTES);
       }
 #pragma unroll
@@ -164,7 +169,9 @@ static __device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][PAIR
 }
 
 // The buffer gets `passed` channels' outputs of a pair's rows, from channel `first` on; `begin`: where these rows begin in the first channel.
-static __device__ __forceinline__ void fill_buffer(const float (&acc)[MB][PAIR_COLUMNS / 2], int first, const typename Number::Type* __restrict__ bias, const char* begin, const Sizes& s, u32 plane, u32 buffer, int channel, int warp, int lane) {
+static __device__ __forceinline__ void fill_buffer(
+    const float (&acc)[MB][PAIR_COLUMNS / 2], int first, const Type* __restrict__ bias, const char* begin, const Sizes& s, u32 plane, u32 buffer,
+    int channel, int warp, int lane) {
 #pragma unroll
   for (int j = first / 8; j < CO_COLUMNS / 8; j++) {
     if (j >= (first + PASS) / 8) continue;
@@ -234,7 +241,9 @@ static __device__ __forceinline__ void store_row(int first, char* to_run, u32 of
   }
 }
 
-static __device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][PAIR_COLUMNS / 2], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int wg, int warp, int lane) {
+static __device__ __forceinline__ void store(
+    const float (&acc)[PAIRS][MB][PAIR_COLUMNS / 2], const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer,
+    int wg, int warp, int lane) {
   u32 plane = (u32)s.out_d * s.out_h * s.out_w;         // elements of a channel
   int channel = (lane & 3) * 2, columns = s.out_w - t.w * STEP_W;
   columns = columns < RUN ? columns : RUN;              // of a row, that exist
@@ -259,7 +268,8 @@ static __device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][PAIR_
   }
 }
 
-static __device__ __forceinline__ void consume(const typename Number::Type* bias, char* y, const Sizes& s, u32 weights, const Ring& ring, u32 buffer, int wg, int thread) {
+static __device__ __forceinline__ void consume(
+    const Type* bias, char* y, const Sizes& s, u32 weights, const Ring& ring, u32 buffer, int wg, int thread) {
   int lane = thread & 31;
   constexpr int GROUPS = K_STEPS * C::source_row_count; // of instructions, of a chunk
   typename Ring::Cursor cursor = {0, 0};
@@ -302,7 +312,7 @@ static __device__ __forceinline__ Ring ring_of(int consumer, u32 memory) {
   return {memory + RINGS_AT + consumer * (C::stages * STAGE_BYTES), full, full + 8 * CONSUMERS * C::stages};
 }
 
-static __device__ __forceinline__ void run(const char* packed, const typename Number::Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
+static __device__ __forceinline__ void run(const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
   u32 landed = memory + BARRIERS_AT + 16 * CONSUMERS * C::stages;
   run_block<1, CONSUMERS, 64, 216>(
       [&] {
@@ -329,8 +339,8 @@ static __device__ __forceinline__ void run(const char* packed, const typename Nu
 
 template <class C>
 __global__ void __launch_bounds__(Phases<C>::THREADS, 1)
-phases(const char* __restrict__ packed, const typename Phases<C>::Number::Type* __restrict__ bias, char* __restrict__ y, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
-       const __grid_constant__ TensorMap map) {
+phases(const char* __restrict__ packed, const typename Phases<C>::Type* __restrict__ bias, char* __restrict__ y, int out_d, int out_h, int out_w,
+       int tiles_d, int tiles_h, int tiles_w, int tiles, const __grid_constant__ TensorMap map) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Phases<C>::run(packed, bias, y, {out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, map, shared_address(memory));
 }

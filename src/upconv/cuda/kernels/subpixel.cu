@@ -16,6 +16,7 @@ template <class C_>
 struct Subpixel : PacksUnits<Subpixel<C_>> {
 using C = C_;
 using Number = NumberOf<C::precision>;
+using Type = typename Number::Type;
 
 static constexpr int ELEMENT = Number::SIZE;
 static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
@@ -169,7 +170,7 @@ static __device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2]
   }
 }
 
-static __device__ __forceinline__ void consume(const typename Number::Type* bias, char* y, const Sizes& s, const Ring& ring, int wg, int thread) {
+static __device__ __forceinline__ void consume(const Type* bias, char* y, const Sizes& s, const Ring& ring, int wg, int thread) {
   int lane = thread & 31;
   typename Ring::Cursor cursor = {0, 0};
   float acc[MB][COLUMNS / 2];
@@ -217,7 +218,7 @@ static __device__ __forceinline__ void consume(const typename Number::Type* bias
   }
 }
 
-static __device__ __forceinline__ void run(const char* packed, const typename Number::Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
+static __device__ __forceinline__ void run(const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
   const Ring ring = {memory, memory + BARRIERS_AT, memory + BARRIERS_AT + 8 * C::stages};
   run_block<1, CONSUMERS, 40, 232>(
       [&] { ring.init(1, CONSUMERS * 4); },
@@ -230,8 +231,8 @@ static __device__ __forceinline__ void run(const char* packed, const typename Nu
 
 template <class C>
 __global__ void __launch_bounds__(Subpixel<C>::THREADS, 1)
-subpixel(const char* __restrict__ packed, const typename Subpixel<C>::Number::Type* __restrict__ bias, char* __restrict__ y, int batch, int in_h, int in_w, int pixels, int tiles_p, int tiles,
-         const __grid_constant__ TensorMap map) {
+subpixel(const char* __restrict__ packed, const typename Subpixel<C>::Type* __restrict__ bias, char* __restrict__ y, int batch, int in_h, int in_w,
+         int pixels, int tiles_p, int tiles, const __grid_constant__ TensorMap map) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Subpixel<C>::run(packed, bias, y, {batch, in_h, in_w, pixels, tiles_p, tiles}, map, shared_address(memory));
 }
