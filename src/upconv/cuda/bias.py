@@ -66,7 +66,7 @@ def shape(p: Problem, gpu: Gpu) -> Shape:
 
 def instance(p: Problem) -> str:
     """The source of a layer's kernels."""
-    entries = ("sum_last", "finish") if p.layout == "channels_last" else ("sum", "sum_at_once", "finish")
+    entries: tuple[str, ...] = ("sum_last", "finish") if p.layout == "channels_last" else ("sum", "sum_at_once", "finish")
     if p.dtype.itemsize == 2:
         entries += ("finish_float",)
     return jit.instance("bias.cu", {"precision": PRECISIONS[p.dtype]}, [f"{entry}<{jit.CONFIG}>" for entry in entries])
