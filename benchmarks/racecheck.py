@@ -109,12 +109,13 @@ EVERY_LANE = {
         ("ring_of(i, memory).init(1, 4);", "ring_of(i, memory).init(1, 128);"),
     ),
     "wgrad_wgmma.cu": (
-        ("if (lane == 0) barrier_arrive(empty", "barrier_arrive(empty"),
-        ("if (i > begin && lane == 0) barrier_arrive(empty", "if (i > begin) barrier_arrive(empty"),
-        ("if (way.i > 0 && lane == 0) barrier_arrive(empty", "if (way.i > 0) barrier_arrive(empty"),
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
+        ("if (of.lane == 0) barrier_arrive(block.empty", "barrier_arrive(block.empty"),
+        ("if (i > first && of.lane == 0) barrier_arrive(block.empty", "if (i > first) barrier_arrive(block.empty"),
+        ("if (way.i > 0 && lane == 0) barrier_arrive(block.empty", "if (way.i > 0) barrier_arrive(block.empty"),
         ("if (lane == 0) barrier_arrive_cluster(met, rank ^ 1);", "barrier_arrive_cluster(met, rank ^ 1);"),
-        ("HANDOVER ? WGS * 4 : 1);", "HANDOVER ? WGS * 128 : 1);"),
-        ("barrier_init(empty + 8 * i, WGS * 4);", "barrier_init(empty + 8 * i, WGS * 128);"),
+        ("C::handover ? C::warpgroups * 4 : 1);", "C::handover ? C::warpgroups * 128 : 1);"),
+        ("barrier_init(empty + 8 * i, C::warpgroups * 4);", "barrier_init(empty + 8 * i, C::warpgroups * 128);"),
     ),
 }
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from conftest import EVERY, HOST, diagonal, host_program, needs_gxx, seeds
+from emulator import for_host
 from gather_interpreter import Interpreter
 from test_gather import draw_problem, draw_shuffled, draw_tiling
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
@@ -28,7 +29,7 @@ from upconv.cuda.gemm import gather_search
 from upconv.cuda.gemm.tiling import CLAIMS, CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import H200
 from upconv.cuda.packs import PACK_THREADS
-from upconv.cuda.wgrad import wgrad_search
+from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -44,7 +45,7 @@ def cut(source: str, first: str, end: str) -> str:
 
 
 KERNELS = jit.KERNELS
-ROOMS = re.compile(r'#include "((?:gather|wgrad)_\w+\.cuh)".*\n')
+ROOMS = re.compile(r'#include "(gather_\w+\.cuh)".*\n')
 
 
 def with_rooms(kernel: str) -> str:
@@ -61,8 +62,8 @@ CONSTANTS += cut(SOURCE, "#define FRAGMENT (64", "__constant__ const int TAP_ROW
 SIZES = cut(SOURCE, "struct Sizes {", "#define MAPS (CLASSED")
 
 
-def defined(tiling: Tiling | WarpgroupTiling, boxed: bool = False, store_unit: int = 0) -> str:
-    macros = tiling.macros(boxed, store_unit) if isinstance(tiling, Tiling) else tiling.macros()
+def defined(tiling: Tiling, boxed: bool = False, store_unit: int = 0) -> str:
+    macros = tiling.macros(boxed, store_unit)
     return "".join(f"#define {name} {value}\n" for name, value in macros.items())
 
 
@@ -128,12 +129,7 @@ def packing(tiling: Tiling, folder: Path) -> Path:
 
 def fragments(tiling: WarpgroupTiling, folder: Path, program: str = "fragments") -> Path:
     """A program that compares a tiling's ways to fragments of the output's gradient, or follows its descriptors."""
-    shared, own = (KERNELS / "wgrad.cuh").read_text(), with_rooms("wgrad_wgmma.cu")
-    head = "#define COPIERS 128\n#define CI_INNERMOST 1\n" + cut(own, "#define STACK (", '#include "wgrad.cuh"')
-    geometry = cut(shared, "#define VEC", "// =====")
-    constants = cut(own, "#define ROWS_PER_SUB", "struct TensorMaps {")
-    taps = cut(own, "struct Taps {", "#if STACKED\n// Rows of x that a row of g meets")
-    (folder / "kernel.h").write_text(defined(tiling) + head + geometry + constants + taps)
+    (folder / "kernel.h").write_text(for_host(wgrad.two_steps("", tiling).source, ()))
     return compiled(program, folder)
 
 
@@ -165,12 +161,9 @@ def claims(folder: Path, stages: int, step: int, rounds: int) -> Path:
 
 def halves(folder: Path, ci_tiles: int, co_tiles: int) -> Path:
     """A program that goes through the chunks and tiles of blocks that hand over sums."""
-    macros = f"#define CI_TILES {ci_tiles}\n#define CO_TILES {co_tiles}\n"
-    text = (KERNELS / "wgrad_handover.cuh").read_text()
-    handed = re.search(r"#define HANDED \d+\n", text)
-    assert handed is not None
-    order = cut(text, "struct Halves {", "#if PARTED && G_PLANES == 2")
-    (folder / "kernel.h").write_text(macros + handed.group() + order)
+    sizes = f"constexpr int CI_TILES = {ci_tiles}, CO_TILES = {co_tiles};\n"
+    order = cut((KERNELS / "wgrad_handover.cuh").read_text(), "struct WgradHalves {", "// --- the thread that loads")
+    (folder / "kernel.h").write_text(sizes + order)
     return compiled("halves", folder)
 
 

@@ -248,7 +248,7 @@ def test_wider_pixels_are_computed_by_the_chosen_kernel(stubs: Stubs) -> None:
     stubs.loaded.clear()
     x, g, w = (torch.empty(s, dtype=p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
     prepared.run(x, g, w, True)
-    assert stubs.names() == ["widen", "wgrad together"] and not stubs.loaded
+    assert stubs.names() == ["widen", "wgrad_whole together"] and not stubs.loaded
 
 
 @pytest.mark.parametrize("p", [as_(KB73, "bf16", "grad-input"), as_(DCGAN, "bf16", "grad-weight")], ids=str)

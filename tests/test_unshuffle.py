@@ -266,7 +266,7 @@ def test_kernels_are_loaded_ahead_and_launched_in_order(
             assert stubs.names()[1:] == [f"pack{suffix}", "gather"] and stubs.launched[-1][2]
         else:
             prepared.run(x, g, weight, lasting=True)
-            inner = "wgrad together" if prepared.together else "wgrad"
+            inner = "wgrad_whole together" if prepared.together else "wgrad"
             assert stubs.launched[0] == ("unshuffle", blocks, False) and stubs.launched[1][0] == inner
             assert stubs.launched[-1] == (f"fold{suffix}", -(-w.numel() // 256), False)
     assert not stubs.loaded
