@@ -641,7 +641,11 @@ def test_a_lasting_call_is_one_cooperative_launch(
         stream[0] = of_stream
         prepared.run(x, g, out, lasting=True)
         name, grid, dependent, args = stubs.pop()
-        assert (name, grid, dependent) == ("wgrad_whole together", t.tiles * choice.splits, False) and not stubs.launched
+        assert (name, grid, dependent) == (
+            "wgrad_whole together",
+            t.tiles * choice.splits,
+            False,
+        ) and not stubs.launched
         assert args[:2] == (g.data_ptr(), out.data_ptr())
         assert args[16:20] == (*out.stride()[:2], out.stride()[-1], out.dtype is torch.float32)
         kept.append(args[3])
@@ -691,7 +695,9 @@ def test_blocks_that_hand_over_are_launched_at_once_or_by_clusters(
     monkeypatch.setattr(launch, "current_stream", lambda index: 7)
     p, choice = handing()
     t, prepared = choice.tiling, choice.prepare(0)
-    assert isinstance(t, WarpgroupTiling) and prepared.together and stubs.loaded == ["wgrad_whole"] and not prepared.loaded
+    assert (
+        isinstance(t, WarpgroupTiling) and prepared.together and stubs.loaded == ["wgrad_whole"] and not prepared.loaded
+    )
     x, g = (torch.randn(shape, dtype=p.dtype) for shape in (p.input_shape, p.output_shape))
     out = torch.empty(p.weight_shape, dtype=p.dtype).contiguous(memory_format=torch.channels_last)
     prepared.run(x, g, out, lasting=True)

@@ -66,9 +66,8 @@ def shape(p: Problem, gpu: Gpu) -> Shape:
 
 def instance(p: Problem) -> str:
     """The source of a layer's kernels."""
-    entries: tuple[str, ...] = ("sum_last", "finish") if p.layout == "channels_last" else ("sum", "sum_at_once", "finish")
-    if p.dtype.itemsize == 2:
-        entries += ("finish_float",)
+    sums = ("sum_last",) if p.layout == "channels_last" else ("sum", "sum_at_once")
+    entries = (*sums, "finish", *(("finish_float",) if p.dtype.itemsize == 2 else ()))
     return jit.instance("bias.cu", {"precision": PRECISIONS[p.dtype]}, [f"{entry}<{jit.CONFIG}>" for entry in entries])
 
 

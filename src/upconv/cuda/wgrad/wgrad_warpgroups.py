@@ -170,8 +170,8 @@ class WarpgroupTiling(BoxedTiling):
         return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
 
     def constants(self, cluster: int = 1, together: int = 0, alone: int = 0, handover: int = 0) -> dict[str, int]:
-        """The kernel's. ``cluster``: splits whose blocks are one; ``together``: they add up in global memory; ``alone``:
-        there is one split (all: `adds_up`). ``handover``: of two splits, as one of the first two says (`hands_over`).
+        """The kernel's. ``cluster``: splits whose blocks are one; ``together``: they add up in global memory;
+        ``alone``: there is one split (all: `adds_up`). ``handover``: of two splits, as one of the first two says (`hands_over`).
         """
         found = {
             "cluster": cluster,
