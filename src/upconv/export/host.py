@@ -453,7 +453,7 @@ def _run_grad_weight(v: Variant) -> str:
     lines.append("// Adds the slices of sums, always in the same order; out may have any dense memory format.\n")
     lines.append("const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));\n")
     lines.append("const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));\n")
-    lines.append(_launch(v.kernel("reduce"), (256, 0), "x", blocks, "sums", "strides"))
+    lines.append(_launch(v.kernel(v.entries[-1]), (256, 0), "x", blocks, "sums", "strides"))
     return "".join(lines)
 
 
