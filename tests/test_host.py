@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from conftest import EVERY, HOST, diagonal, host_program, needs_gxx, seeds
+from emulator import for_host
 from gather_interpreter import Interpreter
 from test_gather import draw_problem, draw_shuffled, draw_tiling
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
@@ -29,7 +30,7 @@ from upconv.cuda.gemm.gather_constants import ROLLED, constants
 from upconv.cuda.gemm.tiling import CLAIMS, CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import H200
 from upconv.cuda.packs import PACK_THREADS
-from upconv.cuda.wgrad import wgrad_search
+from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -45,14 +46,6 @@ def cut(source: str, first: str, end: str) -> str:
 
 
 KERNELS = jit.KERNELS
-ROOMS = re.compile(r'#include "(wgrad_\w+\.cuh)".*\n')
-
-
-def with_rooms(kernel: str) -> str:
-    """A kernel's source with its own rooms."""
-    return ROOMS.sub(lambda found: (KERNELS / found[1]).read_text() + "\n", (KERNELS / kernel).read_text())
-
-
 PTX = (KERNELS / "ptx.cuh").read_text()
 DECLARED = re.compile(r"^(template <[^\n]*>\n?)?\s*__device__ __forceinline__ (\w[^\n{;]*\([^\n{;]*\)) \{", re.MULTILINE)
 
@@ -74,10 +67,6 @@ def kernel_files(folder: Path, constants: Mapping[str, jit.Constant], **files: t
                 text += jit.with_includes(file, seen)
         (folder / f"{name}.h").write_text(text)
         text = ""
-
-
-def defined(tiling: WarpgroupTiling) -> str:
-    return "".join(f"#define {name} {value}\n" for name, value in tiling.macros().items())
 
 
 def compiled(program: str, folder: Path) -> Path:
@@ -131,12 +120,7 @@ def packing(tiling: Tiling, folder: Path) -> Path:
 
 def fragments(tiling: WarpgroupTiling, folder: Path, program: str = "fragments") -> Path:
     """A program that compares a tiling's ways to fragments of the output's gradient, or follows its descriptors."""
-    shared, own = (KERNELS / "wgrad.cuh").read_text(), with_rooms("wgrad_wgmma.cu")
-    head = "#define COPIERS 128\n#define CI_INNERMOST 1\n" + cut(own, "#define STACK (", '#include "wgrad.cuh"')
-    geometry = cut(shared, "#define VEC", "// =====")
-    constants = cut(own, "#define ROWS_PER_SUB", "struct TensorMaps {")
-    taps = cut(own, "struct Taps {", "#if STACKED\n// Rows of x that a row of g meets")
-    (folder / "kernel.h").write_text(defined(tiling) + head + geometry + constants + taps)
+    (folder / "kernel.h").write_text(for_host(wgrad.two_steps("", tiling).source, ()))
     return compiled(program, folder)
 
 
@@ -157,12 +141,9 @@ def claims(folder: Path, stages: int, step: int, rounds: int) -> Path:
 
 def halves(folder: Path, ci_tiles: int, co_tiles: int) -> Path:
     """A program that goes through the chunks and tiles of blocks that hand over sums."""
-    macros = f"#define CI_TILES {ci_tiles}\n#define CO_TILES {co_tiles}\n"
-    text = (KERNELS / "wgrad_handover.cuh").read_text()
-    handed = re.search(r"#define HANDED \d+\n", text)
-    assert handed is not None
-    order = cut(text, "struct Halves {", "#if PARTED && G_PLANES == 2")
-    (folder / "kernel.h").write_text(macros + handed.group() + order)
+    sizes = f"constexpr int CI_TILES = {ci_tiles}, CO_TILES = {co_tiles};\n"
+    order = cut((KERNELS / "wgrad_handover.cuh").read_text(), "struct WgradHalves {", "// --- the thread that loads")
+    (folder / "kernel.h").write_text(sizes + order)
     return compiled("halves", folder)
 
 

@@ -31,8 +31,8 @@ def kb(name: str, pass_: str = "fwd", **changes: object) -> Problem:
     return p.with_(**changes)  # type: ignore[arg-type]
 
 
-# Of every family and kernel file: a resident and a streamed gather, strides, IEEE, 16 bits, channels-last, both
-# grad-weights, the direct kernels, staged gradients whose lanes are columns or channels.
+# Of every family and kernel file: a resident and a streamed gather, strides, IEEE, 16 bits, channels-last, weights by
+# loads of several taps, both grad-weights, the direct kernels, staged gradients whose lanes are columns or channels.
 SAMPLE: dict[str, tuple[Problem, object]] = {
     "gather": (kb("kb57"), gather),
     "gather strided": (kb("kb79"), gather),
@@ -44,6 +44,13 @@ SAMPLE: dict[str, tuple[Problem, object]] = {
     ),
     "gather channels_last bf16": (
         CASES["kb65"].with_(dtype=torch.bfloat16, precision="bf16", layout="channels_last"), gather
+    ),
+    "gather of 16 taps": (Problem.make(2, 64, 48, (16, 32), 4, 1, 1, precision="tf32"), gather),
+    "gather of 16 taps grad-input bf16": (
+        Problem.make(
+            2, 64, 48, (16, 32), 4, 2, 1, bias=False, pass_="grad-input", dtype=torch.bfloat16, precision="bf16"
+        ),
+        gather,
     ),
     "joined": (kb("kb69"), joined),
     "joined bf16": (CASES["kb61"].with_(dtype=torch.bfloat16, precision="bf16"), joined),
@@ -336,6 +343,34 @@ def test_a_name_that_a_template_has_too_is_no_constant() -> None:
         + KERNEL.format(body="  x[N] = f<2>();\n")
     )
     assert "  return N == 1 ? 2 : 3;" in lines(source)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "const int M = n, N = M;",
+        "constexpr int M = sizeof(V), N = 4 * M;",
+        "unsigned int N = n;",
+        "long long *p = 0, N = n;",
+        "V N = n;",
+        "for (int i = 0, N = n; i < N; i++)",
+        "auto f = [&](V N) { return N == 8 ? 1 : 2; };",
+    ],
+)
+def test_a_name_with_another_declaration_elsewhere_is_no_constant(second: str) -> None:
+    source = (
+        "template <class V> __device__ int f(V n) {\n  constexpr int N = 8;\n  return n % N;\n}\n"
+        f"template <class V> __device__ int g(V n) {{\n  {second}\n  return N == 8 ? 2 : 3;\n}}\n"
+        + KERNEL.format(body="  x[0] = f(x[1]) + g(x[2]);\n")
+    )
+    assert "  return N == 8 ? 2 : 3;" in lines(source)
+
+
+def test_a_constant_that_products_and_arguments_name_stays_one() -> None:
+    source = "constexpr int N = 8, M = 2;\n" + KERNEL.format(
+        body="  int n = x[N * M], m = min(n, N), k = n * N;\n  return x[0] = N == 8 && M == 2 ? m : k;\n"
+    )
+    assert "  return x[0] = m;" in lines(source)
 
 
 def test_functions_and_macros_that_nothing_reaches_go() -> None:

@@ -496,7 +496,10 @@ class _Expression:
         return value, i
 
 
-_TYPES = "int|bool|short|long|unsigned|u16|u32|u64|i64|float|auto|T|Acc|class|typename"
+_TYPES = {"int", "bool", "char", "short", "long", "unsigned", "float", "double", "auto", "void"}
+_TYPES |= {"u16", "u32", "u64", "i64", "T", "Acc", "Weight"}
+"""Behind which ``*`` and ``&`` belong to a declaration: of other names they may be operators."""
+_BEFORE_VALUES = {"return", "else", "case", "goto", "do", "sizeof", "operator"}
 
 
 class _Constants:
@@ -513,7 +516,7 @@ class _Constants:
             size = _SIZES.get(name.split()[-1]) if "long long" not in name else 8
             if size:
                 self.sizes[alias] = size
-        declared = Counter(re.findall(rf"\b(?:{_TYPES})[\s&*]+(\w+)\b", bare))
+        declared = Counter(_declarators(nodes))
         for line in re.findall(r"\bconstexpr (?:int|bool) (\w+ =[^;]*);", bare):
             for declarator in _split(_tree(_tokens(line)), ","):
                 words = _solid(declarator)
@@ -529,6 +532,53 @@ class _Constants:
     def value(self, nodes: Iterable[_Node]) -> int | None:
         code = _text(_solid_text(nodes))
         return _evaluate(list(_tokens(_expand(code, self._macros))), self.values, self.sizes)
+
+
+def _declarators(nodes: Sequence[_Node]) -> Iterator[str]:
+    """Every name that a text declares, parameters among them, as often as it does.
+
+    Rather once too often: a name that seems to have two declarations is no constant, and stays as it is.
+    """
+    words = [n for n in nodes if not _trivial(n)]
+    for i, node in enumerate(words):
+        if isinstance(node, _Group):
+            yield from _declarators(node.inside)
+        elif node.kind == "directive":
+            macro = _DEFINE.match(node.text)
+            yield from _declarators(_tree(_tokens(_comment_of(macro[3])[0]))) if macro else ()
+        elif node.kind == "name" and _has_type_before(words, i) and _ends_declarator(words, i + 1):
+            yield node.text
+            yield from _further_declarators(words, i + 1)
+
+
+def _has_type_before(words: Sequence[_Node], i: int) -> bool:
+    j = i - 1
+    while j >= 0 and _is(words[j], "*", "&", "&&"):
+        j -= 1
+    before = words[j] if j >= 0 else None
+    if not isinstance(before, _Token) or before.kind != "name" or before.text in _BEFORE_VALUES:
+        return False
+    return j == i - 1 or before.text in _TYPES
+
+
+def _ends_declarator(words: Sequence[_Node], i: int) -> bool:
+    after = words[i] if i < len(words) else None
+    return after is None or isinstance(after, _Group) or _is(after, "=", ",", ";", ">", ":")
+
+
+def _further_declarators(words: Sequence[_Node], i: int) -> Iterator[str]:
+    """The names behind the commas of a declaration whose first declarator ends at ``i``."""
+    while i < len(words) and not _is(words[i], ";"):
+        node, before = words[i], words[i - 1]
+        if isinstance(node, _Group) and node.open == "{" and isinstance(before, _Group):
+            return  # a function's body
+        i += 1
+        if not _is(node, ","):
+            continue
+        while i < len(words) and _is(words[i], "*", "&"):
+            i += 1
+        if i < len(words) and _word(words[i]).isidentifier() and _ends_declarator(words, i + 1):
+            yield _word(words[i])
 
 
 def _solid_text(nodes: Iterable[_Node]) -> Iterator[_Node]:

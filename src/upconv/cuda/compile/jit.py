@@ -161,9 +161,18 @@ def parts_of(text: str) -> tuple[str, str]:
     return f"{struct_text}\n}};\n", found[1]
 
 
-def with_includes(file: str, seen: set[str]) -> str:
-    """The text of ``kernels/<file>`` behind what it includes of ``kernels``, but for the files ``seen``, which grow."""
-    return "" if file in seen else _LINE.sub("", _inline(file, seen))
+def with_includes(file: str, seen: set[str]) -> Iterator[str]:
+    """The texts of ``kernels/<file>`` and of what it includes of ``kernels``, which come before it.
+
+    Those ``seen`` are left out; the set grows. Errors: FileNotFoundError.
+    """
+    if file in seen:
+        return
+    seen.add(file)
+    text = (KERNELS / file).read_text(encoding="utf-8")
+    for included in _QUOTED.findall(text):
+        yield from with_includes(included, seen)
+    yield _QUOTED.sub("", _ONCE.sub("", text)).strip() + "\n"
 
 
 def _inline(file: str, seen: set[str]) -> str:

@@ -23,13 +23,15 @@ from torch import Tensor
 from upconv.cuda import family
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.launch import Launcher
-from upconv.cuda.direct.direct_grad import DTYPES, Unit, full
+from upconv.cuda.direct.direct_grad import full
 from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.packs import Unit
 from upconv.cuda.rearrange import batches
 from upconv.derived import derived
 from upconv.problem import Problem
 
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _UNROLLED = 512  # multiply-adds of a thread in a straight stretch of code (longer: registers spill)
 _SUMS = 72  # registers of a thread that hold sums (float64: half of them)
 _INPUTS = 16  # and the input's elements that meet them (grad-weight; 32 spill)

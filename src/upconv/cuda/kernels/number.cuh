@@ -1,10 +1,10 @@
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 #include "ptx.cuh"
 
-enum Precision { TF32, IEEE, FP16, BF16 };
+enum Precision { TF32, IEEE, FP16, BF16, FP64 };
 
 template <int P>
-struct NumberOf {                                         // float16 and bfloat16
+struct NumberOf {                                       // float16 and bfloat16
   using Type = u16;
   using Bits = u16;                                     // as an integer
   static constexpr int SIZE = 2;
