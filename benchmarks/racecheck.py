@@ -62,7 +62,10 @@ EVERY_LANE = {
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("  if (lane == 0) barrier_arrive(barrier);\n", "  barrier_arrive(barrier);\n"),
         ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
-        ("barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);", "barrier_init(pixels.empty + 8 * i, G::RELEASES * 128);"),
+        (
+            "barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);",
+            "barrier_init(pixels.empty + 8 * i, G::RELEASES * 128);",
+        ),
         ("barrier_init(empty_w + 8 * i, G::RELEASES * 4);", "barrier_init(empty_w + 8 * i, G::RELEASES * 128);"),
         ("G::DIRECT_BOX ? 1 : G::PRODUCER_WARPS);", "G::DIRECT_BOX ? 1 : G::PRODUCER_THREADS);"),
         (

@@ -93,9 +93,7 @@ class Columns(NamedTuple):
 class Interpreter:
     """One tiling. ``coarse`` is the step of the rounding that stands for TF32's where an operand has two parts."""
 
-    def __init__(
-        self, tiling: Tiling, found: gather_constants.Constants | None = None, coarse: float = 0.25
-    ) -> None:
+    def __init__(self, tiling: Tiling, found: gather_constants.Constants | None = None, coarse: float = 0.25) -> None:
         self.tiling = tiling
         self.m = m = constants(tiling, gather_constants.constants(tiling) if found is None else found)
         self.coarse = coarse

@@ -25,8 +25,8 @@ from upconv import planner, reference
 from upconv.cuda import families
 from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.compile import boxes
-from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gemm import gather, gather_search
+from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gpu import A100, H200, gpu
 from upconv.cuda.pixels import implicit
 from upconv.cuda.rearrange import batches, relayout

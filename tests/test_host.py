@@ -47,7 +47,8 @@ def cut(source: str, first: str, end: str) -> str:
 
 KERNELS = jit.KERNELS
 PTX = (KERNELS / "ptx.cuh").read_text()
-DECLARED = re.compile(r"^(template <[^\n]*>\n?)?\s*__device__ __forceinline__ (\w[^\n{;]*\([^\n{;]*\)) \{", re.MULTILINE)
+FUNCTION = r"^(template <[^\n]*>\n?)?\s*__device__ __forceinline__ (\w[^\n{;]*\([^\n{;]*\)) \{"
+DECLARED = re.compile(FUNCTION, re.MULTILINE)
 
 
 def kernel_files(folder: Path, constants: Mapping[str, jit.Constant], **files: tuple[str, ...]) -> None:
@@ -127,9 +128,7 @@ def fragments(tiling: WarpgroupTiling, folder: Path, program: str = "fragments")
 def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
     """A program that follows a tiling's weights, packed or as they lie in memory, through the ring to the consumers."""
     ways = tuple(f"gather_{way}.cuh" for way in ("straight", "rolled", "looped"))
-    kernel_files(
-        folder, constants(tiling, boxed), kernel=("gather_weights.cuh",), steps=("-gather_columns.cuh", *ways)
-    )
+    kernel_files(folder, constants(tiling, boxed), kernel=("gather_weights.cuh",), steps=("-gather_columns.cuh", *ways))
     return compiled("ring", folder)
 
 
