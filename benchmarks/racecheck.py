@@ -58,15 +58,19 @@ TOOLS: dict[str, tuple[tuple[str, ...], str, str]] = {
 EVERY_LANE = {
     "gather.cu": (
         ("if (lane == 0) barrier_arrive(done);", "barrier_arrive(done);"),
-        ("if (lane == 0 && (!CONTINUED || barrier)) barrier_arrive", "if (!CONTINUED || barrier) barrier_arrive"),
+        ("if (lane == 0 && (!C::continued || barrier)) barrier_arrive", "if (!C::continued || barrier) barrier_arrive"),
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("  if (lane == 0) barrier_arrive(barrier);\n", "  barrier_arrive(barrier);\n"),
         ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
-        ("barrier_init(empty + 8 * i, RELEASES * 4);", "barrier_init(empty + 8 * i, RELEASES * 128);"),
-        ("barrier_init(empty_w + 8 * i, RELEASES * 4);", "barrier_init(empty_w + 8 * i, RELEASES * 128);"),
-        ("DIRECT_BOX ? 1 : PRODUCER_WARPS);", "DIRECT_BOX ? 1 : PRODUCER_WARPS * 32);"),
         (
-            "barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);",
-            "barrier_init(barriers.left + 8 * i, PRODUCER_THREADS);",
+            "barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);",
+            "barrier_init(pixels.empty + 8 * i, G::RELEASES * 128);",
+        ),
+        ("barrier_init(empty_w + 8 * i, G::RELEASES * 4);", "barrier_init(empty_w + 8 * i, G::RELEASES * 128);"),
+        ("G::DIRECT_BOX ? 1 : G::PRODUCER_WARPS);", "G::DIRECT_BOX ? 1 : G::PRODUCER_THREADS);"),
+        (
+            "barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);",
+            "barrier_init(pixels.left + 8 * i, G::PRODUCER_THREADS);",
         ),
     ),
     "joined.cu": (
