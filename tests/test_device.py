@@ -88,8 +88,8 @@ def test_what_only_unused_definitions_use_goes() -> None:
 def test_nvcc_compiles_it_without_a_word(name: str, tmp_path: Path) -> None:
     found = host.variants(LAYERS[name], H200)
     path = tmp_path / "unit.cu"
-    uses = "".join(f"auto* const use{i} = &{v.kernel(v.entry)};\n" for i, v in enumerate(found))
-    path.write_text(text_of(found) + uses)
+    uses = ", ".join(f"(void*){v.kernel(v.entry)}" for v in found)
+    path.write_text(f"{text_of(found)}void* uses[] = {{{uses}}};\n")
     done = subprocess.run(
         ["nvcc", "-arch=sm_90a", "-cubin", "-o", str(tmp_path / "unit.cubin"), str(path)],
         capture_output=True,
