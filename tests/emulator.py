@@ -1,6 +1,6 @@
 """Kernels on a CPU, from their own source: a stand-in for the driver, by which a family's launches run on CPU tensors.
 
-``host/machine.h`` is the GPU, ``host/ptx_host.h`` and ``host/wgmma_host.h`` stand for the two headers that have PTX.
+``host/machine.h`` is the GPU; ``host/ptx_host.h`` and ``host/products_host.h`` stand for the headers that have PTX.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ _HEADER = r'#line 1 "{}\.cuh"\n.*?\n(?=#line )'
 _CALL = """
 extern "C" __attribute__((visibility("default")))
 const char* run_{0}(int grid, int threads, int shared, const char* arguments, int together, int seed) {{
-  return machine::launch([] {{ machine::call({0}); }}, grid, threads, shared, arguments, together, seed);
+  return machine::launch([] {{ machine::call({1}); }}, grid, threads, shared, arguments, together, seed);
 }}
 """
 
 
 def for_host(source: str, entries: tuple[str, ...]) -> str:
     """A kernel's source for a C++ compiler, with a function for each entry that runs a grid."""
-    for name in ("ptx", "wgmma"):
+    for name in ("ptx", "wgmma", "products"):
         source = re.sub(_HEADER.format(name), f'#include "{name}_host.h"\n', source, flags=re.DOTALL)
     source = re.sub(
         r"extern __shared__[^;]* memory\[\];", "unsigned char* const memory = machine::dynamic_memory();", source
     )
-    return source + "".join(map(_CALL.format, entries))
+    names = {entry.partition("<")[0]: entry for entry in jit.entries_of(source)}
+    return source + "".join(_CALL.format(entry, names.get(entry, entry)) for entry in entries)
 
 
 @dataclass
@@ -67,8 +68,10 @@ class Code:
     @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
-        found = re.search(r"^#define CLUSTER (\d+)$", self.source, re.MULTILINE)
-        return int(found[1]) if found else 1
+        found = re.search(
+            r"^#define CLUSTER (\d+)$|^  static constexpr int cluster = (\d+);", self.source, re.MULTILINE
+        )
+        return int(found[1] or found[2]) if found else 1
 
 
 @dataclass

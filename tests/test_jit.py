@@ -334,6 +334,44 @@ def test_source_rejects_macros_that_are_none(kernels: Path, macros: dict[str, in
         jit.source("k.cu", macros)
 
 
+SUMS = """
+template <class C> struct Sum { static __device__ int of(int i) { return C::terms[1][0] + C::first + i; } };
+template <class C> __global__ void plain(int* x) { *x = C::big ? C::first : 0; }
+template <class K> __global__ void packed(float* x) { *x = K::of(threadIdx.x); }
+template <class C> __global__ void unwanted(int* x) { *x = C::absent; }
+"""
+
+
+@compiles
+def test_an_instance_has_its_constants_and_the_entries_that_are_named(kernels: Path) -> None:
+    (kernels / "k.cu").write_text(SUMS)
+    constants = {"first": 3, "big": True, "terms": ((1, 2), (3, 4)), "scale": 0.5, "far": 2**40}
+    text = jit.instance("k.cu", constants, ("plain<Config>", "packed<Sum<Config>>"))
+    assert set(jit.inspect(jit.cubin(text, "80"))) == {"plain", "packed"}
+    assert jit._macros(text) == {
+        "first": "3", "big": "true", "terms": "{{1, 2}, {3, 4}}", "scale": "0.5f", "far": str(2**40),
+    }  # fmt: skip
+    struct_text, file = jit.parts_of(text)
+    assert struct_text == jit.struct_of("Config", constants) and file == "k.cu"
+    with pytest.raises(jit.CompileError, match="absent"):
+        jit.cubin(jit.instance("k.cu", constants, ("unwanted<Config>",)), "80")
+
+
+def test_files_that_instances_share_are_put_in_once(kernels: Path) -> None:
+    (kernels / "a.cuh").write_text("int a;\n")
+    (kernels / "k.cu").write_text('#include "a.cuh"\nint k;\n')
+    (kernels / "l.cu").write_text('#include "a.cuh"\nint l;\n')
+    seen: set[str] = set()
+    found = [list(jit.with_includes(name, seen)) for name in ("k.cu", "l.cu", "k.cu")]
+    assert found == [["int a;\n", "int k;\n"], ["int l;\n"], []]
+
+
+@pytest.mark.parametrize("constants", [{"a b": 1}, {"": 1}, {"1a": 1}])
+def test_constants_must_have_names(constants: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="constants must have identifiers for names; got"):
+        jit.struct_of("Config", constants)
+
+
 def test_a_missing_file_is_named(kernels: Path) -> None:
     (kernels / "k.cu").write_text('#include "absent.cuh"\n')
     with pytest.raises(FileNotFoundError, match=r"absent\.cuh"):

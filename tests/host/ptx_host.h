@@ -5,6 +5,8 @@
 #define HAS_ASYNC_PROXY 1
 #define __CUDA_ARCH__ 900
 
+#define CLUSTER_DIMS(blocks)
+
 static void let_dependent_begin() {}
 static void wait_for_results() {}
 
@@ -325,6 +327,18 @@ static u32 bfloat_pair(float low, float high) { return bfloat_bits(low) | bfloat
 // --- matrix instructions ------------------------------------------------------------------------------------------------
 
 namespace machine {
+static void finish_products(size_t groups_left) {
+  Fiber& f = *self;
+  while (f.product_groups.size() > groups_left) {
+    for (size_t i = 0; i < f.product_groups[0]; i++) f.products[i]();
+    f.products.erase(f.products.begin(), f.products.begin() + f.product_groups[0]);
+    f.product_groups.erase(f.product_groups.begin());
+  }
+}
+}  // namespace machine
+
+#ifdef PRECISION
+namespace machine {
 #if PRECISION < 2
 static const int K = 8;
 #else
@@ -346,14 +360,6 @@ static void rows_of(const u64 (&shown)[32][4], float (&rows)[2][16]) {
   for (int t = 0; t < 4; t++)
     for (int r = 0; r < 4; r++) numbers_of((u32)shown[4 * g + t][r], rows[r % 2] + K / 8 * (r / 2 * 4 + t));
 }
-static void finish_products(size_t groups_left) {
-  Fiber& f = *self;
-  while (f.product_groups.size() > groups_left) {
-    for (size_t i = 0; i < f.product_groups[0]; i++) f.products[i]();
-    f.products.erase(f.products.begin(), f.products.begin() + f.product_groups[0]);
-    f.product_groups.erase(f.product_groups.begin());
-  }
-}
 }  // namespace machine
 
 static void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
@@ -372,6 +378,7 @@ static void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
       d[2 * h + c] += sum;
     }
 }
+#endif
 static void wgmma_fence() {}
 static void wgmma_commit() {
   machine::self->product_groups.push_back(machine::self->uncommitted_products);

@@ -42,6 +42,11 @@ class Unit:
         return replace(self, label=f"{self.label}, quick", kept=False)
 
 
+def packing_entries(kernel: str, p: Problem) -> tuple[str, ...]:
+    """The entries of ``kernels/columns.cuh`` that pack weights for a kernel; of 16 bits also float32 weights."""
+    return (f"pack<{kernel}>", *((f"pack_float<{kernel}>",) if p.dtype.itemsize == 2 else ()))
+
+
 def run_beside(out: Tensor, run: Callable[[Tensor], None]) -> None:
     """Copies what a kernel writes elsewhere to a result that begins off 16 bytes; PyTorch's allocations never do."""
     whole = torch.empty_like(out)

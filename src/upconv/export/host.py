@@ -9,13 +9,17 @@ where it is the faster one, a kernel for rows about as long as the example's, wh
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from textwrap import dedent, indent
 
 import torch
 
 from upconv.cuda.axes import source_shape
+from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct, direct_grad, staged
+from upconv.cuda.direct.cells import axes
+from upconv.cuda.direct.walks import Walk
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import Gpu
@@ -55,6 +59,21 @@ class Variant:
     """Blocks that a multiprocessor holds (of staged kernels alone)."""
 
     @property
+    def config(self) -> str:
+        """The struct of the kernels' constants."""
+        return self.name.title().replace("_", "")
+
+    @property
+    def source(self) -> str:
+        """Of its kernels; the weights of an exported file are packed."""
+        return self.choice.sources()[0].source
+
+    def kernel(self, entry: str) -> str:
+        """An entry in C++."""
+        names = {one.partition("<")[0]: one for one in jit.entries_of(self.source)}
+        return re.sub(r"(\w+)([<>])", r"kernels::\1\2", re.sub(rf"\b{jit.CONFIG}\b", self.config, names[entry]))
+
+    @property
     def kind(self) -> str:
         """The class of the exported file that computes the launch."""
         c = self.choice
@@ -68,7 +87,7 @@ class Variant:
             return "DirectGradInput"
         if isinstance(c, staged.Choice):
             return "StagedGradInput" if self.pass_ == "grad-input" else "StagedGradWeight"
-        return "DirectAny" if c.tile is None else "DirectWalk" if isinstance(c.tile, direct.Walk) else "Direct"
+        return "DirectAny" if c.tile is None else "DirectWalk" if isinstance(c.tile, Walk) else "Direct"
 
 
 def variants(p: Problem, gpu: Gpu) -> tuple[Variant, ...]:
@@ -373,7 +392,8 @@ def definitions(v: Variant) -> str:
 
 def _pack(v: Variant) -> str:
     c = v.choice
-    kernel = f"{v.name}::{v.pack}"
+    assert v.pack is not None
+    kernel = v.kernel(v.pack)
     lines = ["const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());\n"]
     if isinstance(c, (gather.Choice, joined.Choice)):  # of contiguous weights, whose taps are one element apart
         tile = c.tiling if isinstance(c, gather.Choice) else c.tile
@@ -407,7 +427,7 @@ def _run(v: Variant) -> str:
     if _claims(v):
         pointers.append(f"counters({source})")
     lines.append(f"const auto pointers = std::make_tuple({', '.join(pointers)});\n")
-    lines.append(_launch(f"{v.name}::{v.entry}", _block(v), source, "blocks", "pointers", "sizes", *last))
+    lines.append(_launch(v.kernel(v.entry), _block(v), source, "blocks", "pointers", "sizes", *last))
     return "".join(lines)
 
 
@@ -426,14 +446,14 @@ def _run_grad_weight(v: Variant) -> str:
             lines.append("const std::array<CUtensorMap, 1> maps = {map_x};\n")
         last.append("std::make_tuple(maps)")
     lines.append(f"const auto pointers = std::make_tuple({first});\n")
-    lines.append(_launch(f"{v.name}::{v.entry}", _block(v), "x", "blocks", "pointers", "sizes", *last))
+    lines.append(_launch(v.kernel(v.entry), _block(v), "x", "blocks", "pointers", "sizes", *last))
     blocks = "(out.numel() + 255) / 256"
     if isinstance(c, wgrad.Choice):
         blocks = str(wgrad.reduce_blocks(c.tiling))
     lines.append("// Adds the slices of sums, always in the same order; out may have any dense memory format.\n")
     lines.append("const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));\n")
     lines.append("const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));\n")
-    lines.append(_launch(f"{v.name}::reduce", (256, 0), "x", blocks, "sums", "strides"))
+    lines.append(_launch(v.kernel(v.entries[-1]), (256, 0), "x", blocks, "sums", "strides"))
     return "".join(lines)
 
 
@@ -452,12 +472,7 @@ def _block(v: Variant) -> tuple[int, int]:
         return c.tiling.threads, c.tiling.shared_bytes
     if isinstance(c, staged.Choice):
         return c.tile.threads, c.tile.shared_bytes
-    if isinstance(c, direct_grad.Choice) or c.tile is None:
-        return 256, 0
-    m = c.macros()
-    if isinstance(c.tile, direct.Walk):
-        return m["THREADS"], 0
-    return m["THREADS"], direct.shared_words(m)[2] * (8 if c.problem.dtype is torch.float64 else 4)
+    return (c.threads, c.shared_bytes) if isinstance(c, direct.Choice) else (256, 0)
 
 
 def _gather_map(t: Tiling, source: str) -> str:
@@ -752,7 +767,7 @@ def packed_words(v: Variant) -> int:
     if isinstance(c, joined.Choice):
         return c.tile.packed_words
     if isinstance(c, direct.Choice):
-        return c.problem.groups * c.problem.taps if isinstance(c.tile, direct.Walk) else direct.packed_words(c.macros())
+        return c.packed_words
     return 0
 
 
@@ -787,9 +802,9 @@ def record(v: Variant) -> str:
     elif c.tile is None:
         given |= {"channels": c.problem.out_channels}
     else:
-        p, (_, h, w_axis) = c.problem, direct.axes(c.problem)
+        p, (_, h, w_axis) = c.problem, axes(c.problem)
         stride = (h.stride, w_axis.stride)
-        if isinstance(c.tile, direct.Walk):
+        if isinstance(c.tile, Walk):
             blocks = p.groups // c.tile.channels
             given |= {"cells": c.tile.cells, "strip": c.tile.strip, "pieces": c.tile.pieces}
             given |= {"stride": stride, "channel_blocks": blocks}

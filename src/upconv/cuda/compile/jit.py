@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -84,7 +84,11 @@ _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)".*$', re.MULTILINE)
 _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>", re.MULTILINE)
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)  # NVRTC warns of it outside a header
 _DEFINE = re.compile(r"[A-Za-z_]\w*\Z")
+_LINE = re.compile(r'^#line \d+ "([^"\n]+)"\n', re.MULTILINE)
 _HEAD = "// macros\n"
+_ENTRIES = "// entries: "
+CONFIG = "Config"
+"""The struct of constants of which a source's templates are instantiated."""
 
 
 def source(file: str, macros: Mapping[str, int | float | str]) -> str:
@@ -105,6 +109,72 @@ def source(file: str, macros: Mapping[str, int | float | str]) -> str:
     return _HEAD + "".join(lines) + _inline(file, set())
 
 
+Constant = Any
+"""A bool, an integer, a float, or a tuple of some, which becomes an array."""
+
+
+def instance(file: str, constants: Mapping[str, Constant], entries: Sequence[str]) -> str:
+    """The text of ``kernels/<file>``, whose kernels are templates over a struct of constants, with such a struct.
+
+    ``entries``: the kernels that are wanted, each a template's instance such as ``sum<Config>``. Errors: as `source`.
+    """
+    return f"{_ENTRIES}{'; '.join(entries)}\n{struct_of(CONFIG, constants)}\n{_inline(file, set())}"
+
+
+def struct_of(name: str, constants: Mapping[str, Constant]) -> str:
+    """C++ of a struct of constants. Errors: ValueError for a name that is no identifier."""
+    for one in (name, *constants):
+        if not _DEFINE.match(one):
+            raise ValueError(f"constants must have identifiers for names; got {one!r}")
+    lines = "".join(f"  static constexpr {_declared(of, value)};\n" for of, value in constants.items())
+    return f"struct {name} {{\n{lines}}};\n"
+
+
+def _declared(name: str, value: Constant) -> str:
+    sizes, one = "", value
+    while isinstance(one, tuple):
+        sizes, one = f"{sizes}[{len(one)}]", one[0]
+    if isinstance(one, int) and not isinstance(one, bool):
+        kind = "int" if abs(one) < 2**31 else "long long"
+    else:
+        kind = type(one).__name__
+    return f"{kind} {name}{sizes} = {_literal(value)}"
+
+
+def _literal(value: Constant) -> str:
+    if isinstance(value, tuple):
+        return "{" + ", ".join(map(_literal, value)) + "}"
+    return str(value).lower() if isinstance(value, bool) else f"{value!r}f" if isinstance(value, float) else str(value)
+
+
+def entries_of(text: str) -> tuple[str, ...]:
+    """The kernels that an `instance` is to have; none of a `source`."""
+    head = text.partition("\n")[0]
+    return tuple(head.removeprefix(_ENTRIES).split("; ")) if head.startswith(_ENTRIES) else ()
+
+
+def parts_of(text: str) -> tuple[str, str]:
+    """Of an `instance` its struct of constants, and the file in ``kernels`` that it was made of."""
+    struct_text, _, rest = text.partition("\n")[2].partition("\n};\n")
+    found = _LINE.search(rest)
+    assert found is not None, text
+    return f"{struct_text}\n}};\n", found[1]
+
+
+def with_includes(file: str, seen: set[str]) -> Iterator[str]:
+    """The texts of ``kernels/<file>`` and of what it includes of ``kernels``, which come before it.
+
+    Those ``seen`` are left out; the set grows. Errors: FileNotFoundError.
+    """
+    if file in seen:
+        return
+    seen.add(file)
+    text = (KERNELS / file).read_text(encoding="utf-8")
+    for included in _QUOTED.findall(text):
+        yield from with_includes(included, seen)
+    yield _QUOTED.sub("", _ONCE.sub("", text)).strip() + "\n"
+
+
 def _inline(file: str, seen: set[str]) -> str:
     seen.add(file)
     text = _ONCE.sub("", (KERNELS / file).read_text(encoding="utf-8"))
@@ -120,7 +190,10 @@ def _inline(file: str, seen: set[str]) -> str:
 
 
 def _macros(text: str) -> dict[str, str]:
-    """The macros that ``source`` put on top of a text."""
+    """The macros, or constants, that ``source`` or ``instance`` put on top of a text."""
+    if text.startswith(_ENTRIES):
+        struct_text = text.partition("\n};\n")[0]
+        return dict(re.findall(r"^  static constexpr [\w ]+? (\w+)(?:\[\d+\])* = (.*);$", struct_text, re.MULTILINE))
     if not text.startswith(_HEAD):
         return {}
     found: dict[str, str] = {}
@@ -295,6 +368,9 @@ def _compile(source: str, arch: str, label: str, key: str, ptx: bool = False) ->
     error, program = nvrtc.nvrtcCreateProgram(source.encode(), label.encode(), 0, [], [])
     _check(error, "nvrtcCreateProgram")
     try:
+        for entry in entries_of(source):
+            (error,) = nvrtc.nvrtcAddNameExpression(program, entry.encode())
+            _check(error, "nvrtcAddNameExpression")
         (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
         if error:
             raise CompileError(_complaint(_text(nvrtc, program), nvrtc, error, source, arch, label, key))
@@ -348,9 +424,18 @@ def inspect(cubin: bytes) -> dict[str, tuple[int, int, int]]:
     if cache.arch_number(cubin) is None:
         raise ValueError(f"cubin must be an ELF file for CUDA; got {len(cubin)} bytes that start with {cubin[:4]!r}")
     try:
-        return _resources(cubin)
+        return {_entry(symbol): needs for symbol, needs in _resources(cubin).items()}
     except (struct.error, IndexError, KeyError, ValueError) as error:
         raise ValueError(f"cubin must be a whole ELF file; got one that is cut or damaged ({error})") from None
+
+
+_TEMPLATE = re.compile(rf"_Z(\d+)(\w+?)I(?:\d+\w+?I)?{len(CONFIG)}{CONFIG}E")
+
+
+def _entry(symbol: str) -> str:
+    """The name of a kernel in the source, where a symbol is that of a template's instance."""
+    found = _TEMPLATE.match(symbol)
+    return found[2] if found and len(found[2]) == int(found[1]) else symbol
 
 
 def _resources(elf: bytes) -> dict[str, tuple[int, int, int]]:
@@ -469,17 +554,19 @@ def kernel(source: str, entry: str, arch: str, label: str = "", keep: bool = Tru
 
 
 def _load(code: bytes, entry: str, key: str, label: str) -> Kernel:
-    needs = inspect(code)
-    if entry not in needs:
-        raise ValueError(f"entry must be one of {label}'s, {', '.join(needs) or 'which has none'}; got {entry!r}")
+    needs = _resources(code)
+    symbols = {_entry(symbol): symbol for symbol in needs}
+    if entry not in symbols:
+        raise ValueError(f"entry must be one of {label}'s, {', '.join(symbols) or 'which has none'}; got {entry!r}")
+    symbol = symbols[entry]
     driver = _driver()
     library = _libraries.get(key)
     if library is None:
         _drive(driver.cuInit, 0)
         with _uncaptured(driver):
             library = _libraries[key] = _drive(driver.cuLibraryLoadData, code, [], [], 0, [], [], 0)
-    handle = _drive(driver.cuLibraryGetKernel, library, entry.encode())
-    return Kernel(entry, int(handle), *needs[entry])
+    handle = _drive(driver.cuLibraryGetKernel, library, symbol.encode())
+    return Kernel(entry, int(handle), *needs[symbol])
 
 
 def _drive(call: Callable[..., Any], *arguments: Any) -> Any:

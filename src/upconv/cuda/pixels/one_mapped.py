@@ -13,7 +13,7 @@ from torch import Tensor
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Words
 from upconv.cuda.compile.launch import as_run
-from upconv.cuda.packs import Packs, Unit, layer_text, run_beside
+from upconv.cuda.packs import Packs, Unit, layer_text, packing_entries, run_beside
 from upconv.cuda.pixels.columns import T, TileChoice
 
 
@@ -26,7 +26,7 @@ class OneMappedChoice(TileChoice[T]):
     biased: ClassVar[bool] = False
     """Whether the gradient for the input takes a bias too (`upconv.cuda.family.Prepared`)."""
     tile: Any
-    """With ``macros()``, ``arguments`` and ``tiles`` of a problem, its packed words and blocks, and shared bytes."""
+    """With ``constants()``, ``arguments`` and ``tiles`` of a problem, its packed words and blocks, and shared bytes."""
 
     @property
     def grid(self) -> int:
@@ -54,15 +54,17 @@ class OneMappedChoice(TileChoice[T]):
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile."""
-        unit = self._unit(self.tile.macros())
+        unit = self._unit(self.tile.constants())
         return (replace(unit, quick=self._quick) if self.long_code else unit,)
 
     def _quick(self) -> Unit:
         """The same to the last bit, compiled fast."""
-        return self._unit(self.tile.macros() | {"QUICK": 1}).passing()
+        return self._unit(self.tile.constants() | {"quick": True}).passing()
 
-    def _unit(self, macros: dict[str, Any]) -> Unit:
-        source = jit.source(f"{self.family}.cu", macros)
+    def _unit(self, constants: dict[str, Any]) -> Unit:
+        kernel = f"{self.family.capitalize()}<{jit.CONFIG}>"
+        entries = (*packing_entries(kernel, self.problem), f"{self.family}<{jit.CONFIG}>")
+        source = jit.instance(f"{self.family}.cu", constants, entries)
         return Unit(f"{self.family} {layer_text(self.problem)}", source, ("pack", self.family))
 
     def prepare(self, device: int) -> Prepared:

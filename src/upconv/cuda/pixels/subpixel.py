@@ -111,22 +111,20 @@ class Tile:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
         return self
 
-    def macros(self) -> dict[str, int | float | str]:
-        """The kernel's constants by macro name; see kernels/subpixel.cu."""
+    def constants(self) -> dict[str, int]:
+        """The kernel's, see kernels/subpixel.cu."""
         p = self.problem
         kernel = (1,) * (3 - p.rank) + p.kernel
-        found: dict[str, int | float | str] = {
-            "PRECISION": PRECISIONS[p.precision],
-            "ELEMENT": self.element,
-            "CIN": p.in_channels,
-            "COUT": p.out_channels,
-            "COLUMNS": self.columns,
-            "MULTIPLY": f"WGMMA_{self.columns}",
-            "MB": self.mb,
-            "STAGES": self.stages,
-            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        found = {
+            "precision": PRECISIONS[p.precision],
+            "cin": p.in_channels,
+            "cout": p.out_channels,
+            "columns": self.columns,
+            "mb": self.mb,
+            "stages": self.stages,
+            "shared_bytes": self.shared_bytes,
         }
-        return found | {f"KERNEL_{name}": of for name, of in zip("DHW", kernel)}
+        return found | {f"kernel_{name}": of for name, of in zip("dhw", kernel)}
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
