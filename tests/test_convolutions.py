@@ -24,6 +24,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
 from conftest import assert_accurate, assert_close, tf32_magnitude
@@ -685,6 +686,18 @@ def test_derivatives_of_every_order(stand_ins: Kernels) -> None:
     assert gradcheck(call, (x, w, b)) and gradgradcheck(call, (x, w, b))
     assert gradcheck(call, (x, w, b), check_batched_grad=True)
     assert set(stand_ins.ran()) == {"fwd", "grad-input", "grad-weight"}
+
+
+def test_a_counter_of_flops_sees_the_gradients(stand_ins: Kernels) -> None:
+    """One that is there in the backward alone."""
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64, requires_grad=True)
+    counts = []
+    for module in layer(2, 4, 6, 3):
+        out = module(x)
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0 and stand_ins.ran() == ["grad-input"]
 
 
 def test_only_what_is_asked_for_is_computed(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

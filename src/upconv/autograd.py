@@ -240,7 +240,7 @@ def _unbiased(of: Transposed, x: Tensor, weight: Tensor) -> Tensor | None:
     """F(x, w), differentiable where gradients are recorded."""
     p = of.plan.problem
     if _observed_backward(x, weight):
-        return torch.convolution(x, weight, None, p.stride, p.padding, p.dilation, True, p.output_padding, p.groups)
+        return cpu.forward(p, "native", x, weight, None)
     bare = transposed(planner.plan(p.with_(bias=False), of.plan.device)) if p.bias else of
     return _Convolution.apply(x, weight, None, bare) if torch.is_grad_enabled() else bare.forward(x, weight, None)
 

@@ -269,9 +269,7 @@ def _transposed(module: Any, x: Tensor, output_size: Any) -> _Whose:
         plan = dispatch.find_plan(rank, x, weight, bias, stride, padding, extra, module.groups, dilation)
     if plan is None:
         return PYTORCH, PYTORCH, PYTORCH, refusals.unserved(x, weight, bias)
-    names = [plan.forward, "native", "native"]
-    if plan.backward == planner.FAMILIES:
-        names[1:] = [plan.grad_input.name, plan.grad_weight.name]
+    names = plan.forward, plan.grad_input.name, plan.grad_weight.name
     forward, *gradients = (PYTORCH if name == "native" else f"upconv ({name})" for name in names)
     return forward, gradients[0], gradients[1], plan.candidates[0].reason
 

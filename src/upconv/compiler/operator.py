@@ -187,7 +187,11 @@ def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: 
     elif plan.backward == planner.FAMILIES:
         if refusals.active:
             refusals.refuse_gradients(plan, asked)
-        found = recorded.compute(plan, asked, _PASSES[asked], (grad, input, weight), 0)
+
+        def run(plan: planner.Plan, grad: Tensor, input: Tensor, weight: Any) -> calls.Gradients:
+            return engine.gradients(plan, grad, input, weight, asked, lasting=False)
+
+        found = recorded.compute(plan, asked, run, (grad, input, weight), 0)
     else:
         found = autograd.transposed(plan).taken(grad, input, weight, asked)
     layout = _format(input, weight)
@@ -196,17 +200,6 @@ def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: 
         grad.new_empty(0) if for_input is None else for_input.contiguous(memory_format=layout),
         grad.new_empty(0) if for_weight is None else for_weight.to(weight.dtype).contiguous(memory_format=layout),
     )
-
-
-def _pass_of(asked: tuple[bool, bool, bool]) -> recorded.Pass:
-    def run(plan: planner.Plan, grad: Tensor, input: Tensor, weight: Tensor | None) -> calls.Gradients:
-        assert weight is not None
-        return engine.gradients(plan, grad, input, weight, asked, lasting=False)
-
-    return run
-
-
-_PASSES = {mask: _pass_of(mask) for a in (False, True) for b in (False, True) for mask in ((a, b, False),)}
 
 
 def _format(input: Tensor, weight: Tensor) -> torch.memory_format:

@@ -103,10 +103,8 @@ def _fastest_forward(p: Problem, onednn: Collection[torch.dtype], threads: int) 
     if untrusted(p):
         return "native", "oneDNN's half-precision forward kernels are not to be trusted on images this narrow"
     if p.dtype not in onednn:
-        return (
-            "native",
-            f"PyTorch runs no oneDNN convolution in {dtype_name(p.dtype)} here, and the other plans rest on them",
-        )
+        reason = f"PyTorch runs no oneDNN convolution in {dtype_name(p.dtype)} here, and the other plans rest on them"
+        return "native", reason
     outputs = math.prod(p.output_shape)
     if outputs < _SMALL_OUTPUT:
         return "native", "the output is small, so the call is bound by its overhead"
