@@ -58,15 +58,19 @@ TOOLS: dict[str, tuple[tuple[str, ...], str, str]] = {
 EVERY_LANE = {
     "gather.cu": (
         ("if (lane == 0) barrier_arrive(done);", "barrier_arrive(done);"),
-        ("if (lane == 0 && (!CONTINUED || barrier)) barrier_arrive", "if (!CONTINUED || barrier) barrier_arrive"),
+        ("if (lane == 0 && (!C::continued || barrier)) barrier_arrive", "if (!C::continued || barrier) barrier_arrive"),
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("  if (lane == 0) barrier_arrive(barrier);\n", "  barrier_arrive(barrier);\n"),
         ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
-        ("barrier_init(empty + 8 * i, RELEASES * 4);", "barrier_init(empty + 8 * i, RELEASES * 128);"),
-        ("barrier_init(empty_w + 8 * i, RELEASES * 4);", "barrier_init(empty_w + 8 * i, RELEASES * 128);"),
-        ("DIRECT_BOX ? 1 : PRODUCER_WARPS);", "DIRECT_BOX ? 1 : PRODUCER_WARPS * 32);"),
         (
-            "barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);",
-            "barrier_init(barriers.left + 8 * i, PRODUCER_THREADS);",
+            "barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);",
+            "barrier_init(pixels.empty + 8 * i, G::RELEASES * 128);",
+        ),
+        ("barrier_init(empty_w + 8 * i, G::RELEASES * 4);", "barrier_init(empty_w + 8 * i, G::RELEASES * 128);"),
+        ("G::DIRECT_BOX ? 1 : G::PRODUCER_WARPS);", "G::DIRECT_BOX ? 1 : G::PRODUCER_THREADS);"),
+        (
+            "barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);",
+            "barrier_init(pixels.left + 8 * i, G::PRODUCER_THREADS);",
         ),
     ),
     "joined.cu": (
@@ -108,12 +112,13 @@ EVERY_LANE = {
         ("ring_of(i, memory).init(1, 4);", "ring_of(i, memory).init(1, 128);"),
     ),
     "wgrad_wgmma.cu": (
-        ("if (lane == 0) barrier_arrive(empty", "barrier_arrive(empty"),
-        ("if (i > begin && lane == 0) barrier_arrive(empty", "if (i > begin) barrier_arrive(empty"),
-        ("if (way.i > 0 && lane == 0) barrier_arrive(empty", "if (way.i > 0) barrier_arrive(empty"),
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
+        ("if (of.lane == 0) barrier_arrive(block.empty", "barrier_arrive(block.empty"),
+        ("if (i > first && of.lane == 0) barrier_arrive(block.empty", "if (i > first) barrier_arrive(block.empty"),
+        ("if (way.i > 0 && lane == 0) barrier_arrive(block.empty", "if (way.i > 0) barrier_arrive(block.empty"),
         ("if (lane == 0) barrier_arrive_cluster(met, rank ^ 1);", "barrier_arrive_cluster(met, rank ^ 1);"),
-        ("HANDOVER ? WGS * 4 : 1);", "HANDOVER ? WGS * 128 : 1);"),
-        ("barrier_init(empty + 8 * i, WGS * 4);", "barrier_init(empty + 8 * i, WGS * 128);"),
+        ("C::handover ? C::warpgroups * 4 : 1);", "C::handover ? C::warpgroups * 128 : 1);"),
+        ("barrier_init(empty + 8 * i, C::warpgroups * 4);", "barrier_init(empty + 8 * i, C::warpgroups * 128);"),
     ),
 }
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import upconv
-from upconv import cpu, ops, planner
+from upconv import autograd, cpu, dispatch, planner
 from upconv.cuda import engine, packs
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import cache as cubins
@@ -330,8 +330,8 @@ def _settable_backends() -> None:
 
 
 def _forget_plans() -> None:
-    calls.seen.clear()
-    for module in (ops, planner, engine, replays):
+    calls.forget()
+    for module in (dispatch, autograd, planner, engine, replays):
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
@@ -393,6 +393,13 @@ def host_header() -> str:
     text = (jit.KERNELS / "direct.cuh").read_text()
     types = "typedef unsigned short u16;\ntypedef unsigned int u32;\n"
     return types + text.replace("#pragma once\n", "").replace('#include "ptx.cuh"\n', "")
+
+
+def instance_header(file: str, constants: dict[str, Any], kernel: str) -> str:
+    """A kernel's templates for a C++ compiler without ``ptx.cuh``, with K, their instance of the constants."""
+    texts = "\n".join(jit.with_includes(file, {"ptx.cuh"}))
+    names = f"using K = {kernel}<Config>;\nstatic const int THREADS = K::THREADS;\n"
+    return f"{jit.struct_of(jit.CONFIG, constants)}\n{texts}\n{names}"
 
 
 # --- kernels without a GPU, graphs with one --------------------------------------------------------------------------

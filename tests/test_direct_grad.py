@@ -30,7 +30,7 @@ THREADS = 256
 GRADIENTS: tuple[Pass, ...] = ("grad-input", "grad-weight")
 
 
-# --- the kernels' arithmetic in NumPy, from the same macros ----------------------------------------------------------
+# --- the kernels' arithmetic in NumPy, from the same constants -------------------------------------------------------
 
 
 class Interpreter:
@@ -38,12 +38,12 @@ class Interpreter:
 
     def __init__(self, p: Problem, channels: int) -> None:
         self.p, self.channels = p, channels
-        self.m = m = {name: int(value) for name, value in direct_grad.macros(p, channels).items()}
-        self.taps = m["KERNEL_D"] * m["KERNEL_H"] * m["KERNEL_W"]
-        self.cin, self.cout = m["GROUPS"] * m["CIN_G"], m["GROUPS"] * m["COUT_G"]
+        self.m = m = {name: int(value) for name, value in direct_grad.constants(p, channels).items()}
+        self.taps = m["kernel_d"] * m["kernel_h"] * m["kernel_w"]
+        self.cin, self.cout = m["groups"] * m["cin_g"], m["groups"] * m["cout_g"]
         lead = (1,) * (3 - p.rank)
         self.size, self.out_size = (*lead, *p.size), (*lead, *p.out_size)
-        self.last = bool(m["CHANNELS_LAST"])
+        self.last = bool(m["channels_last"])
 
     def memory(self, values: Array) -> Array:
         """A tensor's elements in the problem's layout."""
@@ -66,9 +66,10 @@ class Interpreter:
     def gradient(self, g: Array, n: Array, channel: Array, place: tuple[Array, ...], tap: Array) -> Array:
         """Elements of the output's gradient that a tap meets, zeros beyond its borders."""
         m = self.m
-        kernel = (tap // (m["KERNEL_H"] * m["KERNEL_W"]), tap // m["KERNEL_W"] % m["KERNEL_H"], tap % m["KERNEL_W"])
+        kernel = (tap // (m["kernel_h"] * m["kernel_w"]), tap // m["kernel_w"] % m["kernel_h"], tap % m["kernel_w"])
         at = tuple(
-            q * m[f"STEP_{axis}"] - m[f"PAD_{axis}"] + k * m[f"DIL_{axis}"] for axis, q, k in zip("DHW", place, kernel)
+            q * m[f"stride_{axis}"] - m[f"padding_{axis}"] + k * m[f"dilation_{axis}"]
+            for axis, q, k in zip("dhw", place, kernel)
         )
         inside = np.broadcast_to(tap < self.taps, np.broadcast_shapes(*(a.shape for a in at), channel.shape))
         for a, size in zip(at, self.out_size):
@@ -80,30 +81,30 @@ class Interpreter:
 
     def grad_input(self, g: Array, weight: Array) -> Array:
         m = self.m
-        blocks = -(-m["CIN_G"] // self.channels)
+        blocks = -(-m["cin_g"] // self.channels)
         pixels = math.prod(self.size)
-        total = self.p.batch * pixels * m["GROUPS"] * blocks
+        total = self.p.batch * pixels * m["groups"] * blocks
         index = np.arange(-(-total // THREADS) * THREADS)
         index = index[index < total]
         if self.last:
-            which, (n, place) = index % (m["GROUPS"] * blocks), self.place_of(index // (m["GROUPS"] * blocks))
+            which, (n, place) = index % (m["groups"] * blocks), self.place_of(index // (m["groups"] * blocks))
         else:
             rest = index // pixels
-            which, (_, place) = rest % (m["GROUPS"] * blocks), self.place_of(index % pixels)
-            n = rest // (m["GROUPS"] * blocks)
+            which, (_, place) = rest % (m["groups"] * blocks), self.place_of(index % pixels)
+            n = rest // (m["groups"] * blocks)
         group, ci = which // blocks, which % blocks * self.channels
         g, flat = self.memory(g), weight.reshape(-1)
         acc = np.zeros((self.channels, total))
-        for co, tap in product(range(m["COUT_G"]), range(self.taps)):
-            v = self.gradient(g, n, group * m["COUT_G"] + co, place, np.array(tap))
+        for co, tap in product(range(m["cout_g"]), range(self.taps)):
+            v = self.gradient(g, n, group * m["cout_g"] + co, place, np.array(tap))
             for t in range(self.channels):
-                ok = ci + t < m["CIN_G"]
-                at = ((group * m["CIN_G"] + ci + t) * m["COUT_G"] + co) * self.taps + tap
+                ok = ci + t < m["cin_g"]
+                at = ((group * m["cin_g"] + ci + t) * m["cout_g"] + co) * self.taps + tap
                 acc[t, ok] += (v * flat[np.where(ok, at, 0)])[ok]
         out = np.full(self.p.batch * self.cin * pixels, np.nan)
         for t in range(self.channels):
-            ok = ci + t < m["CIN_G"]
-            at = self.element(n, group * m["CIN_G"] + ci + t, place, self.cin, self.size)[ok]
+            ok = ci + t < m["cin_g"]
+            at = self.element(n, group * m["cin_g"] + ci + t, place, self.cin, self.size)[ok]
             assert np.isnan(out[at]).all(), "an element is stored twice"
             out[at] = acc[t, ok]
         shape = (self.p.batch, *self.size, self.cin) if self.last else (self.p.batch, self.cin, *self.size)
@@ -171,7 +172,7 @@ def test_constants_do_not_depend_on_the_size(p: Problem, batch: int, more: int) 
     assert isinstance(small, Choice)
     assert isinstance(large, Choice)
     assert small.channels == large.channels
-    assert direct_grad.macros(p, small.channels) == direct_grad.macros(other, large.channels)
+    assert direct_grad.constants(p, small.channels) == direct_grad.constants(other, large.channels)
 
 
 def test_the_same_choice_twice() -> None:
@@ -213,8 +214,8 @@ needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.u
 def check_compiled(choice: Choice, gpu: Gpu, most: int) -> None:
     p = choice.problem
     (unit,) = choice.sources()
-    assert unit.entries == ("grad_input",)
-    registers, local, shared = jit.inspect(jit.cubin(unit.source, gpu.arch, unit.label))["grad_input"]
+    assert unit.entries == ("direct_grad",)
+    registers, local, shared = jit.inspect(jit.cubin(unit.source, gpu.arch, unit.label))["direct_grad"]
     assert 0 < registers <= 255
     assert local <= most, f"{p} spills {local} bytes for {choice.channels} channels on sm_{gpu.arch}"
     assert shared == 0

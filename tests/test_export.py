@@ -408,7 +408,7 @@ def test_blocks_claim_tiles_where_the_librarys_do() -> None:
     assert "out.data_ptr(), counters(x));" in run
     assert "counters" not in unaligned
     few = source(p.with_(batch=2))
-    assert "counters" not in few and "Claimer" in text and "Claimer" not in few
+    assert "counters" not in few and "claimed = true" in text and "claimed = true" not in few
 
 
 JOINED = {

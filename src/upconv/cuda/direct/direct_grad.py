@@ -18,10 +18,11 @@ from upconv.cuda.compile import jit
 from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.gpu import Gpu, fma_lanes
 from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.packs import Unit
+from upconv.cuda.scalars import PRECISIONS, geometry
 from upconv.problem import Problem
 
 _THREADS = 256
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _UNROLLED = 32  # taps in a straight stretch of code
 _LAUNCH = 5e-6  # seconds
 _LOAD_CLOCKS = 1.6  # of a multiprocessor for a warp's load and its multiplications
@@ -33,15 +34,6 @@ _WAIT_CLOCKS = 380.0
 _PLACE_CLOCKS = 12.0  # for a warp's position: divisions, borders
 _MISSES = {"nchw": 1.0, "channels_last": 3.4}
 """Times more that loads take where taps miss the first-level cache."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A source to be compiled and its kernels' names."""
-
-    label: str
-    source: str
-    entries: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -67,36 +59,30 @@ class Choice(family.Defaults):
         """What NVRTC must compile; the same for all sizes."""
         p = self.problem
         label = f"direct {p.pass_} {str(p).split(' on ')[0]} {p.precision} {p.layout}"
-        return (Unit(label, jit.source("direct_grad.cu", macros(p, self.channels)), ("grad_input",)),)
+        source = jit.instance("direct_grad.cu", constants(p, self.channels), (f"direct_grad<{jit.CONFIG}>",))
+        return (Unit(label, source, ("direct_grad",)),)
 
     def prepare(self, device: int) -> GradInput:
         """Compiles (or finds) and loads the kernel for a CUDA device. Errors: those of ``jit.kernel``."""
         return GradInput(self, device)
 
 
-def macros(p: Problem, channels: int) -> dict[str, int | float | str]:
-    """The kernel's constants, for a thread of so many input channels."""
-    lead = 3 - p.rank
-    taps = p.taps
-    found: dict[str, int | float | str] = {
-        "DTYPE": DTYPES[p.dtype],
-        "CHANNELS_LAST": int(p.layout == "channels_last"),
-        "GROUPS": p.groups,
-        "CIN_G": p.in_channels // p.groups,
-        "COUT_G": p.out_channels // p.groups,
-        "CI_TILE": channels,
+def constants(p: Problem, channels: int) -> dict[str, int]:
+    """The kernel's, for a thread of so many input channels."""
+    found = geometry(p)
+    kernel_d, kernel_h, kernel_w = (found[f"kernel_{axis}"] for axis in "dhw")
+    return {
+        "precision": PRECISIONS[p.dtype],
+        "channels_last": p.layout == "channels_last",
+        "groups": p.groups,
+        "cin_g": p.in_channels // p.groups,
+        "cout_g": p.out_channels // p.groups,
+        "ci_tile": channels,
+        **found,
+        "unroll_d": kernel_d if p.taps <= _UNROLLED else 1,
+        "unroll_h": kernel_h if kernel_h * kernel_w <= _UNROLLED else 1,
+        "unroll_w": kernel_w if kernel_w <= _UNROLLED else 8,
     }
-    for i, axis in enumerate("DHW"):
-        at = i - lead
-        for name, values, fill in (
-            ("KERNEL", p.kernel, 1), ("STEP", p.stride, 1), ("DIL", p.dilation, 1), ("PAD", p.padding, 0)
-        ):  # fmt: skip
-            found[f"{name}_{axis}"] = fill if at < 0 else values[at]
-    kernel = (1,) * lead + p.kernel
-    found["UNROLL_D"] = kernel[0] if taps <= _UNROLLED else 1
-    found["UNROLL_H"] = kernel[1] if kernel[1] * kernel[2] <= _UNROLLED else 1
-    found["UNROLL_W"] = kernel[2] if kernel[2] <= _UNROLLED else 8
-    return found
 
 
 def full(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -111,7 +97,7 @@ class GradInput(family.Prepared):
         p = choice.problem
         (unit,) = choice.sources()
         self._device = device
-        kernel = jit.kernel(unit.source, "grad_input", gpu_of(device).arch, unit.label)
+        kernel = jit.kernel(unit.source, "direct_grad", gpu_of(device).arch, unit.label)
         self._run = Launcher(kernel, _THREADS, 0, "PPP" + "i" * 7 + "q")
         total = p.batch * math.prod(p.size) * choice.channel_blocks
         self._grid = -(-total // _THREADS)

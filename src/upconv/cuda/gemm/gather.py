@@ -56,7 +56,6 @@ _CLAIMED, _PLACES = 0.985, 128
 _LINES_CLAIMED = 0.95
 _LONG_CODE = 32  # matrix instructions in a row, from which on NVRTC takes over a second
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
-_ENTRY = "gather<Config>"
 _launched = attrgetter("boxable", "packs", "claimed", "last_rounds", "grid")
 """What a choice's launches go by beside the shared memory of a block."""
 
@@ -205,12 +204,11 @@ class Choice(family.Defaults):
         t, label = self.tiling, f"gather {layer_text(self.problem)}"
         unit = 0 if self.general else store_unit(t, self.problem)
         claims: dict[str, Any] = {"claimed": self.claimed, "last_rounds": self.last_rounds}
-        entries = (*packing_entries("GatherPack<Config>", self.problem), _ENTRY)
-        source = jit.instance("gather.cu", constants(t, store_unit=unit, **claims), entries)
-        packed = Unit(label, source, ("pack", "gather"), self._quickly(lambda choice: choice.sources()[0]))
+        text = source(t, store_unit=unit, **claims)
+        packed = Unit(label, text, ("pack", "gather"), self._quickly(lambda choice: choice.sources()[0]))
         if not self.boxable:
             return (packed,)
-        boxed = jit.instance("gather.cu", constants(t, boxed=True, store_unit=unit, **claims), (_ENTRY,))
+        boxed = source(t, boxed=True, store_unit=unit, **claims)
         quick = self._quickly(lambda choice: choice.sources()[1])
         return packed, Unit(f"{label} unpacked", boxed, ("gather",), quick)
 
@@ -220,9 +218,9 @@ class Choice(family.Defaults):
         if not self.packs:
             return ()
         unit = store_unit(self.tiling, self.problem)
-        source = jit.instance("gather.cu", constants(self.tiling, store_unit=unit, packs=True), (_ENTRY,))
+        text = source(self.tiling, store_unit=unit, packs=True)
         quick = self._quickly(lambda choice: choice.packing_sources[0])
-        return (Unit(f"gather {layer_text(self.problem)} packing", source, ("gather",), quick),)
+        return (Unit(f"gather {layer_text(self.problem)} packing", text, ("gather",), quick),)
 
     @derived
     def quick(self) -> Choice | None:
@@ -419,6 +417,16 @@ class Prepared(BoxedPacks, LazyPacks):
             launch(self._device, self._grid, (*args, self._weight_map(at)))
         else:
             launch(self._device, self._grid, args, fresh and self._overlaps)
+
+
+def source(t: Tiling, boxed: bool = False, packs: bool = False, **settings: Any) -> str:
+    """A kernel's text; with what packs its weights, unless they need no packing or it does that itself.
+
+    ``settings``: those of `gather_constants.constants`.
+    """
+    packing = () if boxed or packs else packing_entries(f"GatherPack<{jit.CONFIG}>", t.problem)
+    found = constants(t, boxed=boxed, packs=packs, **settings)
+    return jit.instance("gather.cu", found, (*packing, f"gather<{jit.CONFIG}>"))
 
 
 def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:

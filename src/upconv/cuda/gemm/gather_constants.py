@@ -1,7 +1,7 @@
-"""The gather-GEMM kernel's constants: what ``kernels/gather.cu`` is told of a tiling, apart from the sizes of input and batch.
+"""The gather-GEMM kernel's constants: what ``kernels/gather.cu`` is told of a tiling beside sizes of input and batch.
 
-Each function has those of one step of the kernel. `pixel_constants` has those of ``kernels/gather_tile.cuh`` and of what
-brings pixels there, which `sweep` shares.
+Each function has those of one step of the kernel. `pixel_constants` has those of ``kernels/gather_tile.cuh`` and of
+what brings pixels there, which `sweep` shares.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 #include "ptx.cuh"
 
-enum Precision { TF32, IEEE, FP16, BF16 };
+enum Precision { TF32, IEEE, FP16, BF16, FP64 };
 
 template <int P>
 struct NumberOf {                                       // float16 and bfloat16

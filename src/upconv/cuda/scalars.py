@@ -1,0 +1,23 @@
+"""Constants that the kernels for CUDA cores share (``kernels/scalar.cuh``)."""
+
+from __future__ import annotations
+
+import torch
+
+from upconv.problem import Problem
+
+PRECISIONS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float64: 4}
+"""How a dtype's numbers are multiplied, as ``kernels/number.cuh`` numbers it."""
+
+
+def geometry(p: Problem) -> dict[str, int]:
+    """A layer's kernel, stride, dilation and padding along D, H and W; axes that it lacks have one tap."""
+    found: dict[str, int] = {}
+    for name, values, fill in (
+        ("kernel", p.kernel, 1),
+        ("stride", p.stride, 1),
+        ("dilation", p.dilation, 1),
+        ("padding", p.padding, 0),
+    ):
+        found |= {f"{name}_{axis}": value for axis, value in zip("dhw", (fill,) * (3 - p.rank) + values)}
+    return found
