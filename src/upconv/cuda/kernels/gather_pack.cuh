@@ -1,6 +1,6 @@
 // Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
 // [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane].
-#include "columns.cuh"
+#include "packing.cuh"
 #include "gather_weights.cuh"
 #include "shuffle.cuh"
 
@@ -187,7 +187,7 @@ static __device__ __forceinline__ int variant_of(int entry) {
   return variant;
 }
 
-// --- by a kernel of its own: `pack` and `pack_float` of columns.cuh ---------------------------------------------------
+// --- by a kernel of its own: `pack` and `pack_float` of packing.cuh ---------------------------------------------------
 
 template <class Weight>
 static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {

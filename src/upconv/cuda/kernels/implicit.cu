@@ -21,8 +21,6 @@
 // Constants are Implicit's C (cuda/pixels/implicit.py computes them and explains each); sizes of the input are arguments.
 #include "columns.cuh"
 #include "pixel_stores.cuh"
-#include "products.cuh"
-#include "ring.cuh"
 #include "table.cuh"
 
 template <class C_>

@@ -24,8 +24,6 @@
 //
 // Constants are Joined's C (cuda/gemm/joined.py computes them and explains each); sizes of the input are arguments.
 #include "columns.cuh"
-#include "products.cuh"
-#include "ring.cuh"
 
 template <bool FIRST, class A, class B> struct EitherOf { using Type = A; };
 template <class A, class B> struct EitherOf<false, A, B> { using Type = B; };

@@ -13,8 +13,6 @@
 //
 // Constants are Phases' C (cuda/pixels/phases.py computes them and explains each); sizes of the input are arguments.
 #include "columns.cuh"
-#include "products.cuh"
-#include "ring.cuh"
 #include "table.cuh"
 
 template <class C_>

@@ -1,7 +1,5 @@
 // What `subpixel` and `pairs` share: rows of M are places of the input, columns of N have rows of 128 bytes of channels in shared memory.
 #include "columns.cuh"
-#include "products.cuh"
-#include "ring.cuh"
 
 // The channel of a chunk at place `k`. Of float32 a lane (t = lane % 4) has the places t and t + 4 of a step: channels 2t and 2t + 1, so
 // that those of four lanes are in other banks: rows are swizzled by the channel, or lie an odd number of 16 bytes apart.

@@ -21,8 +21,6 @@
 #include "columns.cuh"
 #include "gather_produce.cuh"
 #include "pixel_stores.cuh"
-#include "products.cuh"
-#include "ring.cuh"
 #include "table.cuh"
 
 // Slices of a block's walks: the first, and from one to the next. K has the tiles.
