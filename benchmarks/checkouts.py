@@ -87,7 +87,8 @@ class Checkout:
 
     def describe(self, p: Problem) -> list[str]:
         """What computes a row, in a line a pass."""
-        return ["PyTorch" if c is None else f"{c.family}: {c.summary}" for c in self.chosen(p)]
+        lines = ["PyTorch" if c is None else f"{c.family}: {c.summary}" for c in self.chosen(p)]
+        return [re.sub(r", [\d.]+ \w+ of temporaries", "", line) for line in lines]  # which not every commit tells
 
     def compile(self, p: Problem) -> None:
         """Brings the row's kernels into the cache."""

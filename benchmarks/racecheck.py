@@ -88,13 +88,12 @@ EVERY_LANE = {
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("  if (lane == 0) barrier_arrive(barrier);\n", "  barrier_arrive(barrier);\n"),
         ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
-        ("DIRECT_BOX ? 1 : PRODUCER_WARPS);", "DIRECT_BOX ? 1 : PRODUCER_THREADS);"),
-        ("barrier_init(empty + 8 * i, RELEASES * 4);", "barrier_init(empty + 8 * i, RELEASES * 128);"),
-        ("barrier_init(empty_w + 8 * i, RELEASES * 4);", "barrier_init(empty_w + 8 * i, RELEASES * 128);"),
         (
-            "barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);",
-            "barrier_init(barriers.left + 8 * i, PRODUCER_THREADS);",
+            "pixels.init(T::DIRECT_BOX ? 1 : PRODUCER_WARPS, CONSUMERS * 4);",
+            "pixels.init(T::DIRECT_BOX ? 1 : T::PRODUCER_THREADS, CONSUMERS * 128);",
         ),
+        ("ring.init(1, CONSUMERS * 4);", "ring.init(1, CONSUMERS * 128);"),
+        ("slots.init(1, PRODUCER_WARPS);", "slots.init(1, T::PRODUCER_THREADS);"),
     ),
     "subpixel.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),

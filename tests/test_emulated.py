@@ -314,7 +314,7 @@ FAULTS = {
     "implicit: a stage given back too early": ("implicit", r"wgmma_wait<LAG>\(\);", ""),
     "subpixel: a place": ("subpixel", r"t\.p \+ b \* ROW_PIXELS", "t.p + b * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),
-    "sweep: the first slot": ("sweep", r"#define FIRST_SLOT \((-?\d+)\)", r"#define FIRST_SLOT (\1 + 1)"),
+    "sweep: the first slot": ("sweep", r"int first_slot = (-?\d+);", r"int first_slot = \1 + 1;"),
     "gather: no wait for a stage": ("gather", FULL, ""),
     "joined: no wait for a slot": ("joined", r"memory\.slots\.wait_full\(slot\);", ""),
     "joined: a tap's row": ("joined", r"tap / C::kernel_w \* shift_h", "(tap / C::kernel_w + 1) * shift_h"),

@@ -45,11 +45,11 @@ static constexpr int STAGE_BYTES = PIXEL_BYTES + (COLUMNS * ROW_BYTES + 1023) / 
 static constexpr int SUMS_OF_M = COLUMNS / 2;           // a thread's of 64 pixels
 static constexpr int THREADS = 128 + CONSUMERS * 128;
 static constexpr int LAG = C::stages > 3;               // stages that instructions still read while the next one's are queued
-static constexpr int BARRIERS_AT = C::stages * STAGE_BYTES;
-static_assert(BARRIERS_AT + 16 * C::stages == C::shared_bytes, "the planner's shared memory is not the kernel's");
+using Ring = RingOf<C::stages, STAGE_BYTES>;
+static constexpr int BARRIERS_AT = Ring::BYTES;
+static_assert(BARRIERS_AT + Ring::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
 static_assert(CLUSTER == 1 || (C::halves && CONSUMERS * 128 * MB * SUMS_OF_M * 4 <= BARRIERS_AT),
               "a block's sums have no room where its stages were");
-using Ring = RingOf<C::stages, STAGE_BYTES>;
 using Stores = PixelStores<C::precision, C::cout, COLUMNS, C::wide_stores>;
 
 struct TensorMaps { TensorMap source, weights; };
@@ -354,7 +354,7 @@ static __device__ __forceinline__ void consume(char* y, const Type* bias, const 
 }
 
 static __device__ __forceinline__ void run(char* y, const Type* bias, const Sizes& s, const TensorMaps& maps, u32 memory) {
-  const Ring ring = {memory, memory + BARRIERS_AT, memory + BARRIERS_AT + 8 * C::stages};
+  const Ring ring = Ring::at(memory, memory + BARRIERS_AT);
   run_block<1, CONSUMERS, 40, 232>(
       [&] { ring.init(1, C::halves ? 4 * CONSUMERS : 4); },
       [&] { if (threadIdx.x == 0) produce(maps, s, ring); },

@@ -64,11 +64,11 @@ static constexpr int LANES = C::warps_of_stage * 32;    // of those that turn a 
 using Stages = RingOf<C::stages, STAGE_BYTES>;
 using Slots = RingOf<C::slots, SLOT_BYTES>;
 using Weights = RingOf<C::weight_stages, WEIGHT_BYTES>;
-static constexpr int SLOTS_AT = C::weight_stages * WEIGHT_BYTES;  // whole 1,024 bytes
-static constexpr int STAGES_AT = SLOTS_AT + C::slots * SLOT_BYTES;
-static constexpr int BUFFERS_AT = STAGES_AT + C::stages * STAGE_BYTES;  // whole 256, as those before
+static constexpr int SLOTS_AT = Weights::BYTES;         // whole 1,024 bytes
+static constexpr int STAGES_AT = SLOTS_AT + Slots::BYTES;
+static constexpr int BUFFERS_AT = STAGES_AT + Stages::BYTES;  // whole 256, as those before
 static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * OUT_BYTES;
-static constexpr int TURNS_AT = BARRIERS_AT + 16 * (C::stages + C::slots + C::weight_stages);
+static constexpr int TURNS_AT = BARRIERS_AT + Stages::BARRIER_BYTES + Slots::BARRIER_BYTES + Weights::BARRIER_BYTES;
 static constexpr int TRASH_AT = TURNS_AT + 8 * CONSUMERS;
 static_assert(TRASH_AT + 16 == C::shared_bytes, "the planner's shared memory is not the kernel's");
 
@@ -79,9 +79,8 @@ struct Memory {                                         // of a block; the rings
   u32 buffers, turns, trash;
 };
 static __device__ __forceinline__ Memory memory_at(u32 a) {
-  u32 full = a + BARRIERS_AT, landed = full + 16 * C::stages, full_w = landed + 16 * C::slots;
-  return {{a + STAGES_AT, full, full + 8 * C::stages}, {a + SLOTS_AT, landed, landed + 8 * C::slots}, {a, full_w, full_w + 8 * C::weight_stages},
-          a + BUFFERS_AT, a + TURNS_AT, a + TRASH_AT};
+  u32 full = a + BARRIERS_AT, landed = full + Stages::BARRIER_BYTES, full_w = landed + Slots::BARRIER_BYTES;
+  return {Stages::at(a + STAGES_AT, full), Slots::at(a + SLOTS_AT, landed), Weights::at(a, full_w), a + BUFFERS_AT, a + TURNS_AT, a + TRASH_AT};
 }
 
 struct Sizes {

@@ -39,9 +39,9 @@ static constexpr int WEIGHTS_AT = STAGE_BYTES - WEIGHT_BYTES;
 static constexpr int ALL_COLUMNS = C::cin;
 static constexpr int BLOCKS_N = (ALL_COLUMNS + COLUMNS - 1) / COLUMNS;
 static constexpr int THREADS = 128 + CONSUMERS * 128;
-static constexpr int BARRIERS_AT = C::stages * STAGE_BYTES;
 using Ring = RingOf<C::stages, STAGE_BYTES>;
-static_assert(BARRIERS_AT + 16 * C::stages == C::shared_bytes, "the planner's shared memory is not the kernel's");
+static constexpr int BARRIERS_AT = Ring::BYTES;
+static_assert(BARRIERS_AT + Ring::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
 
 // A step of K has SLOTS slots of `slot` taps: of `slots_lane` neighbouring ones along W, times channels. Further steps have further taps, then
 // further channels.
@@ -253,7 +253,7 @@ static __device__ __forceinline__ void consume(char* y, const Sizes& s, const Ri
 }
 
 static __device__ __forceinline__ void run(const char* packed, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
-  const Ring ring = {memory, memory + BARRIERS_AT, memory + BARRIERS_AT + 8 * C::stages};
+  const Ring ring = Ring::at(memory, memory + BARRIERS_AT);
   run_block<1, CONSUMERS, 40, 232>(
       [&] { ring.init(1, CONSUMERS * 4); },
       [&] { if (threadIdx.x < 32) produce(map, packed, s, ring, threadIdx.x); },

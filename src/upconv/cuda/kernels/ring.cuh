@@ -17,10 +17,13 @@ struct CursorOf {                                       // a place in the ring, 
   }
 };
 
-template <int STAGES, int BYTES>                        // of a stage
+template <int STAGES, int STAGE_BYTES>
 struct RingOf {
   using Cursor = CursorOf<STAGES>;
+  static constexpr int BYTES = STAGES * STAGE_BYTES, BARRIER_BYTES = STAGES * 16;
   u32 stages, full_at, empty_at;                        // its stages, and a barrier of each for who fills it, and for who has read it
+
+  static __device__ __forceinline__ RingOf at(u32 stages, u32 barriers) { return {stages, barriers, barriers + 8 * STAGES}; }
 
   // One thread; of so many arrivals each.
   __device__ __forceinline__ void init(int full, int empty) const {
@@ -29,17 +32,21 @@ struct RingOf {
       barrier_init(empty_at + 8 * i, empty);
     }
   }
-  __device__ __forceinline__ u32 stage(const Cursor& c) const { return stages + c.stage * BYTES; }
+  __device__ __forceinline__ u32 stage(const Cursor& c) const { return stages + c.stage * STAGE_BYTES; }
   __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * 8; }
   __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * 8; }
   __device__ __forceinline__ void wait_full(const Cursor& c) const { barrier_wait(full(c), c.parity); }
   __device__ __forceinline__ void wait_empty(const Cursor& c) const { barrier_wait(empty(c), c.parity); }
 };
 
-// What no matrix instruction reads any more, by its barrier; 0: nothing.
+// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
+__device__ __forceinline__ void leave(u32 barrier, int lane) {
+  if (lane == 0 && barrier) barrier_arrive(barrier);
+}
+// The same of lanes that may be apart.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && barrier) barrier_arrive(barrier);
+  leave(barrier, lane);
 }
 
 // A block: one thread makes its barriers by `init`; of its warpgroups the first produce, and leave registers to the others, which consume;

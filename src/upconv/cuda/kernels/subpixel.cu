@@ -36,9 +36,9 @@ static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
 static constexpr int ALL_COLUMNS = C::cout * TAPS;
 static constexpr int BLOCKS_N = (ALL_COLUMNS + COLUMNS - 1) / COLUMNS;
 static constexpr int THREADS = 128 + CONSUMERS * 128;
-static constexpr int BARRIERS_AT = C::stages * STAGE_BYTES;
 using Ring = RingOf<C::stages, STAGE_BYTES>;
-static_assert(BARRIERS_AT + 16 * C::stages == C::shared_bytes, "the planner's shared memory is not the kernel's");
+static constexpr int BARRIERS_AT = Ring::BYTES;
+static_assert(BARRIERS_AT + Ring::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
 
 static __device__ __forceinline__ int channel_of(int column) { return column / C::kernel_w % C::cout; }
 
@@ -219,7 +219,7 @@ static __device__ __forceinline__ void consume(const Type* bias, char* y, const 
 }
 
 static __device__ __forceinline__ void run(const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
-  const Ring ring = {memory, memory + BARRIERS_AT, memory + BARRIERS_AT + 8 * C::stages};
+  const Ring ring = Ring::at(memory, memory + BARRIERS_AT);
   run_block<1, CONSUMERS, 40, 232>(
       [&] { ring.init(1, CONSUMERS * 4); },
       [&] { if (threadIdx.x == 0) produce(map, packed, s, ring); },

@@ -3,11 +3,11 @@
 template <class T, int N>
 struct Table {
   T at[N];
-  __host__ __device__ constexpr const T& operator[](int i) const { return at[i]; }
+  __device__ constexpr const T& operator[](int i) const { return at[i]; }
 };
 
 template <class T, int N>
-__host__ __device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
+__device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
   Table<T, N> found = {};
   for (int i = 0; i < N; i++) found.at[i] = of[i];
   return found;

@@ -171,7 +171,7 @@ class WarpgroupTiling(BoxedTiling):
 
     def constants(self, cluster: int = 1, together: int = 0, alone: int = 0, handover: int = 0) -> dict[str, int]:
         """The kernel's. ``cluster``: splits whose blocks are one; ``together``: they add up in global memory;
-        ``alone``: there is one split (all: `adds_up`). ``handover``: of two splits, as one of the first two says (`hands_over`).
+        ``alone``: there is one split (all: `adds_up`). ``handover``: of two splits, as one of the first two says.
         """
         found = {
             "cluster": cluster,
