@@ -65,7 +65,7 @@ def kernel_files(folder: Path, constants: Mapping[str, jit.Constant], **files: t
             if file.startswith("-"):
                 seen.add(file[1:])
             else:
-                text += jit.with_includes(file, seen)
+                text += "\n".join(jit.with_includes(file, seen))
         (folder / f"{name}.h").write_text(text)
         text = ""
 

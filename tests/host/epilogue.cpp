@@ -3,6 +3,13 @@
 #include "warp.h"
 
 #define HAS_THREADS
+static int first_thread;
+static struct {
+  struct {
+    operator u32() const { return first_thread + this_fiber; }
+  } x;
+} threadIdx;
+
 #include "kernel.h"  // the tiling's constants and its box of the result (Box); gather_work.cuh
 using C = Config;
 using G = GatherWork<C>;
@@ -10,16 +17,8 @@ static constexpr int ELEMENT = G::ELEMENT;
 static constexpr bool BARE = C::bare, DRAINED = C::store == STORE_BOXES, SHUFFLED = C::store == STORE_PHASES;
 static constexpr int WARPS = C::store == STORE_PIXELS ? C::rows_per_sub / 16 : 1;  // of a team
 
-u32 half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
-u32 bfloat_pair(float low, float high) { return bfloat_bits(low) | bfloat_bits(high) << 16; }
-
 static int first_warp, consumer;
 static int team() { return (consumer * 4 + first_warp) / WARPS; }
-static struct {
-  struct {
-    operator u32() const { return (G::FIRST_CONSUMER + consumer) * 128 + first_warp * 32 + this_fiber; }
-  } x;
-} threadIdx;
 // The team, which is all fibers, meets at a barrier that no other part of the kernel uses (0 to 3) and no other team.
 void named_sync(int id, int count) {
   static int team_of[16];
@@ -125,6 +124,11 @@ static void body() {
   memcpy(acc, accumulators[this_fiber], sizeof acc);
   int of_team = this_fiber / 32;
   Store::store(acc, has_bias ? bias.data() : nullptr, result<Store::Result>(), sizes, tile, cout_block, first_subtile, of_team * Store::BUFFER_BYTES, first_warp + of_team, this_fiber % 32);
+}
+
+static void run() {
+  first_thread = (G::FIRST_CONSUMER + consumer) * 128 + first_warp * 32;
+  run_fibers(WARPS * 32, body);
 }
 
 static unsigned seed;
@@ -289,18 +293,18 @@ static long long one_tile() {
         for (tile.w = 0; tile.w < sizes.tiles_w * C::tile_w; tile.w += C::tile_w)
           for (first_subtile = 0; first_subtile < G::SUBTILES; first_subtile += G::NB)
             for (first_warp = 0; first_warp < 4; first_warp += WARPS) {
-              run_fibers(WARPS * 32, body);
+              run();
               checked += check_own();
             }
     if constexpr (!SHUFFLED) checked += check_bare<C>();
   } else if constexpr (DRAINED) {  // another warp's outputs follow in the same buffer, while the engine has not read the first ones
     static float before[WARPS * 32][C::mb][G::NB][32];
     int warp = first_warp;
-    run_fibers(WARPS * 32, body);
+    run();
     memcpy(before, accumulators, sizeof before);
     draw_sums();
     first_warp = (warp + 1) % 4;
-    run_fibers(WARPS * 32, body);
+    run();
     bulk_wait_read();                      // the kernel's end
     if (!asked.empty()) fail("boxes of no group");
     checked += check_own();
@@ -308,7 +312,7 @@ static long long one_tile() {
     first_warp = warp;
     checked += check_own();
   } else {
-    run_fibers(WARPS * 32, body);
+    run();
     checked += check_own();
   }
   for (unsigned char w : written) bytes += w;
