@@ -21,6 +21,26 @@ __device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
 // An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero.
 struct WeightAt { bool there; int first, second, tap; };
 
+// Writes a unit of a kernel's packed weights. (Not a generic lambda, for which some compilers want an annotation that others refuse.)
+template <class K, class Weight>
+struct UnitWriter {
+  const Weight* weight;
+  char* packed;
+  int tap_step;
+
+  template <class At>
+  __device__ __forceinline__ void operator()(long long place, const At& at) const {
+    u32 v[K::VEC];
+#pragma unroll
+    for (int e = 0; e < K::VEC; e++) {
+      const WeightAt w = at(e);
+      int of = tap_step == 1 ? w.second * K::TAPS_IN_ALL + w.tap : w.tap * tap_step + w.second;
+      v[e] = w.there ? operand<K::C::precision>(weight[w.first * (K::SECOND * K::TAPS_IN_ALL) + of]) : 0;
+    }
+    write_operands(packed + place, v);
+  }
+};
+
 // What a kernel K inherits whose packed weights are units of 16 bytes, each a thread's. It has PACK_UNITS of them, the weight's SECOND
 // dimension, its TAPS_IN_ALL, and `pack_unit(i, write)`, which calls `write(place, at)` with unit i's byte and its elements' `WeightAt`s.
 // The weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
@@ -30,17 +50,7 @@ struct PacksUnits {
   static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
     let_dependent_begin();                              // the kernel
     int i = blockIdx.x * PACK_THREADS + threadIdx.x;
-    if (i >= K::PACK_UNITS) return;
-    K::pack_unit(i, [=](long long place, const auto& at) {
-      u32 v[K::VEC];
-#pragma unroll
-      for (int e = 0; e < K::VEC; e++) {
-        const WeightAt w = at(e);
-        int of = tap_step == 1 ? w.second * K::TAPS_IN_ALL + w.tap : w.tap * tap_step + w.second;
-        v[e] = w.there ? operand<K::C::precision>(weight[w.first * (K::SECOND * K::TAPS_IN_ALL) + of]) : 0;
-      }
-      write_operands(packed + place, v);
-    });
+    if (i < K::PACK_UNITS) K::pack_unit(i, UnitWriter<K, Weight>{weight, packed, tap_step});
   }
 };
 

@@ -3,7 +3,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900       // a host's compiler reads the names, and no more
 #define HAS_ASYNC_PROXY 1  // wgmma and bulk copies read shared memory through another proxy than ordinary stores
 #else
 #define HAS_ASYNC_PROXY 0
