@@ -359,7 +359,7 @@ def check_launches(p: Problem, text: str, recorded: list[Recorder], count: int =
                 shared -= CLAIMS_BYTES
             assert (main.block, main.shared) == (threads, shared)
             if pass_ == "grad-weight":
-                ((grid, (slices, *_)),) = by_entry["reduce"].calls
+                ((grid, (slices, *_)),) = by_entry[v.entries[-1]].calls
                 assert slices == rest[0]
     return met
 
