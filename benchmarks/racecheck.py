@@ -58,64 +58,67 @@ TOOLS: dict[str, tuple[tuple[str, ...], str, str]] = {
 EVERY_LANE = {
     "gather.cu": (
         ("if (lane == 0) barrier_arrive(done);", "barrier_arrive(done);"),
-        ("if (lane == 0 && (!CONTINUED || barrier)) barrier_arrive", "if (!CONTINUED || barrier) barrier_arrive"),
+        ("if (lane == 0 && (!C::continued || barrier)) barrier_arrive", "if (!C::continued || barrier) barrier_arrive"),
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("  if (lane == 0) barrier_arrive(barrier);\n", "  barrier_arrive(barrier);\n"),
         ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
-        ("barrier_init(empty + 8 * i, RELEASES * 4);", "barrier_init(empty + 8 * i, RELEASES * 128);"),
-        ("barrier_init(empty_w + 8 * i, RELEASES * 4);", "barrier_init(empty_w + 8 * i, RELEASES * 128);"),
-        ("DIRECT_BOX ? 1 : PRODUCER_WARPS);", "DIRECT_BOX ? 1 : PRODUCER_WARPS * 32);"),
         (
-            "barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);",
-            "barrier_init(barriers.left + 8 * i, PRODUCER_THREADS);",
+            "barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);",
+            "barrier_init(pixels.empty + 8 * i, G::RELEASES * 128);",
+        ),
+        ("barrier_init(empty_w + 8 * i, G::RELEASES * 4);", "barrier_init(empty_w + 8 * i, G::RELEASES * 128);"),
+        ("G::DIRECT_BOX ? 1 : G::PRODUCER_WARPS);", "G::DIRECT_BOX ? 1 : G::PRODUCER_THREADS);"),
+        (
+            "barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);",
+            "barrier_init(pixels.left + 8 * i, G::PRODUCER_THREADS);",
         ),
     ),
     "joined.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("if (thread % 32 == 0) barrier_arrive(full", "barrier_arrive(full"),
-        ("if (thread % 32 == 0) barrier_arrive(left", "barrier_arrive(left"),
-        ("if (own == 1 && lane == 0) barrier_arrive(turns);", "if (own == 1) barrier_arrive(turns);"),
-        ("if (lane == 0) barrier_arrive(turns + ", "barrier_arrive(turns + "),
-        ("barrier_init(full + 8 * i, WARPS_OF_STAGE);", "barrier_init(full + 8 * i, LANES);"),
-        ("barrier_init(left + 8 * i, WARPS_OF_STAGE);", "barrier_init(left + 8 * i, LANES);"),
-        ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
-        ("barrier_init(empty_w + 8 * i, 4);", "barrier_init(empty_w + 8 * i, 128);"),
-        ("barrier_init(turns + 8 * i, 4);", "barrier_init(turns + 8 * i, 128);"),
+        ("if (thread % 32 == 0) barrier_arrive(memory.stages", "barrier_arrive(memory.stages"),
+        ("if (thread % 32 == 0) barrier_arrive(memory.slots", "barrier_arrive(memory.slots"),
+        ("if (own == 1 && lane == 0) barrier_arrive(memory.turns);", "if (own == 1) barrier_arrive(memory.turns);"),
+        ("if (lane == 0) barrier_arrive(memory.turns + ", "barrier_arrive(memory.turns + "),
+        ("memory.stages.init(C::warps_of_stage, 4);", "memory.stages.init(LANES, 128);"),
+        ("memory.slots.init(1, C::warps_of_stage);", "memory.slots.init(1, LANES);"),
+        ("memory.weights.init(1, 4);", "memory.weights.init(1, 128);"),
+        ("barrier_init(memory.turns + 8 * i, 4);", "barrier_init(memory.turns + 8 * i, 128);"),
     ),
     "sweep.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("  if (lane == 0) barrier_arrive(barrier);\n", "  barrier_arrive(barrier);\n"),
         ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
-        ("DIRECT_BOX ? 1 : PRODUCER_WARPS);", "DIRECT_BOX ? 1 : PRODUCER_THREADS);"),
-        ("barrier_init(empty + 8 * i, RELEASES * 4);", "barrier_init(empty + 8 * i, RELEASES * 128);"),
-        ("barrier_init(empty_w + 8 * i, RELEASES * 4);", "barrier_init(empty_w + 8 * i, RELEASES * 128);"),
         (
-            "barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);",
-            "barrier_init(barriers.left + 8 * i, PRODUCER_THREADS);",
+            "pixels.init(T::DIRECT_BOX ? 1 : PRODUCER_WARPS, CONSUMERS * 4);",
+            "pixels.init(T::DIRECT_BOX ? 1 : T::PRODUCER_THREADS, CONSUMERS * 128);",
         ),
+        ("ring.init(1, CONSUMERS * 4);", "ring.init(1, CONSUMERS * 128);"),
+        ("slots.init(1, PRODUCER_WARPS);", "slots.init(1, T::PRODUCER_THREADS);"),
     ),
     "subpixel.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
+        ("ring.init(1, CONSUMERS * 4);", "ring.init(1, CONSUMERS * 128);"),
     ),
     "pairs.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
+        ("ring.init(1, CONSUMERS * 4);", "ring.init(1, CONSUMERS * 128);"),
     ),
     "implicit.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("HALVES ? 4 * CONSUMERS : 4);", "HALVES ? 128 * CONSUMERS : 128);"),
+        ("C::halves ? 4 * CONSUMERS : 4);", "C::halves ? 128 * CONSUMERS : 128);"),
     ),
     "phases.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
+        ("ring_of(i, memory).init(1, 4);", "ring_of(i, memory).init(1, 128);"),
     ),
     "wgrad_wgmma.cu": (
-        ("if (lane == 0) barrier_arrive(empty", "barrier_arrive(empty"),
-        ("if (i > begin && lane == 0) barrier_arrive(empty", "if (i > begin) barrier_arrive(empty"),
-        ("if (way.i > 0 && lane == 0) barrier_arrive(empty", "if (way.i > 0) barrier_arrive(empty"),
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
+        ("if (of.lane == 0) barrier_arrive(block.empty", "barrier_arrive(block.empty"),
+        ("if (i > first && of.lane == 0) barrier_arrive(block.empty", "if (i > first) barrier_arrive(block.empty"),
+        ("if (way.i > 0 && lane == 0) barrier_arrive(block.empty", "if (way.i > 0) barrier_arrive(block.empty"),
         ("if (lane == 0) barrier_arrive_cluster(met, rank ^ 1);", "barrier_arrive_cluster(met, rank ^ 1);"),
-        ("HANDOVER ? WGS * 4 : 1);", "HANDOVER ? WGS * 128 : 1);"),
-        ("barrier_init(empty + 8 * i, WGS * 4);", "barrier_init(empty + 8 * i, WGS * 128);"),
+        ("C::handover ? C::warpgroups * 4 : 1);", "C::handover ? C::warpgroups * 128 : 1);"),
+        ("barrier_init(empty + 8 * i, C::warpgroups * 4);", "barrier_init(empty + 8 * i, C::warpgroups * 128);"),
     ),
 }
 
@@ -227,8 +230,8 @@ def run_choice(family: Any, p: Problem) -> None:
 def run_joined(p: Problem, quick: bool = False) -> None:
     """A tile whose consumers have several tiles each and go round their rings again and again; its ``quick`` form."""
     if quick:
-        shipped = jit.source
-        jit.source = lambda file, macros: shipped(file, {**macros, "QUICK": 1})
+        shipped = jit.instance
+        jit.instance = lambda file, constants, entries: shipped(file, {**constants, "quick": True}, entries)
     chip = replace(gpu(0), multiprocessors=2)
     choice = joined.choose(p, chip)
     if isinstance(choice, str) or choice.tile.tiles(p) < 4 * choice.grid:
@@ -422,8 +425,8 @@ WIDTH = max(map(len, CASES))
 def _run(name: str, as_compiled: bool) -> None:
     jit.at_hand = lambda source, arch, label="": True  # final forms, and no quick ones
     if not as_compiled:
-        shipped = jit.source
-        jit.source = lambda file, macros: every_lane(file, shipped(file, macros))
+        shipped = jit.instance
+        jit.instance = lambda file, constants, entries: every_lane(file, shipped(file, constants, entries))
     CASES[name][1]()
     torch.cuda.synchronize()
     entries = {entry for _, entry in jit._kernels}

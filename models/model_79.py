@@ -70,88 +70,32 @@ CUDA = r"""
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-// =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x1x192 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 208 KB
-// shared.
-// =====================================================================================================================
+namespace kernels {
 
-namespace forward {
-
-// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
-// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
-// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, CIN its channels, `out` the input's.
-//
-// Work of a block (persistent, `for tile`): TILE_N x TILE_D x TILE_H x TILE_W positions q times one M-group. An M-group is
-// MB blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
-// W sub-position. K is input channels x taps, in chunks of CK channels.
-//
-// Roles:
-//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
-//              STAGES_S - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of CK
-//              channels and rounds to TF32. Channels-last: copies straight to those rows.
-//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
-//              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
-//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
-//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
-// SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
-// so that one stores while the other multiplies.
-//
-// Sizes of the input are arguments.
-
-constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
-constexpr int FIRST_D = 0, FIRST_H = 0, FIRST_W = -1;  // where a tile's halo begins, relative to IN_STEP q
-constexpr int COUT = 64;  // channels of what is written
-constexpr int CIN_G = 32;  // channels of a group in what is read
-constexpr int COUT_G = 64;  // channels of a group in what is written
-constexpr int TAPS = 3;  // of the kernel, over all axes
-constexpr int PACK_TAPS = 3;
-constexpr int CK = 32;  // channels of a chunk
-constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
-constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
-constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
-constexpr int W_SUBS = 2;  // W sub-positions of a tile, neighbours in a thread
-constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
-constexpr int VARIANTS = 1;  // M-groups that differ in their taps
-constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
-constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 4;  // staging slots
-constexpr int STAGES_W = 1;  // stages of the weights: of the ring, or chunks
-constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 12;  // fragments of weights in shared memory
-constexpr int WEIGHTS_BOX = 0;
-constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 194;  // input columns of a tile with its halo
-constexpr int COLUMN_PAD = 3;  // columns by which a box begins early
-constexpr int BOX_UNITS = 50;  // 16-byte units of a row of a box
-constexpr int PLANE = 194;  // columns with one residue modulo IN_STEP_W
-constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
-constexpr int PLANE_BARRIERS = 1;
-constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 48;  // of a thread
-constexpr int CONSUMER_REGISTERS = 208;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 2;  // outputs from one q to the next
-constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 192;  // positions q of a tile
-constexpr int TILE_N = 1;  // images of a tile
-
-// PTX in small wrappers, so that a kernel body reads as an algorithm.
+// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define HAS_ASYNC_PROXY 1  // wgmma and bulk copies read shared memory through another proxy than ordinary stores
+#else
+#define HAS_ASYNC_PROXY 0
+#endif
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
 __device__ __forceinline__ void let_dependent_begin() {
+#if HAS_ASYNC_PROXY
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
 }
 // And waits for what that one wrote.
 __device__ __forceinline__ void wait_for_results() {
+#if HAS_ASYNC_PROXY
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
 }
 
 // --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
@@ -161,3701 +105,9 @@ __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
 }
 // What was initialised is seen by copies and, in a cluster, by other blocks.
 __device__ __forceinline__ void barriers_begun() {
+#if HAS_ASYNC_PROXY
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
-}
-// One thread arrives, and the phase waits for so many bytes of copies too.
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  while (!barrier_done(barrier, parity)) {}
-}
-template <int ID, int THREADS_OF>
-__device__ __forceinline__ void named_sync() {
-  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
-}
-__device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-
-// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
-
-struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
-
-// Whole 16 bytes.
-__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-// A box of a tensor, whose first element has these coordinates, innermost first; zeros where the tensor has none.
-__device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-      ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
-}
-// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
-__device__ __forceinline__ void fence_async_shared() {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-}
-
-// --- loads and stores ------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 load_shared_u32(u32 a) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
-  return v;
-}
-__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
-  u32 v = 0;
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a),
-      "r"((u32)ok) : "memory");
-  return v;
-}
-__device__ __forceinline__ u32 load_shared_u16(u32 a) {
-  u16 v;
-  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
-  return v;
-}
-__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
-      "=r"(v[3]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void store_shared_u32(u32 a, u32 v) {
-  asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory");
-}
-__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
-}
-__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
-  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
-}
-
-// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
-__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
-      "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to),
-      "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
-      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
-      "r"((u32)ok) : "memory");
-}
-
-// --- the compiler and registers --------------------------------------------------------------------------------------
-
-// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
-// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
-__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
-__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
-// Integers. Macros, since by references the compiler keeps variables in another order.
-#define OPAQUE(a) asm volatile("" : "+r"(a))
-// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
-template <int REGISTERS>
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
-}
-template <int REGISTERS>
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
-}
-
-// --- numbers ---------------------------------------------------------------------------------------------------------
-
-// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
-__device__ __forceinline__ u32 to_tf32(float v) {
-  u32 r;
-  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
-  return r;
-}
-
-// --- matrix instructions ---------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
-}
-// TAIL: signs of A and B, and how they lie.
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-
-// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
-#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
-#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
-  "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define WGMMA_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
-    SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
-
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,3};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
-constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
-constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
-constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
-constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
-// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
-constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
-constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
-constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
-constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
-// the row, whatever its alignment.
-constexpr int STAGING_UNITS = (COLUMNS + (COLUMN_PAD + VEC - 1)) / VEC;
-constexpr int ROW_UNITS = BOX_UNITS;
-// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
-// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
-constexpr int CLASS_ROWS = ROWS_H;
-constexpr int CHANNEL_BYTES = ROWS_D * CLASS_ROWS * ROW_UNITS * 16;
-constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
-constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
-constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
-constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
-constexpr int CONSUMERS = 2;
-constexpr int CONSUMER_THREADS = CONSUMERS * 128;
-// two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
-// one loads the weights
-constexpr int PRODUCER_THREADS = 192;
-constexpr int LOADER_WARP = 6;
-constexpr int WEIGHTS_WARP = 7;
-constexpr int FIRST_CONSUMER = 2;
-constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
-constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-
-__constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {0};
-#define VALUE(v) (v)
-
-struct Sizes {                                         // one layout for the packed argument block
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
-  int tiles;                                           // all of them, times M_GROUPS
-  u32 claims;                                          // where shared memory has their ring
-  u32* counters;                                       // claims.cuh's
-};
-
-constexpr int MAPS = 1;
-struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = p & 7;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-constexpr int CLAIM_STEP = M_GROUPS;  // a block's weights are of one M-group
-
-// Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the
-// next, and tells
-// the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where
-// memory bounds:
-// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
-// CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1. Before it
-// there is `Cursor`.
-// LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those
-// before are dealt out evenly, so that blocks that read
-// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
-//
-// `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (CLAIM_STEP such), and
-// how many blocks
-// are done. Null: tiles are dealt out evenly.
-constexpr int CLAIMS = 16;  // places of the ring
-constexpr int CLAIMS_BYTES = CLAIMS * 12;  // of shared memory: barriers, then tiles
-
-__device__ __forceinline__ void claims_init(u32 ring) {
-  for (int i = 0; i < CLAIMS; i++) barrier_init(ring + 8 * i, 1);
-}
-
-// The thread that claims. A block's first tile is `blockIdx.x`.
-struct Claimer {
-  u32 ring;
-  u32* counters;
-  int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
-  bool untold;
-  Cursor cursor;
-  __device__ __forceinline__ Claimer(u32 ring, u32* counters, int tiles) : ring(ring), counters(counters),
-      untold(false), cursor({0, 0}) {
-    ask(blockIdx.x);
-  }
-  __device__ __forceinline__ void ask(int index) {
-    const int own = 0;
-    upcoming = index + gridDim.x;
-    if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * CLAIM_STEP + own;
-  }
-  __device__ __forceinline__ int next() {
-    untold = true;
-    return upcoming;
-  }
-  // Behind the tile's first boxes, which are not to wait for this.
-  __device__ __forceinline__ void tell() {
-    if (!untold) return;
-    untold = false;
-    const int index = upcoming;
-    ask(index);
-    put(index);
-  }
-  // Nobody says that a place is free again: who loads is ahead of those who read by no more tiles than stages, of
-  // pixels and of slots,
-  // have chunks of, but for two that consumers who take turns have in hand, and the next. These must be CLAIMS at most.
-  __device__ __forceinline__ void put(int index) {
-    store_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage, index);
-    barrier_arrive(ring + 8 * cursor.stage);
-    cursor.next(CLAIMS);
-  }
-  __device__ __forceinline__ void end() {
-    put(upcoming);                      // beyond the last one
-    if (!counters || atomicAdd(counters + CLAIM_STEP, 1u) != gridDim.x - 1) return;
-    for (int i = 0; i <= CLAIM_STEP; i++) counters[i] = 0;
-  }
-};
-
-// Others: warps, or (ALONE) single threads.
-template <bool ALONE>
-struct ClaimsOf {
-  u32 ring;
-  Cursor cursor;
-  __device__ __forceinline__ ClaimsOf(u32 ring) : ring(ring), cursor({0, 0}) {}
-  __device__ __forceinline__ int next() {
-    barrier_wait(ring + 8 * cursor.stage, cursor.parity);
-    const int index = load_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage);
-    cursor.next(CLAIMS);
-    return ALONE ? index : __shfl_sync(0xffffffffu, index, 0);  // so that ptxas knows that warps do not part over it
-  }
-};
-
-struct Tile {
-  int group, cout_block, variant;                      // M-group
-  int n, d, h, w;                                      // first q
-};
-
-__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
-  Tile t;
-  int m = index % M_GROUPS, q = index / M_GROUPS;
-  t.variant = m % VARIANTS;
-  t.cout_block = m / VARIANTS % COUT_BLOCKS;
-  t.group = m / (VARIANTS * COUT_BLOCKS);
-  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
-  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * TILE_D;
-  t.n = q / s.tiles_d * TILE_N;
-  return t;
-}
-
-__device__ __forceinline__ int entries_of(int variant) {
-  return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
-}
-__device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
-// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
-// roles' instructions in another way.)
-#define FIRST_TILE(s) blockIdx.x
-#define NEXT_TILE(index, s) index = claims.next()
-
-// =====================================================================================================================
-// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
-// block][variant][chunk][entry][k step][part][wgs][warp][lane]
-// =====================================================================================================================
-
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
-__constant__
-const short TAP_INDEX[] = {2,1,0};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-
-// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
-// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
-constexpr int PACK_THREADS = 256;
-constexpr int PACK_PITCH = 3;  // odd, so that a warp's rows and channels meet different banks
-constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
-constexpr int PACK_OUTER = PACK_K;  // of a block along the weight's first dimension
-constexpr int PACK_INNER = 16;  // and along its second
-constexpr int PACK_PLANE = COUT_G * TAPS;  // elements from one index of its first dimension to the next
-constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
-
-// A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
-// with taps `tap_step` apart.
-template <bool LAST>
-__device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
-    int taps, int tap_step, int thread) {
-  constexpr int COUNT = PACK_INNER * PACK_TAPS;
-#pragma unroll
-  for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
-    int o = thread / 32 + j * (PACK_THREADS / 32);
-#pragma unroll 16  // loads in flight
-    for (int k = 0; k < (COUNT + 31) / 32; k++) {
-      int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS,
-          tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
-      if (e >= COUNT) break;
-      bool exists = o < outer && i < inner;
-      tile[(i * PACK_K + o) * PACK_PITCH + tap] = exists
-          ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
-    }
-  }
-}
-
-#define PACK_SYNC() __syncthreads()
-
-// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step, int rest, int thread) {
-  int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
-  int warp = rest % 4;  rest /= 4;
-  int wg = rest % WGS_M;  rest /= WGS_M;
-  int k_step = rest % K_STEPS;  rest /= K_STEPS;
-  int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
-  int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB,
-      cin = chunk * CK + k_step * PACK_K;
-  int outer = cin, inner = cout;  // the group's first along the weight's dimensions
-  const float* from = weight + (long long)(group * CIN_G + outer) * PACK_PLANE;
-  int outer_left = CIN_G - outer, inner_left = COUT_G - inner;
-  if (tap_step == 1)
-    bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
-  else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
-      thread);
-  PACK_SYNC();
-  int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
-  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
-  const float* own = tile
-      + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-  // -1: zeros, by the first of the blocks
-  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
-  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
-    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-    const float* at = own + (tap - begin);
-    float v = tap < 0 ? 0.f : *at;
-    u32 high = to_tf32(v);
-    *to = high;
-  };
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
-    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];
-      if (here(tap)) write(variant, e, tap);
-    }
-  }
-}
-
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
-}
-
-// =====================================================================================================================
-// Producer
-// =====================================================================================================================
-
-struct Source {                                        // where a tile's chunk lies in the input
-  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
-  int channel, left;                                   // first channel, channels left in the group
-};
-
-__device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK,
-      CIN_G - chunk * CK};
-}
-
-constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
-__device__ __forceinline__ int pixel_row(int i) {
-  return i;
-}
-
-// A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
-// row is aligned. Found once a tile, not a chunk.
-struct Pixels {
-  u32 from[OWN_PIXELS], ok;
-  u32 plane;  // channel c of a row begins at (phase + c * plane) % VEC of a unit
-  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
-      int thread) {
-    plane = 0;
-    ok = 0;
-#pragma unroll
-    for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
-      int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
-      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-      int at_column = column + COLUMN_PAD, box = 0;
-      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
-          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
-    }
-  }
-};
-
-// A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
-template <bool ALIGNED>  // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile,
-    int thread) {
-#pragma unroll
-  for (int k = 0; k < OWN_PIXELS; k++) {
-    int p = pixel_row(thread + k * PRODUCER_THREADS);
-    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-    bool ok = exist >> k & 1;
-    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
-#pragma unroll 2  // more of them spill
-    for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
-      u32 v[VEC];
-#pragma unroll
-      for (int e = 0; e < VEC; e++) {
-        int c = unit * VEC + e;
-        bool have = ok;
-        u32 a = from + c * CHANNEL_BYTES;
-        if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
-        v[e] = have ? load_shared_u32(a) : 0;
-      }
-      u32 hi[4];
-#pragma unroll
-      for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
-      store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-    }
-  }
-}
-
-// A walk over (tile, chunk) in the order in which consumers take them.
-template <class Claiming>                               // the loader's, or others'
-struct WalkOf {
-  Claiming claims;
-  int index, chunk;
-  Tile tile;
-  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
-  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
-  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
-    while (index < s.tiles) {
-      tile = tile_at(index, s);
-      if (chunk < CHUNKS_OF(tile, s)) return;
-      NEXT_TILE(index, s);
-      chunk = 0;
-    }
-  }
-  __device__ __forceinline__ void next(const Sizes& s) {
-    if (++chunk >= CHUNKS) settle(s);
-  }
-};
-typedef WalkOf<ClaimsOf<false>> Walk;
-
-// The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-  fence_async_shared();
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
-struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
-
-// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free. Channels-last pixels
-// whose taps step over columns or rows come as a box for each plane, with the copy engine's element strides.
-__device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& s, u32 to, u32 stage_bytes, u32 landed,
-    u32 left) {
-  WalkOf<Claimer> walk = {Claimer(s.claims, s.counters, s.tiles)};
-  Cursor cursor = {0, 1};                               // all are free at first
-#pragma unroll 1
-  for (walk.begin(FIRST_TILE(s), s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
-    Source at = source_of(walk.tile, walk.chunk);
-    u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
-    barrier_wait(left + cursor.stage * 8, cursor.parity);
-    expect_bytes(barrier, bytes);
-    int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
-#pragma unroll
-    for (int r = 0; r < SLOT_BOXES; r++) {
-      if (r) w += ROW_UNITS * VEC;
-      load_box(to + cursor.stage * stage_bytes + r * SLOT_BOX_BYTES, maps.of[0],
-               w, h, d, c, at.n, barrier);
-    }
-    walk.claims.tell();
-  }
-  walk.claims.end();
-}
-
-__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles,
-    u32 slots, const Barriers& barriers, int thread) {
-  int lane = thread & 31;
-  Walk now = {ClaimsOf<false>(s.claims)};
-  Cursor tile = {0, 1};
-  Pixels own;
-  own.locate(x, s, Source(), segments, thread);
-  Cursor slot = {0, 0};
-#pragma unroll 1
-  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
-    barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
-    barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-    int channel = now.chunk * CK;
-    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
-    u32 exist = 0xffffffffu;
-    if (own.plane % VEC == 0) {
-      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
-          tiles + tile.stage * STAGE_BYTES, thread);
-    } else {
-      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
-          tiles + tile.stage * STAGE_BYTES, thread);
-    }
-    hand_over(barriers.full + tile.stage * 8, lane);
-    if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
-  }
-}
-
-// =====================================================================================================================
-// Weights: fragments in the order in which they are used
-// =====================================================================================================================
-
-#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
-
-__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
-  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
-  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
-}
-
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
-
-// Where a tile's weights come from, in the order in which they are used.
-typedef const char* Weights;  // packed; chunks lie one behind the other
-__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  expect_bytes(barrier, bytes);
-  copy_bulk(to, from, bytes, barrier);
-}
-
-// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
-template <class Source>
-__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
-  wait_for_results();                                   // of `pack`
-  if (blockIdx.x >= s.tiles) return;
-  Tile t = tile_at(blockIdx.x, s);
-  Weights from = weights_of(packed, t);
-  u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
-  if (bytes == 0) return;
-#pragma unroll 1
-  for (int chunk = 0; chunk < CHUNKS; chunk++) {
-    bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes, full + chunk * 8);
-  }
-}
-
-// A thread's part of a ring's first fragment.
-__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
-  return thread * 16;
-}
-// Fragment i of those that begin at `at`.
-__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
-  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
-}
-
-// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
-struct Fragments {
-  u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;                                       // the stage to be waited for next
-  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
-  u32 in_hand;                                         // the barrier that says that the stage in hand is free
-  bool first;                                          // RESIDENT: the first tile waits for the weights
-  const char* from;
-
-  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    at = ring;
-  }
-  __device__ __forceinline__ void begin_chunk(int chunk) {
-    if (first) barrier_wait(full + chunk * 8, 0);
-  }
-  __device__ __forceinline__ void end() { first = false; }
-  // Fragment i of a stretch; a stage is waited for with its first.
-  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
-    load_fragment(a, at, i);
-  }
-  __device__ __forceinline__ void end_stretch(int steps) {
-    at += steps * (WGS_M * FRAGMENT);
-  }
-  __device__ __forceinline__ void skip(int variant) {  // a tile
-    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
-      for (int b = 0; b < 1; b++) {
-        int left = (entries_of(variant)) * STEPS_PER_TAP;
-        int longest = left, whole = longest ? left / longest : 0;
-        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
-        for (; stages > 0; stages--) cursor.next(STAGES_W);
-      }
-  }
-};
-
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
-
-struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
-
-// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
-__device__ __forceinline__ constexpr Place place_of(int subtile) {
-  return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
-          subtile % W_SUBTILES * SUB_W};
-}
-// its first pixel's row in the tile, for a tap of shift 0
-__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
-  Place p = place_of(subtile);
-  return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
-}
-constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
-constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
-
-// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
-// threads; mma.sync: the tile's address.
-struct Columns {
-  u32 start;
-  int first;                                           // its first subtile
-};
-
-// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
-__device__ __forceinline__ constexpr bool halves_alike() {
-  return true;
-}
-__device__ __forceinline__ int rows_to(int nb, int first) {
-  constexpr bool alike = halves_alike();
-  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
-}
-
-__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
-  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
-  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
-}
-
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
-template <bool FRESH>
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
-    int k_step, int part, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(1) << 62);
-#pragma unroll
-  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
-        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
-    float* d = acc[nb];
-    WGMMA_64(d, a, b, "1");
-  }
-}
-
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
-// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int shift, int i, int steps, int lane, int left = 0) {
-  wgmma_fence();
-  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, i % K_STEPS, 0, lane);
-  wgmma_commit();
-  if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
-    wgmma_wait<1>();
-  } else {
-    wgmma_wait<1>();
-  }
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
-__device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0 && (barrier)) barrier_arrive(barrier);
-}
-
-// 0 to N - 1.
-template <int...>
-struct Sequence {};
-template <int N, int... BEHIND>
-struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
-template <int... ALL>
-struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
-
-// few steps: all blocks of a chunk are one stretch
-__device__ constexpr int entry_at(int i) {
-  constexpr int entry[] = {0,3};
-  return entry[i];
-}
-__device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,1,2};
-  return row[i];
-}
-__device__ constexpr int steps_of(int variant) {
-  return (entry_at(variant * (MB + 1) + MB) - entry_at(variant * (MB + 1))) * STEPS_PER_TAP;
-}
-__device__ constexpr int block_of(int variant, int entry) {
-  int b = 0;
-  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
-  return b;
-}
-
-template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, u32 behind, int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)), entry = first + STEP / STEPS_PER_TAP,
-      block = block_of(VARIANT, entry);
-  step(acc[block], a, weights, pixels, row_at(entry), STEP, steps_of(VARIANT), lane);
-  if (STEP == 0) give_back(behind, lane);
-}
-
-// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
-template <int VARIANT, int... STEPS>
-__device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4],
-    Fragments& weights, const Columns& pixels, u32 behind, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
-  weights.end_stretch(sizeof...(STEPS));
-}
-
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
-// is then compiled, and fetched.
-template <int STRETCH>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
-    const Columns& pixels, u32 behind, int lane) {
-  constexpr int first[] = {0};  // variant
-  u32 a[FRAGMENT_SETS][4];
-  const typename Counting<steps_of(first[STRETCH])>::type steps;
-  weights.load(a[0], 0);
-  multiply_from<first[STRETCH]>(steps, acc, a, weights, pixels, behind, lane);
-}
-
-// --- epilogue --------------------------------------------------------------------------------------------------------
-// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
-// RUN x W_SUBS consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of ROWS_PER_SUB channels, through one
-// of all warps that hold these.
-constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to
-// 31 bytes late.
-constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
-constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
-constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
-constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
-// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
-#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
-#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
-#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
-
-// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
-// constants only
-// after unrolling, and until then the compiler keeps all sums in memory.
-__device__ constexpr u64 packed_blocks() {
-  constexpr signed char blocks[] = {-1,0};
-  u64 packed = 0;
-  for (int u = 0; u < W_SUBS; u++) packed |= (u64)(blocks[u] + 1) << 4 * u;
-  return packed;
-}
-__device__ __forceinline__ constexpr int block_of_w(int u) {
-  constexpr u64 packed = packed_blocks();
-  return (int)(packed >> 4 * u & 15) - 1;
-}
-
-// A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
-struct Slab {
-  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
-  int od, oh;                                           // offsets of the sub-position
-};
-
-__device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp) {
-  Slab slab;
-  int sub = warp * 16 / ROWS_PER_SUB;
-  slab.cout = cout_block * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;
-  slab.couts = COUT_G - slab.cout < 16 ? COUT_G - slab.cout : 16;
-  slab.od = SUB_D[t.variant * SUBS + sub];
-  slab.oh = SUB_HH[t.variant * SUBS + sub];
-  return slab;
-}
-
-constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
-#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
-
-// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
-// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
-template <int UNIT>
-__device__ __forceinline__ int order_of(int g, int q) {
-  int by_column = q & 2;
-  return by_column;
-}
-
-// One thread's 2 W_SUBS neighbouring outputs to the buffer.
-template <int UNIT>
-__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
-#pragma unroll
-  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
-#pragma unroll
-    for (int i = 0; i < 2 * W_SUBS; i++) {
-      if (i & bit) continue;
-      float low = v[i], high = v[i ^ bit];
-      v[i] = order & bit ? high : low;
-      v[i ^ bit] = order & bit ? low : high;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
-    u32 to = at + (i ^ order) * ELEMENT;
-    store_shared_f32x2(to, v[i], v[i ^ 1]);
-  }
-}
-
-template <int UNIT>
-__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
-  u32 v[4];
-  if (UNIT == 16) load_shared_128(v, from);
-  else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
-  if (UNIT == 16) store_global_128_if(to, v, ok);
-  else if (UNIT == 8) store_global_64_if(to, v, ok);
-  else if (UNIT == 4) store_global_if(to, v[0], ok);
-  else store_global_16_if(to, v[0], ok);
-}
-
-// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
-template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
-#pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    // rows: the first lane's, and how many on
-    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long.
-    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
-    int r = first + more, at = (index - r * PER_ROW) * UNIT;
-    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
-  }
-}
-
-// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
-// of rows by themselves, as below, is slower for float32.
-__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
-  static_assert(8 % ROWS == 0, "all rows in turn");
-#pragma unroll
-  for (int from_row = 0; from_row < 8; from_row += ROWS) {
-    char* row[ROWS];
-    u32 from[ROWS];
-    int at[ROWS];  // the lane's first output of each row; some are before or behind it
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-      int r = from_row + k;
-      char* first = to + r * plane;
-      at[k] = lane * 4 - ((int)(u64)first & 31);
-      row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
-    }
-    // What follows of a row is at known distances. A place for each output takes a third more instructions.
-#pragma unroll
-    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-      u32 v[ROWS];
-      bool in[ROWS];
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) {
-        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
-        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
-    }
-  }
-}
-
-// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
-// lie `plane` bytes apart.
-template <int UNIT>
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
-  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
-}
-
-// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
-template <int UNIT>
-__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
-#pragma unroll
-  for (int k = 0; k < RUN_GROUPS; k++) {
-    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-    float v[2 * W_SUBS];
-#pragma unroll
-    for (int c = 0; c < 2; c++)
-#pragma unroll
-      for (int u = 0; u < W_SUBS; u++)
-        v[c * W_SUBS + u] = block_of_w(u) < 0 ? bias
-            : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][4 * j + 2 * h + c];
-    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
-  }
-}
-
-template <int UNIT>
-__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
-    long long plane, int rows, int end, u32 buffer, int lane) {
-  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
-  __syncwarp();
-  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
-}
-
-// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
-// branches, take longer and compile no faster.
-__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
-    const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  OPAQUE(lane);  // what follows from it is found here, not kept from tile to tile (spills)
-  int g = lane >> 2;
-  Slab slab = slab_of(t, cout_block, warp);
-  if (slab.couts <= 0) return;
-  float b[2] = {0.f, 0.f};
-#pragma unroll
-  for (int h = 0; h < 2; h++)
-    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
-  if (bias) {
-#pragma unroll
-    for (int m = 0; m < MB; m++)
-#pragma unroll
-      for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-        for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
-  }
-  int channel = t.group * COUT_G + slab.cout;
-  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
-#pragma unroll
-  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
-    Place place = place_of(first_subtile + RUN_FIRST(r));
-    int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
-    bool image = n < s.batch && od < s.out_d;
-#pragma unroll
-    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
-      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
-      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
-      if (!image || oh >= s.out_h || left <= 0) continue;
-      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
-          + ((long long)oh * s.out_w + ow) * ELEMENT;
-      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
-      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        char* first = to + h * 8 * plane;
-        int rows = 8;
-        u32 row = buffer + g * RUN_PITCH;
-        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
-            rows, end, buffer, lane);
-        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        __syncwarp();
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
-    u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
-  // kernels slower.
-  int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int first_subtile = 0, offset = fragment_part(wg, thread);
-  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  Cursor cursor = {0, 0};
-  weights.cursor = {0, 0};
-  weights.ring += offset;
-  weights.first = true;
-  int turn = 0;
-  ClaimsOf<false> claims(s.claims);
-  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
-#pragma unroll 1
-  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
-    Tile t = tile_at(index, s);
-    int chunks = chunks_of(t.variant);
-    if ((turn & 1) != wg) {
-      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
-      continue;
-    }
-    float acc[MB][NB][32];
-#pragma unroll
-    for (int b = 0; b < MB; b++)
-#pragma unroll
-      for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-          acc[b][nb][i] = 0.f;
-          opaque(acc[b][nb][i]);
-        }
-    named_sync(2 + wg, CONSUMER_THREADS);
-    weights.begin(packed, t, offset);
-    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
-      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
-      u32 last = empty + cursor.stage * 8;
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
-      behind = last;
-    }
-    weights.end();
-    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
-    wgmma_wait<0>();
-    give_back(behind, lane);
-    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
-  }
-}
-
-// =====================================================================================================================
-
-constexpr int TILES_AT = 0;
-constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
-constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
-constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
-constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
-constexpr int SLOT_BARRIERS = STAGES_S;
-constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
-constexpr int SEGMENTS_AT = CLAIMS_AT + CLAIMS_BYTES;
-
-__global__ void __launch_bounds__(THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
-    char* __restrict__ y,
-       u32* counters,                  // as many as M-groups that stay with a block, and one; or null (claims.cuh)
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w,
-           int tile_count, const __grid_constant__ TensorMaps maps) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count,
-      shared_address(memory) + CLAIMS_AT, counters};
-  u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
-      empty_w = full_w + 8 * STAGES_W;
-  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
-  int* segments = (int*)(memory + SEGMENTS_AT);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < PIXEL_BARRIERS; i++) {
-      barrier_init(full + 8 * i, PRODUCER_WARPS);
-      barrier_init(empty + 8 * i, RELEASES * 4);
-    }
-    for (int i = 0; i < STAGES_W; i++) {
-      barrier_init(full_w + 8 * i, 1);
-      barrier_init(empty_w + 8 * i, RELEASES * 4);
-    }
-    for (int i = 0; i < SLOT_BARRIERS; i++) {
-      barrier_init(barriers.landed + 8 * i, 1);
-      barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);
-    }
-    claims_init(s.claims);
-    barriers_begun();
-  }
-  for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
-    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
-        | (ROW_H[i % ROWS_H] & 0xfff);
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < FIRST_CONSUMER) {
-    fewer_registers<PRODUCER_REGISTERS>();
-    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-    if (warp < PRODUCER_WARPS) {
-      produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-    } else if (warp == LOADER_WARP && (thread & 31) == 0) {
-      load_boxes(maps, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
-    } else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
-      stream_weights(packed, s, base + RING_AT, full_w, empty_w);
-    }
-  } else {
-    wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
-    more_registers<CONSUMER_REGISTERS>();
-    Fragments weights;
-    weights.ring = base + RING_AT;
-    weights.full = full_w;
-    weights.empty = empty_w;
-    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER,
-        thread);
-  }
-}
-
-#undef OPAQUE
-#undef OPERANDS
-#undef SUMS
-#undef SUMS_4
-#undef INSTRUCTION
-#undef WGMMA_64
-#undef COLUMN
-#undef VALUE
-#undef CHUNKS_OF
-#undef FIRST_TILE
-#undef NEXT_TILE
-#undef PACK_SYNC
-#undef FRAGMENTS
-#undef RUN_FIRST
-#undef RUN_NB
-#undef RUN_J
-#undef TOGETHER
-}  // namespace forward
-
-// =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x1x192 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in
-// turn, weights resident, 208 KB shared.
-// =====================================================================================================================
-
-namespace forward_unaligned {
-
-// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
-// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
-// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, CIN its channels, `out` the input's.
-//
-// Work of a block (persistent, `for tile`): TILE_N x TILE_D x TILE_H x TILE_W positions q times one M-group. An M-group is
-// MB blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
-// W sub-position. K is input channels x taps, in chunks of CK channels.
-//
-// Roles:
-//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
-//              STAGES_S - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of CK
-//              channels and rounds to TF32. Channels-last: copies straight to those rows.
-//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
-//              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
-//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
-//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
-// SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
-// so that one stores while the other multiplies.
-//
-// Sizes of the input are arguments.
-
-constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
-constexpr int CIN = 32;  // channels of what is read
-constexpr int COUT = 64;  // channels of what is written
-constexpr int CIN_G = 32;  // channels of a group in what is read
-constexpr int COUT_G = 64;  // channels of a group in what is written
-constexpr int TAPS = 3;  // of the kernel, over all axes
-constexpr int PACK_TAPS = 3;
-constexpr int CK = 32;  // channels of a chunk
-constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
-constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
-constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
-constexpr int W_SUBS = 2;  // W sub-positions of a tile, neighbours in a thread
-constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
-constexpr int VARIANTS = 1;  // M-groups that differ in their taps
-constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
-constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 4;  // staging slots
-constexpr int STAGES_W = 1;  // stages of the weights: of the ring, or chunks
-constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 12;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
-constexpr int FIRST_W = -1;
-constexpr int COLUMNS = 194;  // input columns of a tile with its halo
-constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 194;  // columns with one residue modulo IN_STEP_W
-constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
-constexpr int PLANE_BARRIERS = 1;
-constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 72;  // of a thread
-constexpr int CONSUMER_REGISTERS = 184;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 2;  // outputs from one q to the next
-constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 192;  // positions q of a tile
-constexpr int TILE_N = 1;  // images of a tile
-
-// PTX in small wrappers, so that a kernel body reads as an algorithm.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
-__device__ __forceinline__ void let_dependent_begin() {
-  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-}
-// And waits for what that one wrote.
-__device__ __forceinline__ void wait_for_results() {
-  asm volatile("griddepcontrol.wait;\n" ::: "memory");
-}
-
-// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
-}
-// What was initialised is seen by copies and, in a cluster, by other blocks.
-__device__ __forceinline__ void barriers_begun() {
-  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
-}
-// One thread arrives, and the phase waits for so many bytes of copies too.
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  while (!barrier_done(barrier, parity)) {}
-}
-template <int ID, int THREADS_OF>
-__device__ __forceinline__ void named_sync() {
-  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
-}
-__device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-
-// --- copies into shared memory ---------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  // the rest of the 16 becomes zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
-}
-
-// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
-
-// Whole 16 bytes.
-__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
-__device__ __forceinline__ void fence_async_shared() {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-}
-
-// --- loads and stores ------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 load_shared_u32(u32 a) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
-  return v;
-}
-__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
-  u32 v = 0;
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a),
-      "r"((u32)ok) : "memory");
-  return v;
-}
-__device__ __forceinline__ u32 load_shared_u16(u32 a) {
-  u16 v;
-  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
-  return v;
-}
-__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
-      "=r"(v[3]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
-}
-__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
-  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
-}
-
-// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
-__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
-      "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to),
-      "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
-      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
-      "r"((u32)ok) : "memory");
-}
-
-// --- the compiler and registers --------------------------------------------------------------------------------------
-
-// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
-// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
-__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
-__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
-// Integers. Macros, since by references the compiler keeps variables in another order.
-#define OPAQUE(a) asm volatile("" : "+r"(a))
-// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
-template <int REGISTERS>
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
-}
-template <int REGISTERS>
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
-}
-// a * b + c by one instruction, where the compiler of (long long)a * b + c takes the product apart.
-__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
-  u64 r;
-  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
-  return r;
-}
-
-// --- numbers ---------------------------------------------------------------------------------------------------------
-
-// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
-__device__ __forceinline__ u32 to_tf32(float v) {
-  u32 r;
-  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
-  return r;
-}
-
-// --- matrix instructions ---------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
-}
-// TAIL: signs of A and B, and how they lie.
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-
-// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
-#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
-#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
-  "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define WGMMA_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
-    SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
-
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,3};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
-constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
-constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
-constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
-constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
-// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
-constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
-constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
-constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
-constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
-// the row, whatever its alignment.
-constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
-constexpr int ROW_UNITS = STAGING_UNITS;
-// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
-// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
-constexpr int CLASS_ROWS = ROWS_H;
-constexpr int CHANNEL_BYTES = ROWS_D * CLASS_ROWS * ROW_UNITS * 16;
-constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
-constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
-constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
-constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
-constexpr int CONSUMERS = 2;
-constexpr int CONSUMER_THREADS = CONSUMERS * 128;
-// two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
-// one loads the weights
-constexpr int PRODUCER_THREADS = 192;
-constexpr int WEIGHTS_WARP = 7;
-constexpr int FIRST_CONSUMER = 2;
-constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
-constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-
-__constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {0};
-#define VALUE(v) (v)
-
-struct Sizes {                                         // one layout for the packed argument block
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
-  int tiles;                                           // all of them, times M_GROUPS
-};
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = p & 7;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-struct Tile {
-  int group, cout_block, variant;                      // M-group
-  int n, d, h, w;                                      // first q
-};
-
-__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
-  Tile t;
-  int m = index % M_GROUPS, q = index / M_GROUPS;
-  t.variant = m % VARIANTS;
-  t.cout_block = m / VARIANTS % COUT_BLOCKS;
-  t.group = m / (VARIANTS * COUT_BLOCKS);
-  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
-  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * TILE_D;
-  t.n = q / s.tiles_d * TILE_N;
-  return t;
-}
-
-__device__ __forceinline__ int entries_of(int variant) {
-  return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
-}
-__device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
-// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
-// roles' instructions in another way.)
-#define FIRST_TILE(s) blockIdx.x
-#define NEXT_TILE(index, s) index += gridDim.x
-
-// =====================================================================================================================
-// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
-// block][variant][chunk][entry][k step][part][wgs][warp][lane]
-// =====================================================================================================================
-
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
-__constant__
-const short TAP_INDEX[] = {2,1,0};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-
-// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
-// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
-constexpr int PACK_THREADS = 256;
-constexpr int PACK_PITCH = 3;  // odd, so that a warp's rows and channels meet different banks
-constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
-constexpr int PACK_OUTER = PACK_K;  // of a block along the weight's first dimension
-constexpr int PACK_INNER = 16;  // and along its second
-constexpr int PACK_PLANE = COUT_G * TAPS;  // elements from one index of its first dimension to the next
-constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
-
-// A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
-// with taps `tap_step` apart.
-template <bool LAST>
-__device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
-    int taps, int tap_step, int thread) {
-  constexpr int COUNT = PACK_INNER * PACK_TAPS;
-#pragma unroll
-  for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
-    int o = thread / 32 + j * (PACK_THREADS / 32);
-#pragma unroll 16  // loads in flight
-    for (int k = 0; k < (COUNT + 31) / 32; k++) {
-      int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS,
-          tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
-      if (e >= COUNT) break;
-      bool exists = o < outer && i < inner;
-      tile[(i * PACK_K + o) * PACK_PITCH + tap] = exists
-          ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
-    }
-  }
-}
-
-#define PACK_SYNC() __syncthreads()
-
-// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step, int rest, int thread) {
-  int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
-  int warp = rest % 4;  rest /= 4;
-  int wg = rest % WGS_M;  rest /= WGS_M;
-  int k_step = rest % K_STEPS;  rest /= K_STEPS;
-  int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
-  int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB,
-      cin = chunk * CK + k_step * PACK_K;
-  int outer = cin, inner = cout;  // the group's first along the weight's dimensions
-  const float* from = weight + (long long)(group * CIN_G + outer) * PACK_PLANE;
-  int outer_left = CIN_G - outer, inner_left = COUT_G - inner;
-  if (tap_step == 1)
-    bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
-  else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
-      thread);
-  PACK_SYNC();
-  int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
-  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
-  const float* own = tile
-      + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-  // -1: zeros, by the first of the blocks
-  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
-  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
-    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-    const float* at = own + (tap - begin);
-    float v = tap < 0 ? 0.f : *at;
-    u32 high = to_tf32(v);
-    *to = high;
-  };
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
-    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];
-      if (here(tap)) write(variant, e, tap);
-    }
-  }
-}
-
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
-}
-
-// =====================================================================================================================
-// Producer
-// =====================================================================================================================
-
-struct Source {                                        // where a tile's chunk lies in the input
-  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
-  int channel, left;                                   // first channel, channels left in the group
-};
-
-__device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK,
-      CIN_G - chunk * CK};
-}
-
-// The segment's (n, d, h), and whether that row of the input exists.
-__device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int packed, int& n, int& d, int& h) {
-  n = at.n + (packed >> 24);
-  d = at.d + ((packed << 8) >> 20);
-  h = at.h + ((packed << 20) >> 20);
-  return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
-}
-
-// Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
-// served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
-__device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, u32 slot,
-    int thread) {
-  long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
-  const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
-  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
-  // what would take the time. Where rows are short, threads share them out.
-  constexpr int SHARES = 1;
-  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = SHARES;
-  int share = 0, place_of = thread;
-  if (share >= SHARES) return;
-#pragma unroll 1
-  for (int unit = place_of % STAGING_UNITS, c = place_of / STAGING_UNITS; c < CK;) {
-    const char* place = corner + c * plane + unit * 16;
-    int column = at.w + unit * VEC;                   // of the unit's first element, were the row aligned
-    u32 to = slot + c * CHANNEL_BYTES + unit * 16;
-#pragma unroll 1
-    for (int r = 0; r < SLICES; r += BY_SLICE) {
-      int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
-      bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
-      const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 2
-      for (int j = 0; j < ROWS_H; j += BY_ROW) {
-        int h = at.h + ROW_H[j];
-        u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
-        int first = column - (int)(p & 15) / ELEMENT;
-        if (exists && (u32)h < (u32)s.in_h && first + VEC > 0 && first < s.in_w)
-          copy16(to + image * (CK - 1) * CHANNEL_BYTES + (r * ROWS_H + j) * (STAGING_UNITS * 16),
-              (const char*)(p & ~15ull));
-      }
-    }
-    unit += PRODUCER_THREADS % STAGING_UNITS;
-    c += PRODUCER_THREADS / STAGING_UNITS;
-    if (unit >= STAGING_UNITS) {
-      unit -= STAGING_UNITS;
-      c++;
-    }
-  }
-}
-
-constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
-__device__ __forceinline__ int pixel_row(int i) {
-  return i;
-}
-
-// A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
-// row is aligned. Found once a tile, not a chunk.
-struct Pixels {
-  u32 from[OWN_PIXELS], ok;
-  u32 plane;  // channel c of a row begins at (phase + c * plane) % VEC of a unit
-  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
-      int thread) {
-    plane = (u32)s.in_d * s.in_h * s.in_w;
-    ok = 0;
-#pragma unroll
-    for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
-      int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
-      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-      int at_column = column + COLUMN_PAD, box = 0;
-      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
-          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
-      int n, d, h;
-      bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
-      u32 first = ((u32)n * CIN + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / ELEMENT);
-      from[k] |= (first & (VEC - 1)) << 24;             // the low 24 bits: the place in a slot; above: the phase
-      ok |= (u32)in << k;
-    }
-  }
-};
-
-// A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
-template <bool ALIGNED>  // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile,
-    int thread) {
-#pragma unroll
-  for (int k = 0; k < OWN_PIXELS; k++) {
-    int p = pixel_row(thread + k * PRODUCER_THREADS);
-    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-    bool ok = exist >> k & 1;
-    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
-#pragma unroll 2  // more of them spill
-    for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
-      u32 v[VEC];
-#pragma unroll
-      for (int e = 0; e < VEC; e++) {
-        int c = unit * VEC + e;
-        bool have = ok;
-        u32 a = from + c * CHANNEL_BYTES;
-        if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
-        v[e] = have ? load_shared_u32(a) : 0;
-      }
-      u32 hi[4];
-#pragma unroll
-      for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
-      store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-    }
-  }
-}
-
-// A walk over (tile, chunk) in the order in which consumers take them.
-struct Walk {
-  int index, chunk;
-  Tile tile;
-  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
-  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
-  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
-    while (index < s.tiles) {
-      tile = tile_at(index, s);
-      if (chunk < CHUNKS_OF(tile, s)) return;
-      NEXT_TILE(index, s);
-      chunk = 0;
-    }
-  }
-  __device__ __forceinline__ void next(const Sizes& s) {
-    if (++chunk >= CHUNKS) settle(s);
-  }
-};
-
-// The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-  fence_async_shared();
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
-struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
-
-__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles,
-    u32 slots, const Barriers& barriers, int thread) {
-  int lane = thread & 31;
-  Walk now;
-  Cursor tile = {0, 1};
-  Pixels own;
-  Cursor slot = {0, 0};
-  Walk ahead;
-  ahead.begin(FIRST_TILE(s), s);
-  u32 next_slot = 0;
-#pragma unroll 1
-  for (int i = 0; i < STAGES_S - 1; i++) {
-    if (ahead.live(s)) {
-      stage(x, s, source_of(ahead.tile, ahead.chunk), slots + i * SLOT_BYTES, thread);
-      ahead.next(s);
-    }
-    copy_commit();
-  }
-  next_slot = STAGES_S - 1;
-#pragma unroll 1
-  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
-    if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
-    copy_wait<STAGES_S - 2>();
-    named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
-    if (ahead.live(s)) {
-      stage(x, s, source_of(ahead.tile, ahead.chunk), slots + next_slot * SLOT_BYTES, thread);
-      ahead.next(s);
-    }
-    if (++next_slot == STAGES_S) next_slot = 0;
-    copy_commit();
-    barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-    int channel = now.chunk * CK;
-    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
-    u32 exist = own.ok;
-    if (own.plane % VEC == 0) {
-      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
-          tiles + tile.stage * STAGE_BYTES, thread);
-    } else {
-      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
-          tiles + tile.stage * STAGE_BYTES, thread);
-    }
-    hand_over(barriers.full + tile.stage * 8, lane);
-  }
-}
-
-// =====================================================================================================================
-// Weights: fragments in the order in which they are used
-// =====================================================================================================================
-
-#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
-
-__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
-  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
-  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
-}
-
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
-
-// Where a tile's weights come from, in the order in which they are used.
-typedef const char* Weights;  // packed; chunks lie one behind the other
-__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  expect_bytes(barrier, bytes);
-  copy_bulk(to, from, bytes, barrier);
-}
-
-// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
-template <class Source>
-__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
-  wait_for_results();                                   // of `pack`
-  if (blockIdx.x >= s.tiles) return;
-  Tile t = tile_at(blockIdx.x, s);
-  Weights from = weights_of(packed, t);
-  u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
-  if (bytes == 0) return;
-#pragma unroll 1
-  for (int chunk = 0; chunk < CHUNKS; chunk++) {
-    bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes, full + chunk * 8);
-  }
-}
-
-// A thread's part of a ring's first fragment.
-__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
-  return thread * 16;
-}
-// Fragment i of those that begin at `at`.
-__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
-  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
-}
-
-// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
-struct Fragments {
-  u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;                                       // the stage to be waited for next
-  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
-  u32 in_hand;                                         // the barrier that says that the stage in hand is free
-  bool first;                                          // RESIDENT: the first tile waits for the weights
-  const char* from;
-
-  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    at = ring;
-  }
-  __device__ __forceinline__ void begin_chunk(int chunk) {
-    if (first) barrier_wait(full + chunk * 8, 0);
-  }
-  __device__ __forceinline__ void end() { first = false; }
-  // Fragment i of a stretch; a stage is waited for with its first.
-  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
-    load_fragment(a, at, i);
-  }
-  __device__ __forceinline__ void end_stretch(int steps) {
-    at += steps * (WGS_M * FRAGMENT);
-  }
-  __device__ __forceinline__ void skip(int variant) {  // a tile
-    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
-      for (int b = 0; b < 1; b++) {
-        int left = (entries_of(variant)) * STEPS_PER_TAP;
-        int longest = left, whole = longest ? left / longest : 0;
-        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
-        for (; stages > 0; stages--) cursor.next(STAGES_W);
-      }
-  }
-};
-
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
-
-struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
-
-// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
-__device__ __forceinline__ constexpr Place place_of(int subtile) {
-  return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
-          subtile % W_SUBTILES * SUB_W};
-}
-// its first pixel's row in the tile, for a tap of shift 0
-__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
-  Place p = place_of(subtile);
-  return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
-}
-constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
-constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
-
-// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
-// threads; mma.sync: the tile's address.
-struct Columns {
-  u32 start;
-  int first;                                           // its first subtile
-};
-
-// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
-__device__ __forceinline__ constexpr bool halves_alike() {
-  return true;
-}
-__device__ __forceinline__ int rows_to(int nb, int first) {
-  constexpr bool alike = halves_alike();
-  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
-}
-
-__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
-  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
-  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
-}
-
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
-template <bool FRESH>
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
-    int k_step, int part, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(1) << 62);
-#pragma unroll
-  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
-        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
-    float* d = acc[nb];
-    WGMMA_64(d, a, b, "1");
-  }
-}
-
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
-// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int shift, int i, int steps, int lane, int left = 0) {
-  wgmma_fence();
-  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, i % K_STEPS, 0, lane);
-  wgmma_commit();
-  if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
-    wgmma_wait<1>();
-  } else {
-    wgmma_wait<1>();
-  }
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
-__device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0 && (barrier)) barrier_arrive(barrier);
-}
-
-// 0 to N - 1.
-template <int...>
-struct Sequence {};
-template <int N, int... BEHIND>
-struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
-template <int... ALL>
-struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
-
-// few steps: all blocks of a chunk are one stretch
-__device__ constexpr int entry_at(int i) {
-  constexpr int entry[] = {0,3};
-  return entry[i];
-}
-__device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,1,2};
-  return row[i];
-}
-__device__ constexpr int steps_of(int variant) {
-  return (entry_at(variant * (MB + 1) + MB) - entry_at(variant * (MB + 1))) * STEPS_PER_TAP;
-}
-__device__ constexpr int block_of(int variant, int entry) {
-  int b = 0;
-  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
-  return b;
-}
-
-template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, u32 behind, int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)), entry = first + STEP / STEPS_PER_TAP,
-      block = block_of(VARIANT, entry);
-  step(acc[block], a, weights, pixels, row_at(entry), STEP, steps_of(VARIANT), lane);
-  if (STEP == 0) give_back(behind, lane);
-}
-
-// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
-template <int VARIANT, int... STEPS>
-__device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4],
-    Fragments& weights, const Columns& pixels, u32 behind, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
-  weights.end_stretch(sizeof...(STEPS));
-}
-
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
-// is then compiled, and fetched.
-template <int STRETCH>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
-    const Columns& pixels, u32 behind, int lane) {
-  constexpr int first[] = {0};  // variant
-  u32 a[FRAGMENT_SETS][4];
-  const typename Counting<steps_of(first[STRETCH])>::type steps;
-  weights.load(a[0], 0);
-  multiply_from<first[STRETCH]>(steps, acc, a, weights, pixels, behind, lane);
-}
-
-// --- epilogue --------------------------------------------------------------------------------------------------------
-// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
-// RUN x W_SUBS consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of ROWS_PER_SUB channels, through one
-// of all warps that hold these.
-constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to
-// 31 bytes late.
-constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
-constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
-constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
-constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
-// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
-#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
-#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
-#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
-
-// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
-// constants only
-// after unrolling, and until then the compiler keeps all sums in memory.
-__device__ constexpr u64 packed_blocks() {
-  constexpr signed char blocks[] = {-1,0};
-  u64 packed = 0;
-  for (int u = 0; u < W_SUBS; u++) packed |= (u64)(blocks[u] + 1) << 4 * u;
-  return packed;
-}
-__device__ __forceinline__ constexpr int block_of_w(int u) {
-  constexpr u64 packed = packed_blocks();
-  return (int)(packed >> 4 * u & 15) - 1;
-}
-
-// A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
-struct Slab {
-  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
-  int od, oh;                                           // offsets of the sub-position
-};
-
-__device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp) {
-  Slab slab;
-  int sub = warp * 16 / ROWS_PER_SUB;
-  slab.cout = cout_block * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;
-  slab.couts = COUT_G - slab.cout < 16 ? COUT_G - slab.cout : 16;
-  slab.od = SUB_D[t.variant * SUBS + sub];
-  slab.oh = SUB_HH[t.variant * SUBS + sub];
-  return slab;
-}
-
-constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
-#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
-
-// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
-// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
-template <int UNIT>
-__device__ __forceinline__ int order_of(int g, int q) {
-  int by_column = q & 2;
-  return by_column;
-}
-
-// One thread's 2 W_SUBS neighbouring outputs to the buffer.
-template <int UNIT>
-__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
-#pragma unroll
-  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
-#pragma unroll
-    for (int i = 0; i < 2 * W_SUBS; i++) {
-      if (i & bit) continue;
-      float low = v[i], high = v[i ^ bit];
-      v[i] = order & bit ? high : low;
-      v[i ^ bit] = order & bit ? low : high;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
-    u32 to = at + (i ^ order) * ELEMENT;
-    store_shared_f32x2(to, v[i], v[i ^ 1]);
-  }
-}
-
-template <int UNIT>
-__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
-  u32 v[4];
-  if (UNIT == 16) load_shared_128(v, from);
-  else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
-  if (UNIT == 16) store_global_128_if(to, v, ok);
-  else if (UNIT == 8) store_global_64_if(to, v, ok);
-  else if (UNIT == 4) store_global_if(to, v[0], ok);
-  else store_global_16_if(to, v[0], ok);
-}
-
-// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
-template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
-#pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    // rows: the first lane's, and how many on
-    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long.
-    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
-    int r = first + more, at = (index - r * PER_ROW) * UNIT;
-    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
-  }
-}
-
-// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
-// of rows by themselves, as below, is slower for float32.
-__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
-  static_assert(8 % ROWS == 0, "all rows in turn");
-#pragma unroll
-  for (int from_row = 0; from_row < 8; from_row += ROWS) {
-    char* row[ROWS];
-    u32 from[ROWS];
-    int at[ROWS];  // the lane's first output of each row; some are before or behind it
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-      int r = from_row + k;
-      char* first = to + r * plane;
-      at[k] = lane * 4 - ((int)(u64)first & 31);
-      row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
-    }
-    // What follows of a row is at known distances. A place for each output takes a third more instructions.
-#pragma unroll
-    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-      u32 v[ROWS];
-      bool in[ROWS];
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) {
-        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
-        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
-    }
-  }
-}
-
-// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
-// lie `plane` bytes apart.
-template <int UNIT>
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
-  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
-}
-
-// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
-template <int UNIT>
-__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
-#pragma unroll
-  for (int k = 0; k < RUN_GROUPS; k++) {
-    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-    float v[2 * W_SUBS];
-#pragma unroll
-    for (int c = 0; c < 2; c++)
-#pragma unroll
-      for (int u = 0; u < W_SUBS; u++)
-        v[c * W_SUBS + u] = block_of_w(u) < 0 ? bias
-            : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][4 * j + 2 * h + c];
-    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
-  }
-}
-
-template <int UNIT>
-__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
-    long long plane, int rows, int end, u32 buffer, int lane) {
-  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
-  __syncwarp();
-  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
-}
-
-// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
-// branches, take longer and compile no faster.
-__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
-    const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  OPAQUE(lane);  // what follows from it is found here, not kept from tile to tile (spills)
-  int g = lane >> 2;
-  Slab slab = slab_of(t, cout_block, warp);
-  if (slab.couts <= 0) return;
-  float b[2] = {0.f, 0.f};
-#pragma unroll
-  for (int h = 0; h < 2; h++)
-    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
-  if (bias) {
-#pragma unroll
-    for (int m = 0; m < MB; m++)
-#pragma unroll
-      for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-        for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
-  }
-  int channel = t.group * COUT_G + slab.cout;
-  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
-#pragma unroll
-  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
-    Place place = place_of(first_subtile + RUN_FIRST(r));
-    int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
-    bool image = n < s.batch && od < s.out_d;
-#pragma unroll
-    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
-      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
-      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
-      if (!image || oh >= s.out_h || left <= 0) continue;
-      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
-          + ((long long)oh * s.out_w + ow) * ELEMENT;
-      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
-      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        char* first = to + h * 8 * plane;
-        int rows = 8;
-        u32 row = buffer + g * RUN_PITCH;
-        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
-            rows, end, buffer, lane);
-        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        __syncwarp();
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
-    u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
-  // kernels slower.
-  int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int first_subtile = 0, offset = fragment_part(wg, thread);
-  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  Cursor cursor = {0, 0};
-  weights.cursor = {0, 0};
-  weights.ring += offset;
-  weights.first = true;
-  int turn = 0;
-  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
-#pragma unroll 1
-  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
-    Tile t = tile_at(index, s);
-    int chunks = chunks_of(t.variant);
-    if ((turn & 1) != wg) {
-      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
-      continue;
-    }
-    float acc[MB][NB][32];
-#pragma unroll
-    for (int b = 0; b < MB; b++)
-#pragma unroll
-      for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-          acc[b][nb][i] = 0.f;
-          opaque(acc[b][nb][i]);
-        }
-    named_sync(2 + wg, CONSUMER_THREADS);
-    weights.begin(packed, t, offset);
-    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
-      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
-      u32 last = empty + cursor.stage * 8;
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
-      behind = last;
-    }
-    weights.end();
-    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
-    wgmma_wait<0>();
-    give_back(behind, lane);
-    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
-  }
-}
-
-// =====================================================================================================================
-
-constexpr int TILES_AT = 0;
-constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
-constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
-constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
-constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
-constexpr int SLOT_BARRIERS = 0;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
-
-__global__ void __launch_bounds__(THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
-       char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d,
-       int tiles_h, int tiles_w, int tile_count) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
-  u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
-      empty_w = full_w + 8 * STAGES_W;
-  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
-  int* segments = (int*)(memory + SEGMENTS_AT);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < PIXEL_BARRIERS; i++) {
-      barrier_init(full + 8 * i, PRODUCER_WARPS);
-      barrier_init(empty + 8 * i, RELEASES * 4);
-    }
-    for (int i = 0; i < STAGES_W; i++) {
-      barrier_init(full_w + 8 * i, 1);
-      barrier_init(empty_w + 8 * i, RELEASES * 4);
-    }
-    barriers_begun();
-  }
-  for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
-    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
-        | (ROW_H[i % ROWS_H] & 0xfff);
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < FIRST_CONSUMER) {
-    fewer_registers<PRODUCER_REGISTERS>();
-    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-    if (warp < PRODUCER_WARPS) {
-      produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-    } else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
-      stream_weights(packed, s, base + RING_AT, full_w, empty_w);
-    }
-  } else {
-    wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
-    more_registers<CONSUMER_REGISTERS>();
-    Fragments weights;
-    weights.ring = base + RING_AT;
-    weights.full = full_w;
-    weights.empty = empty_w;
-    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER,
-        thread);
-  }
-}
-
-#undef OPAQUE
-#undef OPERANDS
-#undef SUMS
-#undef SUMS_4
-#undef INSTRUCTION
-#undef WGMMA_64
-#undef COLUMN
-#undef VALUE
-#undef CHUNKS_OF
-#undef FIRST_TILE
-#undef NEXT_TILE
-#undef PACK_SYNC
-#undef FRAGMENTS
-#undef RUN_FIRST
-#undef RUN_NB
-#undef RUN_J
-#undef TOGETHER
-}  // namespace forward_unaligned
-
-// =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
-// ring of 3 x 6 fragments, 218 KB shared.
-// =====================================================================================================================
-
-namespace grad_input {
-
-// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
-// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
-// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, CIN its channels, `out` the input's.
-//
-// Work of a block (persistent, `for tile`): TILE_N x TILE_D x TILE_H x TILE_W positions q times one M-group. An M-group is
-// MB blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
-// W sub-position. K is input channels x taps, in chunks of CK channels.
-//
-// Roles:
-//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
-//              STAGES_S - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of CK
-//              channels and rounds to TF32. Channels-last: copies straight to those rows.
-//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
-//              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
-//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
-//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
-// SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
-// so that one stores while the other multiplies.
-//
-// Sizes of the input are arguments.
-
-constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
-constexpr int CIN = 64;  // channels of what is read
-constexpr int COUT = 32;  // channels of what is written
-constexpr int CIN_G = 64;  // channels of a group in what is read
-constexpr int COUT_G = 32;  // channels of a group in what is written
-constexpr int TAPS = 3;  // of the kernel, over all axes
-constexpr int PACK_TAPS = 3;
-constexpr int CK = 16;  // channels of a chunk
-constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
-constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
-constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
-constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
-constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
-constexpr int VARIANTS = 1;  // M-groups that differ in their taps
-constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
-constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 4;  // staging slots
-constexpr int STAGES_W = 3;  // stages of the weights: of the ring, or chunks
-constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 18;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
-constexpr int FIRST_W = -1;
-constexpr int COLUMNS = 515;  // input columns of a tile with its halo
-constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 258;  // columns with one residue modulo IN_STEP_W
-constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
-constexpr int PLANE_BARRIERS = 1;
-constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 72;  // of a thread
-constexpr int CONSUMER_REGISTERS = 184;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 2;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 256;  // positions q of a tile
-constexpr int TILE_N = 1;  // images of a tile
-
-// PTX in small wrappers, so that a kernel body reads as an algorithm.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
-__device__ __forceinline__ void let_dependent_begin() {
-  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-}
-// And waits for what that one wrote.
-__device__ __forceinline__ void wait_for_results() {
-  asm volatile("griddepcontrol.wait;\n" ::: "memory");
-}
-
-// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
-}
-// What was initialised is seen by copies and, in a cluster, by other blocks.
-__device__ __forceinline__ void barriers_begun() {
-  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
-}
-// One thread arrives, and the phase waits for so many bytes of copies too.
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  while (!barrier_done(barrier, parity)) {}
-}
-template <int ID, int THREADS_OF>
-__device__ __forceinline__ void named_sync() {
-  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
-}
-__device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-
-// --- copies into shared memory ---------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  // the rest of the 16 becomes zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
-}
-
-// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
-
-// Whole 16 bytes.
-__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
-__device__ __forceinline__ void fence_async_shared() {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-}
-
-// --- loads and stores ------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 load_shared_u32(u32 a) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
-  return v;
-}
-__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
-  u32 v = 0;
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a),
-      "r"((u32)ok) : "memory");
-  return v;
-}
-__device__ __forceinline__ u32 load_shared_u16(u32 a) {
-  u16 v;
-  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
-  return v;
-}
-__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
-      "=r"(v[3]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
-}
-__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
-  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
-}
-
-// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
-__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
-      "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to),
-      "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
-      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
-      "r"((u32)ok) : "memory");
-}
-
-// --- the compiler and registers --------------------------------------------------------------------------------------
-
-// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
-// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
-__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
-__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
-// Integers. Macros, since by references the compiler keeps variables in another order.
-#define OPAQUE(a) asm volatile("" : "+r"(a))
-// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
-template <int REGISTERS>
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
-}
-template <int REGISTERS>
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
-}
-// a * b + c by one instruction, where the compiler of (long long)a * b + c takes the product apart.
-__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
-  u64 r;
-  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
-  return r;
-}
-
-// --- numbers ---------------------------------------------------------------------------------------------------------
-
-// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
-__device__ __forceinline__ u32 to_tf32(float v) {
-  u32 r;
-  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
-  return r;
-}
-
-// --- matrix instructions ---------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
-}
-// TAIL: signs of A and B, and how they lie.
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-
-// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
-#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
-#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
-  "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define WGMMA_128(d, a, b, scale) asm volatile(INSTRUCTION("128", \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
-    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
-    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68", scale) : \
-    SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48) : OPERANDS(a, b))
-
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,3};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
-constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
-constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
-constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
-constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
-// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
-constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
-constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + RESIDUE[(within) / PLANE])
-constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
-constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
-// the row, whatever its alignment.
-constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
-constexpr int ROW_UNITS = STAGING_UNITS;
-// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
-// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
-constexpr int CLASS_ROWS = ROWS_H;
-constexpr int CHANNEL_BYTES = ROWS_D * CLASS_ROWS * ROW_UNITS * 16;
-constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
-constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
-constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
-constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
-constexpr int CONSUMERS = 2;
-constexpr int CONSUMER_THREADS = CONSUMERS * 128;
-// two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
-// one loads the weights
-constexpr int PRODUCER_THREADS = 192;
-constexpr int WEIGHTS_WARP = 7;
-constexpr int FIRST_CONSUMER = 2;
-constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
-constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-
-__constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {0};
-__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
-#define VALUE(v) (v)
-
-struct Sizes {                                         // one layout for the packed argument block
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
-  int tiles;                                           // all of them, times M_GROUPS
-};
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 1) & 3;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-struct Tile {
-  int group, cout_block, variant;                      // M-group
-  int n, d, h, w;                                      // first q
-};
-
-__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
-  Tile t;
-  int m = index % M_GROUPS, q = index / M_GROUPS;
-  t.variant = m % VARIANTS;
-  t.cout_block = m / VARIANTS % COUT_BLOCKS;
-  t.group = m / (VARIANTS * COUT_BLOCKS);
-  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
-  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * TILE_D;
-  t.n = q / s.tiles_d * TILE_N;
-  return t;
-}
-
-__device__ __forceinline__ int entries_of(int variant) {
-  return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
-}
-__device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
-// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
-// roles' instructions in another way.)
-#define FIRST_TILE(s) blockIdx.x
-#define NEXT_TILE(index, s) index += gridDim.x
-
-// =====================================================================================================================
-// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
-// block][variant][chunk][entry][k step][part][wgs][warp][lane]
-// =====================================================================================================================
-
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
-__constant__
-const short TAP_INDEX[] = {0,1,2};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-
-// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
-// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
-constexpr int PACK_THREADS = 256;
-constexpr int PACK_PITCH = 3;  // odd, so that a warp's rows and channels meet different banks
-constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
-constexpr int PACK_OUTER = 16;  // of a block along the weight's first dimension
-constexpr int PACK_INNER = PACK_K;  // and along its second
-constexpr int PACK_PLANE = CIN_G * TAPS;  // elements from one index of its first dimension to the next
-constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
-
-// A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
-// with taps `tap_step` apart.
-template <bool LAST>
-__device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
-    int taps, int tap_step, int thread) {
-  constexpr int COUNT = PACK_INNER * PACK_TAPS;
-#pragma unroll
-  for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
-    int o = thread / 32 + j * (PACK_THREADS / 32);
-#pragma unroll 16  // loads in flight
-    for (int k = 0; k < (COUNT + 31) / 32; k++) {
-      int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS,
-          tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
-      if (e >= COUNT) break;
-      bool exists = o < outer && i < inner;
-      tile[(o * PACK_K + i) * PACK_PITCH + tap] = exists
-          ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
-    }
-  }
-}
-
-#define PACK_SYNC() __syncthreads()
-
-// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step, int rest, int thread) {
-  int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
-  int warp = rest % 4;  rest /= 4;
-  int wg = rest % WGS_M;  rest /= WGS_M;
-  int k_step = rest % K_STEPS;  rest /= K_STEPS;
-  int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
-  int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB,
-      cin = chunk * CK + k_step * PACK_K;
-  int outer = cout, inner = cin;  // the group's first along the weight's dimensions
-  const float* from = weight + (long long)(group * COUT_G + outer) * PACK_PLANE;
-  int outer_left = COUT_G - outer, inner_left = CIN_G - inner;
-  if (tap_step == 1)
-    bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
-  else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
-      thread);
-  PACK_SYNC();
-  int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
-  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
-  const float* own = tile
-      + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-  // -1: zeros, by the first of the blocks
-  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };
-  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
-    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-    const float* at = own + (tap - begin);
-    float v = tap < 0 ? 0.f : *at;
-    u32 high = to_tf32(v);
-    *to = high;
-  };
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
-    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];
-      if (here(tap)) write(variant, e, tap);
-    }
-  }
-}
-
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
-}
-
-// =====================================================================================================================
-// Producer
-// =====================================================================================================================
-
-struct Source {                                        // where a tile's chunk lies in the input
-  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
-  int channel, left;                                   // first channel, channels left in the group
-};
-
-__device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK,
-      CIN_G - chunk * CK};
-}
-
-// The segment's (n, d, h), and whether that row of the input exists.
-__device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int packed, int& n, int& d, int& h) {
-  n = at.n + (packed >> 24);
-  d = at.d + ((packed << 8) >> 20);
-  h = at.h + ((packed << 20) >> 20);
-  return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
-}
-
-// Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
-// served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
-__device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, u32 slot,
-    int thread) {
-  long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
-  const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
-  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
-  // what would take the time. Where rows are short, threads share them out.
-  constexpr int SHARES = 1;
-  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = SHARES;
-  int share = 0, place_of = thread;
-  if (share >= SHARES) return;
-#pragma unroll 1
-  for (int unit = place_of % STAGING_UNITS, c = place_of / STAGING_UNITS; c < CK;) {
-    const char* place = corner + c * plane + unit * 16;
-    int column = at.w + unit * VEC;                   // of the unit's first element, were the row aligned
-    u32 to = slot + c * CHANNEL_BYTES + unit * 16;
-#pragma unroll 1
-    for (int r = 0; r < SLICES; r += BY_SLICE) {
-      int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
-      bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
-      const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 2
-      for (int j = 0; j < ROWS_H; j += BY_ROW) {
-        int h = at.h + ROW_H[j];
-        u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
-        int first = column - (int)(p & 15) / ELEMENT;
-        if (exists && (u32)h < (u32)s.in_h && first + VEC > 0 && first < s.in_w)
-          copy16(to + image * (CK - 1) * CHANNEL_BYTES + (r * ROWS_H + j) * (STAGING_UNITS * 16),
-              (const char*)(p & ~15ull));
-      }
-    }
-    unit += PRODUCER_THREADS % STAGING_UNITS;
-    c += PRODUCER_THREADS / STAGING_UNITS;
-    if (unit >= STAGING_UNITS) {
-      unit -= STAGING_UNITS;
-      c++;
-    }
-  }
-}
-
-constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
-__device__ __forceinline__ int pixel_row(int i) {
-  return i;
-}
-
-// A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
-// row is aligned. Found once a tile, not a chunk.
-struct Pixels {
-  u32 from[OWN_PIXELS], ok;
-  u32 plane;  // channel c of a row begins at (phase + c * plane) % VEC of a unit
-  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
-      int thread) {
-    plane = (u32)s.in_d * s.in_h * s.in_w;
-    ok = 0;
-#pragma unroll
-    for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
-      int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
-      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-      int at_column = column + COLUMN_PAD, box = 0;
-      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
-          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
-      int n, d, h;
-      bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
-      u32 first = ((u32)n * CIN + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / ELEMENT);
-      from[k] |= (first & (VEC - 1)) << 24;             // the low 24 bits: the place in a slot; above: the phase
-      ok |= (u32)in << k;
-    }
-  }
-};
-
-// A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
-template <bool ALIGNED>  // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile,
-    int thread) {
-#pragma unroll
-  for (int k = 0; k < OWN_PIXELS; k++) {
-    int p = pixel_row(thread + k * PRODUCER_THREADS);
-    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-    bool ok = exist >> k & 1;
-    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
-#pragma unroll 2  // more of them spill
-    for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
-      u32 v[VEC];
-#pragma unroll
-      for (int e = 0; e < VEC; e++) {
-        int c = unit * VEC + e;
-        bool have = ok;
-        u32 a = from + c * CHANNEL_BYTES;
-        if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
-        v[e] = have ? load_shared_u32(a) : 0;
-      }
-      u32 hi[4];
-#pragma unroll
-      for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
-      store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-    }
-  }
-}
-
-// A walk over (tile, chunk) in the order in which consumers take them.
-struct Walk {
-  int index, chunk;
-  Tile tile;
-  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
-  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
-  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
-    while (index < s.tiles) {
-      tile = tile_at(index, s);
-      if (chunk < CHUNKS_OF(tile, s)) return;
-      NEXT_TILE(index, s);
-      chunk = 0;
-    }
-  }
-  __device__ __forceinline__ void next(const Sizes& s) {
-    if (++chunk >= CHUNKS) settle(s);
-  }
-};
-
-// The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-  fence_async_shared();
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
-struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
-
-__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles,
-    u32 slots, const Barriers& barriers, int thread) {
-  int lane = thread & 31;
-  Walk now;
-  Cursor tile = {0, 1};
-  Pixels own;
-  Cursor slot = {0, 0};
-  Walk ahead;
-  ahead.begin(FIRST_TILE(s), s);
-  u32 next_slot = 0;
-#pragma unroll 1
-  for (int i = 0; i < STAGES_S - 1; i++) {
-    if (ahead.live(s)) {
-      stage(x, s, source_of(ahead.tile, ahead.chunk), slots + i * SLOT_BYTES, thread);
-      ahead.next(s);
-    }
-    copy_commit();
-  }
-  next_slot = STAGES_S - 1;
-#pragma unroll 1
-  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
-    if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
-    copy_wait<STAGES_S - 2>();
-    named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
-    if (ahead.live(s)) {
-      stage(x, s, source_of(ahead.tile, ahead.chunk), slots + next_slot * SLOT_BYTES, thread);
-      ahead.next(s);
-    }
-    if (++next_slot == STAGES_S) next_slot = 0;
-    copy_commit();
-    barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-    int channel = now.chunk * CK;
-    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
-    u32 exist = own.ok;
-    if (own.plane % VEC == 0) {
-      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
-          tiles + tile.stage * STAGE_BYTES, thread);
-    } else {
-      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
-          tiles + tile.stage * STAGE_BYTES, thread);
-    }
-    hand_over(barriers.full + tile.stage * 8, lane);
-  }
-}
-
-// =====================================================================================================================
-// Weights: fragments in the order in which they are used
-// =====================================================================================================================
-
-#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
-
-__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
-  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
-  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
-}
-
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
-// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
-// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
-// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
-// behind the other.
-#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
-
-// Where a tile's weights come from, in the order in which they are used.
-typedef const char* Weights;  // packed; chunks lie one behind the other
-__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  expect_bytes(barrier, bytes);
-  copy_bulk(to, from, bytes, barrier);
-}
-
-// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
-template <class Source>
-__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
-  wait_for_results();                                   // of `pack`
-  Cursor cursor = {0, 1};
-#pragma unroll 1
-  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
-    Tile t = tile_at(index, s);
-    Weights from = weights_of(packed, t);
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
-#pragma unroll 1
-      for (int b = 0; b < 1; b++) {
-        int left = entries_of(t.variant);
-        left *= STEPS_PER_TAP;
-#pragma unroll 1
-        while (left > 0) {
-          int stretch = left;
-          left -= stretch;
-#pragma unroll 1
-          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
-            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
-            barrier_wait(empty + cursor.stage * 8, cursor.parity);
-            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
-            from += bytes;
-          }
-        }
-      }
-    }
-  }
-}
-
-// A thread's part of a ring's first fragment.
-__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
-  return thread * 16;
-}
-// Fragment i of those that begin at `at`.
-__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
-  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
-}
-
-// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
-struct Fragments {
-  u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;                                       // the stage to be waited for next
-  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
-  u32 in_hand;                                         // the barrier that says that the stage in hand is free
-  bool first;                                          // RESIDENT: the first tile waits for the weights
-  const char* from;
-
-  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-  }
-  __device__ __forceinline__ void begin_chunk(int chunk) {
-  }
-  __device__ __forceinline__ void end() { first = false; }
-  // Fragment i of a stretch; a stage is waited for with its first.
-  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
-    if (i % W_STAGE == 0) {
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      in_hand = empty + cursor.stage * 8;
-      cursor.next(STAGES_W);
-    }
-    load_fragment(a, at, i % W_STAGE);
-  }
-  __device__ __forceinline__ void end_stretch(int steps) {
-  }
-  __device__ __forceinline__ void skip(int variant) {  // a tile
-    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
-      for (int b = 0; b < 1; b++) {
-        int left = (entries_of(variant)) * STEPS_PER_TAP;
-        int longest = left, whole = longest ? left / longest : 0;
-        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
-        for (; stages > 0; stages--) cursor.next(STAGES_W);
-      }
-  }
-};
-
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
-
-struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
-
-// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
-__device__ __forceinline__ constexpr Place place_of(int subtile) {
-  return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
-          subtile % W_SUBTILES * SUB_W};
-}
-// its first pixel's row in the tile, for a tap of shift 0
-__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
-  Place p = place_of(subtile);
-  return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
-}
-constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
-constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
-
-// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
-// threads; mma.sync: the tile's address.
-struct Columns {
-  u32 start;
-  int first;                                           // its first subtile
-};
-
-// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
-__device__ __forceinline__ constexpr bool halves_alike() {
-  return true;
-}
-__device__ __forceinline__ int rows_to(int nb, int first) {
-  constexpr bool alike = halves_alike();
-  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
-}
-
-__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
-  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
-  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
-}
-
-// groups of columns lie evenly over two neighbouring subtiles
-
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
-template <bool FRESH>
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
-    int k_step, int part, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62);
-#pragma unroll
-  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
-        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
-    float* d = acc[nb];
-    WGMMA_128(d, a, b, "1");
-  }
-}
-
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-__device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
-// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int shift, int i, int steps, int lane, int left = 0) {
-  wgmma_fence();
-  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, i % K_STEPS, 0, lane);
-  wgmma_commit();
-  u32 done = weights.in_hand;
-  if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
-    wgmma_wait<1>();
-  } else {
-    wgmma_wait<0>();
-  }
-  if (i + 1 == steps || (i + 1) % W_STAGE == 0) give_back_weights(done, lane);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
-__device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
-// 0 to N - 1.
-template <int...>
-struct Sequence {};
-template <int N, int... BEHIND>
-struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
-template <int... ALL>
-struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
-
-// few steps: all blocks of a chunk are one stretch
-__device__ constexpr int entry_at(int i) {
-  constexpr int entry[] = {0,3};
-  return entry[i];
-}
-__device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,1,2};
-  return row[i];
-}
-__device__ constexpr int steps_of(int variant) {
-  return (entry_at(variant * (MB + 1) + MB) - entry_at(variant * (MB + 1))) * STEPS_PER_TAP;
-}
-__device__ constexpr int block_of(int variant, int entry) {
-  int b = 0;
-  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
-  return b;
-}
-
-template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, u32 behind, int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)), entry = first + STEP / STEPS_PER_TAP,
-      block = block_of(VARIANT, entry);
-  step(acc[block], a, weights, pixels, row_at(entry), STEP, steps_of(VARIANT), lane);
-}
-
-// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
-template <int VARIANT, int... STEPS>
-__device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4],
-    Fragments& weights, const Columns& pixels, u32 behind, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
-  weights.end_stretch(sizeof...(STEPS));
-}
-
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
-// is then compiled, and fetched.
-template <int STRETCH>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
-    const Columns& pixels, u32 behind, int lane) {
-  constexpr int first[] = {0};  // variant
-  u32 a[FRAGMENT_SETS][4];
-  const typename Counting<steps_of(first[STRETCH])>::type steps;
-  weights.load(a[0], 0);
-  multiply_from<first[STRETCH]>(steps, acc, a, weights, pixels, behind, lane);
-}
-
-// --- epilogue --------------------------------------------------------------------------------------------------------
-// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
-// RUN x W_SUBS consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of ROWS_PER_SUB channels, through one
-// of all warps that hold these.
-constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to
-// 31 bytes late.
-constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
-constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
-constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
-constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
-// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
-#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
-#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
-#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
-
-// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
-// constants only
-// after unrolling, and until then the compiler keeps all sums in memory.
-__device__ constexpr u64 packed_blocks() {
-  constexpr signed char blocks[] = {0};
-  u64 packed = 0;
-  for (int u = 0; u < W_SUBS; u++) packed |= (u64)(blocks[u] + 1) << 4 * u;
-  return packed;
-}
-__device__ __forceinline__ constexpr int block_of_w(int u) {
-  constexpr u64 packed = packed_blocks();
-  return (int)(packed >> 4 * u & 15) - 1;
-}
-
-// A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
-struct Slab {
-  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
-  int od, oh;                                           // offsets of the sub-position
-};
-
-__device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp) {
-  Slab slab;
-  int sub = warp * 16 / ROWS_PER_SUB;
-  slab.cout = cout_block * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;
-  slab.couts = COUT_G - slab.cout < 16 ? COUT_G - slab.cout : 16;
-  slab.od = SUB_D[t.variant * SUBS + sub];
-  slab.oh = SUB_HH[t.variant * SUBS + sub];
-  return slab;
-}
-
-constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
-#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
-
-// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
-// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
-template <int UNIT>
-__device__ __forceinline__ int order_of(int g, int q) {
-  int by_column = 0;
-  return by_column;
-}
-
-// One thread's 2 W_SUBS neighbouring outputs to the buffer.
-template <int UNIT>
-__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
-#pragma unroll
-  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
-#pragma unroll
-    for (int i = 0; i < 2 * W_SUBS; i++) {
-      if (i & bit) continue;
-      float low = v[i], high = v[i ^ bit];
-      v[i] = order & bit ? high : low;
-      v[i ^ bit] = order & bit ? low : high;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
-    u32 to = at + (i ^ order) * ELEMENT;
-    store_shared_f32x2(to, v[i], v[i ^ 1]);
-  }
-}
-
-template <int UNIT>
-__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
-  u32 v[4];
-  if (UNIT == 16) load_shared_128(v, from);
-  else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
-  if (UNIT == 16) store_global_128_if(to, v, ok);
-  else if (UNIT == 8) store_global_64_if(to, v, ok);
-  else if (UNIT == 4) store_global_if(to, v[0], ok);
-  else store_global_16_if(to, v[0], ok);
-}
-
-// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
-template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
-#pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    // rows: the first lane's, and how many on
-    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
-    // Compared, not divided, where rows are long.
-    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
-    int r = first + more, at = (index - r * PER_ROW) * UNIT;
-    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
-  }
-}
-
-// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
-// of rows by themselves, as below, is slower for float32.
-__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
-  static_assert(8 % ROWS == 0, "all rows in turn");
-#pragma unroll
-  for (int from_row = 0; from_row < 8; from_row += ROWS) {
-    char* row[ROWS];
-    u32 from[ROWS];
-    int at[ROWS];  // the lane's first output of each row; some are before or behind it
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-      int r = from_row + k;
-      char* first = to + r * plane;
-      at[k] = lane * 4 - ((int)(u64)first & 31);
-      row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
-    }
-    // What follows of a row is at known distances. A place for each output takes a third more instructions.
-#pragma unroll
-    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-      u32 v[ROWS];
-      bool in[ROWS];
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) {
-        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
-        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
-    }
-  }
-}
-
-// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
-// lie `plane` bytes apart.
-template <int UNIT>
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
-  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
-}
-
-// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
-template <int UNIT>
-__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
-#pragma unroll
-  for (int k = 0; k < RUN_GROUPS; k++) {
-    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-    float v[2 * W_SUBS];
-#pragma unroll
-    for (int c = 0; c < 2; c++)
-#pragma unroll
-      for (int u = 0; u < W_SUBS; u++)
-        v[c * W_SUBS + u] = block_of_w(u) < 0 ? bias
-            : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][4 * j + 2 * h + c];
-    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
-  }
-}
-
-template <int UNIT>
-__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
-    long long plane, int rows, int end, u32 buffer, int lane) {
-  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
-  __syncwarp();
-  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
-}
-
-// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
-// branches, take longer and compile no faster.
-__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
-    const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  OPAQUE(lane);  // what follows from it is found here, not kept from tile to tile (spills)
-  int g = lane >> 2;
-  Slab slab = slab_of(t, cout_block, warp);
-  if (slab.couts <= 0) return;
-  float b[2] = {0.f, 0.f};
-#pragma unroll
-  for (int h = 0; h < 2; h++)
-    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
-  if (bias) {
-#pragma unroll
-    for (int m = 0; m < MB; m++)
-#pragma unroll
-      for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-        for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
-  }
-  int channel = t.group * COUT_G + slab.cout;
-  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
-#pragma unroll
-  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
-    Place place = place_of(first_subtile + RUN_FIRST(r));
-    int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
-    bool image = n < s.batch && od < s.out_d;
-#pragma unroll
-    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
-      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
-      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
-      if (!image || oh >= s.out_h || left <= 0) continue;
-      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
-          + ((long long)oh * s.out_w + ow) * ELEMENT;
-      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
-      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        char* first = to + h * 8 * plane;
-        int rows = 8;
-        u32 row = buffer + g * RUN_PITCH;
-        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
-            rows, end, buffer, lane);
-        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        __syncwarp();
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
-    u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside BARE's stores that makes some
-  // kernels slower.
-  int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int first_subtile = 0, offset = fragment_part(wg, thread);
-  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  Cursor cursor = {0, 0};
-  weights.cursor = {0, 0};
-  weights.ring += offset;
-  weights.first = true;
-  int turn = 0;
-  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
-#pragma unroll 1
-  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
-    Tile t = tile_at(index, s);
-    int chunks = chunks_of(t.variant);
-    if ((turn & 1) != wg) {
-      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
-      weights.skip(t.variant);
-      continue;
-    }
-    float acc[MB][NB][32];
-#pragma unroll
-    for (int b = 0; b < MB; b++)
-#pragma unroll
-      for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-          acc[b][nb][i] = 0.f;
-          opaque(acc[b][nb][i]);
-        }
-    named_sync(2 + wg, CONSUMER_THREADS);
-    weights.begin(packed, t, offset);
-    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
-      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
-      u32 last = empty + cursor.stage * 8;
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
-      give_back(last, lane);
-    }
-    weights.end();
-    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
-    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
-  }
-}
-
-// =====================================================================================================================
-
-constexpr int TILES_AT = 0;
-constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
-constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
-constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
-constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
-constexpr int SLOT_BARRIERS = 0;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
-
-__global__ void __launch_bounds__(THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
-       char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d,
-       int tiles_h, int tiles_w, int tile_count) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
-  u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
-      empty_w = full_w + 8 * STAGES_W;
-  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
-  int* segments = (int*)(memory + SEGMENTS_AT);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < PIXEL_BARRIERS; i++) {
-      barrier_init(full + 8 * i, PRODUCER_WARPS);
-      barrier_init(empty + 8 * i, RELEASES * 4);
-    }
-    for (int i = 0; i < STAGES_W; i++) {
-      barrier_init(full_w + 8 * i, 1);
-      barrier_init(empty_w + 8 * i, RELEASES * 4);
-    }
-    barriers_begun();
-  }
-  for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
-    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
-        | (ROW_H[i % ROWS_H] & 0xfff);
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < FIRST_CONSUMER) {
-    fewer_registers<PRODUCER_REGISTERS>();
-    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-    if (warp < PRODUCER_WARPS) {
-      produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-    } else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
-      stream_weights(packed, s, base + RING_AT, full_w, empty_w);
-    }
-  } else {
-    wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
-    more_registers<CONSUMER_REGISTERS>();
-    Fragments weights;
-    weights.ring = base + RING_AT;
-    weights.full = full_w;
-    weights.empty = empty_w;
-    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER,
-        thread);
-  }
-}
-
-#undef OPAQUE
-#undef OPERANDS
-#undef SUMS
-#undef SUMS_4
-#undef INSTRUCTION
-#undef WGMMA_128
-#undef COLUMN
-#undef VALUE
-#undef CHUNKS_OF
-#undef FIRST_TILE
-#undef NEXT_TILE
-#undef PACK_SYNC
-#undef FRAGMENTS
-#undef STAGE_FRAGMENTS
-#undef RUN_FIRST
-#undef RUN_NB
-#undef RUN_J
-#undef TOGETHER
-}  // namespace grad_input
-
-// =====================================================================================================================
-// Gradient for the weight: wgmma tf32, 32x64 channels x 1x1x3 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K in
-// 132 slices, 166 KB shared.
-// =====================================================================================================================
-
-namespace grad_weight {
-
-// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
-//
-// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ
-// only in where
-// their chunks begin.
-
-constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int GROUPS = 1;
-constexpr int CIN_G = 32;  // channels of a group in what is read
-constexpr int COUT_G = 64;  // channels of a group in what is written
-constexpr int BLOCK_CI = 32;  // input channels of a block
-constexpr int BLOCK_CO = 64;  // output channels of a block
-constexpr int REDUCE_ROWS = 1;
-constexpr int TILE_N = 1;  // images of a tile
-constexpr int KERNEL_D = 1, KERNEL_H = 1, KERNEL_W = 3;  // the layer's
-constexpr int STEP_D = 1, STEP_H = 1, STEP_W = 2;  // stride
-constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 2;  // dilation
-constexpr int PAD_D = 0, PAD_H = 0, PAD_W = 1;  // padding
-constexpr int TAPS_D = 1, TAPS_H = 1, TAPS_W = 3;  // of a set, which a block multiplies
-constexpr int SETS_D = 1, SETS_H = 1, SETS_W = 1;  // of taps
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 128;  // positions q of a chunk
-constexpr int APART_D = 1, APART_H = 1;
-constexpr int WGS = 2;  // warpgroups that multiply
-constexpr int WGS_M = 1;  // of them, those that divide the output channels
-constexpr int SUBS = 1;  // taps that share the 64 rows of a matrix instruction
-constexpr int ENTRIES = 2;  // accumulators of 64 rows of a warpgroup
-constexpr int STAGES = 2;  // chunks in shared memory
-constexpr int STRETCH = 32;  // matrix instructions between whose ends the tensor cores do not drain
-constexpr int ROW_CLASSES = 1;  // of rows of g along H, by where they begin in 16 bytes
-constexpr int CHANNEL_CLASSES = 1;  // and of channels
-constexpr int PRODUCER_REGISTERS = 72;  // of a thread
-constexpr int CONSUMER_REGISTERS = 216;  // of a thread
-
-// Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
-//
-// The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (SUBS taps of
-// 64 / SUBS channels), N = BLOCK_CI input channels, K = pixels. INTERLEAVED: these taps are neighbours along W, and their rows
-// neighbours in M, so that lanes read neighbouring columns of few channels, which meet more banks than columns STEP_W
-// apart of many.
-//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address. A_SHARED (16-bit
-//      rows of 64 channels): by descriptor, at any pixel.
-//   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
-//      rounded to TF32 on the way; CHANNELS_LAST of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
-//      that CHANNELS_LAST float32 is turned by the copying warpgroup (TURN_X).
-// g comes by boxes too (BOX_G): by one where its rows lie evenly (G_ONE_BOX; CHANNELS_LAST for each G_WIDTH channels and plane), by
-// one for each row, NCHW by one for each class of rows that begin off 16 bytes (CLASSED), or by threads where these are too many.
-// Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide the output channels of a block, the others its taps,
-// UNITS x SUBS fragments of A at a time: UNITS neighbours for each of SUBS bands of rows. A unit is a tap; or, STACKED, a column of
-// taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
-// a fragment is read once, not once a tap: reads of A take as long as a multiplication by 64 channels.
-// STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo, so that an instruction always takes all
-// of its rows: ptxas waits for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
-//
-// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
-// Where splits are
-// few, their blocks are a CLUSTER, which adds the sums through its shared memory in the same order, and writes the weight itself.
-// Where more are, but all blocks run at once (a cooperative launch), those of a tile wait for each other and do it
-// TOGETHER, through
-// global memory. A split that is the only one (ALONE) writes the weight from its own shared memory. Two splits may
-// exchange sums while
-// they multiply (HANDOVER); these have chunks in another order than two steps have, and other roundings.
-constexpr int COPIERS = 128;
-constexpr int STACK = 1;  // rows of x that may meet a row of g
-constexpr int X_ROWS_H = TILE_H + STACK - 1;
-
-// PTX in small wrappers, so that a kernel body reads as an algorithm.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
-}
-// What was initialised is seen by copies and, in a cluster, by other blocks.
-__device__ __forceinline__ void barriers_begun() {
-  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+#endif
 }
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
@@ -3870,23 +122,66 @@ __device__ __forceinline__ void arrive_when_copied(u32 barrier) {
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
+#if HAS_ASYNC_PROXY
   asm volatile(
       "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
       : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#else  // before sm_90 a test takes the state of a phase; parity tests came with PTX 7.1 for sm_80
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#endif
   return done;
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
 }
 template <int ID, int THREADS_OF>
-__device__ __forceinline__ void named_sync() {
-  asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory");
-}
+__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
 
-// --- copies into shared memory ---------------------------------------------------------------------------------------
+// --- clusters: blocks that read each other's shared memory -------------------------------------------------------------
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900       // whose compiler refuses the attribute on any template
+#else
+#endif
+#if HAS_ASYNC_PROXY
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
+// All threads of a cluster that have not returned; what they stored before is seen by all behind it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+// Where block `rank` has what this one has at `a`.
+__device__ __forceinline__ u32 cluster_address(u32 a, int rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(there) : "r"(a), "r"(rank));
+  return there;
+}
+// 16 bytes from there.
+__device__ __forceinline__ void load_cluster_128(float (&v)[4], u32 a, int rank) {
+  const u32 there = cluster_address(a, rank);
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];\n" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(there) : "memory");
+}
+// At another block's barrier: what this thread stored in the cluster before is seen by who waits for it.
+__device__ __forceinline__ void barrier_arrive_cluster(u32 barrier, int rank) {
+  const u32 there = cluster_address(barrier, rank);
+  asm volatile("fence.acq_rel.cluster;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(there) : "memory");
+}
+// Until a barrier's first phase is done, at which other blocks arrive.
+__device__ __forceinline__ void barrier_wait_cluster(u32 barrier) {
+  u32 done;
+  do asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n selp.u32 %0, 1, 0, p;\n}\n" : "=r"(done) : "r"(barrier) : "memory");
+  while (!done);
+}
+#endif
+
+// --- copies into shared memory ----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
@@ -3895,204 +190,3654 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
-}
+template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
 
 // --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
 
-struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
+struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap; <cuda.h> does not compile under NVRTC
+
+// Whole 16 bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 // A box of a tensor, whose first element has these coordinates, innermost first; zeros where the tensor has none.
 __device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
       ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
 }
+// The same from shared memory to the tensor.
+__device__ __forceinline__ void store_box(const TensorMap& map, u32 from, int a, int b, int c, int d, int e) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];\n"
+      ::"l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(from) : "memory");
+}
+template <int BYTES>
+__device__ __forceinline__ void store_bulk(void* to, u32 from) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to), "r"(from), "n"(BYTES) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+// Until all groups have left shared memory, or are in global memory.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
+// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
+__device__ __forceinline__ void fence_async_shared() {
+#if HAS_ASYNC_PROXY
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;\n" ::: "memory"); }
 
-// --- the compiler and registers --------------------------------------------------------------------------------------
+// --- loads and stores -------------------------------------------------------------------------------------------------
+
+// Four matrices of 8 rows of 16 bytes; each lane has the address of a row.
+__device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+}
+// The same, each turned: a row of memory is a column of the registers.
+__device__ __forceinline__ void load_matrices_turned(u32 (&v)[4], u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+}
+// Two so.
+__device__ __forceinline__ void load_two_matrices_turned(u32 (&v)[2], u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
+}
+// To shared memory, two matrices or four of 16-bit elements, each turned: a row of memory is a column of the registers.
+template <int N>
+__device__ __forceinline__ void store_matrices_turned(u32 a, const u32 (&v)[N]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (N == 4) asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+  else asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};\n" ::"r"(a), "r"(v[0]), "r"(v[1]) : "memory");
+#else
+  int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    u32 turned, row = __shfl_sync(0xffffffffu, a, i * 8 + lane / 4);
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(turned) : "r"(v[i]));
+    asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(row + lane % 4 * 4), "r"(turned) : "memory");
+  }
+#endif
+}
+__device__ __forceinline__ float load_shared_f32(u32 a) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_u32(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
+  u32 v = 0;
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a), "r"((u32)ok) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void store_shared_u16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(a), "h"((u16)v) : "memory"); }
+__device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
+__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
+}
+// (Of bits: then sums that matrix instructions add to would be integers between them, and be moved behind their fence, C7519.)
+__device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, float v2, float v3) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "f"(v0), "f"(v1), "f"(v2), "f"(v3) : "memory");
+}
+
+// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
+__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v), "r"((u32)ok) : "memory");
+}
+
+// With what other blocks wrote before they released it.
+__device__ __forceinline__ u32 load_acquire(const u32* from) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+
+// --- the compiler and registers ---------------------------------------------------------------------------------------
 
 // The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
 // fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
 __device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
 __device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// Integers. Macros, since by references the compiler keeps variables in another order.
+#define OPAQUE(a) asm volatile("" : "+r"(a))
+// `blockIdx.x`, read again rather than kept.
+__device__ __forceinline__ int block_index() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(block));
+  return block;
+}
 // A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
 template <int REGISTERS>
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
-}
+__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
 template <int REGISTERS>
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS));
-}
-
-// --- numbers ---------------------------------------------------------------------------------------------------------
-
-// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
-__device__ __forceinline__ u32 to_tf32(float v) {
-  u32 r;
-  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
+__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
+// a * b + c by one instruction, where the compiler of (long long)a * b + c takes the product apart.
+__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
+  u64 r;
+  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
   return r;
 }
 
-// --- matrix instructions ---------------------------------------------------------------------------------------------
+// --- numbers ----------------------------------------------------------------------------------------------------------
+
+// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
+__device__ __forceinline__ u32 to_tf32(float v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  u32 r;
+  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+#else  // add half of the last kept bit, less one where that bit is even; infinities and NaNs stay
+  u32 b = __float_as_uint(v);
+  return (b & 0x7f800000u) == 0x7f800000u ? b : (b + 0xfffu + ((b >> 13) & 1u)) & 0xffffe000u;
+#endif
+}
+// By one instruction before sm_90, where nearest-even takes six: ties away from zero.
+__device__ __forceinline__ u32 to_tf32_quick(float v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return to_tf32(v);
+#else
+  u32 r;
+  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+#endif
+}
+// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
+__device__ __forceinline__ u32 low_part(float v, u32 high) {
+  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
+}
+__device__ __forceinline__ u32 half_bits(float v) {
+  u16 r;
+  asm("cvt.rn.f16.f32 %0, %1;\n" : "=h"(r) : "f"(v));
+  return r;
+}
+__device__ __forceinline__ u32 bfloat_bits(float v) {
+  u16 r;
+  asm("cvt.rn.bf16.f32 %0, %1;\n" : "=h"(r) : "f"(v));
+  return r;
+}
+// Two by one instruction, the first in the low half.
+__device__ __forceinline__ u32 half_pair(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ u32 bfloat_pair(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ float half_value(u32 bits) {
+  float r;
+  asm("cvt.f32.f16 %0, %1;\n" : "=f"(r) : "h"((u16)bits));
+  return r;
+}
+__device__ __forceinline__ float bfloat_value(u32 bits) { return __uint_as_float(bits << 16); }
+
+// --- matrix instructions ----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
+template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
+// mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K. Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
+#if PRECISION < 2
+#elif PRECISION == 2
+#else
+#endif
+
+// A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
+
+template <int STAGES>
+struct CursorOf {                                       // a place in the ring, and the parity of its phase
+  u32 stage, parity;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void move(u32 by) {
+    u32 at = stage + by;
+    stage = at % STAGES;
+    parity ^= at / STAGES & 1;
+  }
+};
+
+// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
+__device__ __forceinline__ void leave(u32 barrier, int lane) {
+  if (lane == 0 && barrier) barrier_arrive(barrier);
+}
+// The same of lanes that may be apart.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  leave(barrier, lane);
 }
 
-constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
-constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
-constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
-constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
-constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
-constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int SPAN_D = 1, SPAN_H = 1;
-constexpr int G_ROWS_D = SPAN_D;
-constexpr int G_ROWS_H = SPAN_H;
-constexpr int G_COLUMNS = 259;
-constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
-constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
-constexpr int G_ROWS = TILE_N * G_ROWS_D * (ROW_CLASSES * CLASS_ROWS);
-constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
-constexpr int G_UNITS = G_EXTENT;
-constexpr int G_PITCH = 268;
-constexpr int G_BYTES = G_ROWS * BLOCK_CO * G_PITCH * ELEMENT;
+// Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
+// the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
+// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
+//
+// STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
+// LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those before are dealt out evenly, so that blocks that read
+// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
+//
+// `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
+// are done. Null: tiles are dealt out evenly.
+
+constexpr int CLAIMS = 16;                       // places of the ring
+constexpr int CLAIMS_BYTES = CLAIMS * 12;        // of shared memory: barriers, then tiles
+
+__device__ __forceinline__ void claims_init(u32 ring) {
+  for (int i = 0; i < CLAIMS; i++) barrier_init(ring + 8 * i, 1);
+}
+
+// The thread that claims. A block's first tile is `blockIdx.x`.
+template <int STEP, int LAST_ROUNDS>
+struct Claimer {
+  u32 ring;
+  u32* counters;
+  int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
+  bool untold;
+  int dealt;                            // LAST_ROUNDS: tiles
+  CursorOf<CLAIMS> cursor;
+  __device__ __forceinline__ Claimer(u32 ring, u32* counters, int tiles) : ring(ring), counters(counters), untold(false), cursor({0, 0}) {
+    if constexpr (LAST_ROUNDS > 0) {
+      const int rounds = tiles / (int)gridDim.x - LAST_ROUNDS;
+      dealt = gridDim.x * (rounds > 1 ? rounds : 1);
+    }
+    ask(blockIdx.x);
+  }
+  __device__ __forceinline__ void ask(int index) {
+    const int own = STEP == 1 ? 0 : blockIdx.x % STEP;
+    upcoming = index + gridDim.x;
+    if constexpr (LAST_ROUNDS > 0) {
+      if (counters && upcoming >= dealt) upcoming = dealt + atomicAdd(counters + own, 1u) * STEP + own;
+    } else {
+      if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
+    }
+  }
+  __device__ __forceinline__ int next() {
+    untold = true;
+    return upcoming;
+  }
+  // Behind the tile's first boxes, which are not to wait for this.
+  __device__ __forceinline__ void tell() {
+    if (!untold) return;
+    untold = false;
+    const int index = upcoming;
+    ask(index);
+    put(index);
+  }
+  // Nobody says that a place is free again: who loads is ahead of those who read by no more tiles than stages, of pixels and of slots,
+  // have chunks of, but for two that consumers who take turns have in hand, and the next. These must be CLAIMS at most.
+  __device__ __forceinline__ void put(int index) {
+    store_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage, index);
+    barrier_arrive(ring + 8 * cursor.stage);
+    cursor.next();
+  }
+  __device__ __forceinline__ void end() {
+    put(upcoming);                      // beyond the last one
+    if (!counters || atomicAdd(counters + STEP, 1u) != gridDim.x - 1) return;
+    for (int i = 0; i <= STEP; i++) counters[i] = 0;
+  }
+};
+
+// Others: warps, or (ALONE) single threads.
+template <bool ALONE>
+struct ClaimsOf {
+  u32 ring;
+  CursorOf<CLAIMS> cursor;
+  __device__ __forceinline__ ClaimsOf(u32 ring) : ring(ring), cursor({0, 0}) {}
+  __device__ __forceinline__ int next() {
+    barrier_wait(ring + 8 * cursor.stage, cursor.parity);
+    const int index = load_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage);
+    cursor.next();
+    return ALONE ? index : __shfl_sync(0xffffffffu, index, 0);  // so that ptxas knows that warps do not part over it
+  }
+};
+
+// How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
+
+enum Precision { TF32, IEEE, FP16, BF16, FP64 };
+
+template <int P>
+struct NumberOf {                                       // float16 and bfloat16
+  using Type = u16;
+  using Bits = u16;                                     // as an integer
+  static constexpr int SIZE = 2;
+  static __device__ __forceinline__ u32 bits(float v) { return P == FP16 ? half_bits(v) : bfloat_bits(v); }
+  static __device__ __forceinline__ float value(u32 v) { return P == FP16 ? half_value(v) : bfloat_value(v); }
+  static __device__ __forceinline__ u32 pair(float low, float high) { return P == FP16 ? half_pair(low, high) : bfloat_pair(low, high); }
+};
+struct Float32 {
+  using Type = float;
+  using Bits = u32;
+  static constexpr int SIZE = 4;
+  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
+  static __device__ __forceinline__ float value(float v) { return v; }
+};
+template <> struct NumberOf<TF32> : Float32 {};
+template <> struct NumberOf<IEEE> : Float32 {};
+
+// Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
+// variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
+template <class T, int N>
+struct Table {
+  T at[N];
+  __device__ constexpr const T& operator[](int i) const { return at[i]; }
+};
+
+template <class T, int N>
+__device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
+  Table<T, N> found = {};
+  for (int i = 0; i < N; i++) found.at[i] = of[i];
+  return found;
+}
+
+// A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
+
+// How a chunk's pixels come. By threads, at any alignment; or by the tensor copy engine, with one instruction for each box, zeros beyond the
+// borders included, which wants row pitches of whole 16 bytes: where rows do not all begin at the same place of such a unit, those of a class,
+// which do, are a tensor and a box. Of small images all pixels come, without a halo: of a tile's images, or of some that lie side by side along
+// its width. (Bulk copies of single rows cost too many clocks each.)
+enum Fetch { BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE };
+
+template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
+template <class C> __constant__ const auto ROW_H = table_of<int>(C::offsets_h);
+template <class C> __constant__ const auto RESIDUE = table_of<int>(C::residues);  // of a tile's columns, counted from the first, by plane
+
+// Tensor maps of the input.
+template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
+template <class C> constexpr int MAPS_OF<C, BY_CLASSES> = C::row_classes * C::channel_classes;
+
+template <class C_>
+struct PixelTile {
+using C = C_;
+using Number = NumberOf<C::precision>;
+
+// --- pixels -----------------------------------------------------------------------------------------------------------
+
+static constexpr int ELEMENT = Number::SIZE;
+static constexpr int PARTS = C::precision == IEEE ? 2 : 1;  // of an operand
+static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
+static constexpr int ROW_BYTES = C::ck * ELEMENT;       // a pixel's row in a tile: 32, 64 or 128
+static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
+static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
+static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
+static constexpr int SEGMENTS = C::tile_n * C::rows_d * C::rows_h;
+// Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
+// some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
+static constexpr int PITCH = C::strided_box ? C::plane : C::planes * C::plane;  // pixel rows from a segment to the next
+static constexpr int PLANE_PITCH = C::strided_box ? (SEGMENTS * C::plane + 7) / 8 * 8 : C::plane;  // the swizzle's pattern begins every 8 rows
+static constexpr int PIXELS = C::strided_box ? C::planes * PLANE_PITCH : SEGMENTS * PITCH;
+static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
+
+static __device__ __forceinline__ int column_of(int within) {
+  if constexpr (C::planes == C::in_step_w) return within % C::plane * C::in_step_w + within / C::plane;
+  else return within % C::plane * C::in_step_w + RESIDUE<C>[within / C::plane];
+}
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+static __device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = ROW_BYTES == 32 ? (p >> 2) & 1 : ROW_BYTES == 64 ? (p >> 1) & 3 : p & 7;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// --- roles ------------------------------------------------------------------------------------------------------------
+
+static constexpr int CONSUMERS = 2;
+static constexpr int CONSUMER_THREADS = CONSUMERS * 128;
+// C::wgmma: two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
+// one loads the weights. Else no warpgroup can give its registers away.
+static constexpr int PRODUCER_THREADS = C::wgmma ? 192 : 128;
+static constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
+static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
+static constexpr int FIRST_CONSUMER = C::wgmma ? 2 : 1;
+static constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
+static constexpr bool BOX = C::fetch != BY_THREADS;
+static constexpr bool SLOTS_BY_BOX = BOX && !C::channels_last;
+// The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way.
+// IEEE needs both parts.
+static constexpr bool DIRECT_BOX = BOX && C::channels_last && C::precision != IEEE;
+
+// --- what kernels are told --------------------------------------------------------------------------------------------
+
 struct Sizes {
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
+  int tiles;                                           // all of them, times M-groups
+  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
+  u32* counters;                                       // claims.cuh's
+};
+
+template <int MORE>                                     // behind the input's
+struct TensorMapsAnd { TensorMap of[MAPS_OF<C> + MORE]; };
+
+// --- where a tile's chunk lies in the input ---------------------------------------------------------------------------
+
+struct Source {
+  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
+  int channel, left;                                   // first channel, channels left in the group
+};
+
+template <class Tile>
+static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
+  return {t.n, t.d * C::in_step_d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
+}
+
+// A segment's offsets from there, in a word of shared memory: image, D and H.
+static __device__ __forceinline__ int pack_segment(int i) {
+  return (i / (C::rows_h * C::rows_d)) << 24 | (ROW_D<C>[i / C::rows_h % C::rows_d] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
+}
+static __device__ __forceinline__ int offset_d(int packed) { return (packed << 8) >> 20; }
+static __device__ __forceinline__ int offset_h(int packed) { return (packed << 20) >> 20; }
+
+// The segment's (n, d, h), and whether that row of the input exists.
+static __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int packed, int& n, int& d, int& h) {
+  n = at.n + (packed >> 24);
+  d = at.d + offset_d(packed);
+  h = at.h + offset_h(packed);
+  return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
+}
+};
+
+// Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
+template <class C>
+__device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
+  using T = PixelTile<C>;
+  u32 hi[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+  store_shared_128(to, hi[0], hi[1], hi[2], hi[3]);
+  if constexpr (T::PARTS == 2) {
+    u32 low[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) low[e] = low_part(__uint_as_float(v[e]), hi[e]);
+    store_shared_128(to + T::PART_BYTES, low[0], low[1], low[2], low[3]);
+  }
+}
+// Eight of 16 bits.
+__device__ __forceinline__ void store_halves(u32 to, const u32 (&v)[8]) {
+  store_shared_128(to, v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+}
+
+// A block's tiles, and a walk over their chunks.
+
+// An order says which tile is a block's first, and which follows one; the loader also when others may be told, and when it is done. A kernel K
+// has an `Order` for warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
+//
+// Tiles that are dealt out evenly.
+template <class Sizes>
+struct DealtOut {
+  __device__ __forceinline__ explicit DealtOut(const Sizes&) {}
+  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
+  __device__ __forceinline__ int next(int index, const Sizes&) const { return index + gridDim.x; }
+  __device__ __forceinline__ void tell() {}
+  __device__ __forceinline__ void end() {}
+};
+
+// Where tiles are few, CLUSTER blocks have one together, each a share of its chunks, and add up their sums in shared memory. They are
+// neighbours, and have no other tile.
+template <class Sizes, int CLUSTER>
+struct OneTogether {
+  __device__ __forceinline__ explicit OneTogether(const Sizes&) {}
+  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x / CLUSTER; }
+  __device__ __forceinline__ int next(int, const Sizes& s) const { return s.tiles; }
+  __device__ __forceinline__ void tell() {}
+  __device__ __forceinline__ void end() {}
+};
+template <int CLUSTER>
+__device__ __forceinline__ int rank_in_cluster() { return (int)(blockIdx.x % CLUSTER); }
+
+// Tiles that are claimed.
+template <class Sizes, bool ALONE>
+struct Told {
+  ClaimsOf<ALONE> claims;
+  __device__ __forceinline__ explicit Told(const Sizes& s) : claims(s.claims) {}
+  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
+  __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
+};
+template <class Sizes, int STEP, int LAST_ROUNDS>
+struct Claiming {
+  Claimer<STEP, LAST_ROUNDS> claims;
+  __device__ __forceinline__ explicit Claiming(const Sizes& s) : claims(s.claims, s.counters, s.tiles) {}
+  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
+  __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
+  __device__ __forceinline__ void tell() { claims.tell(); }
+  __device__ __forceinline__ void end() { claims.end(); }
+};
+
+// A walk over (tile, chunk) in the order in which consumers take them. K has `tile_at`, a tile's chunks, `first_chunk` to `end_chunk`, and SHARES,
+// the blocks that share these.
+template <class K, class Order = typename K::Order>
+struct Walk {
+  using Sizes = typename K::Sizes;
+  Order order;
+  int index, chunk;
+  typename K::Tile tile;
+
+  __device__ __forceinline__ explicit Walk(const Sizes& s) : order(s) {}
+  __device__ __forceinline__ void begin(const Sizes& s) {
+    index = order.first(s);
+    chunk = K::first_chunk();
+    if constexpr (K::SHARES > 1) tile = K::tile_at(index, s);
+    else settle(s);
+  }
+  __device__ __forceinline__ bool live(const Sizes& s) const {
+    if constexpr (K::SHARES > 1) return index < s.tiles && chunk < K::end_chunk(tile, s);
+    else return index < s.tiles;
+  }
+  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
+    while (index < s.tiles) {
+      tile = K::tile_at(index, s);
+      if (chunk < K::end_chunk(tile, s)) return;
+      index = order.next(index, s);
+      chunk = 0;
+    }
+  }
+  __device__ __forceinline__ void next(const Sizes& s) {
+    if constexpr (K::SHARES > 1) chunk++;
+    else if (++chunk >= K::CHUNKS) settle(s);
+  }
+};
+
+// What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
+
+template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
+template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
+
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
+// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
+enum Steps { STRAIGHT, ROLLED, LOOPED };
+
+// How results are stored: NCHW rows or channels-last pixels; of rows of M that are phases; or NCHW by the tensor copy engine.
+enum Stores { STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES };
+
+// The orders of a block's roles, see gather_walk.cuh.
+template <class C, class Sizes, bool CLAIMED = C::claimed, bool TOGETHER = (C::cluster > 1)>
+struct Orders {
+  using Order = DealtOut<Sizes>;
+  using AloneOrder = Order;
+  using LoaderOrder = Order;
+};
+template <class C, class Sizes>
+struct Orders<C, Sizes, false, true> {
+  using Order = OneTogether<Sizes, C::cluster>;
+  using AloneOrder = Order;
+  using LoaderOrder = Order;
+};
+template <class C, class Sizes>
+struct Orders<C, Sizes, true, false> {
+  using Order = Told<Sizes, false>;
+  using AloneOrder = Told<Sizes, true>;
+  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1, C::last_rounds>;  // resident weights are of one M-group
+};
+
+template <class C_>
+struct GatherWork : PixelTile<C_>, Orders<C_, typename PixelTile<C_>::Sizes> {
+using C = C_;
+using T = PixelTile<C>;
+using Sizes = typename T::Sizes;
+
+static constexpr int MB = C::mb;                        // blocks of 64 rows of an M-group
+static constexpr int W_SUBTILES = C::tile_w / C::sub_w;
+static constexpr int H_SUBTILES = C::tile_h / C::sub_h;
+static constexpr int SUBTILES = C::tile_n * C::tile_d * H_SUBTILES * W_SUBTILES;  // of 64 pixels
+static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consumer's
+static constexpr int WGS_M = C::split == 1 ? 2 : 1;
+static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
+static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
+static constexpr int STEPS_PER_TAP = T::K_STEPS * T::PARTS;
+static constexpr int LONGEST_STRETCH = C::taps_unrolled * STEPS_PER_TAP;  // where not STRAIGHT
+
+struct Tile {
+  int group, cout_block, variant;                      // M-group
+  int n, d, h, w;                                      // first q
+};
+
+static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  Tile t;
+  int m = index % C::m_groups, q = index / C::m_groups;
+  // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
+  if (!C::resident && C::variants > 1) m = (m + q) % C::m_groups;
+  t.variant = m % C::variants;
+  t.cout_block = m / C::variants % C::cout_blocks;
+  t.group = m / (C::variants * C::cout_blocks);
+  t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * C::tile_d;
+  if constexpr (C::fetch == IMAGES_BESIDE) t.n = q / s.tiles_d * C::beside;
+  else t.n = q / s.tiles_d * C::tile_n;
+  return t;
+}
+
+static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (MB + 1) + block]; }
+static __device__ __forceinline__ int end_entry(int variant, int block = MB - 1) { return ENTRY<C>[variant * (MB + 1) + block + 1]; }
+static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
+// Of block b, or, STRAIGHT, of all of them.
+static __device__ __forceinline__ int steps_of(int variant, int b) {
+  return (C::steps == STRAIGHT ? entries_of(variant) : end_entry(variant, b) - first_entry(variant, b)) * STEPS_PER_TAP;
+}
+static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
+
+// A block's chunks of a tile: all, or a share.
+static constexpr int SHARES = C::cluster;
+static __device__ __forceinline__ int rank() { return rank_in_cluster<SHARES>(); }
+static __device__ __forceinline__ int first_chunk() { return SHARES > 1 ? rank() * T::CHUNKS / SHARES : 0; }
+static __device__ __forceinline__ int end_chunk(int variant) {
+  if constexpr (SHARES > 1) return (rank() + 1) * T::CHUNKS / SHARES;
+  else return chunks_of(variant);
+}
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
+};
+
+// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases),
+// or whose rows of M are (joined): packing what their operand of weights is, and counting in its descriptors.
+
+constexpr int PACK_THREADS = 256;
+
+// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
+template <class K>
+__global__ void __launch_bounds__(PACK_THREADS) pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  K::pack_weights(weight, packed, tap_step);
+}
+
+// Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.
+template <int BYTES>
+constexpr u64 ROWS_OF = (u64)(8 * BYTES >> 4) << 32 | (u64)(BYTES == 32 ? 3 : BYTES == 64 ? 2 : 1) << 62;
+
+// Sums of a tile, ahead of a fence of wgmma (see `opaque`).
+template <int N>
+__device__ __forceinline__ void zero(float (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    sums[i] = 0.f;
+    opaque(sums[i]);
+  }
+}
+template <class Sums, int N>
+__device__ __forceinline__ void zero(Sums (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) zero(sums[i]);
+}
+
+// Of 16 bytes of a row's elements, from its element `at` on, those from `low` to `high`.
+template <int ELEMENT>
+__device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high, bool any) {
+#pragma unroll
+  for (int e = 0; e < 16 / ELEMENT; e++) {
+    bool ok = any && at + e >= low && at + e < high;
+    if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
+    else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
+  }
+}
+
+// Weights, from memory to a consumer's registers: fragments in the order in which they are used.
+
+// Packed; or by boxes of a tensor (channels, taps, channels), whose rows of channels lie along K (of a gradient for the input) or along M (of a
+// forward).
+enum WeightsAs { PACKED, ROWS_ALONG_K, ROWS_ALONG_M };
+
+// Blocks of `pack` that share a part's taps. If they are many, a warp's lanes read the table at different places, which constant memory serves in turn.
+template <class C> constexpr int PACK_SPLITS = (C::taps + C::pack_taps - 1) / C::pack_taps;
+// [variant, block, tap][subs]: the kernel's tap, -1 for none.
+template <class C> __constant__ const auto TAP_INDEX = table_of<short>(C::tap_indices);
+template <class C> __device__ const auto TAP_INDEX_OF_MANY = table_of<short>(C::tap_indices);
+// Whether some entry has no tap for a sub-position.
+template <class C>
+__host__ __device__ constexpr bool lacks_taps() {
+  for (int tap : C::tap_indices)
+    if (tap < 0) return true;
+  return false;
+}
+template <class C>
+__device__ __forceinline__ int tap_index(int i) {
+  if constexpr (PACK_SPLITS<C> > 8) return TAP_INDEX_OF_MANY<C>[i];
+  else return TAP_INDEX<C>[i];
+}
+
+template <class C>
+constexpr int WEIGHTS_OF = !C::boxed ? PACKED : C::grad_input ? ROWS_ALONG_K : ROWS_ALONG_M;
+
+template <class C>
+__device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t) {
+  using G = GatherWork<C>;
+  constexpr int EACH = G::CHUNKS * G::STEPS_PER_TAP;    // of an entry
+  long long before = (long long)(t.group * C::cout_blocks + t.cout_block) * (G::end_entry(C::variants - 1) * EACH);
+  return packed + (before + G::first_entry(t.variant) * EACH) * (G::WGS_M * G::FRAGMENT);
+}
+
+// --- the ring's stages, by the way that weights come ------------------------------------------------------------------
+
+// A thread's `Source` of a tile's weights is brought to the ring in pieces, by `bring`. A consumer's thread has `part_of` a piece's first fragment, and
+// loads fragment i of those that begin there.
+template <class C, int = WEIGHTS_OF<C>>
+struct WeightsOf;
+
+template <class C>
+struct WeightsOf<C, PACKED> {
+using G = GatherWork<C>;
+using Memory = const char*;
+using Source = const char*;                             // chunks lie one behind the other
+
+static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile& t) {
+  return fragments_of<C>(packed, t) + (long long)G::first_chunk() * G::entries_of(t.variant) * G::STEPS_PER_TAP * (G::WGS_M * G::FRAGMENT);
+}
+static __device__ __forceinline__ void begin_chunk(Source&, const typename G::Tile&, int) {}
+static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+  copy_bulk(to, from, bytes, barrier);
+  from += bytes;
+}
+static __device__ __forceinline__ u32 part_of(int wg, int thread) { return (C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16; }
+static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * (G::WGS_M * G::FRAGMENT)); }
+};
+
+template <class C>
+struct BoxedWeights {
+using G = GatherWork<C>;
+using Memory = TensorMap;
+static constexpr int ENTRY_BYTES = G::STEPS_PER_TAP * G::WGS_M * G::FRAGMENT;  // of a tap's weights for a chunk
+static constexpr bool LACKS = lacks_taps<C>();
+static_assert(G::BOX && G::PARTS == 1 && (C::subs == 1 || (C::grad_input && G::WGS_M == 1)) && (C::resident || C::w_stage % G::K_STEPS == 0), "boxes have whole taps");
+
+struct Source {
+  const TensorMap& map;
+  int row, channel, entry;
+};
+static __device__ __forceinline__ Source source_of(const TensorMap& map, const typename G::Tile& t) {
+  return {map, (C::grad_input ? t.group * C::cout_g : 0) + t.cout_block * (G::WGS_M * C::rows_per_sub), 0, 0};
+}
+static __device__ __forceinline__ void begin_chunk(Source& from, const typename G::Tile& t, int chunk) {
+  from.channel = (C::grad_input ? 0 : t.group * C::cin_g) + chunk * C::ck;
+  from.entry = G::first_entry(t.variant);
+}
+};
+
+// (COUT, taps, CIN_G): a box is a chunk's channels for all rows of a sub-position, swizzled as pixels are.
+template <class C>
+struct WeightsOf<C, ROWS_ALONG_K> : BoxedWeights<C> {
+using G = GatherWork<C>;
+using Base = BoxedWeights<C>;
+
+static __device__ __forceinline__ void bring(u32 to, typename Base::Source& from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+#pragma unroll 1
+  for (u32 end = to + bytes; to < end; from.entry++)
+#pragma unroll
+    for (int sub = 0; sub < C::subs; sub++) {
+      int tap = tap_index<C>(from.entry * C::subs + sub);
+      if (Base::LACKS && tap < 0) tap = C::taps;                       // beyond the last one: zeros
+      load_box(to, from.map, from.channel, tap, from.row, 0, 0, barrier);
+      to += Base::ENTRY_BYTES / C::subs;
+    }
+}
+// The 16 bytes whose address the thread gives to ldmatrix, of one of its warp's 16 rows and half a step.
+static __device__ __forceinline__ u32 part_of(int wg, int thread) {
+  int lane = thread & 31;
+  return (C::split == 1 ? wg * (64 * G::ROW_BYTES) : 0) + G::unit_at(thread / 32 * 16 + lane % 16, lane / 16);
+}
+// A step of K is another 32 bytes of the row, and bits of the address, as the swizzle is.
+static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_matrices(a, (at ^ (i % G::K_STEPS * 32)) + i / G::K_STEPS * Base::ENTRY_BYTES); }
+};
+
+// (CIN, taps, COUT_G): boxes are rows of channels of M, SPAN bytes of them, for a chunk; a warpgroup's 64 rows are PANELS of them side by side.
+template <class C>
+struct WeightsOf<C, ROWS_ALONG_M> : BoxedWeights<C> {
+using G = GatherWork<C>;
+using Base = BoxedWeights<C>;
+static constexpr int SPAN = 128;
+static constexpr int PANELS = 64 * G::ELEMENT / SPAN;
+static constexpr bool NARROW = G::ELEMENT == 2;
+
+static __device__ __forceinline__ void bring(u32 to, typename Base::Source& from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+#pragma unroll 1
+  for (u32 end = to + bytes; to < end; from.entry++)
+#pragma unroll
+    for (int sub = 0; sub < C::subs; sub++) {
+      int tap = tap_index<C>(from.entry * C::subs + sub);
+      if (Base::LACKS && tap < 0) tap = C::taps;                       // beyond the last one: zeros
+#pragma unroll
+      for (int panel = 0; panel < G::WGS_M * PANELS; panel++, to += C::ck * SPAN)
+        load_box(to, from.map, from.row + panel * (SPAN / G::ELEMENT), tap, from.channel, 0, 0, barrier);
+    }
+}
+// Of the warp's 16 rows of M the 16 bytes whose address the lane gives to ldmatrix, of one channel and half of them; of
+// float32, which ldmatrix does not turn, the lane's first.
+static __device__ __forceinline__ u32 part_of(int wg, int thread) {
+  int lane = thread & 31, m = thread / 32 * 16 + (NARROW ? (lane >> 3 & 1) * 8 : lane >> 2), k = NARROW ? (lane >> 4) * 8 + lane % 8 : lane & 3;
+  int panel = (C::split == 1 ? wg * PANELS : 0) + m / (SPAN / G::ELEMENT), byte = m % (SPAN / G::ELEMENT) * G::ELEMENT;
+  return panel * (C::ck * SPAN) + k * SPAN + (byte ^ (k & 7) << 4);
+}
+// A step of K is other rows; 8 rows of M and 4 channels further bits of the address change, too.
+static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) {
+  u32 from = at + i % G::K_STEPS * (32 / G::ELEMENT * SPAN) + i / G::K_STEPS * Base::ENTRY_BYTES;
+  if constexpr (NARROW) {
+    load_matrices_turned(a, from);
+  } else {
+#pragma unroll
+    for (int r = 0; r < 4; r++) a[r] = load_shared_u32((from ^ (r & 1) * 32 ^ (r >> 1) * 64) + (r >> 1) * 4 * SPAN);
+  }
+}
+};
+
+// --- one thread fills the ring ----------------------------------------------------------------------------------------
+
+// A stage of the ring holds C::w_stage fragments of a stretch, its last one what is left, so that the code knows where stages begin.
+// C::resident: a chunk is a stage, one behind the other, loaded once; else every tile's weights stream through.
+template <class C>
+__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
+  using G = GatherWork<C>;
+  using W = WeightsOf<C>;
+  constexpr int STEP_BYTES = G::WGS_M * G::FRAGMENT;
+  wait_for_results();                                   // of `pack`
+  if constexpr (C::resident) {
+    if (blockIdx.x >= s.tiles) return;
+    const typename G::Tile t = G::tile_at(blockIdx.x, s);
+    typename W::Source from = W::source_of(memory, t);
+    u32 bytes = G::entries_of(t.variant) * G::STEPS_PER_TAP * STEP_BYTES;
+    if (bytes == 0) return;
+#pragma unroll 1
+    for (int chunk = 0; chunk < G::CHUNKS; chunk++) {
+      W::begin_chunk(from, t, chunk);
+      W::bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
+    }
+  } else {
+    typename G::AloneOrder order(s);
+    CursorOf<C::stages_w> cursor = {0, 1};
+#pragma unroll 1
+    for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+      const typename G::Tile t = G::tile_at(index, s);
+      typename W::Source from = W::source_of(memory, t);
+#pragma unroll 1
+      for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
+        W::begin_chunk(from, t, chunk);
+#pragma unroll 1
+        for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
+          int left = G::steps_of(t.variant, b);
+#pragma unroll 1
+          while (left > 0) {
+            int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
+            left -= stretch;
+#pragma unroll 1
+            for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
+              u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
+              barrier_wait(empty + cursor.stage * 8, cursor.parity);
+              W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// --- the consumers' side ----------------------------------------------------------------------------------------------
+
+// All ways have `begin` (a tile), `begin_chunk`, `load` (fragment i of a stretch), `end_stretch`, `end` and `skip` (a tile).
+template <class C, bool RING = C::wgmma, bool RESIDENT = C::resident>
+struct Fragments {                                      // before sm_90: straight from memory
+using G = GatherWork<C>;
+int part;                                               // this thread's of a fragment
+const char* from;
+
+__device__ __forceinline__ Fragments(u32, u32, u32, int wg, int thread) : part((C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16) {}
+__device__ __forceinline__ void begin(const char* packed, const typename G::Tile& t) { from = fragments_of<C>(packed, t) + part; }
+__device__ __forceinline__ void begin_chunk(int) {}
+__device__ __forceinline__ void load(u32 (&a)[4], int) {
+  const uint4 v = __ldg((const uint4*)from);
+  a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;
+  from += G::WGS_M * G::FRAGMENT;
+}
+__device__ __forceinline__ void end_stretch(int) {}
+__device__ __forceinline__ void end() {}
+__device__ __forceinline__ void skip(int) {}
+};
+
+template <class C>
+struct Fragments<C, true, true> {                       // resident
+using G = GatherWork<C>;
+using W = WeightsOf<C>;
+u32 ring, full;                                         // this thread's part of its first fragment; barriers
+u32 at;                                                 // of the stretch's first fragment
+bool first;                                             // the first tile waits for the weights
+
+__device__ __forceinline__ Fragments(u32 ring, u32 full, u32, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), first(true) {}
+__device__ __forceinline__ void begin(const char*, const typename G::Tile&) { at = ring; }
+__device__ __forceinline__ void begin_chunk(int chunk) {
+  if (first) barrier_wait(full + chunk * 8, 0);
+}
+__device__ __forceinline__ void load(u32 (&a)[4], int i) { W::load(a, at, i); }
+__device__ __forceinline__ void end_stretch(int steps) { at += steps * (G::WGS_M * G::FRAGMENT); }
+__device__ __forceinline__ void end() { first = false; }
+__device__ __forceinline__ void skip(int) {}
+// The barrier of the stage in hand.
+__device__ __forceinline__ u32 in_hand() const { return 0; }
+};
+
+template <class C>
+struct Fragments<C, true, false> {                      // from the ring
+using G = GatherWork<C>;
+using W = WeightsOf<C>;
+u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
+CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
+u32 at;                                                 // of the first fragment of the stage in hand
+u32 done;                                               // the barrier that says that it is free
+
+__device__ __forceinline__ Fragments(u32 ring, u32 full, u32 empty, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), empty(empty), cursor({0, 0}) {}
+__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {}
+__device__ __forceinline__ void begin_chunk(int) {}
+// A stage is waited for with its first fragment.
+__device__ __forceinline__ void load(u32 (&a)[4], int i) {
+  if (i % C::w_stage == 0) {
+    barrier_wait(full + cursor.stage * 8, cursor.parity);
+    at = ring + cursor.stage * (C::w_stage * G::WGS_M * G::FRAGMENT);
+    done = empty + cursor.stage * 8;
+    cursor.next();
+  }
+  W::load(a, at, i % C::w_stage);
+}
+__device__ __forceinline__ void end_stretch(int) {}
+__device__ __forceinline__ void end() {}
+__device__ __forceinline__ void skip(int variant) {
+  constexpr bool ONE = C::steps == STRAIGHT;
+  constexpr int OF_TAP = (G::STEPS_PER_TAP + C::w_stage - 1) / C::w_stage;  // stages of a tap that is left over
+  int stages = 0;                                       // of a chunk
+  for (int b = 0; b < (ONE ? 1 : G::MB); b++) {
+    int left = G::steps_of(variant, b), longest = ONE ? left : G::LONGEST_STRETCH, whole = longest ? left / longest : 0;
+    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest / G::STEPS_PER_TAP * OF_TAP);
+  }
+  cursor.move(G::chunks_of(variant) * stages);
+}
+__device__ __forceinline__ u32 in_hand() const { return done; }
+};
+
+// Rows of M that are the output channels and phases of a strided layer: tiles and taps are those of the layer without its
+// stride, whose results the epilogue shuffles (cuda/gemm/shuffle.py explains it and computes the constants).
+//
+// Per axis an output is o = q stride + u - lead and a tap k = a stride + u - zeros: phase u of q sums tap a of input q - a.
+// C::inner rows of M are neighbours in memory at one q: the phases along W, in channels_last each with all channels. With those of the
+// q beside it they make a line of the output; a slab, the 16 rows of a warp, has C::per_slab lines of the C::lines that there are.
+
+template <class C>
+struct Shuffle {
+static constexpr int TAPS_H = (C::zeros_h + C::layer_kernel_h + C::layer_stride_h - 1) / C::layer_stride_h;  // of a phase
+static constexpr int TAPS_W = (C::zeros_w + C::layer_kernel_w + C::layer_stride_w - 1) / C::layer_stride_w;
+static constexpr int LAYER_TAPS = C::layer_kernel_d * C::layer_kernel_h * C::layer_kernel_w;
+
+struct Line { int channel, d, h; };                      // its first channel, and its phases along D and H
+
+static __device__ __forceinline__ Line line_at(int line) {
+  if constexpr (C::channels_last) return {0, line / C::layer_stride_h, line % C::layer_stride_h};
+  else return {line / (C::layer_stride_d * C::layer_stride_h), line / C::layer_stride_h % C::layer_stride_d, line % C::layer_stride_h};
+}
+
+struct Row {                                             // of M
+  bool exists;
+  int line, place;                                       // line of its slab, and which of the INNER
+  int channel, d, h, w;                                  // and phases
+};
+
+static __device__ __forceinline__ Row row_at(int row) {
+  int within = row % 16, of_slab = within / C::inner, number = row / 16 * C::per_slab + of_slab;
+  Line line = line_at(number);
+  int place = within % C::inner, channel = C::channels_last ? place % C::cout : line.channel;
+  return {of_slab < C::per_slab && number < C::lines, of_slab, place, channel, line.d, line.h, C::channels_last ? place / C::cout : place};
+}
+
+// Where tap `tap` of the layer without its stride lies for a row of M, among the weights (output channels, kernel) of an input
+// channel; -1 where the row or the tap does not exist. Taps are `tap_step` apart: 1, or in channels_last the channels.
+static __device__ __forceinline__ int weight_at(int row, int tap, int tap_step) {
+  Row of = row_at(row);
+  int d = tap / (TAPS_H * TAPS_W) * C::layer_stride_d + of.d - C::zeros_d;
+  int h = tap / TAPS_W % TAPS_H * C::layer_stride_h + of.h - C::zeros_h;
+  int w = tap % TAPS_W * C::layer_stride_w + of.w - C::zeros_w;
+  if (!of.exists || (u32)d >= C::layer_kernel_d || (u32)h >= C::layer_kernel_h || (u32)w >= C::layer_kernel_w) return -1;
+  int k = (d * C::layer_kernel_h + h) * C::layer_kernel_w + w;
+  return tap_step == 1 ? of.channel * LAYER_TAPS + k : of.channel + k * tap_step;
+}
+};
+
+// Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
+// [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane].
+
+// A part is 16 rows of M, those of a warp, for one step of K and C::pack_taps taps. A block brings its weights to shared
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
+//
+// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
+template <class C_>
+struct GatherPack {
+using C = C_;
+using G = GatherWork<C>;
+using Number = typename G::Number;
+using Type = typename Number::Type;
+static constexpr int ELEMENT = G::ELEMENT, TAPS = C::pack_taps;
+static constexpr int SPLITS = PACK_SPLITS<C>;
+static constexpr int PITCH = TAPS | 1;                  // odd, so that a warp's rows and channels meet different banks
+static constexpr int K = 32 / ELEMENT;                  // input channels of a step
+static constexpr int OUTER = C::grad_input ? 16 : K;    // of a block along the weight's first dimension
+static constexpr int INNER = C::grad_input ? K : 16;    // and along its second
+static constexpr int PLANE = (C::grad_input ? C::cin_g : C::cout_g) * C::taps;  // elements from one index of its first dimension to the next
+static constexpr int QUARTER = G::FRAGMENT / 4 / 4;     // words
+static constexpr int TILE = 16 * K * PITCH;             // elements of a block's weights, [row of M][channel][tap]
+static constexpr int WARPS = PACK_THREADS / 32;
+
+// Of 16 bits weights may be float32, rounded on their way.
+static __device__ __forceinline__ Type as_element(Type v) { return v; }
+template <class Weight>
+static __device__ __forceinline__ Type as_element(Weight v) { return Number::bits(v); }
+
+// Where the tile has an index of the weight's first dimension and one of its second.
+static __device__ __forceinline__ Type* place_in(Type* tile, int o, int i, int tap) { return tile + (C::grad_input ? o * K + i : i * K + o) * PITCH + tap; }
+
+// A block's weights to the tile; `outer`, `inner` and `taps` of them exist. A warp takes
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
+template <bool LAST, class Weight>
+static __device__ __forceinline__ void bring(Type* tile, const Weight* __restrict__ from, int outer, int inner, int taps, int tap_step, int thread) {
+  constexpr int COUNT = INNER * TAPS;
+#pragma unroll
+  for (int j = 0; j < OUTER / WARPS; j++) {
+    int o = thread / 32 + j * WARPS;
+#pragma unroll 16  // loads in flight
+    for (int k = 0; k < (COUNT + 31) / 32; k++) {
+      int e = thread % 32 + k * 32, i = LAST ? e % INNER : e / TAPS, tap = LAST ? e / INNER : e % TAPS;
+      if (COUNT % 32 && e >= COUNT) break;
+      bool exists = o < outer && i < inner && (C::taps % TAPS == 0 || tap < taps);
+      *place_in(tile, o, i, tap) = exists ? as_element(from[o * PLANE + (LAST ? i + tap * tap_step : i * C::taps + tap)]) : 0;
+    }
+  }
+}
+
+// The same of contiguous weights that begin at 16 bytes, of which each load brings several taps.
+template <class Weight>
+static __device__ __forceinline__ void bring_wide(Type* tile, const Weight* __restrict__ from, int outer, int inner, int taps, int thread) {
+  constexpr int EACH = C::pack_wide * sizeof(Weight) > 16 ? 16 / sizeof(Weight) : C::pack_wide;
+  constexpr int PIECES = TAPS / EACH, COUNT = INNER * PIECES;
+  struct alignas(EACH * sizeof(Weight)) Piece { Weight tap[EACH]; };
+#pragma unroll
+  for (int j = 0; j < OUTER / WARPS; j++) {
+    int o = thread / 32 + j * WARPS;
+#pragma unroll 4  // loads in flight
+    for (int k = 0; k < (COUNT + 31) / 32; k++) {
+      int e = thread % 32 + k * 32, i = e / PIECES, tap = e % PIECES * EACH;
+      if (COUNT % 32 && e >= COUNT) break;
+      bool exists = o < outer && i < inner && (C::taps % TAPS == 0 || tap < taps);
+      Piece piece = {};
+      if (exists) piece = *(const Piece*)(from + (o * PLANE + i * C::taps + tap));
+      Type* to = place_in(tile, o, i, tap);
+#pragma unroll
+      for (int w = 0; w < EACH; w++) to[w] = as_element(piece.tap[w]);
+    }
+  }
+}
+
+// The same where rows of M are channels and phases: from the first weight of an input channel on, of which `outer` exist.
+template <class Weight>
+static __device__ __forceinline__ void bring_shuffled(Type* tile, const Weight* __restrict__ from, int outer, int row, int begin, int tap_step, int thread) {
+  using S = Shuffle<C>;
+  for (int e = thread; e < 16 * K * TAPS; e += PACK_THREADS) {
+    int tap = e % TAPS, o = e / TAPS % K, i = e / (TAPS * K);
+    int at = o < outer && begin + tap < C::taps ? S::weight_at(row + i, begin + tap, tap_step) : -1;
+    Type v = 0;
+    if (at >= 0) v = as_element(from[o * (C::cout * S::LAYER_TAPS) + at]);
+    tile[(i * K + o) * PITCH + tap] = v;
+  }
+}
+
+static __device__ __forceinline__ void sync() {
+  if constexpr (C::packs) named_sync<9, G::CONSUMER_THREADS>();
+  else __syncthreads();
+}
+
+struct Part { int begin, warp, wg, k_step, chunk, block, cout, cin; };  // first tap; the fragments'; first channels in the group
+
+static __device__ __forceinline__ Part part_at(int rest) {
+  Part p;
+  p.begin = rest % SPLITS * TAPS;  rest /= SPLITS;
+  p.warp = rest % 4;  rest /= 4;
+  p.wg = rest % G::WGS_M;  rest /= G::WGS_M;
+  p.k_step = rest % G::K_STEPS;  rest /= G::K_STEPS;
+  p.chunk = rest % G::CHUNKS, p.block = rest / G::CHUNKS;
+  p.cout = (p.block % C::cout_blocks * G::WGS_M + p.wg) * C::rows_per_sub + p.warp * 16 % C::rows_per_sub, p.cin = p.chunk * C::ck + p.k_step * K;
+  return p;
+}
+
+template <class Weight>
+static __device__ __forceinline__ void bring_part(Type* tile, const Weight* __restrict__ weight, int tap_step, const Part& p, int thread) {
+  if constexpr (C::store == STORE_PHASES) {
+    bring_shuffled(tile, weight + p.cin * (C::cout * Shuffle<C>::LAYER_TAPS), C::cin_g - p.cin, p.cout, p.begin, tap_step, thread);
+  } else {
+    constexpr int OF_FIRST = C::grad_input ? C::cout_g : C::cin_g, OF_SECOND = C::grad_input ? C::cin_g : C::cout_g;  // of the weight's dimensions, in a group
+    int group = p.block / C::cout_blocks, outer = C::grad_input ? p.cout : p.cin, inner = C::grad_input ? p.cin : p.cout;
+    const Weight* from = weight + (long long)(group * OF_FIRST + outer) * PLANE;
+    int outer_left = OF_FIRST - outer, inner_left = OF_SECOND - inner, taps_left = C::taps - p.begin;
+    if constexpr (C::pack_wide > 1) {
+      if (tap_step == 1 && !((unsigned long long)weight & 15)) {
+        bring_wide(tile, from + (inner * C::taps + p.begin), outer_left, inner_left, taps_left, thread);
+        return;
+      }
+    }
+    if (tap_step == 1) bring<false>(tile, from + (inner * C::taps + p.begin), outer_left, inner_left, taps_left, 1, thread);
+    else bring<true>(tile, from + (inner + p.begin * tap_step), outer_left, inner_left, taps_left, tap_step, thread);
+  }
+}
+
+template <class Weight>
+static __device__ __forceinline__ void pack_part(Type* tile, const Weight* __restrict__ weight, u32* __restrict__ packed, int tap_step, int part, int thread) {
+  const Part p = part_at(part);
+  bring_part(tile, weight, tap_step, p, thread);
+  sync();
+  int sub = p.warp * 16 / C::rows_per_sub, entries = G::end_entry(C::variants - 1);
+  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
+  const Type* own = tile + (((lane >> 2) + (r & 1) * 8) * K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PITCH;
+  constexpr bool LACKS = lacks_taps<C>();               // -1: zeros, by the first of the blocks
+  auto here = [&](int tap) { return SPLITS == 1 || (LACKS && tap < 0 ? p.begin == 0 : (u32)(tap - p.begin) < TAPS); };
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
+    int of = G::entries_of(variant), before = G::first_entry(variant);
+    int fragment = ((p.block * entries + before) * G::CHUNKS + p.chunk * of + e) * G::K_STEPS + p.k_step;
+    u32* to = packed + (long long)((fragment * G::PARTS * G::WGS_M + p.wg) * 4 + p.warp) * QUARTER + word;
+    const Type* at = own + (tap - p.begin);
+    if constexpr (ELEMENT == 4) {
+      float v = LACKS && tap < 0 ? 0.f : *at;
+      u32 high = to_tf32(v);
+      *to = high;
+      if (G::PARTS == 2) to[G::WGS_M * (G::FRAGMENT / 4)] = low_part(v, high);
+    } else {
+      *to = LACKS && tap < 0 ? 0u : *at | (u32)at[PITCH] << 16;
+    }
+  };
+  if constexpr (SPLITS > 8) {                           // few of all entries: a warp looks at 32 at once
+    constexpr int STEP = PACK_THREADS / QUARTER;
+#pragma unroll 1
+    for (int base = 0; base < entries; base += 32 * STEP) {
+      int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
+      u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(tap_index<C>(own_entry * C::subs + sub)));
+#pragma unroll 1
+      for (; found; found &= found - 1) {
+        int entry = first + (__ffs(found) - 1) * STEP, variant = variant_of(entry);
+        write(variant, entry - G::first_entry(variant), tap_index<C>(entry * C::subs + sub));
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int variant = 0; variant < C::variants; variant++) {
+      int of = G::entries_of(variant), before = G::first_entry(variant);
+#pragma unroll 4
+      for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
+        int tap = tap_index<C>((before + e) * C::subs + sub);
+        if (here(tap)) write(variant, e, tap);
+      }
+    }
+  }
+}
+
+// The variant that has an entry.
+static __device__ __forceinline__ int variant_of(int entry) {
+  int variant = 0;
+#pragma unroll 1
+  for (int end = C::variants; end - variant > 1;) {
+    int middle = (variant + end) / 2;
+    if (G::first_entry(middle) <= entry) variant = middle;
+    else end = middle;
+  }
+  return variant;
+}
+
+// --- by a kernel of its own: `pack` and `pack_float` of columns.cuh ---------------------------------------------------
+
+template <class Weight>
+static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  __shared__ Type tile[TILE];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, (u32*)packed, tap_step, blockIdx.x, threadIdx.x);
+}
+
+// --- by the consumers, before they multiply ---------------------------------------------------------------------------
+
+// Every block takes parts that nobody has taken, so that none waits for a block that does not run yet; then what is packed is
+// counted, and whoever reads it waits until all is. `counters` [taken, packed, left] are zeros, which the last to leave leaves.
+static __device__ __forceinline__ void leave(u32* counters) {
+  __threadfence();
+  if (atomicAdd(counters + 2, 1) == 2 * gridDim.x - 1) counters[0] = counters[1] = counters[2] = 0;
+}
+
+// The consumers of a block, by `memory`: 16 bytes and a tile, which copies may overwrite when the warp that has these made has
+// met them (barrier 10). `single`: weights are float32.
+static __device__ __forceinline__ void pack_beside(const void* weight, u32* packed, int tap_step, bool single, u32* counters, void* memory, int thread) {
+  u32* taken = (u32*)memory;
+  Type* tile = (Type*)(taken + 4);
+  int packs = 0;
+#pragma unroll 1
+  for (;; packs++) {
+    if (thread == 0) *taken = atomicAdd(counters, 1);
+    sync();                                             // all are done with the tile, too
+    u32 part = *taken;
+    if (part >= C::pack_parts) break;
+    if (ELEMENT == 2 && single) pack_part(tile, (const float*)weight, packed, tap_step, part, thread);
+    else pack_part(tile, (const Type*)weight, packed, tap_step, part, thread);
+    sync();                                             // all know the part
+  }
+  fence_async();                                        // what is written here is read by copies, and the tile overwritten
+  __threadfence();
+  sync();
+  named_arrive(10, G::CONSUMER_THREADS + 32);
+  if (thread == 0) {
+    if (packs) atomicAdd(counters + 1, packs);
+    leave(counters);
+  }
+}
+
+// One thread: until all weights are packed.
+static __device__ __forceinline__ void wait_for_weights(u32* counters) {
+  while (load_acquire(counters + 1) < C::pack_parts) {}
+  fence_async();
+  leave(counters);
+}
+};
+
+// NCHW: staging slots, in which a chunk's pixels lie as they come from memory, in a way for each `Fetch`.
+
+struct Corner { int at[5]; };                           // of a box in a tensor, innermost first
+struct SlotPlace { u32 from; bool exists; };            // of a pixel in a slot, in bytes; the upper 8 bits are its row's phase, see below
+
+// What ways have in common. A slot has BOXES boxes (what threads copy is one): `corner` says where the tensor `map` has box r. `place` says where
+// the first channel of a pixel is in the slot, by the segment (of an image) and the column that have it.
+template <class C, int CHANNEL, int COPIED, int COUNT>
+struct SlotOf {
+static constexpr int CHANNEL_BYTES = CHANNEL;           // from a channel to the next
+static constexpr int COPIED_BYTES = COPIED;             // of a box
+static constexpr int BOXES = COUNT;
+static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
+static constexpr int BYTES = BOXES * BOX_BYTES;
+static constexpr bool EVERY_TILE = false;               // places are other ones in every tile
+static __device__ __forceinline__ constexpr int map(int) { return 0; }
+static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
+// Of the pixels whose bits are `found` those that are read, of a tile whose first column is `w`. Boxes bring zeros for the others.
+static __device__ __forceinline__ u32 existing(u32, int) { return 0xffffffffu; }
+// Where rows begin at any element of a unit: what a channel is ahead of the one before, in elements, and how many channels ahead of the first
+// channel c is. All have one phase where they are `aligned`.
+static __device__ __forceinline__ u32 plane_of(const typename PixelTile<C>::Sizes&) { return 0; }
+static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
+static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
+};
+
+template <class C, int = C::fetch>
+struct Slot;
+
+// --- rows by threads --------------------------------------------------------------------------------------------------
+
+// A slot is [image][channel][row][column], in the units that hold a row, whatever its alignment.
+template <class C>
+struct CopiedRows {
+static constexpr int UNITS = (C::columns + 2 * PixelTile<C>::VEC - 2) / PixelTile<C>::VEC;  // of 16 bytes, of a segment
+static constexpr int CHANNEL = C::rows_d * C::rows_h * UNITS * 16;
+using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, 1>;
+};
+
+template <class C>
+struct Slot<C, BY_THREADS> : CopiedRows<C>::Of {
+using T = PixelTile<C>;
+static constexpr bool EVERY_TILE = true;
+static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
+static __device__ __forceinline__ u32 plane_of(const typename T::Sizes& s) { return (u32)s.in_d * s.in_h * s.in_w; }
+static __device__ __forceinline__ SlotPlace place(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int segment, int image, int column, u32 plane) {
+  u32 from = (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * CopiedRows<C>::UNITS * 16 + column * T::ELEMENT;
+  int n, d, h;
+  bool in = T::row_of(at, s, segments[segment], n, d, h) && column < C::columns && (u32)(at.w + column) < (u32)s.in_w;
+  u32 first = ((u32)n * C::cin + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / T::ELEMENT);
+  return {from | (first & (T::VEC - 1)) << 24, in};
+}
+};
+
+// --- rows by boxes ----------------------------------------------------------------------------------------------------
+
+// A slot is [box][image][channel][row][column]: boxes of C::box_units begin C::column_pad columns early, at whole units. There are several where
+// rows are longer than one.
+template <class C>
+struct BoxedRows {
+static constexpr int UNITS = (C::columns + C::column_pad + PixelTile<C>::VEC - 1) / PixelTile<C>::VEC;  // of a segment
+static constexpr int CHANNEL = C::rows_d * C::rows_h * C::box_units * 16;
+using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, (UNITS + C::box_units - 1) / C::box_units>;
+};
+
+template <class C>
+struct Slot<C, BY_BOXES> : BoxedRows<C>::Of {
+using T = PixelTile<C>;
+using Of = typename BoxedRows<C>::Of;
+static constexpr int BOX_COLUMNS = C::box_units * T::VEC;
+
+static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
+  return {at.w - C::column_pad + r * BOX_COLUMNS, at.h + C::first_h, at.d + C::first_d, at.channel, at.n};
+}
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
+  int at_column = column + C::column_pad, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
+  if (Of::BOXES > 1 && C::in_step_w > 1 && box == Of::BOXES) box--;  // a column that only fills a plane up
+  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * T::ELEMENT;
+  return {from, false};
+}
+};
+
+// A slot is [class of channels][class of rows][image][channel][row][column].
+template <class C>
+struct ClassedRows {
+static constexpr int ROWS = (C::rows_h + C::row_classes - 1) / C::row_classes;  // along H of a class
+static constexpr int CHANNEL = C::rows_d * ROWS * C::box_units * 16;
+using Of = SlotOf<C, CHANNEL, C::tile_n * (C::ck / C::channel_classes) * CHANNEL, C::row_classes * C::channel_classes>;
+};
+
+template <class C>
+struct Slot<C, BY_CLASSES> : ClassedRows<C>::Of {
+using T = PixelTile<C>;
+using Of = typename ClassedRows<C>::Of;
+
+static __device__ __forceinline__ constexpr int map(int r) { return r; }
+// Box r begins at the unit that has its first column, and at a row of its class.
+static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes& s, int r) {
+  int row = at.h + C::first_h + r % C::row_classes * C::rows_apart;
+  int lead = (r / C::row_classes * plane_of(s) + (u32)row * s.in_w) & (T::VEC - 1);  // of the tensor, ahead of each row's first column
+  int h = (row - (row & (C::row_period - 1))) / C::row_period;
+  return {(at.w + lead) & ~(T::VEC - 1), h, at.d + C::first_d, at.channel / C::channel_classes, at.n};
+}
+// In a class with a lead the columns ahead of a row are no zeros but the row's before.
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes& s, const typename T::Source&, const int*, int segment, int image, int column, u32) {
+  constexpr int ROWS = ClassedRows<C>::ROWS;
+  int j = segment % C::rows_h, row = segment / C::rows_h % C::rows_d * ROWS + j / C::row_classes;
+  u32 from = j % C::row_classes * Of::BOX_BYTES + (image * (C::ck / C::channel_classes) * (C::rows_d * ROWS) + row) * C::box_units * 16 + column * T::ELEMENT;
+  from |= (u32)((C::first_w + (C::first_h + j * C::rows_apart) * s.in_w) & (T::VEC - 1)) << 24;
+  return {from, C::first_w + column >= 0};
+}
+static __device__ __forceinline__ u32 existing(u32 found, int w) { return C::first_w >= 0 || w > 0 ? 0xffffffffu : found; }
+static __device__ __forceinline__ constexpr int channel_at(int c) {
+  return c / C::channel_classes * Of::CHANNEL_BYTES + c % C::channel_classes * (C::row_classes * Of::BOX_BYTES);
+}
+static __device__ __forceinline__ u32 plane_of(const typename T::Sizes& s) { return (u32)s.in_d * s.in_h * s.in_w; }
+static __device__ __forceinline__ int channels_ahead(int, int c) { return c % C::channel_classes; }
+static __device__ __forceinline__ bool aligned(u32) { return C::channel_classes == 1; }
+};
+
+// --- small images -----------------------------------------------------------------------------------------------------
+
+template <class C, int IMAGES>                          // side by side
+struct ImagesOf {
+static constexpr int PIXELS = C::image_d * C::image_h * C::image_w;
+static constexpr int CHANNEL = IMAGES * C::box_pixels * PixelTile<C>::ELEMENT;
+using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, PIXELS / C::box_pixels>;
+};
+
+// A slot is [box][image][channel][pixel].
+template <class C>
+struct Slot<C, WHOLE_IMAGES> : ImagesOf<C, 1>::Of {
+using T = PixelTile<C>;
+
+static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
+  return {r * C::box_pixels, 0, 0, at.channel, at.n};
+}
+// The copy engine fills images beyond the batch with zeros; what lies beyond an image's borders is nowhere.
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int* segments, int segment, int image, int column, u32) {
+  int d = T::offset_d(segments[segment]), h = T::offset_h(segments[segment]), w = C::first_w + column;
+  bool inside = (u32)d < C::image_d && (u32)h < C::image_h && (u32)w < C::image_w;
+  int pixel = inside ? (d * C::image_h + h) * C::image_w + w : 0;
+  u32 from = ((pixel / C::box_pixels * C::tile_n + image) * C::ck * C::box_pixels + pixel % C::box_pixels) * T::ELEMENT;
+  return {from, inside};
+}
+static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
+};
+
+// A slot is [channel][image][pixel].
+template <class C>
+struct Slot<C, IMAGES_BESIDE> : ImagesOf<C, C::beside>::Of {
+using T = PixelTile<C>;
+static constexpr bool EVERY_TILE = true;                // each has rows of its own
+
+static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int) { return {0, at.n, at.channel, 0, 0}; }
+// Images begin C::period columns apart. What lies between them is nowhere, and as many zeros as the taps of either read.
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source& at, const int* segments, int segment, int image, int column, u32) {
+  int d = at.d + T::offset_d(segments[segment]), h = at.h + T::offset_h(segments[segment]);
+  int beside = (C::first_w + column + C::period) / C::period - 1, w = C::first_w + column - beside * C::period;
+  bool inside = (u32)d < C::image_d && (u32)h < C::image_h && w < C::image_w && (u32)beside < C::beside;
+  u32 from = inside ? (beside * C::box_pixels + (d * C::image_h + h) * C::image_w + w) * T::ELEMENT : 0;
+  return {from, inside};
+}
+static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
+};
+
+// The tensor copy engine brings pixels: to slots, or, channels-last, to tiles.
+
+// Channels-last: a first row of D and of H for each plane.
+template <class C> __constant__ const auto PLANE_D = table_of<int>(C::planes_d);
+template <class C> __constant__ const auto PLANE_H = table_of<int>(C::planes_h);
+
+// Channels-last pixels, as slots have NCHW's: those whose taps step over columns or rows come as a box for each plane, with the copy engine's
+// element strides.
+template <class C>
+struct PlaneBoxes {
+using T = PixelTile<C>;
+static constexpr int BOXES = C::planes, BYTES = T::STAGE_BYTES;
+static constexpr int COPIED_BYTES = T::SEGMENTS * C::plane * T::ROW_BYTES, BOX_BYTES = T::PLANE_PITCH * T::ROW_BYTES;
+
+static __device__ __forceinline__ constexpr int map(int) { return 0; }
+static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
+  if constexpr (C::strided_box) return {at.channel, at.w + RESIDUE<C>[r], at.h + PLANE_H<C>[r], at.d + PLANE_D<C>[r], at.n};
+  else return {at.channel, at.w + RESIDUE<C>[r], at.h + C::first_h, at.d + C::first_d, at.n};
+}
+};
+
+template <class C, bool CHANNELS_LAST = C::channels_last> struct BoxesOf : Slot<C> {};
+template <class C> struct BoxesOf<C, true> : PlaneBoxes<C> {};
+
+// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free.
+template <class K, class Maps>
+__device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, u32 to, u32 landed, u32 left) {
+  using C = typename K::C;
+  using Boxes = BoxesOf<C>;
+  constexpr int BARRIERS = C::plane_barriers;           // of a stage
+  Walk<K, typename K::LoaderOrder> walk(s);
+  CursorOf<C::channels_last ? C::stages_p : C::stages_s> cursor = {0, 1};  // all are free at first
+#pragma unroll 1
+  for (walk.begin(s); walk.live(s); walk.next(s), cursor.next()) {
+    const auto at = K::source_of(walk.tile, walk.chunk);
+    u32 barrier = landed + cursor.stage * 8;
+    if constexpr (BARRIERS == 1) {
+      barrier_wait(left + cursor.stage * 8, cursor.parity);
+      expect_bytes(barrier, Boxes::BOXES * Boxes::COPIED_BYTES);
+    }
+#pragma unroll
+    for (int r = 0; r < Boxes::BOXES; r++) {
+      if constexpr (BARRIERS > 1) {
+        barrier = landed + (cursor.stage * BARRIERS + r) * 8;
+        barrier_wait(left + (cursor.stage * BARRIERS + r) * 8, cursor.parity);
+        expect_bytes(barrier, Boxes::COPIED_BYTES);
+      }
+      const Corner corner = Boxes::corner(at, s, r);
+      const int (&c)[5] = corner.at;
+      load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[Boxes::map(r)], c[0], c[1], c[2], c[3], c[4], barrier);
+    }
+    walk.order.tell();
+  }
+  walk.order.end();
+}
+
+// Channels-last: threads copy pixel rows straight into a tile, or round what came there.
+
+// Copies pixel rows; what lies outside of the image or past the last channel is zero.
+template <class C>
+__device__ __forceinline__ void fetch_rows(const char* __restrict__ x, const typename PixelTile<C>::Sizes& s, const typename PixelTile<C>::Source& at, const int* segments, u32 tile, int thread) {
+  using T = PixelTile<C>;
+  for (int i = thread; i < T::PIXELS * T::UNITS_PER_ROW; i += T::PRODUCER_THREADS) {
+    int unit = i % T::UNITS_PER_ROW, p = i / T::UNITS_PER_ROW, segment = p / T::PITCH, within = p % T::PITCH, n, d, h;
+    int column = T::column_of(within), w = at.w + column;
+    bool ok = T::row_of(at, s, segments[segment], n, d, h) && column < C::columns && (u32)w < (u32)s.in_w;
+    int have = at.left - unit * T::VEC;                 // channels from this unit on
+    const char* from = x + (((((long long)n * s.in_d + d) * s.in_h + h) * s.in_w + w) * C::cin + at.channel + unit * T::VEC) * T::ELEMENT;
+    u32 to = tile + T::unit_at(p, unit);
+    if constexpr (C::aligned_channels) {
+      int bytes = ok && have > 0 ? (have < T::VEC ? have * T::ELEMENT : 16) : 0;
+      copy16(to, bytes ? from : x, bytes);
+    } else {                                            // a channel count that is no multiple of 16 bytes: element by element, which waits for memory
+      u32 v[T::VEC];
+#pragma unroll
+      for (int e = 0; e < T::VEC; e++) v[e] = ok && e < have ? (u32)((const typename T::Number::Bits*)from)[e] : 0;
+      if constexpr (T::ELEMENT == 4) store_shared_128(to, v[0], v[1], v[2], v[3]);
+      else store_halves(to, v);
+    }
+  }
+}
+
+// Rounds the units of float32 that this thread has fetched itself, or (BOX) that its turn falls on.
+template <class C>
+__device__ __forceinline__ void round_units(u32 tile, int thread) {
+  using T = PixelTile<C>;
+  if constexpr (T::ELEMENT == 4) {
+#pragma unroll 4
+    for (int i = thread; i < T::PIXELS * T::UNITS_PER_ROW; i += T::PRODUCER_THREADS) {
+      u32 a = tile + (T::BOX ? i * 16 : T::unit_at(i / T::UNITS_PER_ROW, i % T::UNITS_PER_ROW)), v[4];
+      load_shared_128(v, a);
+      store_parts<C>(a, v);
+    }
+  }
+}
+
+// NCHW: from memory to staging slots where threads copy, and from slots to a tile: pixels' channels become rows, rounded to TF32.
+
+// Copies C::ck channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
+// served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
+template <class C>
+__device__ __forceinline__ void stage_rows(const char* __restrict__ x, const typename PixelTile<C>::Sizes& s, const typename PixelTile<C>::Source& at, u32 slot, int thread) {
+  using T = PixelTile<C>;
+  constexpr int UNITS = CopiedRows<C>::UNITS, CHANNEL_BYTES = Slot<C>::CHANNEL_BYTES;
+  long long slice = (long long)s.in_h * s.in_w * T::ELEMENT, plane = slice * s.in_d;
+  const char* corner = x + ((long long)at.n * C::cin + at.channel) * plane + (long long)at.w * T::ELEMENT;
+  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
+  // what would take the time. Where rows are short, threads share them out.
+  constexpr int PLACES = C::ck * UNITS, SHARES = PLACES < T::PRODUCER_THREADS ? T::PRODUCER_THREADS / PLACES : 1;
+  constexpr int SLICES = C::tile_n * C::rows_d, BY_SLICE = SLICES >= SHARES ? SHARES : 1, BY_ROW = BY_SLICE > 1 ? 1 : SHARES;
+  constexpr int ROWS_AT_ONCE = C::rows_h % 5 == 0 ? 5 : C::rows_h % 4 == 0 ? 4 : C::rows_h % 3 == 0 ? 3 : 2;
+  int share = SHARES > 1 ? thread / PLACES : 0, place_of = SHARES > 1 ? thread % PLACES : thread;
+  if (share >= SHARES) return;
+#pragma unroll 1
+  for (int unit = place_of % UNITS, c = place_of / UNITS; c < C::ck;) {
+    if (C::cin_g % C::ck == 0 || c < at.left) {
+      const char* place = corner + c * plane + unit * 16;
+      int column = at.w + unit * T::VEC;                // of the unit's first element, were the row aligned
+      u32 to = slot + c * CHANNEL_BYTES + unit * 16;
+#pragma unroll 1
+      for (int r = BY_SLICE > 1 ? share : 0; r < SLICES; r += BY_SLICE) {
+        int image = r / C::rows_d, d = at.d + ROW_D<C>[r % C::rows_d];
+        bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
+        const char* line = place + image * (C::cin * plane) + d * slice;
+#pragma unroll ROWS_AT_ONCE
+        for (int j = BY_ROW > 1 ? share : 0; j < C::rows_h; j += BY_ROW) {
+          int h = at.h + ROW_H<C>[j];
+          u64 p = multiply_add_wide(h, s.in_w * T::ELEMENT, (u64)line);
+          int first = column - (int)(p & 15) / T::ELEMENT;
+          if (exists && (u32)h < (u32)s.in_h && first + T::VEC > 0 && first < s.in_w)
+            copy16(to + image * (C::ck - 1) * CHANNEL_BYTES + (r * C::rows_h + j) * (UNITS * 16), (const char*)(p & ~15ull));
+        }
+      }
+    }
+    if (SHARES > 1) break;
+    unit += T::PRODUCER_THREADS % UNITS;
+    c += T::PRODUCER_THREADS / UNITS;
+    if (unit >= UNITS) {
+      unit -= UNITS;
+      c++;
+    }
+  }
+}
+
+// A thread's pixels of a tile: where they lie in a slot and whether they are in the image. Found once a tile, not a chunk.
+template <class C>
+struct OwnPixels {
+using T = PixelTile<C>;
+static constexpr int COUNT = (T::PIXELS + T::PRODUCER_THREADS - 1) / T::PRODUCER_THREADS;
+
+u32 from[COUNT], ok;                                    // of the places in a slot the low 24 bits; above: the phase
+u32 plane;                                              // channel c of a row begins at (phase + c * plane) % VEC of a unit
+
+// The pixel row of pixel i: rows in their order, or, where the columns of neighbouring rows lie a multiple of four
+// apart, so that lanes would meet few banks, columns in theirs.
+static __device__ __forceinline__ int pixel_row(int i) {
+  // Rows first: an image's lie together in a slot, where columns of several images would meet few banks.
+  if constexpr (C::fetch == IMAGES_BESIDE) return i % T::SEGMENTS * T::PITCH + i / T::SEGMENTS;
+  else if constexpr (C::in_step_w % 4 == 0) return i / T::PITCH * T::PITCH + i % T::PITCH % C::planes * C::plane + i % T::PITCH / C::planes;
+  else return i;
+}
+
+__device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int thread) {
+  plane = Slot<C>::plane_of(s);
+  ok = 0;
+#pragma unroll
+  for (int k = 0; k < COUNT; k++) {
+    int p = pixel_row(thread + k * T::PRODUCER_THREADS), segment = p / T::PITCH, within = p % T::PITCH;
+    int column = T::column_of(within), image = segment / (C::rows_d * C::rows_h);
+    if (thread + k * T::PRODUCER_THREADS >= T::PIXELS) break;
+    const SlotPlace place = Slot<C>::place(x, s, at, segments, segment, image, column, plane);
+    from[k] = place.from;
+    ok |= (u32)place.exists << k;
+  }
+}
+};
+
+// A slot's pixels to rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
+template <class C, bool ALIGNED>                        // every channel of a row has the same misalignment
+__device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int channel, int left, u32 slot, u32 tile, int thread) {
+  using T = PixelTile<C>;
+#pragma unroll
+  for (int k = 0; k < OwnPixels<C>::COUNT; k++) {
+    int p = OwnPixels<C>::pixel_row(thread + k * T::PRODUCER_THREADS);
+    if (T::PIXELS % T::PRODUCER_THREADS && thread + k * T::PRODUCER_THREADS >= T::PIXELS) break;
+    bool ok = exist >> k & 1;
+    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * T::ELEMENT : 0);
+#pragma unroll 2  // more of them spill
+    for (int unit = 0; unit < T::UNITS_PER_ROW; unit++) {
+      u32 v[T::VEC];
+#pragma unroll
+      for (int e = 0; e < T::VEC; e++) {
+        int c = unit * T::VEC + e;
+        bool have = ok && (C::cin_g % C::ck == 0 || c < left);
+        u32 a = from + Slot<C>::channel_at(c);
+        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * own.plane) & (T::VEC - 1)) * T::ELEMENT;
+        if constexpr (T::ELEMENT == 4) v[e] = have ? load_shared_u32(a) : 0;
+        else v[e] = have ? load_shared_u16(a) : 0;
+      }
+      if constexpr (T::ELEMENT == 4) store_parts<C>(tile + T::unit_at(p, unit), v);
+      else store_halves(tile + T::unit_at(p, unit), v);
+    }
+  }
+}
+
+// Producers: from slots, or from memory, to the tiles that consumers read. One way for each layout and whoever brings pixels.
+
+struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
+
+// The tile is written: make it visible to the matrix units and say so, once a warp.
+__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+  fence_async_shared();
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+template <class C>
+__device__ __forceinline__ void turn_chunk(const OwnPixels<C>& own, int w, int chunk, u32 slot, u32 tile, int thread) {
+  int channel = chunk * C::ck;
+  u32 exist = Slot<C>::existing(own.ok, w);
+  if (Slot<C>::aligned(own.plane)) turn<C, true>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
+  else turn<C, false>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
+}
+
+template <class K, bool CHANNELS_LAST = K::C::channels_last, bool BOX = K::BOX>
+struct Producer;
+
+// NCHW, threads: they copy a chunk ahead of the one that they turn.
+template <class K>
+struct Producer<K, false, false> {
+  using C = typename K::C;
+  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
+    constexpr int SLOT_BYTES = Slot<C>::BYTES;
+    int lane = thread & 31;
+    OwnPixels<C> own;
+    Walk<K> now(s), ahead(s);
+    CursorOf<C::stages_p> tile = {0, 1};
+    CursorOf<C::stages_s> slot = {0, 0};
+    ahead.begin(s);
+    u32 next_slot = 0;
+#pragma unroll 1
+    for (int i = 0; i < C::stages_s - 1; i++) {
+      if (ahead.live(s)) {
+        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots + i * SLOT_BYTES, thread);
+        ahead.next(s);
+      }
+      copy_commit();
+    }
+    next_slot = C::stages_s - 1;
+#pragma unroll 1
+    for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
+      if (now.chunk == K::first_chunk()) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
+      copy_wait<C::stages_s - 2>();
+      named_sync<1, K::PRODUCER_THREADS>();             // everyone's copies have landed, and everyone has left the next slot
+      if (ahead.live(s)) {
+        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots + next_slot * SLOT_BYTES, thread);
+        ahead.next(s);
+      }
+      if (++next_slot == C::stages_s) next_slot = 0;
+      copy_commit();
+      barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
+      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
+      hand_over(barriers.full + tile.stage * 8, lane);
+    }
+  }
+};
+
+// NCHW, boxes: slots land, threads turn them.
+template <class K>
+struct Producer<K, false, true> {
+  using C = typename K::C;
+  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
+    int lane = thread & 31;
+    Walk<K> now(s);
+    CursorOf<C::stages_p> tile = {0, 1};
+    OwnPixels<C> own;
+    if (!Slot<C>::EVERY_TILE) own.locate(x, s, typename K::Source(), segments, thread);
+    CursorOf<C::stages_s> slot = {0, 0};
+#pragma unroll 1
+    for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
+      if (Slot<C>::EVERY_TILE && now.chunk == K::first_chunk()) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
+      barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
+      barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
+      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
+      hand_over(barriers.full + tile.stage * 8, lane);
+      if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
+    }
+  }
+};
+
+// Channels-last, threads: they copy chunks ahead of the one that they round.
+template <class K>
+struct Producer<K, true, false> {
+  using C = typename K::C;
+  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32, const PixelBarriers& barriers, int thread) {
+    int lane = thread & 31;
+    Walk<K> now(s), ahead(s);
+    CursorOf<C::stages_p> tile = {0, 1}, free = {0, 1};
+    int pending = 0;
+    ahead.begin(s);
+#pragma unroll 1
+    for (now.begin(s); now.live(s); now.next(s), tile.next(), pending--) {
+#pragma unroll 1
+      for (; pending < C::stages_p - 1; pending++) {    // one more at each turn, all but one at the first
+        if (ahead.live(s)) {
+          barrier_wait(barriers.empty + free.stage * 8, free.parity);
+          fetch_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), segments, tiles + free.stage * K::STAGE_BYTES, thread);
+          ahead.next(s);
+          free.next();
+        }
+        copy_commit();
+      }
+      copy_wait<C::stages_p - 2>();
+      round_units<C>(tiles + tile.stage * K::STAGE_BYTES, thread);
+      hand_over(barriers.full + tile.stage * 8, lane);
+    }
+  }
+};
+
+// Channels-last, boxes, IEEE: tiles land, threads part their values.
+template <class K>
+struct Producer<K, true, true> {
+  using C = typename K::C;
+  static __device__ __forceinline__ void produce(const char* __restrict__, const typename K::Sizes& s, const int*, u32 tiles, u32, const PixelBarriers& barriers, int thread) {
+    int lane = thread & 31;
+    Walk<K> now(s);
+    CursorOf<C::stages_p> tile = {0, 1};
+#pragma unroll 1
+    for (now.begin(s); now.live(s); now.next(s), tile.next()) {
+      barrier_wait(barriers.landed + tile.stage * 8, tile.parity ^ 1);
+      round_units<C>(tiles + tile.stage * K::STAGE_BYTES, thread);
+      hand_over(barriers.full + tile.stage * 8, lane);
+    }
+  }
+};
+
+// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
+
+// --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
+
+#define MMA_OF(shape, types) \
+  asm volatile("mma.sync.aligned." shape ".row.col.f32." types ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+// Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
+template <int P>
+__device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (P < FP16) MMA_OF("m16n8k8", "tf32.tf32");
+  else if constexpr (P == FP16) MMA_OF("m16n8k16", "f16.f16");
+  else MMA_OF("m16n8k16", "bf16.bf16");
+}
+
+// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
+
+// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
+// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
+template <int N> struct WgmmaOf;
+
+// A descriptor's two words, of which one alone changes.
+__device__ __forceinline__ u64 descriptor_of_words(const u32 (&a)[4]) { return (u64)a[1] << 32 | a[0]; }
+
+#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
+#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
+#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
+  template <> struct WgmmaOf<n> { \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
+      if constexpr (P < FP16) asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
+      else if constexpr (P == FP16) asm volatile(WGMMA_TEXT(#n, "k16.f32.f16.f16", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1, " x6) : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS), "n"(B_TURNED)); \
+      else asm volatile(WGMMA_TEXT(#n, "k16.f32.bf16.bf16", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1, " x6) : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS), "n"(B_TURNED)); \
+    } \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
+      if constexpr (P < FP16) asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
+      else if constexpr (P == FP16) asm volatile(WGMMA_TEXT(#n, "k16.f32.f16.f16", sums, x0, x1, x2 ", 1, 1, " x3 ", " x4) : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS), "n"(A_TURNED), "n"(B_TURNED)); \
+      else asm volatile(WGMMA_TEXT(#n, "k16.f32.bf16.bf16", sums, x0, x1, x2 ", 1, 1, " x3 ", " x4) : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS), "n"(A_TURNED), "n"(B_TURNED)); \
+    } \
+  };
+#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
+#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NUMBERS_2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define NUMBERS_3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NUMBERS_4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define NUMBERS_5 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define NUMBERS_6 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define NUMBERS_7 "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+WGMMA_WIDTH(8, "%0,%1,%2,%3", "%4", "%5", "%6", "%7", "%8", "%9", "%10", FOUR_SUMS(0))
+WGMMA_WIDTH(16, "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9", "%10", "%11", "%12", "%13", "%14", FOUR_SUMS(0), FOUR_SUMS(4))
+WGMMA_WIDTH(24, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11", "%12", "%13", "%14", "%15", "%16", "%17", "%18", FOUR_SUMS(0), FOUR_SUMS(4), FOUR_SUMS(8))
+WGMMA_WIDTH(32, NUMBERS_0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SUMS_FROM(0))
+WGMMA_WIDTH(40, NUMBERS_0 "," "%16,%17,%18,%19", "%20", "%21", "%22", "%23", "%24", "%25", "%26", SUMS_FROM(0), FOUR_SUMS(16))
+WGMMA_WIDTH(48, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23", "%24", "%25", "%26", "%27", "%28", "%29", "%30", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20))
+WGMMA_WIDTH(56, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27", "%28", "%29", "%30", "%31", "%32", "%33", "%34", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20), FOUR_SUMS(24))
+WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
+WGMMA_WIDTH(72, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35", "%36", "%37", "%38", "%39", "%40", "%41", "%42", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32))
+WGMMA_WIDTH(80, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35,%36,%37,%38,%39", "%40", "%41", "%42", "%43", "%44", "%45", "%46", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32), FOUR_SUMS(36))
+WGMMA_WIDTH(88, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43", "%44", "%45", "%46", "%47", "%48", "%49", "%50", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32), FOUR_SUMS(36), FOUR_SUMS(40))
+WGMMA_WIDTH(96, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2, "%48", "%49", "%50", "%51", "%52", "%53", "%54", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32))
+WGMMA_WIDTH(104, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51", "%52", "%53", "%54", "%55", "%56", "%57", "%58", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48))
+WGMMA_WIDTH(112, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51,%52,%53,%54,%55", "%56", "%57", "%58", "%59", "%60", "%61", "%62", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48), FOUR_SUMS(52))
+WGMMA_WIDTH(120, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59", "%60", "%61", "%62", "%63", "%64", "%65", "%66", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48), FOUR_SUMS(52), FOUR_SUMS(56))
+WGMMA_WIDTH(128, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48))
+WGMMA_WIDTH(136, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67", "%68", "%69", "%70", "%71", "%72", "%73", "%74", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64))
+WGMMA_WIDTH(144, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67,%68,%69,%70,%71", "%72", "%73", "%74", "%75", "%76", "%77", "%78", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64), FOUR_SUMS(68))
+WGMMA_WIDTH(152, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75", "%76", "%77", "%78", "%79", "%80", "%81", "%82", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64), FOUR_SUMS(68), FOUR_SUMS(72))
+WGMMA_WIDTH(160, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4, "%80", "%81", "%82", "%83", "%84", "%85", "%86", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64))
+WGMMA_WIDTH(168, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83", "%84", "%85", "%86", "%87", "%88", "%89", "%90", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80))
+WGMMA_WIDTH(176, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83,%84,%85,%86,%87", "%88", "%89", "%90", "%91", "%92", "%93", "%94", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80), FOUR_SUMS(84))
+WGMMA_WIDTH(184, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91", "%92", "%93", "%94", "%95", "%96", "%97", "%98", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80), FOUR_SUMS(84), FOUR_SUMS(88))
+WGMMA_WIDTH(192, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80))
+WGMMA_WIDTH(200, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," "%96,%97,%98,%99", "%100", "%101", "%102", "%103", "%104", "%105", "%106", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), FOUR_SUMS(96))
+WGMMA_WIDTH(208, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," "%96,%97,%98,%99,%100,%101,%102,%103", "%104", "%105", "%106", "%107", "%108", "%109", "%110", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), FOUR_SUMS(96), FOUR_SUMS(100))
+WGMMA_WIDTH(216, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107", "%108", "%109", "%110", "%111", "%112", "%113", "%114", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), FOUR_SUMS(96), FOUR_SUMS(100), FOUR_SUMS(104))
+WGMMA_WIDTH(224, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6, "%112", "%113", "%114", "%115", "%116", "%117", "%118", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96))
+WGMMA_WIDTH(232, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115", "%116", "%117", "%118", "%119", "%120", "%121", "%122", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112))
+WGMMA_WIDTH(240, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115,%116,%117,%118,%119", "%120", "%121", "%122", "%123", "%124", "%125", "%126", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112), FOUR_SUMS(116))
+WGMMA_WIDTH(248, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123", "%124", "%125", "%126", "%127", "%128", "%129", "%130", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112), FOUR_SUMS(116), FOUR_SUMS(120))
+WGMMA_WIDTH(256, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," NUMBERS_7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), SUMS_FROM(112))
+
+// A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
+
+template <class C>
+struct Columns {
+using G = GatherWork<C>;
+static constexpr int NB = G::NB;
+
+struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
+
+// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
+static __device__ __forceinline__ constexpr Place place_of(int subtile) {
+  constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
+  return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
+          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
+          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+}
+static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
+  Place p = place_of(subtile);
+  return ((p.n * C::rows_d + p.d * C::row_step_d) * C::rows_h + p.h * C::row_step_h) * G::PITCH + p.w;
+}
+static constexpr int SUBTILES_AT_ONCE = C::wide ? 2 : 1;  // that a matrix instruction takes; groups of columns lie evenly over both
+static constexpr int GROUP_ROWS = C::sub_h == 8 ? C::row_step_h * G::PITCH : 8;  // pixel rows from one group of eight columns to the next
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+static __device__ __forceinline__ constexpr bool halves_alike() {
+  for (int nb = 1; C::split == 0 && nb < NB; nb++)
+    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
+  return true;
+}
+static __device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+// Where they lie in a tile. `start`: of the consumer's first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+u32 start;
+int first;                                              // its first subtile
+u32 full, empty, parity;                                // of planes that come one by one: the barriers of the first
+
+__device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0), empty(0), parity(0) {
+  // By a shuffle, so that ptxas counts in uniform registers.
+  if constexpr (C::wgmma) start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
+  else start = tile;
+}
+__device__ __forceinline__ Columns shifted(int rows) const {
+  Columns found = *this;
+  found.start += rows * (G::ROW_BYTES / 16);
+  return found;
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part, int lane) const {
+  if constexpr (C::wgmma) multiply_by_descriptor<!FRESH>(acc, a, shift, k_step, part);
+  else multiply_by_matrices(acc, a, shift, k_step, part, lane);
+}
+
+template <bool ADDS>
+__device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
+  const u64 upper = ((u64)(GROUP_ROWS * G::ROW_BYTES >> 4) << 32) | ((u64)(G::ROW_BYTES == 32 ? 3 : G::ROW_BYTES == 64 ? 2 : 1) << 62);
+#pragma unroll
+  for (int nb = 0; nb < NB; nb += SUBTILES_AT_ONCE) {
+    u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
+    using Sums = float[SUBTILES_AT_ONCE * 32];
+    WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[nb], a, b);
+  }
+}
+
+__device__ __forceinline__ void multiply_by_matrices(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part, int lane) const {
+  int matrix = lane >> 3;                               // ldmatrix: columns 8j.. of both halves of K, then columns 8j + 8..
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) {
+    int row = pixel_row_of(first + nb) + shift;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      int p = row + (j + (matrix >> 1)) * GROUP_ROWS + (lane & 7);
+      u32 b[4];
+      load_matrices(b, start + part * G::PART_BYTES + G::unit_at(p, k_step * 2 + (matrix & 1)));
+#pragma unroll
+      for (int i = 0; i < 2; i++) mma_of<C::precision>(&acc[nb][4 * (j + i)], a, b[2 * i], b[2 * i + 1]);
+    }
+  }
+}
+};
+
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
+
+// 0 to N - 1.
+template <int...>
+struct Sequence {};
+template <int N, int... BEHIND>
+struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
+template <int... ALL>
+struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
+
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
+// C::continued, the barrier of the chunk that the last step may still read.
+template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
+struct ChunkOf;
+
+template <class C>
+struct StepOf {
+using G = GatherWork<C>;
+using Weights = Fragments<C>;
+using Pixels = Columns<C>;
+using Sums = float[G::NB][32];
+using Sets = u32[C::fragment_sets][4];
+
+// A stage of the ring of weights whose fragments are in registers, by its barrier.
+static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(done);
+}
+
+// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+}
+
+// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
+// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
+// free again and serialises every wgmma, C7513. C::continued: where the
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
+// it can where those of a round are; `left` rounds of the chunk follow.
+static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
+  constexpr int SETS = C::fragment_sets;
+  if constexpr (C::wgmma) {
+    wgmma_fence();
+    pixels.template multiply<false>(acc, a[i % SETS], shift, i % G::K_STEPS, 0, lane);
+    wgmma_commit();
+    u32 done = weights.in_hand();
+    if (i + 1 < steps) {
+      weights.load(a[(i + 1) % SETS], i + 1);
+      wgmma_wait<1>();
+    } else if (C::steps == ROLLED) {
+      weights.end_stretch(steps);
+      if (left) weights.load(a[0], 0);
+      wgmma_wait<1>();
+    } else if (C::continued) {
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
+    }
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+  } else {
+    weights.load(a[i % SETS], i);
+    pixels.template multiply<false>(acc, a[i % SETS], shift, i % G::K_STEPS, 0, lane);
+  }
+}
+};
+
+// Few steps: all blocks of a chunk are one stretch, without a loop.
+
+template <class C> __constant__ const auto STRETCH_OF = table_of<int>(C::stretches_of);   // [variant]: which of those that serve several
+template <class C> __constant__ const auto VARIANT_ROW = table_of<int>(C::variant_rows);  // [variant]: shift of its taps against the first of these
+
+template <class C>
+struct ChunkOf<C, STRAIGHT, 1> : StepOf<C> {
+using G = GatherWork<C>;
+using S = StepOf<C>;
+using Weights = typename S::Weights;
+using Pixels = typename S::Pixels;
+using Sums = float[G::MB][G::NB][32];
+static constexpr int STRIDE = G::MB + 1;                // of a variant's entries
+
+static __device__ __forceinline__ constexpr int steps_of(int variant) {
+  return (C::entries[variant * STRIDE + G::MB] - C::entries[variant * STRIDE]) * G::STEPS_PER_TAP;
+}
+static __device__ __forceinline__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= C::entries[variant * STRIDE + b + 1]) b++;
+  return b;
+}
+
+template <int VARIANT, int STEP>
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+  constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP / G::STEPS_PER_TAP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
+  if constexpr (C::plane_barriers > 1) {                // a plane is waited for with its first step; behind it no instruction reads the plane before
+    constexpr int plane = C::planes_of_entries[entry];
+    constexpr bool begins = STEP % G::STEPS_PER_TAP == 0 && (STEP == 0 || C::planes_of_entries[entry - (STEP > 0)] != plane);
+    if (begins) barrier_wait(pixels.full + plane * 8, pixels.parity);
+    S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
+    if (C::continued && STEP == 0) S::give_back(behind, lane);
+    if (begins && STEP > 0) S::give_back(pixels.empty + (plane - 1) * 8, lane);
+  } else {
+    S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
+    if (C::continued && STEP == 0) S::give_back(behind, lane);
+  }
+}
+
+// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
+template <int VARIANT, int... STEPS>
+static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
+  weights.end_stretch(sizeof...(STEPS));
+}
+
+// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
+// is then compiled, and fetched.
+template <int STRETCH>
+static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+  constexpr int first = C::first_of_stretches[STRETCH];  // variant
+  int stretch = variant;
+  if constexpr (C::stretches < C::variants) stretch = STRETCH_OF<C>[variant];
+  if (C::stretches == 1 || stretch == STRETCH) {
+    u32 a[C::fragment_sets][4];
+    const typename Counting<steps_of(first)>::type steps;
+    weights.load(a[0], 0);
+    if constexpr (C::stretches < C::variants) multiply_from<first>(steps, acc, a, weights, pixels.shifted(VARIANT_ROW<C>[variant]), behind, lane);
+    else multiply_from<first>(steps, acc, a, weights, pixels, behind, lane);
+  } else if constexpr (STRETCH + 1 < C::stretches) {
+    multiply_stretch<STRETCH + 1>(variant, acc, weights, pixels, behind, lane);
+  }
+}
+
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+  multiply_stretch<0>(variant, acc, weights, pixels, behind, lane);
+}
+};
+
+// More steps: a loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
+// cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
+// and its first fragment, is asked for in the one before: tables of taps read in each
+// would be slower. Shorter stretches stay straight, which is the fastest.
+
+template <class C>
+struct ChunkOf<C, ROLLED, 1> : StepOf<C> {
+using G = GatherWork<C>;
+using S = StepOf<C>;
+using Weights = typename S::Weights;
+using Pixels = typename S::Pixels;
+using Sums = float[G::MB][G::NB][32];
+static constexpr bool BY_PLANES = C::plane_barriers > 1;  // a round is a plane
+
+template <int STEP>
+static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32& behind, int lane) {
+  constexpr int shift = C::round_shifts[STEP / G::STEPS_PER_TAP];
+  S::step(acc, a, weights, pixels, shift, STEP, G::LONGEST_STRETCH, lane, left);
+  if ((C::continued || BY_PLANES) && STEP == 0 && behind) {
+    S::give_back(behind, lane);
+    behind = 0;
+  }
+}
+template <int... STEPS>
+static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32& behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
+}
+
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+  u32 a[C::fragment_sets][4];
+  int left = G::entries_of(variant) / C::taps_unrolled;
+  u32 full = pixels.full, empty = pixels.empty;
+  weights.load(a[0], 0);
+#pragma unroll
+  for (int b = 0; b < G::MB; b++) {
+    int entry = G::first_entry(variant, b), last = G::end_entry(variant, b);
+    int begin = TAP_ROW<C>[entry];
+#pragma unroll 1
+    while (entry < last) {
+      Pixels shifted = pixels;
+      shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
+      entry += C::taps_unrolled;
+      if (entry < last) begin = TAP_ROW<C>[entry];
+      if constexpr (BY_PLANES) {
+        barrier_wait(full, pixels.parity);
+        full += 8;
+      }
+      multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[b], a, weights, shifted, --left, behind, lane);
+      if constexpr (BY_PLANES) {
+        behind = left ? empty : 0;                      // the last plane is the chunk's to give back
+        empty += 8;
+      }
+    }
+  }
+  if (!C::continued) wgmma_wait<0>();
+}
+};
+
+// Many steps: a loop over stretches of some taps of a block.
+
+// C::taps_unrolled taps from `entry` on, in one product each; `StretchOf<C, 2>` has IEEE's three.
+template <class C, int PARTS>
+struct StretchOf : StepOf<C> {
+using G = GatherWork<C>;
+using S = StepOf<C>;
+static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums&, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
+  u32 a[C::fragment_sets][4];
+  if constexpr (C::wgmma) weights.load(a[0], 0);
+  const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
+#pragma unroll
+  for (int i = 0; i < G::LONGEST_STRETCH; i++) S::step(acc, a, weights, pixels, taps[i / G::STEPS_PER_TAP], i, G::LONGEST_STRETCH, lane);
+  weights.end_stretch(G::LONGEST_STRETCH);
+}
+};
+
+// The products of IEEE's parts. Tensor cores truncate as they add, by an error in proportion to the sum: so all corrections of a
+// stretch, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take C::fragment_sets sets
+// of registers in turn, high ones keep theirs to the end.
+template <class C>
+struct StretchOf<C, 2> : StepOf<C> {
+using G = GatherWork<C>;
+using S = StepOf<C>;
+static constexpr int STEPS = C::taps_unrolled * G::K_STEPS;  // of two fragments
+static constexpr int SETS = C::fragment_sets;
+
+// The error also grows with the length of a sum. So sums are kept short, and added with rounding.
+static __device__ __forceinline__ void promote(typename S::Sums& acc, typename S::Sums& sum) {
+#pragma unroll
+  for (int nb = 0; nb < G::NB; nb++)
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+      sum[nb][i] += acc[nb][i];
+      if (!C::wgmma) acc[nb][i] = 0.f;                  // wgmma begins a stretch's sums anew
+    }
+}
+
+static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
+  u32 high[STEPS][4], low[SETS][4];
+  const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
+  weights.load(high[0], 0);
+  weights.load(low[0], 1);
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    int shift = taps[i / G::K_STEPS], k_step = i % G::K_STEPS;
+    u32 done = 0;
+    if constexpr (C::wgmma) wgmma_fence();
+    if (i == 0) pixels.template multiply<true>(acc, high[0], shift, k_step, 1, lane);
+    else pixels.template multiply<false>(acc, high[i], shift, k_step, 1, lane);
+    pixels.template multiply<false>(acc, low[i % SETS], shift, k_step, 0, lane);
+    if constexpr (C::wgmma) {
+      wgmma_commit();
+      done = weights.in_hand();
+    }
+    if (i + 1 < STEPS) {
+      weights.load(high[i + 1], 2 * i + 2);
+      weights.load(low[(i + 1) % SETS], 2 * i + 3);
+    }
+    if constexpr (C::wgmma) {
+      if (i + 1 < STEPS) wgmma_wait<1>();
+      if (!C::resident && (i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) S::give_back_weights(done, lane);
+    }
+  }
+  if constexpr (C::wgmma) wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) pixels.template multiply<false>(acc, high[i], taps[i / G::K_STEPS], i % G::K_STEPS, 0, lane);
+  if constexpr (C::wgmma) {
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+  weights.end_stretch(2 * STEPS);
+  promote(acc, sum);
+}
+};
+
+template <class C, int PARTS>
+struct ChunkOf<C, LOOPED, PARTS> : StepOf<C> {
+using G = GatherWork<C>;
+using S = StepOf<C>;
+using Sums = float[G::MB][G::NB][32];
+static_assert(PARTS == 1 || !C::wgmma || C::resident || C::w_stage % 2 == 0, "a stage has both parts of a step's weights");
+
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, u32, int lane) {
+#pragma unroll
+  for (int b = 0; b < G::MB; b++) {
+    int e = G::first_entry(variant, b), last = G::end_entry(variant, b);
+#pragma unroll 1
+    for (; e + C::taps_unrolled <= last; e += C::taps_unrolled) StretchOf<C, PARTS>::multiply(acc[b], sum[b], weights, pixels, e, lane);
+  }
+}
+};
+
+// Sums to memory: what all ways to store share. The ways are gather_store_rows.cuh, gather_store_pixels.cuh, gather_store_phases.cuh and
+// gather_store_boxes.cuh; gather_fill.cuh stores outputs without taps.
+
+// `Epilogue<C>::store` stores a consumer's sums of a tile, by way of BUFFER_BYTES of shared memory for each warp. Results are a `Result`: a pointer or
+// a tensor map.
+template <class C, int = C::store>
+struct Epilogue;
+
+// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
+// RUN x C::w_subs consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of C::rows_per_sub channels, through one
+// of all warps that hold these.
+template <class C>
+struct Runs : Columns<C> {
+using G = GatherWork<C>;
+using P = Columns<C>;
+using Number = typename G::Number;
+static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
+static constexpr int GROUPS = C::run_groups;
+static constexpr int RUN = GROUPS * 8;
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
+static constexpr int ROUND = 64 / RUN * RUN;            // channels-last: pixels that pass through at once, in whole runs: of one row or, TALL, of several
+
+// Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
+static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+
+// Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
+static __device__ __forceinline__ bool others(int r, int i) {
+  if constexpr (G::SHARES > 1) return (r * OF_SUBTILE + i) / (C::channels_last ? ROUND / RUN : 1) % G::SHARES != G::rank();
+  else return false;
+}
+
+// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
+// after unrolling, and until then the compiler keeps all sums in memory.
+static __device__ __forceinline__ constexpr u64 packed_blocks() {
+  u64 packed = 0;
+  for (int u = 0; u < C::w_subs; u++) packed |= (u64)(C::blocks_of_w[u] + 1) << 4 * u;
+  return packed;
+}
+static_assert(G::MB < 15, "four bits name a block");
+static __device__ __forceinline__ constexpr int block_of_w(int u) {
+  if constexpr (C::w_subs <= 16) {
+    constexpr u64 packed = packed_blocks();
+    return (int)(packed >> 4 * u & 15) - 1;
+  } else {
+    constexpr auto blocks = table_of<signed char>(C::blocks_of_w);
+    return blocks[u];
+  }
+}
+// Of W sub-position u the sum `e` of a subtile; where there are no taps, `without`.
+static __device__ __forceinline__ float sum_of(const float (&acc)[G::MB][G::NB][32], int u, int nb, int e, float without) {
+  return block_of_w(u) < 0 ? without : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][e];
+}
+};
+
+// A warp's 16 rows of M are output channels of one (d, h) sub-position (C::rows_per_sub is 64, 32 or 16).
+struct Slab {
+  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
+  int od, oh;                                           // offsets of the sub-position
+};
+
+template <class C> __constant__ const auto SUB_D = table_of<short>(C::subs_d);  // [variant][subs]: output offset of an M-row's sub-position
+template <class C> __constant__ const auto SUB_H = table_of<short>(C::subs_h);
+template <class C> __constant__ const auto U_W = table_of<short>(C::subs_w);    // [variant]: first W sub-position
+
+template <class C>
+__device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, int cout_block, int warp) {
+  Slab slab;
+  int sub = warp * 16 / C::rows_per_sub;
+  slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
+  slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
+  slab.od = SUB_D<C>[t.variant * C::subs + sub];
+  slab.oh = SUB_H<C>[t.variant * C::subs + sub];
+  return slab;
+}
+
+// The biases of a thread's rows g and g + 8 of a slab, or zeros; `first` is the slab's first channel.
+template <class C>
+__device__ __forceinline__ void load_bias(float (&b)[2], const typename GatherWork<C>::Number::Type* bias, const Slab& slab, int first, int g) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    b[h] = 0.f;
+    if (bias && g + 8 * h < slab.couts) b[h] = GatherWork<C>::Number::value(bias[first + g + 8 * h]);
+  }
+}
+
+// Channels-last: warps that hold the channels of a sub-position share a buffer. With a buffer for each a store has
+// 32 bytes of a pixel in half precision, and lanes meet the same banks.
+template <class C>
+struct Team {
+using T = PixelTile<C>;
+static constexpr int WARPS = C::rows_per_sub / 16;
+static constexpr int PIXEL_UNITS = C::rows_per_sub * T::ELEMENT / 16;  // of a pixel in the buffer
+static constexpr int PIXELS_AT_ONCE = WARPS * 32 / PIXEL_UNITS;  // that a team stores: 32 bytes a thread of its 16 rows
+
+// A thread's unit of 16 bytes of a pixel, as much of it as there are channels.
+static __device__ __forceinline__ void store_unit(char* to, const u32 (&v)[4], int couts, bool ok) {
+  if constexpr (C::aligned_cout) {
+    store_global_128_if(to, v, ok);
+  } else {
+#pragma unroll
+    for (int e = 0; e < T::VEC; e++) {
+      if constexpr (T::ELEMENT == 4) store_global_if(to + e * 4, v[e], ok && e < couts);
+      else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok && e < couts);
+    }
+  }
+}
+};
+
+// A thread's biases, on all of its sums.
+template <class C>
+__device__ __forceinline__ void add_bias(float (&acc)[GatherWork<C>::MB][GatherWork<C>::NB][32], const float (&b)[2]) {
+#pragma unroll
+  for (int m = 0; m < GatherWork<C>::MB; m++)
+#pragma unroll
+    for (int nb = 0; nb < GatherWork<C>::NB; nb++)
+#pragma unroll
+      for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
+}
+
+// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
+// in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
+// are long and begin where sectors do. Tiles of their own would multiply nothing, and pass
+// through the buffer all the same.
+
+template <class C> __constant__ const auto BARE_OF = table_of<short>(C::bares);  // [variant]: where its sub-positions without taps begin
+template <class C> __constant__ const auto BARE_D = table_of<short>(C::bares_d);  // their offsets, of rows the first
+template <class C> __constant__ const auto BARE_H = table_of<short>(C::bares_h);
+template <class C> __constant__ const auto BARE_W = table_of<short>(C::bares_w);  // -1: all along W
+template <class C> __constant__ const auto BARE_ROW = table_of<short>(C::bares_rows);  // rows along H, neighbours; 0: all
+
+struct Run { int n, od, oh; long long before; int own; bool last; };  // of an image's rows a share: outputs before it and its own; whether none follows
+
+// A warp's channels of the bare sub-positions. Of consumers that halve the pixels each takes every second channel (channels-last: round of
+// pixels), `part` says which.
+template <class C, bool CHANNELS_LAST = C::channels_last>
+struct FillOf;
+
+template <class C>
+struct FillOf<C, false> {
+using G = GatherWork<C>;
+static constexpr int SHARES = C::split == 0 ? 2 : 1;
+static constexpr int ROW_BYTES = C::tile_w * C::out_step_w * G::ELEMENT;
+static constexpr int STEPS = ROW_BYTES / 512 < 3 ? ROW_BYTES / 512 + 1 : 4;
+
+int first, couts, part, lane;                           // channels
+u32 word;                                               // the lane's channel's bias
+long long channel_bytes;
+
+__device__ __forceinline__ FillOf(const typename G::Number::Type* __restrict__ bias, const typename G::Sizes& s, const typename G::Tile& t, const Slab& slab, int part, int, int lane)
+    : first(t.group * C::cout_g + slab.cout), couts(slab.couts), part(part), lane(lane) {
+  word = bias && lane < couts ? G::Number::bits(G::Number::value(bias[first + lane])) : 0;
+  if (G::ELEMENT == 2) word |= word << 16;
+  channel_bytes = (long long)s.out_d * s.out_h * s.out_w * G::ELEMENT;
+}
+__device__ __forceinline__ bool none() const { return false; }
+
+// A share of a run of one channel: from where the sector of its first byte begins (but not before `lowest`) to `end`, or, if it is not
+// the run's `last`, to where the sector of `end` begins. A call stores STEPS times 512 bytes, `from` there on, without a branch, so
+// that several channels' are under way, each along its row: all channels in turn would be slower.
+static __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane, bool exists) {
+  constexpr int VEC = G::VEC;
+  const u32 v[4] = {word, word, word, word};
+  int phase = (int)((u64)share & 31), a = -phase > lowest ? -phase : lowest, z = last ? end : ((end + phase) & ~31) - phase;
+  int at = ((a + phase) & ~15) - phase + from + lane * 16;
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
+  // What is left of 16 bytes at either end, in elements: the first lanes have the head, and all where both ends are in one unit.
+  bool tail = lane & VEC, ragged = (a + phase) & 15;
+  at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * G::ELEMENT;
+  bool ok = exists && from == 0 && lane < 2 * VEC && (tail ? !ragged || (a + phase) / 16 < (z + phase) / 16 : ragged) && at >= a && at < z;
+  if constexpr (G::ELEMENT == 4) store_global_if(share + at, word, ok);
+  else store_global_16_if(share + at, word, ok);
+}
+
+__device__ __forceinline__ void store(char* y, const typename G::Sizes& s, const typename G::Tile&, int, const Run& run) const {
+  int own = run.own * G::ELEMENT;
+  long long before = run.before * G::ELEMENT;
+  int lowest = before < 31 ? -(int)before : -31;
+  char* to = y + (((((long long)run.n * C::cout + first) * s.out_d + run.od) * s.out_h + run.oh) * s.out_w) * G::ELEMENT + before;
+  const bool once = own + 46 <= STEPS * 512;            // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
+  if (once) {
+#pragma unroll 4
+    for (int c = part; c < 16; c += SHARES)
+      fill_some(to + c * channel_bytes, lowest, own, run.last, 0, __shfl_sync(0xffffffffu, word, c), lane, c < couts);
+  } else {
+#pragma unroll 1
+    for (int c = part; c < 16; c += SHARES)
+#pragma unroll 1
+      for (int from = 0; from < own + 46; from += STEPS * 512)
+        fill_some(to + c * channel_bytes, lowest, own, run.last, from, __shfl_sync(0xffffffffu, word, c), lane, c < couts);
+  }
+}
+};
+
+template <class C>
+struct FillOf<C, true> {
+using G = GatherWork<C>;
+static constexpr int SHARES = C::split == 0 ? 2 : 1;
+static constexpr int EACH = SHARES * Team<C>::PIXELS_AT_ONCE;
+static constexpr int PIXEL_BYTES = C::cout * G::ELEMENT;
+
+int channel, couts, first_pixel;                        // the thread's first channel of the result, how many exist; its first pixel
+u32 v[4];                                               // its unit of a pixel
+
+__device__ __forceinline__ FillOf(const typename G::Number::Type* __restrict__ bias, const typename G::Sizes&, const typename G::Tile& t, const Slab& slab, int part, int warp, int lane) : v() {
+  int in_team = warp % Team<C>::WARPS, thread = in_team * 32 + lane, of_group = slab.cout - in_team * 16 + thread % Team<C>::PIXEL_UNITS * G::VEC;
+  channel = t.group * C::cout_g + of_group, couts = C::cout_g - of_group;
+  if (none()) return;
+#pragma unroll
+  for (int e = 0; e < G::VEC; e++) {
+    u32 one = bias && e < couts ? G::Number::bits(G::Number::value(bias[channel + e])) : 0;
+    v[e * G::ELEMENT / 4] |= one << e * G::ELEMENT % 4 * 8;
+  }
+  first_pixel = part * Team<C>::PIXELS_AT_ONCE + thread / Team<C>::PIXEL_UNITS;
+}
+__device__ __forceinline__ bool none() const { return couts <= 0; }
+
+__device__ __forceinline__ void store(char* y, const typename G::Sizes& s, const typename G::Tile& t, int b, const Run& run) const {
+  char* to = y + channel * G::ELEMENT + (((long long)run.n * s.out_d + run.od) * s.out_h + run.oh) * s.out_w * PIXEL_BYTES;
+  if constexpr (C::w_subs != C::out_step_w) {
+    if (BARE_W<C>[b] >= 0) {                            // a row's phase along W alone
+      int ow = C::out_step_w * t.w + BARE_W<C>[b];
+#pragma unroll 4
+      for (int p = first_pixel; p < C::tile_w * C::w_subs; p += EACH) {
+        int w = ow + p / C::w_subs * C::out_step_w + p % C::w_subs;
+        Team<C>::store_unit(to + (long long)w * PIXEL_BYTES, v, couts, w < s.out_w);
+      }
+      return;
+    }
+  }
+  to += run.before * PIXEL_BYTES;
+#pragma unroll 4
+  for (int p = first_pixel; p < run.own; p += EACH) Team<C>::store_unit(to + (long long)p * PIXEL_BYTES, v, couts, true);
+}
+};
+
+// Of a tile's variant each C::subs-th is a warp's own.
+template <class C>
+__device__ __forceinline__ void fill(const typename GatherWork<C>::Number::Type* __restrict__ bias, char* __restrict__ y, const typename GatherWork<C>::Sizes& s, const typename GatherWork<C>::Tile& t, const Slab& slab, int part, int warp, int lane) {
+  const FillOf<C> channels(bias, s, t, slab, part, warp, lane);
+  if (channels.none()) return;
+#pragma unroll 1
+  for (int b = BARE_OF<C>[t.variant] + warp * 16 / C::rows_per_sub; b < BARE_OF<C>[t.variant + 1]; b += C::subs) {
+    const bool plane = BARE_ROW<C>[b] == 0;             // else so many rows
+    int share = t.w / C::tile_w, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW<C>[b];
+    if (plane) share += t.h / C::tile_h * shares, shares *= s.tiles_h;
+    const bool last = share + 1 == shares;
+    u32 whole = (u64)most * s.out_w / shares;           // outputs of a share, where all rows exist
+#pragma unroll 1
+    for (int i = 0; i < C::tile_n * C::tile_d * C::tile_h; i += plane ? C::tile_h : 1) {
+      int n = t.n + i / (C::tile_d * C::tile_h), od = C::out_step_d * (t.d + i / C::tile_h % C::tile_d) + BARE_D<C>[b];
+      int oh = plane ? 0 : C::out_step_h * (t.h + i % C::tile_h) + BARE_H<C>[b], rows = s.out_h - oh < most ? s.out_h - oh : most;
+      if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
+      u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
+      channels.store(y, s, t, b, {n, od, oh, (long long)share * each, last ? (int)((u32)rows * s.out_w - share * each) : (int)each, last});
+    }
+  }
+}
+
+// Stores NCHW rows, by runs of eight channels.
+
+// Bytes of a row of a warp's buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
+template <class C>
+constexpr int RUN_PITCH = (C::run_groups * 8 * C::w_subs * PixelTile<C>::ELEMENT + 127) / 128 * 128 + (PixelTile<C>::ELEMENT == 4 ? 32 : 48);
+
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
+  u32 v[4];
+  if constexpr (UNIT == 16) load_shared_128(v, from);
+  else if constexpr (UNIT == 8) load_shared_64(v, from);
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if constexpr (UNIT == 16) store_global_128_if(to, v, ok);
+  else if constexpr (UNIT == 8) store_global_64_if(to, v, ok);
+  else if constexpr (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// How eight rows of OUTPUTS leave a warp's buffer. `to` is the first row's first output, rows lie `plane` bytes apart; `rows` of them exist.
+template <class C>
+struct RowStores {
+using T = PixelTile<C>;
+static constexpr int ELEMENT = T::ELEMENT;
+static constexpr int OUTPUTS = C::run_groups * 8 * C::w_subs;  // of a row of a run
+static constexpr int PITCH = RUN_PITCH<C>;
+static constexpr bool WHOLE_SLABS = C::cout_g % 16 == 0;  // all rows exist
+
+// With the other tiles' sub-positions between; `left` outputs are left in a row.
+static __device__ __forceinline__ void store_spread(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
+#pragma unroll
+  for (int i = 0; i < (OUTPUTS + 31) / 32; i++) {
+    int e = lane + 32 * i, o = e / C::w_subs * C::out_step_w + e % C::w_subs;
+    bool in = (OUTPUTS % 32 == 0 || e < OUTPUTS) && o < left;
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      u32 from = buffer + r * PITCH + (OUTPUTS % 32 == 0 || e < OUTPUTS ? e : 0) * ELEMENT;
+      char* p = to + r * plane + (long long)o * ELEMENT;
+      bool ok = in && (WHOLE_SLABS || r < rows);
+      if constexpr (ELEMENT == 4) store_global_if(p, load_shared_u32(from), ok);
+      else store_global_16_if(p, load_shared_u16(from), ok);
+    }
+  }
+}
+
+// In which images lie side by side, a lane some outputs: of each image a row of C::beside_w, C::period columns from the next.
+static __device__ __forceinline__ void store_beside(char* to, long long plane, int rows, int images, u32 buffer, int lane) {
+  constexpr int PERIOD = C::period * C::w_subs;
+  constexpr int EACH = C::beside_w % 2 == 0 && PERIOD % 2 == 0 ? C::beside_w % 4 == 0 && PERIOD % 4 == 0 ? 4 : 2 : 1;
+  constexpr int PER_IMAGE = C::beside_w / EACH, PER_ROW = C::beside * PER_IMAGE;
+  long long image_bytes = plane * C::cout;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, image = index % PER_ROW / PER_IMAGE, at = index % PER_IMAGE * EACH;
+    bool in = 8 * PER_ROW % 32 == 0 || r < 8;
+    u32 from = buffer + r * PITCH + (image * PERIOD + at) * ELEMENT;
+    copy_unit<EACH * ELEMENT>(to + r * plane + image * image_bytes + at * ELEMENT, in ? from : buffer, in && r < rows && image < images);
+  }
+}
+
+// In units: an instruction stores 32 of them, of several rows if they are short; `end` bytes of each.
+template <int UNIT>
+static __device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;  // rows: the first lane's, and how many on
+    // Compared, not divided, where rows are long.
+    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
+    int r = first + more, at = (index - r * PER_ROW) * UNIT;
+    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(row + at, in ? buffer + r * PITCH + at : buffer, in && at < end && (WHOLE_SLABS || r < rows));
+  }
+}
+
+// Of float32, beginning anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
+static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int ROWS = C::store_unit == ELEMENT ? 8 : 4;  // at a time: of kernels that have other ways beside, eight spill
+  static_assert(8 % ROWS == 0, "all rows in turn");
+#pragma unroll
+  for (int from_row = 0; from_row < 8; from_row += ROWS) {
+    char* row[ROWS];
+    u32 from[ROWS];
+    int at[ROWS];                                       // the lane's first output of each row; some are before or behind it
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) {
+      int r = from_row + k;
+      char* first = to + r * plane;
+      at[k] = lane * 4 - ((int)(u64)first & 31);
+      row[k] = first + at[k], from[k] = buffer + r * PITCH + at[k];
+      if (!WHOLE_SLABS && r >= rows) at[k] = 1 << 20;
+    }
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
+#pragma unroll
+    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+      u32 v[ROWS];
+      bool in[ROWS];
+#pragma unroll
+      for (int k = 0; k < ROWS; k++) {
+        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
+        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
+    }
+  }
+}
+
+// Of 16 bits, beginning between words. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes
+// of the one are 16 of the other; two lanes have a sector. What a row's first and last 16 bytes have of it follows in
+// units. Words made of their neighbours take longer.
+template <int UNIT>
+static __device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
+    char* row = to + r * plane;
+    int at = unit * 16 - (int)((u64)row & 31);          // in the row
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<16>(row + at, in ? buffer + r * PITCH + unit * 16 : buffer, in && at >= 0 && at + 16 <= end && r < rows);
+  }
+#pragma unroll
+  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
+    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
+    char* row = to + r * plane;
+    int phase = (int)((u64)row & 15), head = -phase & 15;
+    bool tail = lane & ENDS;
+    if (tail) at += ((phase + end) & ~15) - phase;
+    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
+    copy_unit<UNIT>(row + at, buffer + r * PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+  }
+}
+};
+
+template <class C>
+struct Epilogue<C, STORE_ROWS> : Runs<C> {
+using G = GatherWork<C>;
+using R = Runs<C>;
+using Number = typename G::Number;
+using Result = char*;
+using Rows = RowStores<C>;
+static constexpr int ELEMENT = G::ELEMENT;
+static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
+static constexpr bool CONTIGUOUS = C::w_subs == C::out_step_w;  // a tile's outputs of a row are neighbours in memory
+
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+static __device__ __forceinline__ constexpr bool shifted(int unit) { return ELEMENT == 2 && unit == 2; }  // rows lie in the buffer as they do in their first sector
+static __device__ __forceinline__ constexpr int together(int unit) { return shifted(unit) ? 1 : 2; }  // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 w_subs.
+template <int UNIT>
+static __device__ __forceinline__ int order_of(int g, int q) {
+  if (ELEMENT == 2) return C::w_subs % 2 == 0 ? (g & 1) << 1 : 0;
+  int by_column = C::w_subs % 4 == 0 ? q << 1 : C::w_subs % 2 == 0 ? q & 2 : 0;
+  return together(UNIT) == 2 ? by_column : by_column | g >> 2;
+}
+
+// One thread's 2 w_subs neighbouring outputs to the buffer.
+template <int UNIT>
+static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, int order) {
+  constexpr int TOGETHER = together(UNIT);
+#pragma unroll
+  for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * C::w_subs; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * C::w_subs; i += TOGETHER) {
+    u32 to = at + (i ^ order) * ELEMENT;
+    if constexpr (ELEMENT == 4) {
+      if (TOGETHER == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
+      else store_shared_f32(to, v[i]);
+    } else {
+      if (TOGETHER == 2) store_shared_u32(to, Number::pair(v[i], v[i ^ 1]));
+      else store_shared_u16(to, Number::bits(v[i]));
+    }
+  }
+}
+
+// Rows h * 8 ... of run i of subtiles first_of(r) ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+static __device__ __forceinline__ void put_rows(float (&acc)[G::MB][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < R::GROUPS; k++) {
+    const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
+    float v[2 * C::w_subs];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < C::w_subs; u++) v[c * C::w_subs + u] = R::sum_of(acc, u, nb, 4 * j + 2 * h + c, bias);
+    put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * ELEMENT, order);
+  }
+}
+
+// Eight rows (output channels) of a run by way of the buffer to memory: `end` bytes of each.
+template <int UNIT>
+static __device__ __forceinline__ void pass_rows(float (&acc)[G::MB][G::NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  if constexpr (UNIT == 4 && ELEMENT == 4) Rows::store_sectors(to, plane, rows, end, buffer, lane);
+  else if constexpr (shifted(UNIT)) Rows::template store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+  else Rows::template store_units<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
+static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  OPAQUE(lane);                                         // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
+  Slab slab = slab_of<C>(t, cout_block, warp);
+  if constexpr (C::bare) fill<C>(bias, y, s, t, slab, first_subtile / G::NB, warp, lane);
+  if (slab.couts <= 0) return;
+  int channel = t.group * C::cout_g + slab.cout;
+  float b[2];
+  load_bias<C>(b, bias, slab, channel, g);
+  if (bias) add_bias<C>(acc, b);
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#pragma unroll
+  for (int r = 0; r < R::COUNT; r++) {
+    typename R::Place place = R::place_of(first_subtile + R::first_of(r));
+    int n = t.n + place.n, od = C::out_step_d * (t.d + place.d) + slab.od;
+    bool image = n < s.batch && od < s.out_d;
+#pragma unroll
+    for (int i = 0; i < R::OF_SUBTILE; i++) {
+      int oh = C::out_step_h * (t.h + place.h + (R::TALL ? i : 0)) + slab.oh;
+      int ow = C::out_step_w * (t.w + place.w + (R::TALL ? 0 : i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
+      if (!image || oh >= s.out_h || left <= 0) continue;
+      if (R::others(r, i)) continue;
+      char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        char* first = to + h * 8 * plane;
+        int rows = C::cout_g % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
+        u32 row = buffer + g * Rows::PITCH;
+        if constexpr (C::fetch == IMAGES_BESIDE) {
+          put_rows<16>(acc, b[h], r, i, h, row, lane);
+          __syncwarp();
+          Rows::store_beside(first, plane, rows, s.batch - n, buffer, lane);
+        } else if constexpr (CONTIGUOUS) {
+          if (is_at<16>(misaligned)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          else if (is_at<2 * ELEMENT>(misaligned)) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          else pass_rows<ELEMENT>(acc, b[h], r, i, h, row + (shifted(ELEMENT) ? (u32)(u64)(first + g * plane) & 31 : 0), first, plane, rows, end, buffer, lane);
+        } else {
+          put_rows<16>(acc, b[h], r, i, h, row, lane);
+          __syncwarp();
+          Rows::store_spread(first, plane, rows, left, buffer, lane);
+        }
+        __syncwarp();
+      }
+    }
+  }
+}
+
+// Whether all rows begin and end at multiples of UNIT bytes, as C::store_unit says, or 0, the addresses.
+template <int UNIT>
+static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || (C::store_unit != ELEMENT && (misaligned & (UNIT - 1)) == 0); }
+};
+
+// Stores channels-last pixels, by rounds.
+
+template <class C>
+struct Epilogue<C, STORE_PIXELS> : Runs<C> {
+using G = GatherWork<C>;
+using R = Runs<C>;
+using Number = typename G::Number;
+using Result = char*;
+static constexpr int ELEMENT = G::ELEMENT;
+static constexpr int PIXEL_UNITS = Team<C>::PIXEL_UNITS;
+static constexpr int BUFFER_BYTES = R::ROUND * 16 * ELEMENT;  // a warp's part
+static constexpr int ROUND_GROUPS = R::ROUND / 8;       // of 8 columns of an accumulator
+static constexpr int MATRICES = ROUND_GROUPS % 2 ? 2 : 4;  // of 8 channels and pixels that are turned together
+static constexpr int APART = 32 / ELEMENT;              // pixels between those of a thread
+static constexpr int LINE = R::TALL ? R::RUN : R::ROUND;  // pixels of a round in a row of the output
+
+static __device__ __forceinline__ void team_sync() {
+  if constexpr (Team<C>::WARPS == 1) __syncwarp();
+  else named_sync(4 + ((threadIdx.x >> 5) - G::FIRST_CONSUMER * 4) / Team<C>::WARPS, Team<C>::WARPS * 32);
+}
+
+// Byte of a unit of 16 bytes of pixel p in the buffer: swizzled, so that lanes which write (float32: 8 channels of 4 pixels, half
+// precision: 16 bytes of 8 pixels) or read (neighbouring units) meet different banks.
+static __device__ __forceinline__ u32 place_in_round(int p, int unit) {
+  if (ELEMENT == 4) return ((p * PIXEL_UNITS + unit) ^ (p & 6)) << 4;
+  return (p * PIXEL_UNITS + (unit ^ (p & 7) * PIXEL_UNITS / 8)) << 4;
+}
+
+// W sub-position u of runs i ... of subtiles first_of(r) ...: a warp's outputs to its team's buffer.
+static __device__ __forceinline__ void put_round(float (&acc)[G::MB][G::NB][32], float (&bias)[2], int r, int i, int u, u32 buffer, int warp, int lane) {
+  if constexpr (ELEMENT == 4) {
+    int g = lane >> 2, q = lane & 3;
+#pragma unroll
+    for (int m = 0; m < ROUND_GROUPS; m++) {
+      const int nb = R::nb_of(r, i + m / R::GROUPS, m % R::GROUPS), j = R::j_of(r, i + m / R::GROUPS, m % R::GROUPS);
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+          store_shared_f32(buffer + place_in_round(m * 8 + 2 * q + c, warp * 4 + 2 * h + (g >> 2)) + (g & 3) * 4, R::sum_of(acc, u, nb, 4 * j + 2 * h + c, bias[h]));
+    }
+  } else {
+    u32 row = buffer + place_in_round(lane / 16 * 8 % (MATRICES * 4) + lane % 8, warp * 2 + lane / 8 % 2);  // the lane's of its matrix
+#pragma unroll
+    for (int m = 0; m < ROUND_GROUPS; m += MATRICES / 2) {
+      u32 v[MATRICES];
+#pragma unroll
+      for (int e = 0; e < MATRICES; e++) {
+        const int k = m + e / 2, h = e % 2;
+        const int nb = R::nb_of(r, i + k / R::GROUPS, k % R::GROUPS), j = R::j_of(r, i + k / R::GROUPS, k % R::GROUPS);
+        v[e] = Number::pair(R::sum_of(acc, u, nb, 4 * j + 2 * h, bias[h]), R::sum_of(acc, u, nb, 4 * j + 2 * h + 1, bias[h]));
+      }
+      store_matrices_turned(row + m * 8 * PIXEL_UNITS * 16, v);
+    }
+  }
+}
+
+// Where a pixel of the output lies, in pixels, and the bytes from one q to the next along H and W. A batch as width is a dimension more than
+// memory has: columns are images.
+static __device__ __forceinline__ long long pixel_of(const typename G::Sizes& s, int n, int d, int h, int w) {
+  if constexpr (C::batch_as_width) return ((long long)w * s.out_d + d) * s.out_h + h;
+  else return (((long long)n * s.out_d + d) * s.out_h + h) * s.out_w + w;
+}
+static __device__ __forceinline__ long long row_pitch(const typename G::Sizes& s) {
+  if constexpr (C::batch_as_width) return 1LL * C::cout * ELEMENT * C::out_step_h;
+  else return s.out_w * (1LL * C::cout * ELEMENT * C::out_step_h);
+}
+static __device__ __forceinline__ long long column_pitch(const typename G::Sizes& s) {
+  if constexpr (C::batch_as_width) return (long long)s.out_d * s.out_h * (1LL * C::out_step_w * C::cout * ELEMENT);
+  else return 1LL * C::out_step_w * C::cout * ELEMENT;
+}
+
+// A round from the buffer to memory. The thread's first unit goes to `to`, column `column` of its row; `couts` channels, `left` columns
+// and `lines` rows of the output are left there, and rows lie `pitch` bytes apart, columns `step`.
+static __device__ __forceinline__ void store_round(char* to, int column, int couts, int left, int lines, long long pitch, long long step, u32 from) {
+#pragma unroll
+  for (int i = 0; i < (R::ROUND + APART - 1) / APART; i++) {
+    int line = i * APART / LINE, over = i * APART % LINE;
+    bool crosses = over + APART > LINE && LINE > APART && column + over >= LINE;  // into the row below
+    char* at = to + line * pitch + over * step;
+    if (crosses) at += pitch - LINE * step;
+    bool ok = over * C::out_step_w < left + (crosses ? LINE * C::out_step_w : 0) && (line + crosses) * C::out_step_h < lines && couts > 0;
+    if (R::ROUND % APART != 0) ok = ok && column + i * APART < R::ROUND;
+    u32 v[4];
+    load_shared_128(v, from + (R::ROUND % APART == 0 || ok ? i * (APART * PIXEL_UNITS * 16) : 0));
+    Team<C>::store_unit(at, v, couts, ok);
+  }
+}
+
+// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
+// branches, take longer and compile no faster.
+static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  OPAQUE(lane);                                         // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
+  Slab slab = slab_of<C>(t, cout_block, warp);
+  if constexpr (C::bare) fill<C>(bias, y, s, t, slab, first_subtile / G::NB, warp, lane);
+  int in_team = warp % Team<C>::WARPS, first = slab.cout - in_team * 16;  // the team's first channel
+  if (first >= C::cout_g) return;
+  buffer -= in_team * BUFFER_BYTES;
+  u32 thread = in_team * 32 + lane, unit = thread % PIXEL_UNITS, pixel = thread / PIXEL_UNITS;
+  int column = pixel % LINE, row = pixel / LINE, couts = C::cout_g - first - (int)unit * G::VEC;
+  u32 from = buffer + place_in_round(pixel, unit);      // pixels 8 and 16 further have the same swizzle
+  long long pitch = row_pitch(s), step = column_pitch(s);
+  y += row * pitch + column * step + (first + (int)unit * G::VEC) * ELEMENT;
+  float b[2];
+  load_bias<C>(b, bias, slab, t.group * C::cout_g + slab.cout, g);
+  if (bias) add_bias<C>(acc, b);
+#pragma unroll
+  for (int r = 0; r < R::COUNT; r++) {
+    typename R::Place place = R::place_of(first_subtile + R::first_of(r));
+    int n = t.n + place.n, od = C::out_step_d * (t.d + place.d) + slab.od;
+    bool image = n < s.batch && od < s.out_d;
+    int oh = C::out_step_h * (t.h + place.h) + slab.oh, ow = C::out_step_w * (t.w + place.w) + U_W<C>[t.variant];
+    char* to = y + (pixel_of(s, n, od, oh, ow) * C::cout + t.group * C::cout_g) * ELEMENT;
+#pragma unroll
+    for (int i = 0; i < R::OF_SUBTILE; i += R::ROUND / R::RUN) {
+      int lines = s.out_h - oh - C::out_step_h * (R::TALL ? i : 0), left = s.out_w - ow;
+      if (!image || lines <= 0 || left <= 0) continue;
+      if (R::others(r, i)) continue;
+#pragma unroll
+      for (int u = 0; u < C::w_subs; u++) {
+        put_round(acc, b, r, i, u, buffer, in_team, lane);
+        team_sync();
+        char* first_of = to + (R::TALL ? i * pitch : 0) + u * (1LL * C::cout * ELEMENT);
+        store_round(first_of, column, couts, left - u - column * C::out_step_w, lines - row * C::out_step_h, pitch, step, from);
+        team_sync();
+      }
+    }
+  }
+}
+};
+
+// Stores rows of M that are phases, of one W sub-position: they go to their lines in the buffer, where the phases of neighbouring q are neighbours.
+
+template <class C>
+struct Epilogue<C, STORE_PHASES> : Runs<C> {
+using G = GatherWork<C>;
+using R = Runs<C>;
+using Number = typename G::Number;
+using Result = char*;
+static constexpr int LINE_PITCH = (R::RUN + 1) * C::inner * 4;  // of a line of the output, in float32
+static constexpr int BUFFER_BYTES = C::per_slab * LINE_PITCH;
+static constexpr int OUTPUTS = R::RUN * C::inner;       // of a run's line
+
+// A line of a run from the buffer to memory, outputs `first` ... of which those from 0 to `end` exist. (One by one:
+// most layers whose phases are rows write few outputs.)
+static __device__ __forceinline__ void store_line(char* to, int first, int end, u32 line, int lane) {
+#pragma unroll
+  for (int i = 0; i < (OUTPUTS + 31) / 32; i++) {
+    int e = lane + 32 * i, at = first + e;
+    bool ok = (u32)at < (u32)end && (OUTPUTS % 32 == 0 || e < OUTPUTS);
+    float v = load_shared_f32(line + (OUTPUTS % 32 == 0 || ok ? e : 0) * 4);
+    char* p = to + (long long)at * G::ELEMENT;
+    if constexpr (G::ELEMENT == 4) store_global_if(p, Number::bits(v), ok);
+    else store_global_16_if(p, Number::bits(v), ok);
+  }
+}
+
+static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  OPAQUE(lane);
+  int g = lane >> 2, q = lane & 3;
+  Slab slab = slab_of<C>(t, cout_block, warp);
+  if (slab.couts <= 0) return;
+  float b[2] = {0.f, 0.f};
+  u32 place[2];
+  bool exists[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const typename Shuffle<C>::Row row = Shuffle<C>::row_at(slab.cout + g + 8 * h);
+    exists[h] = row.exists;
+    place[h] = buffer + row.line * LINE_PITCH + (2 * q * C::inner + row.place) * 4;
+    if (bias && row.exists) b[h] = Number::value(bias[row.channel]);
+  }
+  constexpr int PER_PIXEL = C::channels_last ? C::cout : 1;  // neighbours
+  int first_line = slab.cout / 16 * C::per_slab;
+#pragma unroll
+  for (int r = 0; r < R::COUNT; r++) {
+    typename R::Place at = R::place_of(first_subtile + R::first_of(r));
+    int n = t.n + at.n, d = C::out_step_d * (t.d + at.d) + slab.od;
+#pragma unroll
+    for (int i = 0; i < R::OF_SUBTILE; i++) {
+      int h = C::out_step_h * (t.h + at.h + (R::TALL ? i : 0)) + slab.oh;
+      int w = C::out_step_w * (t.w + at.w + (R::TALL ? 0 : i * R::RUN));
+      int first = (w * C::layer_stride_w - C::lead_w) * PER_PIXEL, end = s.out_w * PER_PIXEL;
+      if (n >= s.batch || d * C::layer_stride_d - C::lead_d >= s.out_d || h * C::layer_stride_h - C::lead_h >= s.out_h || first >= end) continue;
+#pragma unroll
+      for (int k = 0; k < R::GROUPS; k++) {
+        const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+          for (int c = 0; c < 2; c++)
+            if (exists[half]) store_shared_f32(place[half] + (k * 8 + c) * (C::inner * 4), acc[0][nb][4 * j + 2 * half + c] + b[half]);
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int l = 0; l < C::per_slab; l++) {
+        const typename Shuffle<C>::Line line = Shuffle<C>::line_at(first_line + l);
+        int od = d * C::layer_stride_d + line.d - C::lead_d, oh = h * C::layer_stride_h + line.h - C::lead_h;
+        if (first_line + l >= C::lines || (u32)od >= (u32)s.out_d || (u32)oh >= (u32)s.out_h) continue;
+        long long row = (((long long)n * (C::channels_last ? 1 : C::cout) + line.channel) * s.out_d + od) * s.out_h + oh;
+        store_line(y + row * end * G::ELEMENT, first, end, buffer + l * LINE_PITCH, lane);
+      }
+      __syncwarp();
+    }
+  }
+}
+};
+
+// NCHW, 16 bits: while the next tile is multiplied, the copy engine stores this one's outputs. Nothing hides other epilogues unless consumers take
+// tiles in turn.
+
+template <class C>
+struct Epilogue<C, STORE_BOXES> : Runs<C> {
+using G = GatherWork<C>;
+using R = Runs<C>;
+using Number = typename G::Number;
+using Result = const TensorMap&;
+// The warp's outputs of a whole tile, as boxes of [row][channel][C::out_span bytes], swizzled, which the copy engine brings to memory.
+static constexpr int RUN_BOXES = R::RUN * C::w_subs * G::ELEMENT / C::out_span;  // of a run, side by side; C::out_span: bytes of a box's row
+static constexpr int BOX_ROWS = R::TALL ? 8 : 1;
+static constexpr int BOX_BYTES = BOX_ROWS * 16 * C::out_span;
+static constexpr int BUFFER_BYTES = G::NB * 64 * C::w_subs * 16 * G::ELEMENT;
+static_assert(C::w_subs == 1 || C::w_subs == 2 || C::w_subs == 4, "a lane's words are one store, and rows of boxes a whole number of them");
+
+// A lane's V words.
+template <int V>
+static __device__ __forceinline__ void store_words(u32 to, const u32 (&v)[V]) {
+  if constexpr (V == 1) store_shared_u32(to, v[0]);
+  else if constexpr (V == 2) store_shared_f32x2(to, __uint_as_float(v[0]), __uint_as_float(v[1]));
+  else store_shared_128(to, v[0], v[1], v[2], v[3]);
+}
+
+static __device__ __forceinline__ constexpr int box_of(int r, int i) { return (R::TALL ? r : r * R::OF_SUBTILE + i) * RUN_BOXES; }
+
+static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], const typename Number::Type* __restrict__ bias, const TensorMap& map, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  OPAQUE(lane);
+  int g = lane >> 2, q = lane & 3;
+  Slab slab = slab_of<C>(t, cout_block, warp);
+  if (slab.couts <= 0) return;
+  float b[2];
+  load_bias<C>(b, bias, slab, slab.cout, g);
+  if (lane == 0) bulk_wait_read();                      // the last tile's have left the buffer
+  __syncwarp();
+  // The swizzle exchanges 16-byte units by bits of the address that are the channel's alone.
+  u32 swizzle = (g * C::out_span >> 7 & (C::out_span / 16 - 1)) << 4, own = buffer + g * C::out_span, lanes = q * (2 * C::w_subs * G::ELEMENT) ^ swizzle;
+#pragma unroll
+  for (int r = 0; r < R::COUNT; r++)
+#pragma unroll
+    for (int i = 0; i < R::OF_SUBTILE; i++)
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int k = 0; k < R::GROUPS; k++) {
+          const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k), at = k * 8 * C::w_subs * G::ELEMENT;
+          const int box = box_of(r, i) + at / C::out_span, row = R::TALL ? i : 0;
+          float v[2 * C::w_subs];
+#pragma unroll
+          for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int u = 0; u < C::w_subs; u++) v[c * C::w_subs + u] = b[h] + R::sum_of(acc, u, nb, 4 * j + 2 * h + c, 0.f);
+          u32 words[C::w_subs];
+#pragma unroll
+          for (int u = 0; u < C::w_subs; u++) words[u] = Number::pair(v[2 * u], v[2 * u + 1]);
+          store_words(own + box * BOX_BYTES + (row * 16 + 8 * h) * C::out_span + (at % C::out_span ^ lanes), words);
+        }
+  fence_async_shared();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int r = 0; r < R::COUNT; r++) {
+      typename R::Place place = R::place_of(first_subtile + R::first_of(r));
+#pragma unroll
+      for (int i = 0; i < (R::TALL ? 1 : R::OF_SUBTILE); i++)
+#pragma unroll
+        for (int k = 0; k < RUN_BOXES; k++) {
+          int w = C::out_step_w * (t.w + place.w + i * R::RUN) + k * (C::out_span / G::ELEMENT);
+          store_box(map, buffer + (box_of(r, i) + k) * BOX_BYTES, w, slab.cout, t.h + place.h, slab.oh, t.n + place.n);
+        }
+    }
+    bulk_commit();
+  }
+}
+};
+
+// Sums of a cluster: its blocks have multiplied a share of the chunks each. What a block does not store of its sums it leaves in its shared memory, where
+// the pixels and weights were; what it stores it adds up from all, its own first, the others by their rank: always in one order, so
+// results are equal to the bit.
+
+template <class C>
+struct ClusterSums : Runs<C> {
+using G = GatherWork<C>;
+using R = Runs<C>;
+using Sums = float[G::MB][G::NB][32];
+static constexpr int BYTES = G::MB * G::NB * 8 * G::CONSUMER_THREADS * 16;
+static constexpr int OTHERS = G::SHARES - 1;
+static constexpr int BATCH = G::SHARES == 2 ? 8 : G::SHARES <= 4 ? 2 : 1;  // groups of 8 columns whose loads are on their way at a time
+
+// Where a thread leaves the four sums j of a block and subtile, from its first on.
+static __device__ __forceinline__ constexpr u32 sums_at(int block, int nb, int j) { return ((block * G::NB + nb) * 8 + j) * (G::CONSUMER_THREADS * 16); }
+
+// A block's sums of groups `first` ... of a run, BATCH of them.
+static __device__ __forceinline__ void add_others(Sums& acc, u32 sums, int r, int i, int b, int first) {
+  float more[OTHERS][BATCH][4];
+#pragma unroll
+  for (int other = 0; other < OTHERS; other++)
+#pragma unroll
+    for (int k = first; k < first + BATCH && k < R::GROUPS; k++)
+      load_cluster_128(more[other][k - first], sums + sums_at(b, R::nb_of(r, i, k), R::j_of(r, i, k)), other + (other >= G::rank()));
+#pragma unroll
+  for (int other = 0; other < OTHERS; other++)
+#pragma unroll
+    for (int k = first; k < first + BATCH && k < R::GROUPS; k++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc[b][R::nb_of(r, i, k)][4 * R::j_of(r, i, k) + e] += more[other][k - first][e];
+}
+
+static __device__ __forceinline__ void add_up(Sums& acc, u32 sums, int wg, int thread) {
+  sums += (wg * 128 + thread) * 16;
+  named_sync<11, G::CONSUMER_THREADS>();                // neither consumer multiplies any more: all that was loaded was used
+#pragma unroll
+  for (int r = 0; r < R::COUNT; r++)
+#pragma unroll
+    for (int i = 0; i < R::OF_SUBTILE; i++)
+      if (R::others(r, i))
+#pragma unroll
+        for (int b = 0; b < G::MB; b++)
+#pragma unroll
+          for (int k = 0; k < R::GROUPS; k++) {
+            const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
+            float* v = acc[b][nb] + 4 * j;
+            store_shared_f32x4(sums + sums_at(b, nb, j), v[0], v[1], v[2], v[3]);
+          }
+  cluster_sync();                                       // all have left theirs
+#pragma unroll
+  for (int r = 0; r < R::COUNT; r++)
+#pragma unroll
+    for (int i = 0; i < R::OF_SUBTILE; i++)
+      if (!R::others(r, i))
+#pragma unroll
+        for (int b = 0; b < G::MB; b++)
+#pragma unroll
+          for (int first = 0; first < R::GROUPS; first += BATCH) add_others(acc, sums, r, i, b, first);
+  cluster_sync();                                       // none reads another's any more
+}
+};
+
+// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
+// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
+// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, `cin` its channels, `out` the input's.
+//
+// Work of a block (persistent, `for tile`): tile_n x tile_d x tile_h x tile_w positions q times one M-group. An M-group is
+// mb blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
+// W sub-position. K is input channels x taps, in chunks of ck channels.
+//
+// Roles:
+//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
+//              stages_s - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of ck
+//              channels and rounds to TF32. Channels-last: copies straight to those rows.
+//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
+//              pixels are B, rows of ck channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
+//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
+//   one thread streams the weights' fragments through a ring (or loads all of them once: `resident`).
+// `split` 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
+// so that one stores while the other multiplies.
+//
+// Constants are Gather's C (cuda/gemm/tiling.py computes them and explains each); sizes of the input are arguments.
+
+template <class C, bool CHANNELS_LAST = C::channels_last> constexpr int SLOTS_BYTES = C::stages_s * Slot<C>::BYTES;
+template <class C> constexpr int SLOTS_BYTES<C, true> = 0;
+
+template <class C_>
+struct Gather {
+using C = C_;
+using G = GatherWork<C>;
+using Sizes = typename G::Sizes;
+using Type = typename G::Number::Type;
+using Chunk = ChunkOf<C>;
+using Weights = Fragments<C>;
+using Store = Epilogue<C>;
+using Result = typename Store::Result;
+static constexpr bool BY_PLANES = C::plane_barriers > 1;
+static constexpr bool IN_TURN = C::split == 2;
+static constexpr bool DRAINED = C::store == STORE_BOXES;
+
+// --- shared memory ----------------------------------------------------------------------------------------------------
+
+static constexpr int TILES_AT = 0;
+static constexpr int RING_AT = TILES_AT + C::stages_p * G::STAGE_BYTES;
+static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::WGS_M * G::FRAGMENT;
+static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
+static constexpr int BUFFERS_AT = DRAINED ? (SLOTS_END + 1023) / 1024 * 1024 : SLOTS_END;  // where boxes' swizzle begins
+static constexpr int BARRIERS_AT = BUFFERS_AT + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
+static constexpr int PIXEL_BARRIERS = C::stages_p * C::plane_barriers;
+static constexpr int SLOT_BARRIERS = G::BOX ? (C::channels_last ? C::stages_p : C::stages_s) : 0;
+static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + C::stages_w + SLOT_BARRIERS);
+static constexpr int SEGMENTS_AT = CLAIMS_AT + (C::claimed ? CLAIMS_BYTES : 0);
+static constexpr int SHARED_BYTES = SEGMENTS_AT + G::SEGMENTS * 4;
+
+static_assert(C::shared_bytes == SHARED_BYTES, "the planner's shared memory is not the kernel's");
+static_assert(G::BOX || (C::channels_last ? C::stages_p : C::stages_s) >= 2, "threads that copy pixels have a stage ahead of the one that is read");
+static_assert(!BY_PLANES || (G::DIRECT_BOX && C::strided_box && C::steps != LOOPED && C::plane_barriers == C::planes),
+              "planes have barriers of their own where boxes bring them and a chunk is one stretch");
+static_assert(!C::claimed || (G::BOX && !C::packs && C::cluster == 1), "tiles are claimed by the thread that loads boxes");
+static_assert(!C::claimed || (C::stages_p + C::stages_s + G::CHUNKS - 1) / G::CHUNKS + 3 <= CLAIMS, "the thread that claims runs around the ring");
+static_assert(C::cluster == 1 || !(C::resident || IN_TURN || C::bare || C::store > STORE_PIXELS || C::packs),
+              "blocks of a cluster have a tile each, and a ring of weights");
+static_assert(C::cluster == 1 || ClusterSums<C>::BYTES <= BUFFERS_AT, "a block's sums have no room where pixels and weights were");
+
+// --- consumers --------------------------------------------------------------------------------------------------------
+
+static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
+  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside the stores of outputs without taps that makes some
+  // kernels slower.
+  constexpr bool PLAIN = C::bare && (G::ELEMENT == 2 || C::channels_last);
+  int warp = PLAIN ? thread >> 5 : __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
+  int first_subtile = C::split == 0 ? wg * G::NB : 0;
+  u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
+  CursorOf<C::stages_p> cursor = {0, 0};
+  int turn = 0;
+  typename G::Order order(s);
+  if (IN_TURN && wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
+  constexpr bool EARLY = C::claimed && !IN_TURN;        // asks for the next tile ahead of the stores, which hide the wait
+  int following = 0;
+#pragma unroll 1
+  for (int index = order.first(s); index < s.tiles; index = EARLY ? following : order.next(index, s), turn++) {
+    const typename G::Tile t = G::tile_at(index, s);
+    int chunks = G::end_chunk(t.variant) - G::first_chunk();
+    if (IN_TURN && (turn & 1) != wg) {
+      cursor.move(chunks);
+      weights.skip(t.variant);
+      continue;
+    }
+    float acc[G::MB][G::NB][32], sum[G::MB][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
+#pragma unroll
+    for (int b = 0; b < G::MB; b++)
+#pragma unroll
+      for (int nb = 0; nb < G::NB; nb++)
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+          acc[b][nb][i] = 0.f;
+          opaque(acc[b][nb][i]);
+          if (G::PARTS == 2) sum[b][nb][i] = 0.f;
+        }
+    if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
+    weights.begin(packed, t);
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
+      Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
+      u32 last = empty + cursor.stage * 8;
+      if constexpr (BY_PLANES) {
+        pixels.full = full + cursor.stage * (C::plane_barriers * 8), pixels.empty = empty + cursor.stage * (C::plane_barriers * 8), pixels.parity = cursor.parity;
+        last = pixels.empty + (C::plane_barriers - 1) * 8;
+      } else {
+        barrier_wait(full + cursor.stage * 8, cursor.parity);
+      }
+      weights.begin_chunk(chunk);
+      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
+      if (C::continued) behind = last;
+      else Chunk::give_back(last, lane);
+    }
+    weights.end();
+    if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
+    if constexpr (C::continued) {
+      wgmma_wait<0>();
+      Chunk::give_back(behind, lane);
+    }
+    if (EARLY) following = order.next(index, s);
+    auto& sums = G::PARTS == 2 ? sum : acc;
+    if constexpr (C::cluster > 1) ClusterSums<C>::add_up(sums, tiles, wg, thread);
+    Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
+  }
+}
+
+// --- a block ----------------------------------------------------------------------------------------------------------
+
+// What a kernel is given beside the sizes. Where it packs the weights itself `packed` is written first: from weights as they are, with
+// elements between taps, zeros, and whether they are float32.
+struct Given {
+  const char* x;
+  const char* packed;
+  const Type* bias;
+  char* y;
+  u32* counters;
+  const void* weight;
+  int tap_step, single;
+};
+// Of a result or, boxed, of weights the last.
+using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
+
+static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
+  for (int i = 0; i < PIXEL_BARRIERS; i++) {
+    barrier_init(pixels.full + 8 * i, G::DIRECT_BOX ? 1 : G::PRODUCER_WARPS);
+    barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);
+  }
+  for (int i = 0; i < C::stages_w; i++) {
+    barrier_init(full_w + 8 * i, 1);
+    barrier_init(empty_w + 8 * i, G::RELEASES * 4);
+  }
+  for (int i = 0; i < SLOT_BARRIERS; i++) {
+    barrier_init(pixels.landed + 8 * i, 1);
+    barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);
+  }
+}
+
+// All warps but the consumers'.
+template <class Maps>
+static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const int* segments, u32 base, const PixelBarriers& barriers, u32 full_w, u32 empty_w) {
+  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), thread = threadIdx.x & 127;
+  if (warp < G::PRODUCER_WARPS) {
+    if constexpr (!G::DIRECT_BOX) Producer<G>::produce(given.x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
+  } else if (G::BOX && warp == G::LOADER_WARP && (thread & 31) == 0) {
+    if constexpr (G::BOX && C::channels_last) load_boxes<G>(maps, s, base + TILES_AT, G::DIRECT_BOX ? barriers.full : barriers.landed, barriers.empty);
+    else if constexpr (G::BOX) load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
+  } else if (C::wgmma && !C::packs && warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
+    if constexpr (C::boxed) stream_weights<C>(maps.of[MAPS_OF<C>], s, base + RING_AT, full_w, empty_w);
+    else if constexpr (C::wgmma) stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
+  }
+  if constexpr (C::packs) {
+    if (warp == G::WEIGHTS_WARP) named_sync<10, G::CONSUMER_THREADS + 32>();
+    if (warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
+      GatherPack<C>::wait_for_weights(given.counters);
+      stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
+    }
+  }
+}
+
+template <class Maps>
+static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, unsigned char* memory) {
+  u32 base = shared_address(memory);
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS, empty_w = full_w + 8 * C::stages_w;
+  const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + SLOT_BARRIERS)};
+  int* segments = (int*)(memory + SEGMENTS_AT);
+  s.claims = base + CLAIMS_AT, s.counters = given.counters;
+  if (threadIdx.x == 0) {
+    init_barriers(barriers, full_w, empty_w);
+    if constexpr (C::claimed) claims_init(s.claims);
+    barriers_begun();
+  }
+  for (int i = threadIdx.x; i < G::SEGMENTS; i += G::THREADS) segments[i] = G::pack_segment(i);
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role < G::FIRST_CONSUMER) {
+    if constexpr (C::wgmma) fewer_registers<C::producer_registers>();
+    bring(given, maps, s, segments, base, barriers, full_w, empty_w);
+  } else {
+    wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
+    if constexpr (C::wgmma) more_registers<C::consumer_registers>();
+    if constexpr (C::packs) {
+      GatherPack<C>::pack_beside(given.weight, (u32*)given.packed, given.tap_step, given.single, given.counters, memory + RING_AT, threadIdx.x - G::FIRST_CONSUMER * 128);
+      if (blockIdx.x >= s.tiles) return;                // a block that packs alone
+    }
+    int wg = role - G::FIRST_CONSUMER;
+    Weights weights(base + RING_AT, full_w, empty_w, wg, thread);
+    if constexpr (DRAINED) {
+      consume(given.packed, given.bias, maps.of[MAPS_OF<C>], s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, wg, thread);
+      if ((thread & 31) == 0) bulk_wait();
+    } else {
+      consume(given.packed, given.bias, given.y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, wg, thread);
+    }
+  }
+}
+};
+
+// --- the kernel, whose parameters depend on its constants -------------------------------------------------------------
+
+enum Kinds { POINTERS, MAPS, CLAIMING, PACKING, PACKING_MAPS, CLUSTER, CLUSTER_MAPS };
+template <class C>
+constexpr int KIND_OF = C::claimed ? CLAIMING : (C::packs ? PACKING : C::cluster > 1 ? CLUSTER : POINTERS) + (C::fetch != BY_THREADS);
+
+template <class C, int KIND, bool = KIND_OF<C> == KIND> struct OnlyIf {};
+template <class C, int KIND> struct OnlyIf<C, KIND, true> { using Kernel = void; };
+struct NoMaps {};
+
+template <class C>
+__global__ typename OnlyIf<C, POINTERS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
+gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Gather<C>::run({x, packed, bias, y}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
+}
+
+template <class C>
+__global__ typename OnlyIf<C, MAPS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
+gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
+       const __grid_constant__ typename Gather<C>::TensorMaps maps) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
+}
+
+// `counters`: as many as M-groups that stay with a block, and one; or null (claims.cuh).
+template <class C>
+__global__ typename OnlyIf<C, CLAIMING>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
+gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y, u32* counters,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
+       const __grid_constant__ typename Gather<C>::TensorMaps maps) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Gather<C>::run({x, packed, bias, y, counters}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
+}
+
+template <class C>
+__global__ typename OnlyIf<C, PACKING>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
+gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
+       const void* weight, u32* counters, int tap_step, int single,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Gather<C>::run({x, packed, bias, y, counters, weight, tap_step, single}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
+}
+
+template <class C>
+__global__ typename OnlyIf<C, PACKING_MAPS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
+gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
+       const void* weight, u32* counters, int tap_step, int single,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
+       const __grid_constant__ typename Gather<C>::TensorMaps maps) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Gather<C>::run({x, packed, bias, y, counters, weight, tap_step, single}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
+}
+
+// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
+//
+// Rows of x and g in a chunk follow from tile, taps, step (the stride) and dilation; the sets of taps differ only in where their
+// chunks begin.
+
+template <bool, class A, class B> struct WgradIf { using Type = A; };
+template <class A, class B> struct WgradIf<false, A, B> { using Type = B; };
+template <bool FIRST, class A, class B> using WgradEither = typename WgradIf<FIRST, A, B>::Type;
+
+// C: the constants of a tiling (cuda/wgrad/wgrad_tiling.py), and which of wgrad_wgmma.cu's ways it takes. Channels are a group's.
+template <class C_>
+struct WgradShape {
+using C = C_;
+using Number = NumberOf<C::precision>;
+using Bits = typename Number::Bits;
+
+static constexpr int ELEMENT = Number::SIZE;
+static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
+static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
+static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
+static constexpr int SET_TAPS = C::taps_d * C::taps_h * C::taps_w;
+static constexpr int SETS = C::sets_d * C::sets_h * C::sets_w;
+static constexpr int CIN = C::groups * C::cin;
+static constexpr int COUT = C::groups * C::cout;
+static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
+static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
+
+// Rows of g's tile: every apart-th row between the first and the last (dense), the greatest common divisor of stride and dilation
+// apart; or a row of each tap for each q when that is fewer.
+static constexpr int Q_STEP_D = C::step_d / C::apart_d, Q_STEP_H = C::step_h / C::apart_h;
+static constexpr int TAP_STEP_D = C::dilation_d / C::apart_d, TAP_STEP_H = C::dilation_h / C::apart_h;
+static constexpr int SPAN_D = (C::tile_d - 1) * Q_STEP_D + (C::taps_d - 1) * TAP_STEP_D + 1;
+static constexpr int SPAN_H = (C::tile_h - 1) * Q_STEP_H + (C::taps_h - 1) * TAP_STEP_H + 1;
+static constexpr bool DENSE_D = SPAN_D <= C::tile_d * C::taps_d;
+static constexpr bool DENSE_H = C::stacked || SPAN_H <= C::tile_h * C::taps_h;
+// From a row of q to the next, and from a tap to the next, in rows of g's tile.
+static constexpr int Q_ROWS_D = DENSE_D ? Q_STEP_D : C::taps_d, Q_ROWS_H = DENSE_H ? Q_STEP_H : C::taps_h;
+static constexpr int TAP_ROWS_D = DENSE_D ? TAP_STEP_D : 1, TAP_ROWS_H = DENSE_H ? TAP_STEP_H : 1;
+// Gapless: each tap has pixels of its own, one row of them.
+static constexpr int G_ROWS_D = C::gapless ? 1 : DENSE_D ? SPAN_D : C::tile_d * C::taps_d;
+static constexpr int G_ROWS_H = C::gapless ? 1 : C::stacked ? C::tile_h * C::step_h : DENSE_H ? SPAN_H : C::tile_h * C::taps_h;
+static constexpr int G_COLUMNS = (C::tile_w - 1) * C::step_w + (C::taps_w - 1) * C::dilation_w + 1;
+static constexpr int STACK = C::stacked ? (C::taps_h + C::step_h - 1) / C::step_h : 1;  // rows of x that may meet a row of g
+static constexpr int X_ROWS_H = C::tile_h + STACK - 1;  // of x's tile in a slice
+static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
+static constexpr int CLASS_ROWS = (G_ROWS_H + C::row_classes - 1) / C::row_classes;
+static constexpr int G_ROWS = C::tile_n * G_ROWS_D * (C::row_classes * CLASS_ROWS);
+static constexpr int G_UNITS = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // of a row (NCHW)
+static constexpr int G_BYTES = G_ROWS * (C::channels_last ? G_COLUMNS : C::block_co) * C::g_pitch * ELEMENT;
+
+struct Sizes {
+  int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
+  int out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;           // chunks per axis
   int chunks, per_split;                   // all of them; of one split
 };
 
-struct Chunk { int n, d, h, w; };  // first q
+struct Chunk { int n, d, h, w; };          // its first place
 
-__device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
+struct Work {                              // of a block
+  int group, ci, co;                       // first channels within the group
+  int tap_d, tap_h, tap_w;                 // first tap of the set
+};
+
+static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
   Chunk c;
-  c.w = i % s.tiles_w * TILE_W;  i /= s.tiles_w;
-  c.h = i % s.tiles_h * TILE_H;  i /= s.tiles_h;
-  c.d = i % s.tiles_d * TILE_D;
-  c.n = i / s.tiles_d * TILE_N;
+  c.w = i % s.tiles_w * (C::gapless ? s.in_w : C::tile_w);  i /= s.tiles_w;
+  c.h = i % s.tiles_h * (C::gapless ? s.in_h : C::tile_h);  i /= s.tiles_h;
+  c.d = i % s.tiles_d * (C::gapless ? s.in_d : C::tile_d);
+  c.n = i / s.tiles_d * (C::gapless ? s.batch : C::tile_n);
   return c;
 }
 
-// One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
-struct Rows { int n, d, h; };
-__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
-__device__ __forceinline__ Rows g_row(int r) {
-  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), d * APART_D,
-          h * APART_H};
+// Where g's tile of a chunk begins.
+static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
+  return {c.n, c.d * C::step_d + work.tap_d * C::dilation_d - C::padding_d, c.h * C::step_h + work.tap_h * C::dilation_h - C::padding_h,
+          c.w * C::step_w + work.tap_w * C::dilation_w - C::padding_w};
 }
 
+static __device__ __forceinline__ void take_set(Work& work, int set) {
+  work.tap_w = set % C::sets_w * C::taps_w;
+  work.tap_h = set / C::sets_w % C::sets_h * C::taps_h;
+  work.tap_d = set / (C::sets_w * C::sets_h) * C::taps_d;
+}
+
+// (n, d, h) of row `r` of a tile, in its tensor.
+struct Rows { int n, d, h; };
+static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
+static __device__ __forceinline__ int g_row_h(int h) { return DENSE_H ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
+static __device__ __forceinline__ Rows g_row(int r) {
+  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
+  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
+}
+};
+
 // =====================================================================================================================
-// Copies
+// Copies by threads
 // =====================================================================================================================
 
-typedef u32 bits;
+struct WgradMemory { int batch, d, h, w; };             // a tensor
 
-template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
-__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
-    int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
+// g's tile of a WgradShape S, as threads copy it.
+template <class S>
+struct WgradG {
+  static constexpr int ROWS = S::G_ROWS, ROWS_H = S::G_ROWS_H, BLOCK = S::C::block_co, CHANNELS = S::COUT, OF_GROUP = S::C::cout;
+  static constexpr int COLUMNS = S::G_COLUMNS, UNITS = S::G_UNITS, PITCH = S::C::g_pitch;
+  static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
+  static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
+};
+
+// The tile of an operand by so many threads. `at`: where it begins in the tensor; `channel`, of which `left` are the group's.
+template <class S, class Operand, int COPIERS>
+struct WgradCopies {
+using Bits = typename S::Bits;
+using Rows = typename S::Rows;
+using Place = typename S::Chunk;
+static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC, BLOCK = Operand::BLOCK, PITCH = Operand::PITCH, CHANNELS = Operand::CHANNELS;
+
+static __device__ __forceinline__ void copy(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
+  if constexpr (S::C::channels_last) copy_pixels(tensor, memory, at, channel, left, to, thread);
+  else copy_rows(tensor, memory, at, channel, left, to, thread);
+}
+
+// A unit that begins at any element: channels_last pixels of an odd number of channels.
+static __device__ __forceinline__ void copy_elements(unsigned char* to, const char* from, int count) {
+#pragma unroll 1
+  for (int e = 0; e < VEC; e++) ((Bits*)to)[e] = e < count ? ((const Bits*)from)[e] : (Bits)0;
+}
+
+// channels_last: [row][column][channel].
+static __device__ __forceinline__ void copy_pixels(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. Copies in
-  // parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
-  // A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address
-  // arithmetic the bound.
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
-  long long plane = (long long)depth * height * width;
+  constexpr int COLUMNS = Operand::COLUMNS, UNITS = BLOCK / VEC;
+  constexpr bool WHOLE = CHANNELS % VEC == 0 && Operand::OF_GROUP % VEC == 0;
+#pragma unroll 4
+  for (int i = thread; i < Operand::ROWS * COLUMNS * UNITS; i += COPIERS) {
+    int unit = i % UNITS, column = i / UNITS % COLUMNS, row = i / (UNITS * COLUMNS);
+    Rows of = Operand::row(row);
+    int n = at.n + of.n, d = at.d + of.d, h = at.h + of.h, w = at.w + column;
+    bool in = n < memory.batch && (u32)d < (u32)memory.d && (u32)h < (u32)memory.h && (u32)w < (u32)memory.w;
+    int offset = ((row * COLUMNS + column) * PITCH + unit * VEC) * ELEMENT, have = in ? left - unit * VEC : 0;
+    const char* from = tensor + ((((long long)n * memory.d + d) * memory.h + h) * memory.w + w) * (CHANNELS * ELEMENT) + (channel + unit * VEC) * ELEMENT;
+    if (WHOLE || have <= 0) copy16(to_address + offset, have > 0 ? from : tensor, have > 0 ? 16 : 0);
+    else copy_elements(to + offset, from, have);
+  }
+}
+
+// NCHW: [row][channel][column]. Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have
+// landed. Copies in parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
+// A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address arithmetic the bound.
+static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
+  u32 to_address = shared_address(to);
+  constexpr int UNITS = Operand::UNITS, ROWS_H = Operand::ROWS_H;
+  long long plane = (long long)memory.d * memory.h * memory.w;
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
     int unit = i % UNITS, c = i / UNITS;
     u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
 #pragma unroll 1
-    for (int r = 0; r < ROWS / ROWS_H; r++) {
-      Rows at = IS_X ? x_row(r * ROWS_H) : g_row(r * ROWS_H);
-      int n = n0 + at.n, d = d0 + at.d;
-      bool slice = n < batch && (u32)d < (u32)depth && c < left;
-      const char* base = tensor
-          + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
+    for (int r = 0; r < Operand::ROWS / ROWS_H; r++) {
+      Rows of = Operand::row(r * ROWS_H);
+      int n = at.n + of.n, d = at.d + of.d;
+      bool slice = n < memory.batch && (u32)d < (u32)memory.d && c < left;
+      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = h0 + (IS_X ? rh : rh * APART_H);
-        const char* from = base + (long long)h * (width * ELEMENT);
-        // column of the first element
-        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
+        int h = at.h + Operand::row_h(rh);
+        const char* from = base + (long long)h * (memory.w * ELEMENT);
+        int misaligned = (int)((u64)from & 15), first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
         from += unit * 16 - misaligned;
-        bool in = slice && (u32)h < (u32)height && first + VEC > 0 && first < width;
+        bool in = slice && (u32)h < (u32)memory.h && first + VEC > 0 && first < memory.w;
         copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
       }
     }
   }
 }
 
-__device__ __forceinline__ bool has_borders(int w0, int columns, int width) { return w0 < 0 || w0 + columns > width; }
+// NCHW: whether rows of the tile reach beyond the image.
+static __device__ __forceinline__ bool has_borders(const WgradMemory& memory, const Place& at) {
+  return at.w < 0 || at.w + Operand::COLUMNS > memory.w;
+}
 
-// Clears elements before column 0 and from column `width` on, in the units that hold such a border.
-template <int ROWS, int BLOCK, int UNITS, int PITCH, int CHANNELS, bool IS_X>
-__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0,
-    int h0, int w0, int channel, unsigned char* to, int thread) {
-  u32 plane = (u32)depth * height * width;
+// Clears elements before column 0 and from column `memory.w` on, in the units that hold such a border.
+static __device__ __forceinline__ void clear_borders(const char* tensor, const WgradMemory& memory, const Place& at, int channel, unsigned char* to, int thread) {
+  u32 plane = (u32)memory.d * memory.h * memory.w;
 #pragma unroll 1
-  for (int i = thread; i < ROWS * BLOCK; i += COPIERS) {
+  for (int i = thread; i < Operand::ROWS * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
-    Rows at = IS_X ? x_row(row) : g_row(row);
-    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane
-        + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
-    // elements of column 0 and of the one behind the last
-    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;
-    bits* line = (bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
-    if (zero > 0 && zero < UNITS * VEC)
+    Rows of = Operand::row(row);
+    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
+    int zero = (int)(first & (VEC - 1)) - at.w, end = zero + memory.w;  // elements of column 0 and of the one behind the last
+    Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
+    if (zero > 0 && zero < Operand::UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
-    if (end > 0 && end < UNITS * VEC)
+    if (end > 0 && end < Operand::UNITS * VEC)
       for (int e = end; e & (VEC - 1); e++) line[e] = 0;
   }
 }
+};
 
 // =====================================================================================================================
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
-// slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and
-// the weight is written in
-// whole sectors; of small ones it is one row, and the block's warps divide
-// the slices, since more rows leave blocks idle.
+// slice. Of large weights these are 64 rows (reduce_rows), turned through shared memory, so that slices are read and the weight is
+// written in whole sectors; of small ones it is one row, and the block's warps divide the slices, since more rows leave blocks idle.
 // =====================================================================================================================
 
-constexpr int RUNS = 8;  // warps of a block
+constexpr int WGRAD_RUNS = 8;              // warps of a block
 
-// slices: [tap][COUT][CIN_G], else [tap][CIN][COUT_G]
-constexpr int INNERMOST = CIN_G;
-constexpr int SLICE_ROWS = COUT * TAPS;
+// CI_INNERMOST: slices are [tap][COUT][cin], else [tap][CIN][cout].
+template <class S, bool CI_INNERMOST>
+struct WgradSlices {
+using C = typename S::C;
+using Bits = typename S::Bits;
+static constexpr int RUNS = WGRAD_RUNS, INNERMOST = CI_INNERMOST ? C::cin : C::cout, ROWS = (CI_INNERMOST ? S::COUT : S::CIN) * S::TAPS;
+static constexpr int OF_BLOCK = C::reduce_rows, ROWS_EACH = OF_BLOCK < RUNS ? 1 : OF_BLOCK / RUNS;
+static constexpr int AT_ONCE = OF_BLOCK == 1 ? 8 : 2;   // slices
 
-struct SliceRow {
+struct Strides { long long ci, co, tap; };              // of the weight
+
+struct Row {
   long long from, to;                      // first element in a slice, and in the weight
 };
 
 // Rows are counted as the weight has them.
-__device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long long stride_co, long long stride_tap) {
-  int group = row / (COUT_G * TAPS), j = row % (COUT_G * TAPS);
-  bool taps_inside = stride_tap <= stride_co;
-  int co = taps_inside ? j / TAPS : j % COUT_G, tap = taps_inside ? j % TAPS : j / COUT_G;
-  return {((long long)tap * COUT + group * COUT_G + co) * CIN_G,
-      group * CIN_G * stride_ci + co * stride_co + tap * stride_tap};
+static __device__ __forceinline__ Row row_at(int row, const Strides& strides) {
+  if constexpr (CI_INNERMOST) {
+    int group = row / (C::cout * S::TAPS), j = row % (C::cout * S::TAPS);
+    bool taps_inside = strides.tap <= strides.co;
+    int co = taps_inside ? j / S::TAPS : j % C::cout, tap = taps_inside ? j % S::TAPS : j / C::cout;
+    return {((long long)tap * S::COUT + group * C::cout + co) * C::cin, group * C::cin * strides.ci + co * strides.co + tap * strides.tap};
+  } else {
+    int ci = row / S::TAPS, tap = row % S::TAPS;
+    return {((long long)tap * S::CIN + ci) * C::cout, ci * strides.ci + tap * strides.tap};
+  }
 }
 
-__global__ void __launch_bounds__(32 * RUNS)
-reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
-    long long stride_tap) {
-  __shared__ float sums[RUNS][33];
-  const long long total = (long long)TAPS * CIN * COUT_G;
-  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32, ROWS_EACH = 1;
+static __device__ __forceinline__ void store_sum(Bits* to, float v) { *to = (Bits)S::Number::bits(v); }
+// For a float32 weight under autocast sums stay what they are.
+static __device__ __forceinline__ void store_sum(float* to, float v) { *to = v; }
+
+template <class Out>
+static __device__ __forceinline__ void add(const float* __restrict__ partial, Out* __restrict__ out, int slices, const Strides& strides) {
+  __shared__ float sums[OF_BLOCK < RUNS ? RUNS : OF_BLOCK][33];
+  const long long total = (long long)S::TAPS * S::CIN * C::cout;
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * REDUCE_ROWS;
-  int share = (slices + RUNS - 1) / RUNS, begin = warp * share, end = begin + share < slices ? begin + share : slices;
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * OF_BLOCK;
+  int share = OF_BLOCK == 1 ? (slices + RUNS - 1) / RUNS : slices, begin = OF_BLOCK == 1 ? warp * share : 0, end = begin + share < slices ? begin + share : slices;
   long long from[ROWS_EACH];
   float sum[ROWS_EACH];
 #pragma unroll
   for (int k = 0; k < ROWS_EACH; k++) {
-    int row = first;
-    from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
+    int row = OF_BLOCK == 1 ? first : first + warp + k * RUNS;
+    from[k] = row < ROWS && c < INNERMOST ? row_at(row, strides).from + c : -1;
     sum[k] = 0.f;
   }
-#pragma unroll 8
+#pragma unroll AT_ONCE
   for (int i = begin; i < end; i++)
 #pragma unroll
     for (int k = 0; k < ROWS_EACH; k++)
@@ -4100,143 +3845,456 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
 #pragma unroll
   for (int k = 0; k < ROWS_EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
   __syncthreads();
-  if (warp) return;
+  if (OF_BLOCK == 1) {
+    if (warp) return;
 #pragma unroll
-  for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
-  sums[0][lane] = sum[0];
-  __syncwarp();
-  long long stride_c = stride_ci;
+    for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
+    sums[0][lane] = sum[0];
+    __syncwarp();
+  }
+  long long stride_c = CI_INNERMOST ? strides.ci : strides.co;
   c -= lane;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
-    if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
-    long long to = slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c;
-    out[to] = __float_as_uint(sums[row][column]);
+  for (int i = threadIdx.x; i < OF_BLOCK * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
+    int row = stride_c == 1 ? i / 32 : i % OF_BLOCK, column = stride_c == 1 ? i % 32 : i / OF_BLOCK;
+    if (first + row >= ROWS || c + column >= INNERMOST) continue;
+    long long to = row_at(first + row, strides).to + (c + column) * stride_c;
+    store_sum(out + to, sums[row][column]);
   }
 }
+};
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256. B is in shared memory, by its descriptor;
-// A in registers, or (A_SHARED) in shared memory too, by its descriptor or a descriptor's two words.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// A kernel that includes this defines PRECISION and A_SHARED and, of 16 bits, A_TURNED and B_TURNED if rows of shared
-// memory lie along
-// M or N, not along K.
-// TAIL: signs of A and B, and how they lie.
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+// K: a kernel, whose Slices are added.
+template <class K>
+__global__ void __launch_bounds__(32 * WGRAD_RUNS)
+reduce(const float* __restrict__ partial, typename K::Number::Bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
+  K::Slices::add(partial, out, slices, {stride_ci, stride_co, stride_tap});
+}
 
-// WGMMA_N(d, a, b, scale): `scale` "1", or "0" for D = A B.
-#define SUMS(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
-#define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
-  "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define WGMMA_32(d, a, b, scale) asm volatile(INSTRUCTION("32", \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", "%19", "%20", scale) : SUMS(d, 0) : \
-    OPERANDS(a, b))
+// A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_boxes.py counts it: how x and g lie, stages, sums, steps of K.
 
-constexpr int ROWS_PER_SUB = 64 / SUBS;
-constexpr int NEXT_ROWS = 8;
-constexpr int NEXT_UNIT = 1;
-constexpr int THREADS = (1 + WGS) * 128;
-constexpr int CI_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
-constexpr int CO_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
-constexpr int N_WIDTH = BLOCK_CI;  // of one matrix instruction; STACKED: for each row of x
-constexpr int NB = BLOCK_CI / N_WIDTH;
-constexpr int OF_UNIT = 1;  // taps of a unit
-constexpr int UNITS = ENTRIES / OF_UNIT;
-constexpr int SET_UNITS = SET_TAPS / OF_UNIT;
+// C: the constants of a tiling (cuda/wgrad/wgrad_warpgroups.py).
+template <class C_>
+struct WgradTile : WgradShape<C_> {
+using C = C_;
+using S = WgradShape<C>;
+static constexpr int SIZE = S::ELEMENT;
+static constexpr bool LAST = C::channels_last;
 
-// x in shared memory. Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT].
-// CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels, or (X_ONE_BOX) one box that brings
-// them in that order.
-constexpr int PIXELS = X_ROWS * TILE_W;
-constexpr int LINE_BYTES = TILE_W * 1 * ELEMENT;  // LINES: the image is as wide as a chunk, and its rows one line
-constexpr int SEGMENT = 128;
-constexpr int BOXES = LINE_BYTES / SEGMENT;
-constexpr int BOX_BYTES = PIXELS * BLOCK_CI * ELEMENT / BOXES;
-constexpr int X_ROW_BYTES = BLOCK_CI * SEGMENT;
-constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
-// CLASSED: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
+// --- rows of M, a unit's taps ------------------------------------------------------------------------------------------
+
+static constexpr int ROWS_PER_SUB = 64 / C::subs;
+static constexpr int NEXT_ROWS = C::interleaved ? 8 / C::subs : 8;  // channels from row g of a warp's sixteen to row g + 8
+static constexpr int NEXT_UNIT = C::interleaved ? C::subs : 1;      // units from one of a lane's to the next
+static constexpr int COPIERS = 128;
+static constexpr int CONSUMERS = C::warpgroups * 128;
+static constexpr int THREADS = COPIERS + CONSUMERS;
+static constexpr int OF_UNIT = C::stacked ? C::taps_h : 1;          // taps of a unit
+static constexpr int UNITS = C::entries / OF_UNIT;                  // of a warpgroup
+static constexpr int SET_UNITS = S::SET_TAPS / OF_UNIT;
+
+// --- x -----------------------------------------------------------------------------------------------------------------
+
+// Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT]. Channels_last of 16 bits: for
+// each X_WIDTH channels a box of the chunk's pixels, or (x_one_box) one box that brings them in that order.
+static constexpr bool TURN_X = LAST && !S::NARROW;      // channels_last float32 is turned by the copying warpgroup
+static constexpr bool K_MAJOR = !LAST || TURN_X;
+static constexpr int PIXELS = S::X_ROWS * C::tile_w;
+static constexpr int X_WIDTH = C::block_ci % 64 == 0 ? 64 : C::block_ci % 32 == 0 ? 32 : 16;  // of a swizzled line
+static constexpr int LINE_BYTES = C::tile_w * (C::lines ? C::tile_h : 1) * SIZE;  // lines: the image is as wide as a chunk, and its rows one line
+static constexpr int SEGMENT = !K_MAJOR ? X_WIDTH * SIZE : LINE_BYTES < 128 ? LINE_BYTES : 128;
+static constexpr int BOXES = K_MAJOR ? LINE_BYTES / SEGMENT : C::block_ci / X_WIDTH;
+static constexpr int BOX_BYTES = K_MAJOR ? PIXELS * C::block_ci * SIZE / BOXES : PIXELS * SEGMENT;
+static constexpr int X_ROW_BYTES = (K_MAJOR ? C::block_ci : C::tile_w) * SEGMENT;  // from one row of the tile to the next
+static constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
+static constexpr int N_WIDTH = C::stacked && !K_MAJOR && C::block_ci > 64 ? 64 : C::block_ci;  // of one matrix instruction; stacked: for each row of x
+static constexpr int NB = C::block_ci / N_WIDTH;
+
+// --- g -----------------------------------------------------------------------------------------------------------------
+
+// NCHW, classed: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
 // those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
-constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
-constexpr int CLASS_BYTES = 68608;
-constexpr int G_BOX_BYTES = G_CHANNELS * G_PITCH * ELEMENT;
-constexpr int G_STEP_W = STEP_W;  // pixels of g's tile from one of q to the next
-// From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
-constexpr int G_PIXEL_BYTES = 1;
-constexpr int G_ROW_BYTES = G_BOX_BYTES;
-constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
-constexpr int RAW_AT = STAGES * STAGE_BYTES;  // x's pixels before they are turned
-constexpr int RAW_BYTES = 0;
-constexpr int BARRIERS_AT = RAW_AT + RAW_BYTES;
+static constexpr int CLASSES = C::row_classes * C::channel_classes;
+static constexpr bool CLASSED = CLASSES > 1;
+static constexpr int G_CHANNELS = C::block_co / C::channel_classes;  // of a class
+static constexpr int G_BEGIN = C::lined ? 128 / SIZE : S::VEC;       // elements at multiples of which boxes begin
 
-// a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
-constexpr int K_STEPS = PIXELS * ELEMENT / 32;
-constexpr int STEPS = K_STEPS * ENTRIES;
-constexpr int SETS_OF_FRAGMENTS = 3;  // a third set spills there
-constexpr int W_STRIPS = TILE_W / 8;
+// Channels_last: boxes have G_WIDTH channels, a swizzled row, and the columns of one row; g_one_box: all rows of a plane. Gapless: a
+// plane is a tap's pixels. Parted: a plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours,
+// which meet different banks, and columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each
+// g_planes taps.
+static constexpr bool PLANES = LAST && C::g_one_box;
+static constexpr int G_WIDTH = C::block_co % 64 == 0 && S::NARROW ? 64 : C::block_co % 32 == 0 ? 32 : 16;
+static constexpr int G_BOXES = LAST ? C::block_co / G_WIDTH : 1;
+static constexpr int G_COLUMN_BYTES = G_WIDTH * SIZE;
+static constexpr int G_BOX_BYTES =                                   // of a row
+    !LAST ? G_CHANNELS * C::g_pitch * SIZE : PLANES ? C::plane_columns * G_COLUMN_BYTES : (S::G_COLUMNS * G_COLUMN_BYTES + 127) / 128 * 128;
+static constexpr int PLANE_BYTES = (S::G_ROWS * G_BOX_BYTES + 127) / 128 * 128;  // where a box may begin
+static constexpr int G_SLAB_BYTES = PLANES ? C::g_planes * PLANE_BYTES : S::G_ROWS * G_BOX_BYTES;  // of G_WIDTH channels
+static constexpr int G_LINE = PLANES ? C::plane_columns : C::box_g ? G_BOX_BYTES / G_COLUMN_BYTES : S::G_COLUMNS;  // pixels from row to row
+static constexpr int G_BYTES = LAST && C::box_g ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
+static constexpr int CLASS_BYTES = G_BYTES / CLASSES;
+// From one pixel of g's tile to the next (of NCHW counted in elements), from one of q to the next, and from one row to the next.
+static constexpr int G_PIXEL_BYTES = LAST ? C::g_pitch * SIZE : 1;
+static constexpr int G_STEP_W = C::parted ? 1 : C::step_w;           // in pixels
+static constexpr int G_ROW_BYTES = LAST && !C::box_g ? G_LINE * G_PIXEL_BYTES : G_BOX_BYTES;
 
-struct TensorMaps {
-  TensorMap x;
+// --- stages and sums ---------------------------------------------------------------------------------------------------
+
+static constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
+static constexpr int RAW_AT = C::stages * STAGE_BYTES;               // x's pixels before they are turned
+static constexpr int RAW_BYTES = TURN_X ? PIXELS * C::block_ci * SIZE : 0;
+static constexpr int BARRIERS_AT = RAW_AT + RAW_BYTES;
+static_assert(BARRIERS_AT + 16 * C::stages + 16 == C::shared_bytes, "the planner's shared memory is not the kernel's");
+
+// How sums leave: blocks may add them up, and then take them from registers to the weight (`put_rows`).
+static constexpr bool ADDS_UP = C::cluster > 1 || C::together || C::alone;
+static constexpr bool BY_ROWS = C::handover || (C::alone && C::a_shared && !C::stacked);
+// A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
+// ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
+static constexpr int SUMS_PITCH = C::block_co + 4;
+static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
+static constexpr int SUMS_BYTES = S::SET_TAPS * SUMS_OF_TAP * 4;
+static_assert(!ADDS_UP || SUMS_BYTES <= BARRIERS_AT, "a block's sums do not fit where its stages were");
+static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
+
+// The output channel of a block's row of M: classes follow each other.
+static __device__ __forceinline__ int channel_of(int m) { return LAST ? m : m % G_CHANNELS * C::channel_classes + m / G_CHANNELS; }
+
+// --- steps of K --------------------------------------------------------------------------------------------------------
+
+static constexpr int K_STEPS = PIXELS * SIZE / 32;      // a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
+static constexpr int STEPS = K_STEPS * C::entries;
+static constexpr int ROW_STEPS = C::tile_w * SIZE / 32;              // stacked: of a row
+static constexpr int FRAGMENTS = S::NARROW && !LAST && C::warpgroups == 3 ? 2 : 3;  // in flight; a third spills there
+static constexpr int W_STRIPS = C::tile_w / 8;
+static_assert(!(C::gapless && TURN_X) || C::unrolled == STEPS || C::unrolled / C::entries % 4 == 0,
+              "an unrolled run ends amid a segment of x, where the next one's steps are no sums of places");
+
+// Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
+static __device__ __forceinline__ u32 x_at(int k_step) {
+  if constexpr (K_MAJOR) {
+    int line = k_step / (LINE_BYTES / 32), within = k_step % (LINE_BYTES / 32) * 32;
+    return within / SEGMENT * BOX_BYTES + line * X_ROW_BYTES + within % SEGMENT;
+  } else {
+    return k_step * (16 * SEGMENT);
+  }
+}
+
+// Turned pixels of a strip in the order of K: even ones first, so that a fragment's four lie in different banks of g's swizzled rows (they
+// are two rows apart; where a stride already parts them, in their own order).
+static __device__ __forceinline__ int strip_pixel(int j) { return G_STEP_W % 2 ? j % 4 * 2 + j / 4 : j; }
+
+struct TensorMaps { TensorMap of[1 + (C::box_g ? CLASSES : 0)]; };   // of x, and of g
 };
 
-struct Work {                              // of a block
-  int group, ci, co;                       // first channels within the group
-  int tap_d, tap_h, tap_w;                 // first tap of the set
-};
+// Who brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: boxes by one thread, or, for g, all threads by words (wgrad.cuh).
 
 // =====================================================================================================================
-// Copies
+// Boxes
 // =====================================================================================================================
 
-// A chunk of x, from its input channel `channel` on.
-__device__ __forceinline__ void load_x(const TensorMap* map_x, const Chunk& c, int channel, u32 to, u32 barrier) {
+template <class T>
+struct WgradBoxes {
+using C = typename T::C;
+using Sizes = typename T::Sizes;
+using Chunk = typename T::Chunk;
+using Work = typename T::Work;
+using Rows = typename T::Rows;
+using TensorMaps = typename T::TensorMaps;
+
+// --- x ---
+
+static __device__ __forceinline__ int chunk_pixels(const Sizes& s) {
+  if constexpr (C::gapless) return s.batch * s.in_d * s.in_h * s.in_w;
+  else return T::PIXELS;
+}
+
+// A chunk, from its input channel `channel` on.
+static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
+  if constexpr (C::x_one_box) {
+    load_box(to, map, 0, c.w, c.h - T::STACK + 1, c.n, channel / T::X_WIDTH, barrier);
+  } else {
 #pragma unroll 1
-  for (int i = 0; i < BOXES; i++) {
-    int w = (c.w) + i * (SEGMENT / ELEMENT);
-    load_box(to + i * BOX_BYTES, *map_x, w, channel, c.h - STACK + 1, c.d, c.n, barrier);
+    for (int i = 0; i < T::BOXES; i++) {
+      if constexpr (C::channels_last) {
+        load_box(to + i * T::BOX_BYTES, map, channel + i * T::X_WIDTH, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
+      } else {
+        int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
+        load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
+      }
+    }
   }
 }
 
-__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s,
-    const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, X_TILE_BYTES);
-  int channel = work.group * CIN_G + work.ci;
-  load_x(map_x, c, channel, to, barrier);
+// Pixels that are to be turned.
+static __device__ __forceinline__ void load_raw(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  expect_bytes(barrier, chunk_pixels(s) * (C::block_ci * 4));
+  load_box(to, maps.of[0], work.group * C::cin + work.ci, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
 }
 
-// Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are
-// of steps as of places.
-__device__ __forceinline__ u32 x_at(int k_step) {
-  int line = k_step / (LINE_BYTES / 32), within = k_step % (LINE_BYTES / 32) * 32;
-  return within / SEGMENT * BOX_BYTES + line * X_ROW_BYTES + within % SEGMENT;
+// --- g: from its place `at` and output channel `channel` on ---
+
+// Of a tile's rows along H, and of channels, those that begin alike.
+struct Class {
+  int index, lead;                         // its map; elements by which its rows begin early
+  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
+};
+
+// The class of a row and a channel, and a tile of it that begins at column `w`.
+static __device__ __forceinline__ Class class_of(int row, int channel, int w, const Sizes& s) {
+  int of_rows = row & (C::row_classes - 1), of_channels = channel & (C::channel_classes - 1);
+  int lead = ((u32)of_channels * s.out_d * s.out_h * s.out_w + (u32)of_rows * s.out_w) & (T::VEC - 1);
+  return {of_channels * C::row_classes + of_rows, lead, (w + lead) & (T::VEC - 1)};
 }
 
+static __device__ __forceinline__ void load_classes(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
+#pragma unroll 1
+  for (int i = 0; i < T::CLASSES; i++) {
+    int row = at.h + i % C::row_classes, first = channel + i / C::row_classes;  // of the class in this chunk
+    Class of = class_of(row, first, at.w, s);
+    load_box(to + i * T::CLASS_BYTES, maps[of.index], at.w + of.lead - of.phase, first / C::channel_classes, (row - (row & (C::row_classes - 1))) / C::row_classes, at.d, at.n, barrier);
+  }
+}
+
+// Of channels-last tensors a chunk may be a box of any shape, of which a launch tells, and each tap of the set then has g's pixels for
+// it: a strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 or 14 x 14 fill K (with rows of 8 half of it
+// and 87%).
+static __device__ __forceinline__ void load_taps(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
+#pragma unroll 1
+  for (int i = 0; i < T::G_BOXES * T::SET_TAPS; i++) {
+    int tap = i % T::SET_TAPS, td = tap / (C::taps_h * C::taps_w), th = tap / C::taps_w % C::taps_h, tw = tap % C::taps_w;
+    load_box(to + i / T::SET_TAPS * T::G_SLAB_BYTES + tap * T::PLANE_BYTES, map, channel + i / T::SET_TAPS * T::G_WIDTH, at.w + tw * C::dilation_w, at.h + th * C::dilation_h, at.d + td * C::dilation_d, at.n, barrier);
+  }
+}
+
+static __device__ __forceinline__ void load_planes(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
+#pragma unroll 1
+  for (int i = 0; i < T::G_BOXES * C::g_planes; i++)
+    load_box(to + i / C::g_planes * T::G_SLAB_BYTES + i % C::g_planes * T::PLANE_BYTES, map, channel + i / C::g_planes * T::G_WIDTH, at.w + i % C::g_planes * C::dilation_w, at.h, at.d, at.n, barrier);
+}
+
+static __device__ __forceinline__ void load_rows(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
+#pragma unroll 1
+  for (int r = 0; r < T::G_ROWS; r++) {
+    Rows of = T::g_row(r);
+    if constexpr (C::channels_last) {
+      for (int i = 0; i < T::G_BOXES; i++)
+        load_box(to + (i * T::G_ROWS + r) * T::G_BOX_BYTES, map, channel + i * T::G_WIDTH, at.w, at.h + of.h, at.d + of.d, at.n + of.n, barrier);
+    } else {
+      load_box(to + r * T::G_BOX_BYTES, map, at.w - (at.w & (T::VEC - 1)), channel, at.h + of.h, at.d + of.d, at.n + of.n, barrier);
+    }
+  }
+}
+
+static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
+  if constexpr (T::CLASSED) load_classes(maps, s, at, channel, to, barrier);
+  else if constexpr (C::gapless) load_taps(*maps, at, channel, to, barrier);
+  else if constexpr (T::PLANES) load_planes(*maps, at, channel, to, barrier);
+  else if constexpr (C::lined) load_box(to, *maps, 0, (at.w - (at.w & (T::G_BEGIN - 1))) / T::G_BEGIN, channel, 0, at.n, barrier);
+  else if constexpr (C::g_one_box) load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
+  else load_rows(*maps, at, channel, to, barrier);
+}
+
+// --- a chunk ---
+
+// Bytes that `load` brings.
+static __device__ __forceinline__ int bytes_of(const Sizes& s) {
+  if constexpr (C::gapless) return chunk_pixels(s) * (((T::TURN_X ? 0 : C::block_ci) + T::SET_TAPS * C::block_co) * T::ELEMENT);
+  constexpr int COLUMNS = C::g_one_box ? C::g_planes * C::plane_columns : T::G_COLUMNS;
+  constexpr int OF_G = C::channels_last ? T::G_ROWS * COLUMNS * C::block_co * T::ELEMENT : T::G_BYTES;
+  return (T::TURN_X ? 0 : T::X_TILE_BYTES) + (C::box_g ? OF_G : 0);
+}
+
+static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  expect_bytes(barrier, bytes_of(s));
+  if constexpr (!T::TURN_X) load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
+  if constexpr (C::box_g) load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::X_TILE_BYTES, barrier);
+}
+
+// Gapless: zeros for the pixels of every stage that no box writes, once: a box has fewer than a chunk where no shape of it has as many.
+static __device__ __forceinline__ void clear_tails(u32 base, const Sizes& s, int thread) {
+  const int pixels = chunk_pixels(s);
+  if (pixels == T::PIXELS) return;
+  if constexpr (T::TURN_X) clear_tail<C::block_ci * 4, 1, 1>(base + T::RAW_AT, 0, 0, pixels, thread);
+  else clear_tail<T::SEGMENT, C::stages * T::BOXES, T::BOXES>(base, T::STAGE_BYTES, T::BOX_BYTES, pixels, thread);
+  constexpr int PARTS = T::G_BOXES * T::SET_TAPS;
+  clear_tail<T::G_PIXEL_BYTES, C::stages * PARTS, PARTS>(base + T::X_TILE_BYTES, T::STAGE_BYTES, T::PLANE_BYTES, pixels, thread);
+  fence_async_shared();                    // the tensor cores read by descriptor
+}
+
+// Of PARTS that each have a chunk's pixels, OF_STAGE in a stage, the pixels from `pixels` on.
+template <int PIXEL, int PARTS, int OF_STAGE>
+static __device__ __forceinline__ void clear_tail(u32 first, u32 stage, u32 apart, int pixels, int thread) {
+  for (int i = thread; i < PARTS * (T::PIXELS - pixels) * (PIXEL / 16); i += T::THREADS) {
+    int unit = i % (PIXEL / 16), at = i / (PIXEL / 16), pixel = pixels + at % (T::PIXELS - pixels), part = at / (T::PIXELS - pixels);
+    store_shared_128(first + part / OF_STAGE * stage + part % OF_STAGE * apart + pixel * PIXEL + unit * 16, 0, 0, 0, 0);
+  }
+}
+};
+
 // =====================================================================================================================
-// Multiplications
+// Ways of the warpgroup that copies. ARRIVALS: at a stage's barrier, for each chunk.
 // =====================================================================================================================
 
-// A fragment by `rows` rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
-__device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2)], int first, int rows,
-    const u32 (&a)[4], u32 x) {
-  // From 8 channels or pixels to the next 8; MN-major also from the channels of a swizzled line to the next: of the
-  // next box, or, STACKED,
-  // of the next row of x.
-  const u64 strides = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)((8 * SEGMENT) >> 4) << 16);
-  const u64 upper = strides | ((u64)(1) << 62);
+// A block's share of the work, and where its ring is.
+template <class T>
+struct WgradBlock {
+  const typename T::TensorMaps& maps;
+  const char* g;
+  typename T::Sizes s;
+  typename T::Work work;
+  int split;
+  unsigned char* memory;
+  u32 base, full, empty, last;             // memory's address; barriers: of stages, and of raw pixels or (handover) of the other block's sums
+
+  __device__ __forceinline__ int begin() const { return split * s.per_split; }
+  __device__ __forceinline__ int end() const { return begin() + s.per_split < s.chunks ? begin() + s.per_split : s.chunks; }
+};
+
+// By boxes alone, of one thread.
+template <class T>
+struct WgradByBoxes {
+  static constexpr int ARRIVALS = 1;
+  static __device__ __forceinline__ bool takes_part(int thread) { return thread == 0; }
+  static __device__ __forceinline__ void begin(const WgradBlock<T>&, int) {}
+  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int) {
+    WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+  }
+};
+
+// x's pixels are turned: TF32 has no form whose rows lie along the pixels' channels.
+template <class T>
+struct WgradByTurning {
+  using C = typename T::C;
+  static constexpr int ARRIVALS = T::COPIERS + 1;
+  static __device__ __forceinline__ bool takes_part(int) { return true; }
+
+  static __device__ __forceinline__ void load_raw(const WgradBlock<T>& block, int i) {
+    WgradBoxes<T>::load_raw(block.maps, block.s, T::chunk_at(i, block.s), block.work, block.base + T::RAW_AT, block.last);
+  }
+  static __device__ __forceinline__ void begin(const WgradBlock<T>& block, int thread) {
+    if (thread == 0 && block.begin() < block.s.chunks) load_raw(block, block.begin());
+  }
+
+  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int i, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int thread) {
+    if (thread == 0) WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+    barrier_wait(block.last, (i - block.begin()) & 1);
+    turn(block.base + T::RAW_AT, shared_address(tile), thread);
+    barrier_arrive(barrier);
+    named_sync<1, T::COPIERS>();           // all have read
+    if (thread == 0 && i + 1 < block.end()) load_raw(block, i + 1);
+  }
+
+  // Rows of a pixel's channels to rows of a channel's pixels: a lane takes a channel, four pixels at a time.
+  static __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
+#pragma unroll 4
+    for (int i = thread; i < T::PIXELS / 4 * C::block_ci; i += T::COPIERS) {
+      int c = i % C::block_ci, quad = i / C::block_ci, strip = quad / 2, half = quad % 2;
+      u32 v[4];
 #pragma unroll
-  for (int nb = 0; nb < NB; nb++) {
-    u64 b = upper | (((x + nb * (N_WIDTH * SEGMENT)) & 0x3ffff) >> 4);
-    float* d = &acc[nb][first * (N_WIDTH / 2)];
-    if (rows == 1) WGMMA_32(d, a, b, "1");
+      for (int j = 0; j < 4; j++) {
+        int pixel = strip * 8 + (half ? T::strip_pixel(j + 4) : T::strip_pixel(j));
+        v[j] = load_shared_u32(raw + (pixel * C::block_ci + c) * 4);
+      }
+      u32 to = tile + T::x_at(strip) + half * 16 + c * T::SEGMENT;
+      store_shared_128(to ^ (to >> 7 & (T::SEGMENT / 16 - 1)) << 4, v[0], v[1], v[2], v[3]);
+    }
+    fence_async_shared();                  // the tensor cores read by descriptor
   }
+};
+
+// g by words of all threads, x by boxes.
+template <class T>
+struct WgradByWords {
+  using C = typename T::C;
+  using Copies = WgradCopies<T, WgradG<T>, T::COPIERS>;
+  static constexpr int ARRIVALS = 2 * T::COPIERS + 1;
+  static __device__ __forceinline__ bool takes_part(int) { return true; }
+  static __device__ __forceinline__ void begin(const WgradBlock<T>&, int) {}
+
+  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int thread) {
+    const typename T::Chunk at = T::in_g(c, block.work);
+    if (thread == 0) WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+    const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
+    const int channel = block.work.group * C::cout + block.work.co;
+    Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, tile + T::X_TILE_BYTES, thread);
+    if constexpr (!C::channels_last) {
+      if (Copies::has_borders(memory, at)) {
+        copy_commit();
+        copy_wait<0>();
+        named_sync<1, T::COPIERS>();       // all have landed
+        Copies::clear_borders(block.g, memory, at, channel, tile + T::X_TILE_BYTES, thread);
+      }
+    }
+    arrive_when_copied(barrier);
+    barrier_arrive(barrier);               // what it stored itself
+  }
+};
+
+template <class T>
+using WgradWay = WgradEither<T::TURN_X, WgradByTurning<T>, WgradEither<T::C::box_g, WgradByBoxes<T>, WgradByWords<T>>>;
+
+template <class T>
+__device__ __forceinline__ void wgrad_produce(const WgradBlock<T>& block, int thread) {
+  using Way = WgradWay<T>;
+  if (!Way::takes_part(thread)) return;
+  Way::begin(block, thread);
+  CursorOf<T::C::stages> cursor = {0, 1};  // all are free at first
+  const int end = block.end();
+#pragma unroll 1
+  for (int i = block.begin(); i < end; i++, cursor.next()) {
+    const typename T::Chunk c = T::chunk_at(i, block.s);
+    barrier_wait(block.empty + cursor.stage * 8, cursor.parity);
+    Way::bring(block, i, c, block.memory + cursor.stage * T::STAGE_BYTES, block.full + cursor.stage * 8, thread);
+  }
+}
+
+// A warpgroup's multiplications in wgrad_wgmma.cu: fragments of g, from registers or by descriptor, by rows of x.
+
+// What a thread has of M, and a chunk's positions as g's tile has them.
+template <class T>
+struct WgradView {
+using C = typename T::C;
+using Sizes = typename T::Sizes;
+using Rows = typename T::Rows;
+
+// A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
+struct Lane { int warp, lane, row, q, wg_m, first_unit, channel; };
+
+static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
+  Lane of;
+  of.wg_m = wg % C::split_m, of.lane = thread & 31, of.q = of.lane & 3;
+  if constexpr (C::interleaved) {
+    of.warp = thread >> 5, of.row = (of.lane >> 2) / C::subs;
+    of.first_unit = wg / C::split_m * (C::subs * T::UNITS) + (of.lane >> 2) % C::subs;
+    of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * (16 / C::subs);
+  } else {
+    of.warp = thread >> 5, of.row = of.lane >> 2;
+    // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
+    if constexpr (C::stacked && !C::channels_last) of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
+    of.first_unit = (wg / C::split_m * C::subs + of.warp * 16 / T::ROWS_PER_SUB) * T::UNITS;
+    of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
+  }
+  return of;
 }
 
 // A lane's view of its taps; the same for all chunks.
 struct Taps {
-  int at[UNITS];  // of g's tile: elements (NCHW) or pixels (CHANNELS_LAST) by which the unit is shifted
-  u32 line[UNITS];  // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
+  int at[T::UNITS];                        // of g's tile: elements (NCHW) or pixels (channels_last) by which the unit is shifted
+  u32 line[T::UNITS];                      // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
 };
+
+static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, const Sizes& s) {
+  if (unit >= T::SET_UNITS) unit = T::SET_UNITS - 1;    // its sums are not stored
+  int td = unit / (T::SET_UNITS / C::taps_d), th = C::stacked ? 0 : unit / C::taps_w % C::taps_h, tw = unit % C::taps_w;
+  int shift = td * T::TAP_ROWS_D * T::CLASS_ROWS + th * T::TAP_ROWS_H;
+  if constexpr (C::gapless) taps.at[u] = unit * (T::PLANE_BYTES / T::G_PIXEL_BYTES);
+  else if constexpr (C::parted) taps.at[u] = shift * T::G_LINE + tw % C::g_planes * (T::PLANE_BYTES / T::G_PIXEL_BYTES) + tw / C::g_planes * C::plane_taps;
+  else if constexpr (C::channels_last) taps.at[u] = shift * T::G_LINE + tw * C::dilation_w;
+  else taps.at[u] = shift * (T::G_CHANNELS * C::g_pitch) + tw * C::dilation_w;
+  taps.line[u] = ((u32)(td * C::dilation_d) * s.out_h + th * C::dilation_h) * s.out_w;
+}
 
 // Half of a step's K: where it lies in g's tile before the tap's share, and (NCHW) in memory; constants after unrolling.
 struct Half {
@@ -4245,673 +4303,1909 @@ struct Half {
 };
 struct Step { Half half[2]; };
 
-// Place of a tile's row of q in g's tile before the tap's own share; STACKED of the first row of a slice.
-__device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n * G_ROWS_D + q.d * (STEP_D / APART_D)) * CLASS_ROWS + q.h * (STEP_H / APART_H);
+// Place of a tile's row of q in g's tile before the tap's own share; stacked of the first row of a slice.
+static __device__ __forceinline__ int tile_row(const Rows& q) {
+  return (q.n * T::G_ROWS_D + q.d * T::Q_ROWS_D) * T::CLASS_ROWS + q.h * T::Q_ROWS_H;
 }
 
 // Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types.
-__device__ __forceinline__ Step step_of(int k_step) {
+static __device__ __forceinline__ Step step_of(int k_step) {
   Step step;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    int strip = k_step;
-    Rows q = x_row(strip / W_STRIPS);
-    step.half[k] = {tile_row(q), (strip % W_STRIPS * 8 + 4 * k) * G_STEP_W, {q.n, q.d * STEP_D, q.h * STEP_H}};
+    int strip = T::NARROW ? 2 * k_step + k : k_step;
+    Rows q = T::x_row(strip / T::W_STRIPS);
+    step.half[k] = {tile_row(q), (strip % T::W_STRIPS * 8 + (T::NARROW ? 0 : 4 * k)) * T::G_STEP_W, {q.n, q.d * C::step_d, q.h * C::step_h}};
   }
   return step;
 }
 
-// By how much rows of a chunk's tile begin off 16 bytes, in elements, for a lane's channels: each class of rows (CLASSED); or the
-// chunk's first row, from which others follow.
-struct Phases { u32 of[ROW_CLASSES]; };
-
-__device__ __forceinline__ int misaligned(const Phases& phases, u32 line, const Rows& row, const Sizes& s) {
-  return (phases.of[0] + line + ((u32)(row.n * COUT) * s.out_d + row.d) * s.out_h * s.out_w
-      + (u32)row.h * s.out_w) & (VEC - 1);
+// Stacked: step `column` of row `r` of g's slice that belongs to image `n` and slice `d` of q.
+static __device__ __forceinline__ Step step_of_row(int n, int d, int r, int column) {
+  Step step;
+#pragma unroll
+  for (int k = 0; k < 2; k++)
+    step.half[k] = {r % C::row_classes * (C::tile_n * T::G_ROWS_D * T::CLASS_ROWS) + tile_row({n, d, 0}) + r / C::row_classes,
+                    (T::NARROW ? 16 * column + 8 * k : 8 * column + 4 * k) * T::G_STEP_W, {n, d * C::step_d, r}};
+  return step;
 }
 
-// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
-// (TF32), or 2q and 2q + 1 of two strips.
-__device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* g_tile, const Taps& taps,
-    const Sizes& s, const Phases& phases, int u, const Step& step, int lane_at) {
+// By how much rows of a chunk's tile begin off 16 bytes, in elements, for a lane's channels: each class of rows (classed); or the
+// chunk's first row, from which others follow.
+struct Phases { u32 of[C::row_classes]; };
+
+static __device__ __forceinline__ u32 memory_row(const Rows& row, const Sizes& s) {
+  return ((u32)(row.n * T::COUT) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w;
+}
+};
+
+// =====================================================================================================================
+// Ways to the fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a
+// strip (TF32), or 2q and 2q + 1 of two strips.
+// =====================================================================================================================
+
+// Channels_last float32: words of swizzled rows.
+template <class T>
+struct WgradTurnedFragments : WgradView<T> {
+using C = typename T::C;
+using V = WgradView<T>;
+
+static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
+  int channel = of.channel + of.row;
+  return T::strip_pixel(of.q) * T::G_STEP_W * T::G_PIXEL_BYTES + channel / T::G_WIDTH * T::G_SLAB_BYTES + channel % T::G_WIDTH * 4;
+}
+
+static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes&, const typename V::Phases&, int u, const typename V::Step& step, int lane_at) {
+  u32 first = shared_address(g_tile) + (taps.at[u] + step.half[0].row * T::G_LINE + step.half[0].column) * T::G_PIXEL_BYTES + lane_at;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    u32 address = first + k * (T::strip_pixel(4) * T::G_STEP_W * T::G_PIXEL_BYTES);
+    address ^= (address >> 7 & (T::G_WIDTH / 4 - 1)) << 4;  // the engine's swizzle, a function of the address
+    a[2 * k] = load_shared_u32(address);
+    a[2 * k + 1] = load_shared_u32(address ^ 32);        // 8 channels on
+  }
+}
+};
+
+// By descriptor, which takes the place of two words: rows of 64 channels of the tap's pixels, as the engine leaves them. Nothing is
+// waited for, so that instructions are queued from chunk to chunk.
+template <class T>
+struct WgradDescribedFragments : WgradView<T> {
+using V = WgradView<T>;
+
+static __device__ __forceinline__ int lane_first(const typename V::Lane& of) { return of.wg_m * T::G_SLAB_BYTES; }  // the warpgroup's 64 channels
+
+static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes&, const typename V::Phases&, int u, const typename V::Step& step, int lane_at) {
+  const int p0 = step.half[0].row * T::G_LINE + step.half[0].column, p1 = step.half[1].row * T::G_LINE + step.half[1].column;
+  a[0] = ((shared_address(g_tile) + lane_at + (taps.at[u] + p0) * T::G_PIXEL_BYTES) & 0x3ffff) >> 4;
+  a[1] = 1u << 30 | (p1 - p0) * T::G_PIXEL_BYTES >> 4;    // the swizzle, and from 8 pixels to the next 8
+}
+};
+
+// Channels_last of 16 bits: lanes address rows of 8 channels, of pixels 0-7 and 8-15 (lane / 16), of channels 0-7 and 8-15 (lane / 8 % 2).
+template <class T>
+struct WgradMatrixFragments : WgradView<T> {
+using C = typename T::C;
+using V = WgradView<T>;
+
+static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
+  int channel = of.channel + (of.lane >> 3 & 1) * 8, first = (of.lane & 7) * T::G_STEP_W * T::G_PIXEL_BYTES;
+  if constexpr (C::box_g) return first + channel / T::G_WIDTH * T::G_SLAB_BYTES + channel % T::G_WIDTH * 2;
+  else return first + channel * 2;
+}
+
+static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes&, const typename V::Phases&, int u, const typename V::Step& step, int lane_at) {
+  int p0 = step.half[0].row * T::G_LINE + step.half[0].column, p1 = step.half[1].row * T::G_LINE + step.half[1].column;
+  int p = taps.at[u] + p0 + ((threadIdx.x & 16) ? p1 - p0 : 0);
+  u32 address = shared_address(g_tile) + p * T::G_PIXEL_BYTES + lane_at;
+  if constexpr (C::box_g) address ^= (address >> 7 & (T::G_WIDTH / 8 - 1)) << 4;  // the engine's swizzle, a function of the address
+  load_matrices_turned(a, address);
+}
+};
+
+// NCHW: elements of channels' rows, which begin anywhere.
+template <class T>
+struct WgradRowFragments : WgradView<T> {
+using C = typename T::C;
+using V = WgradView<T>;
+using Half = typename V::Half;
+
+static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
+  const int channel = of.channel + of.row, of_channels = channel / T::G_CHANNELS;  // the lane's class
+  return of_channels * (T::CLASS_BYTES / T::ELEMENT * C::row_classes) + channel % T::G_CHANNELS * C::g_pitch + (T::NARROW ? 2 * of.q : of.q) * C::step_w;
+}
+
+// What is known only at run time of where a half begins.
+static __device__ __forceinline__ int begin_of(const typename V::Taps& taps, const typename T::Sizes& s, const typename V::Phases& phases, int u, const Half& half, int lane_at) {
+  int at = lane_at + taps.at[u];
+  if constexpr (C::aligned_g) return at;
+  else if constexpr (T::CLASSED) return at + phases.of[half.memory.h % C::row_classes];
+  else return at + ((phases.of[0] + taps.line[u] + V::memory_row(half.memory, s)) & (T::VEC - 1));
+}
+// And constants that are even, so that the addresses are a register and an immediate; of rows g and g + 8.
+static __device__ __forceinline__ int constant_of(const Half& half, int h) {
+  return half.row * (T::G_CHANNELS * C::g_pitch) + half.column + h * T::NEXT_ROWS * C::g_pitch;
+}
+
+static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes& s, const typename V::Phases& phases, int u, const typename V::Step& step, int lane_at) {
   const u32* words = (const u32*)g_tile;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    // What is known only at run time, and constants that are even, so that the addresses are a register and an immediate.
-    int at = lane_at + taps.at[u];
-    const int constant = step.half[k].row * (G_CHANNELS * G_PITCH) + step.half[k].column;
-    at += misaligned(phases, taps.line[u], step.half[k].memory, s);
+    const int at = begin_of(taps, s, phases, u, step.half[k], lane_at);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      u32 v = words[at + constant + h * NEXT_ROWS * G_PITCH];
-      a[2 * k + h] = to_tf32(__uint_as_float(v));  // boxes are rounded on their way
+      const int constant = constant_of(step.half[k], h);
+      if constexpr (T::NARROW) {
+        int second = at + C::step_w;
+        u32 selector = (at & 1 ? 0x32u : 0x10u) | (second & 1 ? 0x7600u : 0x5400u);
+        a[2 * k + h] = __byte_perm(words[(at >> 1) + constant / 2], words[(second >> 1) + constant / 2], selector);
+      } else {
+        u32 v = words[at + constant];
+        a[2 * k + h] = C::box_g ? v : to_tf32(__uint_as_float(v));  // boxes are rounded on their way
+      }
     }
   }
 }
+};
 
-#define STACK_PLACE(tap) 0
+template <class T>
+using WgradFragments = WgradEither<T::TURN_X, WgradTurnedFragments<T>,
+    WgradEither<T::C::a_shared, WgradDescribedFragments<T>, WgradEither<T::C::channels_last, WgradMatrixFragments<T>, WgradRowFragments<T>>>>;
 
-__device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g,
-    u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
-  int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
-  int wg_m = wg % WGS_M, first_unit = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * UNITS;
-  int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;  // of the block's BLOCK_CO
-  Taps taps;
-#pragma unroll
-  for (int u = 0; u < UNITS; u++) {
-    int unit = first_unit + u * NEXT_UNIT;
-    if (unit >= SET_UNITS) unit = SET_UNITS - 1;  // its sums are not stored
-    int td = unit / (SET_UNITS / TAPS_D), th = unit / TAPS_W % TAPS_H, tw = unit % TAPS_W;
-    int shift = (td * (DIL_D / APART_D)) * CLASS_ROWS + th * (DIL_H / APART_H);
-    taps.at[u] = shift * (G_CHANNELS * G_PITCH) + tw * DIL_W;
-    taps.line[u] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
+// =====================================================================================================================
+// Fragments of a step's units, one after the other
+// =====================================================================================================================
+
+// NCHW of 16 bits: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (RUN of them) have nearly all their
+// words in common, so these are loaded once and shifted in registers.
+template <class T>
+struct WgradRuns {
+using C = typename T::C;
+static constexpr int RUN = T::SET_UNITS == C::taps_w ? T::UNITS : C::taps_w % T::UNITS == 0 ? T::UNITS : T::UNITS % C::taps_w == 0 ? C::taps_w : 1;
+// Whether a run begins at odd elements, where that is the same for all.
+static constexpr bool PARITY_KNOWN =
+    C::aligned_g && C::step_w % 2 == 0 && RUN * C::dilation_w % 2 == 0 && (C::sets_w == 1 || C::taps_w * C::dilation_w % 2 == 0);
+static constexpr int WORDS = ((PARITY_KNOWN ? C::padding_w % 2 : 1) + (RUN - 1) * C::dilation_w + C::step_w) / 2 + 1;
+static constexpr bool SHARED = T::NARROW && !C::channels_last && !C::interleaved && RUN > 1 && WORDS < 2 * RUN;
+};
+
+template <class T>
+struct WgradEach {                         // each by itself
+  using F = WgradFragments<T>;
+  __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename F::Taps& taps, const typename T::Sizes& s, const typename F::Phases& phases, int u, const typename F::Step& step, int lane_at) {
+    F::load(a, g_tile, taps, s, phases, u, step, lane_at);
   }
-  const int of_channels = (channel + row) / G_CHANNELS;  // the lane's class
-  const int lane_first = of_channels * (CLASS_BYTES / ELEMENT * ROW_CLASSES) + (channel + row) % G_CHANNELS * G_PITCH
-      + q * STEP_W;
-  float acc[UNITS][NB][OF_UNIT * (N_WIDTH / 2)] = {};
-  int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
-  u32 stage = 0, parity = 0;
-  // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
-  const int units_before = wg / WGS_M * (SUBS * UNITS);
-  const bool idle = units_before >= SET_UNITS || (work.tap_w + units_before >= KERNEL_W);
-#pragma unroll 1
-  for (int i = begin; i < end; i++) {
-    int lane_at = lane_first;
-    Phases phases = {};
-    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    Chunk c = chunk_at(i, s);
-    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-        w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
-    phases.of[0] = (u32)((u64)g / ELEMENT)
-        + (((u32)c.n * COUT + work.group * COUT_G + work.co + row) * s.out_d + d) * s.out_h * s.out_w + (u32)h * s.out_w
-            + w;
-    const unsigned char* tile = memory + stage * STAGE_BYTES;
-    u32 x_tile = shared_address(tile);
-    barrier_wait(full + stage * 8, parity);
-#pragma unroll 1
-    for (int run = idle ? STEPS / STRETCH : 0; run < STEPS / STRETCH; run++) {
-      u32 a[SETS_OF_FRAGMENTS][4];
-      // A run is some whole rows of q or a part of one, so that runs differ by an offset.
-      const int first = run * (STRETCH / ENTRIES);
-      const Half from = step_of(first).half[0];
-      const unsigned char* g_tile = tile + X_TILE_BYTES + from.row * G_ROW_BYTES;
-      Phases run_phases = phases;
-      run_phases.of[0] += ((u32)(from.memory.n * COUT) * s.out_d + from.memory.d) * s.out_h * s.out_w
-          + (u32)from.memory.h * s.out_w;
-      int lane_from = lane_at + from.column * G_PIXEL_BYTES;
-      u32 x_from = x_tile + x_at(first);
+};
+
+template <class T>
+struct WgradSharedWords {
+  using C = typename T::C;
+  using F = WgradFragments<T>;
+  using R = WgradRuns<T>;
+  u32 word[2][2][R::WORDS];                // of a step's two strips, of rows g and g + 8: all words of a run of taps
+  bool odd[2];                             // whether the run begins in the middle of the first
+
+  __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename F::Taps& taps, const typename T::Sizes& s, const typename F::Phases& phases, int u, const typename F::Step& step, int lane_at) {
+    if (u % R::RUN == 0) load_words(g_tile, taps, s, phases, u, step, lane_at);
+    shift(a, u % R::RUN);
+  }
+
+  // The words of the run that begins with unit `u`.
+  __device__ __forceinline__ void load_words(const unsigned char* g_tile, const typename F::Taps& taps, const typename T::Sizes& s, const typename F::Phases& phases, int u, const typename F::Step& step, int lane_at) {
+    const u32* words = (const u32*)g_tile;
 #pragma unroll
-      for (int step = 0; step < STRETCH; step++) {
-        const int e = step % ENTRIES, k = step / ENTRIES;
-        load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, run_phases, e, step_of(k), lane_from);
-        wgmma_fence();
-        multiply(acc[e], 0, 1, a[step % SETS_OF_FRAGMENTS], x_from + x_at(k));
-        wgmma_commit();
-        if (step + 1 == STRETCH) wgmma_wait<0>();
-        else wgmma_wait<SETS_OF_FRAGMENTS - 1>();
+    for (int k = 0; k < 2; k++) {
+      const int at = F::begin_of(taps, s, phases, u, step.half[k], lane_at);
+      odd[k] = R::PARITY_KNOWN ? C::padding_w & 1 : at & 1;
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int j = 0; j < R::WORDS; j++) word[k][h][j] = words[(at >> 1) + F::constant_of(step.half[k], h) / 2 + j];
+    }
+  }
+
+  // The fragment of the run's tap `i`, as F would load it.
+  __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
+    const int first = i * C::dilation_w, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      u32 selector = (odd[k] == (first % 2 == 0) ? 0x32u : 0x10u) | (odd[k] == (second % 2 == 0) ? 0x7600u : 0x5400u);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        u32 low = first % 2 && odd[k] ? word[k][h][(first + 1) / 2] : word[k][h][first / 2];
+        u32 high = second % 2 && odd[k] ? word[k][h][(second + 1) / 2] : word[k][h][second / 2];
+        a[2 * k + h] = __byte_perm(low, high, selector);
       }
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(empty + stage * 8);
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
+  }
+};
+
+template <class T>
+using WgradUnits = WgradEither<WgradRuns<T>::SHARED, WgradSharedWords<T>, WgradEach<T>>;
+
+// =====================================================================================================================
+// Multiplications
+// =====================================================================================================================
+
+template <class T>
+struct WgradMultiply {
+using C = typename T::C;
+using F = WgradFragments<T>;
+using Taps = typename F::Taps;
+using Step = typename F::Step;
+using Phases = typename F::Phases;
+using Sizes = typename T::Sizes;
+using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
+using Sums = UnitSums[T::UNITS];
+
+// Stacked: rows of x that a row of g meets by a column of taps: for each remainder r of the row by step_h those of taps r, r + step_h,
+// ..., each a row above the one before; their sums lie in the order of the rows.
+static constexpr int LEAST = C::taps_h / C::step_h, OVER = C::taps_h % C::step_h;
+static __device__ __forceinline__ int stack_of(int r) { return C::stacked ? LEAST + (r < OVER) : 1; }
+static __device__ __forceinline__ int stack_begin(int r) { return r * LEAST + (r < OVER ? r : OVER); }
+// Where a unit's tap has its sums.
+static __device__ __forceinline__ int place_of(int tap) {
+  if constexpr (!C::stacked) return 0;
+  else return stack_begin(tap % C::step_h) + stack_of(tap % C::step_h) - 1 - tap / C::step_h;
+}
+
+// A fragment by ROWS rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
+template <int ROWS>
+static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, const u32 (&a)[4], u32 x) {
+  // From 8 channels or pixels to the next 8; MN-major also from the channels of a swizzled line to the next: of the next box, or, stacked,
+  // of the next row of x.
+  const u64 strides = ((u64)(8 * T::SEGMENT >> 4) << 32) | ((u64)((T::K_MAJOR ? 8 * T::SEGMENT : C::stacked ? T::X_ROW_BYTES : T::BOX_BYTES) >> 4) << 16);
+  const u64 upper = strides | ((u64)(T::SEGMENT == 32 ? 3 : T::SEGMENT == 64 ? 2 : 1) << 62);
+  using Wgmma = WgmmaOf<ROWS * T::N_WIDTH>;
+#pragma unroll
+  for (int nb = 0; nb < T::NB; nb++) {
+    u64 b = upper | (((x + nb * (T::K_MAJOR ? T::N_WIDTH * T::SEGMENT : T::BOX_BYTES)) & 0x3ffff) >> 4);
+    float (&d)[ROWS * (T::N_WIDTH / 2)] = *(float (*)[ROWS * (T::N_WIDTH / 2)])&acc[nb][first * (T::N_WIDTH / 2)];
+    // A described has rows of channels, as B has in channels_last.
+    if constexpr (C::a_shared) Wgmma::template multiply<C::precision, true, C::channels_last, true>(d, descriptor_of_words(a), b);
+    else Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
+  }
+}
+
+static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
+  if (rows == T::STACK) multiply_by<T::STACK>(acc, first, a, x);
+  else if constexpr (C::stacked && LEAST > 0 && LEAST < T::STACK) multiply_by<LEAST>(acc, first, a, x);
+}
+
+// Stacked: the unrolled steps of every row of a chunk from step `first` of a row on.
+static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const unsigned char* tile, const Taps& taps, const Sizes& s, const Phases& phases, int lane_at) {
+  u32 a[T::FRAGMENTS][4];
+  WgradUnits<T> units;
+  const unsigned char* g_tile = tile + T::X_TILE_BYTES;
+  lane_at += first * (32 / T::ELEMENT * T::G_STEP_W) * T::G_PIXEL_BYTES;
+  const u32 x_tile = shared_address(tile) + T::x_at(first);
+  int step = 0;                            // a constant after unrolling
+#pragma unroll
+  for (int remainder = 0; remainder < C::step_h && remainder < C::taps_h; remainder++)
+#pragma unroll
+    for (int i = 0; i < C::tile_n * C::tile_d * C::tile_h * C::unrolled; i++) {
+      const int column = i % C::unrolled, q = i / C::unrolled % C::tile_h, slice = i / (C::unrolled * C::tile_h);
+      const Step at = F::step_of_row(slice / C::tile_d, slice % C::tile_d, q * C::step_h + remainder, column);
+      const u32 x = x_tile + T::x_at(column) + (slice * T::X_ROWS_H + q + T::STACK - stack_of(remainder)) * T::X_ROW_BYTES;
+#pragma unroll
+      for (int u = 0; u < T::UNITS; u++) {
+        u32 (&fragment)[4] = a[step++ % T::FRAGMENTS];
+        units.load(fragment, g_tile, taps, s, phases, u, at, lane_at);
+        if constexpr (!C::a_shared) wgmma_fence();
+        multiply(acc[u], stack_begin(remainder), stack_of(remainder), fragment, x);
+        if constexpr (!C::a_shared) {
+          wgmma_commit();
+          wgmma_wait<T::FRAGMENTS - 1>();
+        }
+      }
+    }
+  if constexpr (!C::a_shared) wgmma_wait<0>();
+}
+
+// The unrolled steps of run `run` of a chunk. A run is some whole rows of q or a part of one, so that runs differ by an offset.
+static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const unsigned char* tile, const Taps& taps, const Sizes& s, Phases phases, int lane_at) {
+  u32 a[T::FRAGMENTS][4];
+  WgradUnits<T> units;
+  const int first = run * (C::unrolled / C::entries);
+  const typename F::Half from = F::step_of(first).half[0];
+  const unsigned char* g_tile = tile + T::X_TILE_BYTES + from.row * T::G_ROW_BYTES;
+  if constexpr (!C::channels_last && !C::aligned_g && !T::CLASSED) phases.of[0] += F::memory_row(from.memory, s);
+  int lane_from = lane_at + from.column * T::G_PIXEL_BYTES;
+  u32 x_from = shared_address(tile) + T::x_at(first);
+#pragma unroll
+  for (int step = 0; step < C::unrolled; step++) {
+    const int e = step % C::entries, k = step / C::entries;
+    units.load(a[step % T::FRAGMENTS], g_tile, taps, s, phases, e, F::step_of(k), lane_from);
+    if constexpr (!C::a_shared) wgmma_fence();
+    multiply(acc[e], 0, 1, a[step % T::FRAGMENTS], x_from + T::x_at(k));
+    if constexpr (!C::a_shared) {
+      wgmma_commit();
+      if (step + 1 == C::unrolled) wgmma_wait<0>();
+      else wgmma_wait<T::FRAGMENTS - 1>();
     }
   }
-  long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
+}
+};
+
+// How sums leave a block of wgrad_wgmma.cu: as a slice for `reduce`; or blocks that have all splits of a tile between them write the
+// weight's gradient from their sums in shared memory, as a cluster, together through global memory, or alone, or (T::BY_ROWS) from
+// registers. Sums of splits are added in the order of `reduce`, to the same bits; those that are handed over (wgrad_handover.cuh) are of
+// other ranges.
+
+// A slice of partial sums, [split][taps][COUT][cin].
+template <class T>
+struct WgradSlice {
+using C = typename T::C;
+using M = WgradMultiply<T>;
+float* __restrict__ partial;
+
+static __device__ __forceinline__ void put_pair(float* at, int ci, const float* sums) {
+  if constexpr (C::cin % 2 == 0) {
+    if (ci < C::cin) *(float2*)at = make_float2(sums[0], sums[1]);
+  } else {
+    if (ci < C::cin) at[0] = sums[0];
+    if (ci + 1 < C::cin) at[1] = sums[1];
+  }
+}
+
+__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const typename M::F::Lane& of, int, int) const {
+  const typename T::Work& work = block.work;
+  long long slice = (long long)block.split * (T::TAPS * T::COUT * (long long)C::cin);
 #pragma unroll
-  for (int u = 0; u < UNITS; u++) {
-    int unit = first_unit + u * NEXT_UNIT;
-    int kd = work.tap_d + unit / (SET_UNITS / TAPS_D), kw = work.tap_w + unit % TAPS_W;
-    if (unit >= SET_UNITS || kd >= KERNEL_D || kw >= KERNEL_W) continue;
+  for (int u = 0; u < T::UNITS; u++) {
+    int unit = of.first_unit + u * T::NEXT_UNIT;
+    int kd = work.tap_d + unit / (T::SET_UNITS / C::taps_d), kw = work.tap_w + unit % C::taps_w;
+    if (unit >= T::SET_UNITS || kd >= C::kernel_d || kw >= C::kernel_w) continue;
 #pragma unroll
-    for (int i = 0; i < OF_UNIT; i++) {
-      int th = unit / TAPS_W % TAPS_H, kh = work.tap_h + th;
-      if (kh >= KERNEL_H) continue;
-      float* to = partial + slice
-          + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * COUT + work.group * COUT_G) * CIN_G;
+    for (int i = 0; i < T::OF_UNIT; i++) {
+      int th = C::stacked ? i : unit / C::taps_w % C::taps_h, kh = work.tap_h + th;
+      if (kh >= C::kernel_h) continue;
+      float* to = partial + slice + ((long long)((kd * C::kernel_h + kh) * C::kernel_w + kw) * T::COUT + work.group * C::cout) * C::cin;
 #pragma unroll
-      for (int nb = 0; nb < NB; nb++)
+      for (int nb = 0; nb < T::NB; nb++)
 #pragma unroll
-        for (int j = 0; j < N_WIDTH / 8; j++)
+        for (int j = 0; j < T::N_WIDTH / 8; j++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            int m = channel + row + NEXT_ROWS * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
-            int co = work.co + m % G_CHANNELS * CHANNEL_CLASSES + m / G_CHANNELS;
-            if (co >= COUT_G) continue;
-            float* at = to + (long long)co * CIN_G + ci;
-            const float* sums = &acc[u][nb][STACK_PLACE(i) * (N_WIDTH / 2) + 4 * j + 2 * h];
-            if (ci < CIN_G) *(float2*)at = make_float2(sums[0], sums[1]);
+            int co = work.co + T::channel_of(of.channel + of.row + T::NEXT_ROWS * h), ci = work.ci + nb * T::N_WIDTH + j * 8 + 2 * of.q;
+            if (co >= C::cout) continue;
+            put_pair(to + (long long)co * C::cin + ci, ci, &acc[u][nb][M::place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h]);
           }
     }
   }
 }
+};
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32; where blocks add up, `out` is the weight's gradient.
-__global__ void __launch_bounds__(THREADS, 1)
-wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d,
-      int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,
-      const __grid_constant__ TensorMaps maps) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
-  int index = blockIdx.x;
-  Work work;                               // blocks of the same pixels are neighbours, for L2's sake
-  int set = index % SETS;  index /= SETS;
-  work.co = index % CO_TILES * BLOCK_CO;  index /= CO_TILES;
-  work.ci = index % CI_TILES * BLOCK_CI;  index /= CI_TILES;
-  work.group = index % GROUPS;
-  const int split = index / GROUPS;
-  work.tap_w = set % SETS_W * TAPS_W;
-  work.tap_h = set / SETS_W % SETS_H * TAPS_H;
-  work.tap_d = set / (SETS_W * SETS_H) * TAPS_D;
-  u32 base = shared_address(memory), full = base + BARRIERS_AT, empty = full + 8 * STAGES;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      barrier_init(full + 8 * i, 2 * COPIERS + 1);
-      barrier_init(empty + 8 * i, WGS * 4);
+// =====================================================================================================================
+// The gradient for the weight, of float32 (`wide`) or the operands' type
+// =====================================================================================================================
+
+template <class T>
+struct WgradGradient {
+using C = typename T::C;
+using Number = typename T::Number;
+using Bits = typename T::Bits;
+using Work = typename T::Work;
+char* at;
+long long stride_ci, stride_co, stride_tap;
+int wide;
+
+// V neighbours in memory, which begin at V elements.
+template <int V>
+__device__ __forceinline__ void store_some(long long to, const float (&v)[V]) const {
+  if constexpr (T::NARROW) {
+    if (!wide) {
+      u32 words[(V + 1) / 2];
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        u32 one = Number::bits(v[i]);
+        words[i / 2] = i % 2 ? words[i / 2] | one << 16 : one;
+      }
+      Bits* narrow = (Bits*)at + to;
+      if constexpr (V == 4) *(uint2*)narrow = make_uint2(words[0], words[1]);
+      else if constexpr (V == 2) *(u32*)narrow = words[0];
+      else *narrow = (Bits)words[0];
+      return;
     }
-    barrier_init(base + BARRIERS_AT + 16 * STAGES, 1);
-    barriers_begun();
   }
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role == 0) {
-    fewer_registers<PRODUCER_REGISTERS>();
-    int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
-    u32 stage = 0, parity = 1;
-#pragma unroll 1
-    for (int i = begin; i < end; i++) {
-      Chunk c = chunk_at(i, s);
-      unsigned char* tile = memory + stage * STAGE_BYTES;
-      u32 barrier = full + stage * 8;
-      barrier_wait(empty + stage * 8, parity);
-      if (thread == 0) load_boxes(&maps.x, nullptr, s, c, work, shared_address(tile), barrier);
-      constexpr int extent = G_EXTENT;
-      int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-          w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
-      int channel = work.group * COUT_G + work.co;
-      copy_tile<G_ROWS, BLOCK_CO, extent, G_PITCH, COUT, COUT_G, false>(
-          g, s.batch, s.out_d, s.out_h, s.out_w, c.n, d, h, w, channel, COUT_G - work.co, tile + X_TILE_BYTES, thread);
-      if (has_borders(w, G_COLUMNS, s.out_w)) {
-        copy_commit();
-        copy_wait<0>();
-        named_sync<1, COPIERS>();          // all have landed
-        clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
-            false>(g, s.out_d, s.out_h, s.out_w, c.n, d, h, w, channel, tile + X_TILE_BYTES, thread);
-      }
-      arrive_when_copied(barrier);
-      barrier_arrive(barrier);             // what it stored itself
-      if (++stage == STAGES) {
-        stage = 0;
-        parity ^= 1;
-      }
-    }
-  } else {
-    more_registers<CONSUMER_REGISTERS>();
-    consume(partial, s, work, g, full, empty, memory, split, role - 1, thread);
+  float* single = (float*)at + to;
+  if constexpr (V == 4) *(float4*)single = make_float4(v[0], v[1], v[2], v[3]);
+  else if constexpr (V == 2) *(float2*)single = make_float2(v[0], v[1]);
+  else *single = v[0];
+}
+
+// Where the weight has the block's tap, and its channels `ci` and `co`; negative: nowhere.
+__device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
+  int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
+  ci += work.ci, co += work.co;
+  bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
+  return exists ? (work.group * C::cin + ci) * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
+}
+
+// A quad of output channels from `co` on, `apart` from one to the next, of which the last may not be.
+__device__ __forceinline__ void store_each(const Work& work, const float (&sum)[4], long long to, int co, long long apart) const {
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const float one[1] = {sum[e]};
+    if (work.co + co + e < C::cout) store_some(to + e * apart, one);
   }
 }
 
-#undef OPERANDS
-#undef SUMS
-#undef SUMS_4
-#undef INSTRUCTION
-#undef WGMMA_32
-#undef STACK_PLACE
-}  // namespace grad_weight
+// A quad's sum to the weight, where that has output channels innermost (`by_co`); else to shared memory.
+__device__ __forceinline__ void put_quad(const Work& work, const float (&sum)[4], long long to, u32 shared, int co, bool by_co) const {
+  if (by_co && C::cout % 4 == 0) store_some(to, sum);
+  else if (by_co) store_each(work, sum, to, co, 1);
+  else store_shared_128(shared, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
+}
+
+// Neighbouring taps of a row of the kernel, or of several whole ones, which lie side by side in contiguous weights.
+static constexpr int NEAR = C::taps_w == C::kernel_w ? C::taps_h * C::taps_w : C::taps_w;
+static constexpr int OF_KERNEL = C::taps_w == C::kernel_w ? C::kernel_h * C::kernel_w : C::kernel_w;
+static constexpr int NEAR_TAPS = NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1;
+static constexpr int RUNS_OF_TAPS = T::SET_TAPS / NEAR_TAPS;
+
+__device__ __forceinline__ void put_taps(u32 sums, long long to, int tap, int ci, int co) const {
+  float v[NEAR_TAPS];
+#pragma unroll
+  for (int e = 0; e < NEAR_TAPS; e++) v[e] = load_shared_f32(sums + T::sum_at(tap + e, ci, co));
+  store_some(to, v);
+}
+
+// --- from registers ---
+
+static constexpr int ROW_PITCH = 64 * T::ELEMENT + 16;  // bytes of 64 output channels, so that eight rows meet all banks
+static constexpr int ROWS_BYTES = C::block_ci * ROW_PITCH;
+
+// Whether the weight has output channels innermost, which begin at 16 bytes.
+__device__ __forceinline__ bool has_rows() const {
+  const bool by_16 = ((u32)(u64)at & 15) == 0 && ((u32)(stride_ci | stride_tap) & 7) == 0 && C::cout % 8 == 0;
+  return by_16 && !wide && stride_co == 1;
+}
+
+// A warpgroup's unit to a weight that has output channels innermost, by rows of 64 of them, 16 bytes a thread.
+__device__ __forceinline__ void put_rows(const Work& work, const float (&sums)[T::N_WIDTH / 2], u32 rows, int tap, int co, int wg, int thread) const {
+  const int warp = thread >> 5, lane = thread & 31;
+  const u32 to = rows + ((lane >> 4) * 8 + (lane & 7)) * ROW_PITCH + warp * 32 + (lane >> 3 & 1) * 16;
+#pragma unroll
+  for (int j = 0; j < T::N_WIDTH / 8; j += 2) {
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float a = sums[4 * j + 2 * i], b = sums[4 * j + 2 * i + 1];
+      words[i] = Number::bits(a) | Number::bits(b) << 16;
+    }
+    store_matrices_turned(to + j * 8 * ROW_PITCH, words);
+  }
+  named_sync(3 + wg, 128);
+  const int unit = thread % 8;
+  const long long first = place_of(work, tap, 0, co + unit * 8);
+  if (first < 0) return;
+#pragma unroll 8
+  for (int row = thread / 8; row < C::block_ci; row += 16) {
+    u32 v[4];
+    load_shared_128(v, rows + row * ROW_PITCH + unit * 16);
+    if (work.ci + row < C::cin) *(uint4*)(at + (first + row * stride_ci) * T::ELEMENT) = make_uint4(v[0], v[1], v[2], v[3]);
+  }
+}
+
+// --- from a warpgroup's registers, to the weight (`has_rows`) or to the block's sums in shared memory ---
+
+using M = WgradMultiply<T>;
+using Lane = typename M::F::Lane;
+
+__device__ __forceinline__ void put_rows_of(const typename M::Sums& acc, const Work& work, u32 memory, const Lane& of, int wg, int thread) const {
+#pragma unroll
+  for (int u = 0; u < T::UNITS; u++) {
+    if (of.first_unit + u >= T::SET_UNITS) continue;
+    put_rows(work, acc[u][0], memory + (wg * T::UNITS + u) * ROWS_BYTES, of.first_unit + u, of.channel - of.warp * 16, wg, thread);
+  }
+}
+
+static __device__ __forceinline__ void put_shared(const typename M::Sums& acc, const unsigned char* memory, const Lane& of) {
+#pragma unroll
+  for (int u = 0; u < T::UNITS; u++) {
+    int unit = of.first_unit + u * T::NEXT_UNIT;
+    if (unit >= T::SET_UNITS) continue;
+#pragma unroll
+    for (int i = 0; i < T::OF_UNIT; i++) {
+      // A unit is a tap, or (stacked) a column of taps_h of them.
+      int tap = C::stacked ? (unit / C::taps_w * C::taps_h + i) * C::taps_w + unit % C::taps_w : unit;
+#pragma unroll
+      for (int nb = 0; nb < T::NB; nb++)
+#pragma unroll
+        for (int j = 0; j < T::N_WIDTH / 8; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            int m = T::channel_of(of.channel + of.row + T::NEXT_ROWS * h);
+            u32 at = shared_address(memory) + T::sum_at(tap, nb * T::N_WIDTH + j * 8 + 2 * of.q, m);
+            const float* sums = &acc[u][nb][M::place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h];
+            store_shared_f32(at, sums[0]);
+            store_shared_f32(at + T::SUMS_PITCH * 4, sums[1]);
+          }
+    }
+  }
+}
+};
 
 // =====================================================================================================================
-// Gradient for the weight where rows begin off 16 bytes: mma.sync tf32, 32x64 channels x 1x1x3 taps a block, chunks of
-// 1x1x1x128 (NxDxHxW of q), K in 528 slices, 167 KB shared.
+// Ways of the blocks that have a tile's splits between them. `load`: four of a split's sums.
 // =====================================================================================================================
 
-namespace grad_weight_unaligned {
+// Counters of blocks that run at once: what they have written when they meet is seen by all of them behind it. One thread of each block:
+// its sums are there to be read; those of all `count` are. `counters` [arrived, left] are zeros, which the last to leave leaves.
+__device__ __forceinline__ void wgrad_arrive(u32* counters) {
+  __threadfence();
+  atomicAdd(counters, 1);
+}
+__device__ __forceinline__ void wgrad_wait(u32* counters, u32 count) {
+  while (load_acquire(counters) < count) {}
+  if (atomicAdd(counters + 1, 1) == count - 1) counters[0] = counters[1] = 0;
+}
 
-// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
+template <class T>
+struct WgradTogether {
+using C = typename T::C;
+static constexpr int BATCH = 8;            // splits whose loads are on their way at a time
+static constexpr int PARTS = C::reduce_rows == 1 ? WGRAD_RUNS : 1;  // ranges of splits that are sums of their own, as the warps of `reduce` have them
+const char* sums;                          // of the first of them; each has SUMS_BYTES, `apart` bytes from one to the next
+long long apart;
+int count;
+
+// A batch's split may be none of the range's.
+static __device__ __forceinline__ bool exists(int split, int end) { return split < end; }
+__device__ __forceinline__ void load(float (&v)[4], u32, int at, int split) const {
+  float4 found = __ldcg((const float4*)(sums + split * apart + at));
+  v[0] = found.x, v[1] = found.y, v[2] = found.z, v[3] = found.w;
+}
+
+// A block's sums from shared memory to its place in global memory; then it waits for its peers'.
+__device__ __forceinline__ void publish(char* own, u32 shared, u32* counters, int thread) const {
+  fence_async_shared();
+  named_sync<2, T::CONSUMERS>();           // all have stored theirs
+  if (thread == 0) {
+    store_bulk<T::SUMS_BYTES>(own, shared);
+    bulk_commit();
+    bulk_wait();
+    fence_async();
+    wgrad_arrive(counters);
+    wgrad_wait(counters, count);
+  }
+  named_sync<2, T::CONSUMERS>();
+}
+};
+
+template <class T>
+struct WgradCluster {
+static constexpr int BATCH = T::C::cluster, PARTS = 1, count = T::C::cluster;
+static __device__ __forceinline__ bool exists(int, int) { return true; }
+__device__ __forceinline__ void load(float (&v)[4], u32 sums, int at, int split) const { load_cluster_128(v, sums + at, split); }
+static __device__ __forceinline__ void meet() { cluster_sync(); }
+static __device__ __forceinline__ void part() { cluster_sync(); }  // none reads another's any more; and this block's are complete
+};
+
+template <class T>
+struct WgradAlone {
+static constexpr int BATCH = 1, PARTS = 1, count = 1;
+static __device__ __forceinline__ bool exists(int, int) { return true; }
+__device__ __forceinline__ void load(float (&v)[4], u32 sums, int at, int) const {
+  u32 words[4];
+  load_shared_128(words, sums + at);
+#pragma unroll
+  for (int e = 0; e < 4; e++) v[e] = __uint_as_float(words[e]);
+}
+static __device__ __forceinline__ void meet() { named_sync<2, T::CONSUMERS>(); }
+static __device__ __forceinline__ void part() {}
+};
+
+template <class T>
+using WgradPeers = WgradEither<T::C::together, WgradTogether<T>, WgradEither<T::C::alone, WgradAlone<T>, WgradCluster<T>>>;
+
+// =====================================================================================================================
+// Adding
+// =====================================================================================================================
+
+template <class T>
+struct WgradAdding {
+using C = typename T::C;
+using Peers = WgradPeers<T>;
+using Gradient = WgradGradient<T>;
+using Work = typename T::Work;
+static constexpr int QUADS = C::block_co / 4;
+
+// The sum of all splits' quad `at`, in the order of `reduce`; LANES of a warp have a part each, of which lane 0 then has the sum.
+template <int LANES>
+static __device__ __forceinline__ void add_splits(float (&sum)[4], const Peers& peers, u32 sums, int at, int lane) {
+  const int run = (peers.count + Peers::PARTS - 1) / Peers::PARTS;
+#pragma unroll 1
+  for (int part = lane; part < Peers::PARTS; part += LANES) {
+    const int begin = part * run, end = begin + run < peers.count ? begin + run : peers.count;
+    float own[4] = {};
+    for (int split = begin; split < end; split += Peers::BATCH) {
+      float v[Peers::BATCH][4] = {};
+#pragma unroll
+      for (int k = 0; k < Peers::BATCH; k++)
+        if (Peers::exists(split + k, end)) peers.load(v[k], sums, at, split + k);
+#pragma unroll
+      for (int k = 0; k < Peers::BATCH; k++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) own[e] += v[k][e];
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) sum[e] = part ? sum[e] + own[e] : own[e];
+  }
+  if constexpr (LANES > 1) {
+    const u32 lanes = 0xffu << (threadIdx.x & 24);  // a quad's eight
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const float part = sum[e];
+      sum[e] = __shfl_sync(lanes, part, 0, LANES);
+#pragma unroll
+      for (int other = 1; other < LANES; other++) sum[e] += __shfl_sync(lanes, part, other, LANES);
+    }
+  }
+}
+
+// --- together: a block's share is some quads of all taps, so that with many splits all blocks add ---
+
+template <int LANES>
+static __device__ __forceinline__ void add_quads(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int first, int quads, bool by_co, int thread) {
+#pragma unroll 1
+  for (int i = thread; i < T::SET_TAPS * quads * LANES; i += T::CONSUMERS) {
+    const int lane = i % LANES, quad = first + i / LANES % quads, tap = i / (LANES * quads), ci = quad / QUADS, co = quad % QUADS * 4;
+    float sum[4] = {};
+    add_splits<LANES>(sum, peers, sums, T::sum_at(tap, ci, co), lane);
+    const long long to = out.place_of(work, tap, ci, co);
+    if (lane == 0 && to >= 0) out.put_quad(work, sum, to, sums + T::sum_at(tap, ci, co), co, by_co);
+  }
+}
+
+static __device__ __forceinline__ void add_share_of_quads(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int rank, int thread) {
+  const int share = (C::block_ci * QUADS + peers.count - 1) / peers.count, first = rank * share, left = C::block_ci * QUADS - first, quads = left < share ? left : share;
+  const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
+  // Lanes that divide a quad's parts where quads are few; else each thread adds them all.
+  if (Peers::PARTS > 1 && T::SET_TAPS * share <= T::CONSUMERS / 2) add_quads<Peers::PARTS>(out, work, peers, sums, first, quads, by_co, thread);
+  else add_quads<1>(out, work, peers, sums, first, quads, by_co, thread);
+  if (by_co) return;
+  named_sync<2, T::CONSUMERS>();
+#pragma unroll 4
+  for (int i = thread; i < Gradient::RUNS_OF_TAPS * quads * 4; i += T::CONSUMERS) {
+    const int tap = i % Gradient::RUNS_OF_TAPS * Gradient::NEAR_TAPS, of_quads = i / Gradient::RUNS_OF_TAPS, quad = first + of_quads / 4;
+    const int ci = quad / QUADS, co = quad % QUADS * 4 + of_quads % 4;
+    const long long to = out.place_of(work, tap, ci, co);
+    if (to >= 0) out.put_taps(sums, to, tap, ci, co);
+  }
+}
+
+// --- a cluster, or a block alone: some rows of ci. A thread keeps its taps and output channels, so that a row is an addition away: a
+// place computed for each quad takes three times as long ---
+
+static __device__ __forceinline__ void add_share_of_rows(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int rank, int thread) {
+  constexpr int SHARE = (C::block_ci + Peers::count - 1) / Peers::count;
+  const int first = rank * SHARE, left = (C::cin - work.ci < C::block_ci ? C::cin - work.ci : C::block_ci) - first, rows = left < SHARE ? left : SHARE;
+  const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
+  Peers::meet();                           // all have stored theirs
+  constexpr int ITEMS = T::SET_TAPS * QUADS, EACH = ITEMS < T::CONSUMERS ? ITEMS : T::CONSUMERS, AT_ONCE = T::CONSUMERS / EACH;
+  if (thread < AT_ONCE * EACH && (Peers::count > 1 || by_co)) {
+#pragma unroll 1
+    for (int i = thread % EACH; i < ITEMS; i += EACH) {
+      const int co = i % QUADS * 4, tap = i / QUADS;
+      const long long to = out.place_of(work, tap, first, co);
+      if (to < 0) continue;
+#pragma unroll 4
+      for (int row = thread / EACH; row < rows; row += AT_ONCE) {
+        float sum[4] = {};
+        add_splits<1>(sum, peers, sums, T::sum_at(tap, first + row, co), 0);
+        out.put_quad(work, sum, to + row * out.stride_ci, sums + T::sum_at(tap, first + row, co), co, by_co);
+      }
+    }
+  }
+  Peers::part();
+  if (!by_co) put_share_of_taps(out, work, sums, first, rows, thread);
+}
+
+static __device__ __forceinline__ void put_share_of_taps(const Gradient& out, const Work& work, u32 sums, int first, int rows, int thread) {
+  constexpr int ITEMS = Gradient::RUNS_OF_TAPS * C::block_co, EACH = ITEMS < T::CONSUMERS ? ITEMS : T::CONSUMERS, AT_ONCE = T::CONSUMERS / EACH;
+  if (thread >= AT_ONCE * EACH) return;
+#pragma unroll 1
+  for (int i = thread % EACH; i < ITEMS; i += EACH) {
+    const int tap = i % Gradient::RUNS_OF_TAPS * Gradient::NEAR_TAPS, co = i / Gradient::RUNS_OF_TAPS;
+    const long long to = out.place_of(work, tap, first, co);
+    if (to < 0) continue;
+#pragma unroll 4
+    for (int row = thread / EACH; row < rows; row += AT_ONCE) out.put_taps(sums, to + row * out.stride_ci, tap, first + row, co);
+  }
+}
+};
+
+// Handover: blocks of two splits of K that exchange half of a tile's sums while they multiply. Both take all of a tile's units until
+// HANDED chunks, those in the middle of K, are left. Then each hands its sums of half of the units over, through global memory, and
+// multiplies these chunks for its own units alone, whose sums it gets from the other block meanwhile; so that behind the last chunk it
+// has half of the tile's sums, whole, in registers, and writes them to the weight.
 //
-// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ
-// only in where
-// their chunks begin.
-
-constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int GROUPS = 1;
-constexpr int CIN_G = 32;  // channels of a group in what is read
-constexpr int COUT_G = 64;  // channels of a group in what is written
-constexpr int BLOCK_CI = 32;  // input channels of a block
-constexpr int BLOCK_CO = 64;  // output channels of a block
-constexpr int REDUCE_ROWS = 1;
-constexpr int TILE_N = 1;  // images of a tile
-constexpr int KERNEL_D = 1, KERNEL_H = 1, KERNEL_W = 3;  // the layer's
-constexpr int STEP_D = 1, STEP_H = 1, STEP_W = 2;  // stride
-constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 2;  // dilation
-constexpr int PAD_D = 0, PAD_H = 0, PAD_W = 1;  // padding
-constexpr int TAPS_D = 1, TAPS_H = 1, TAPS_W = 3;  // of a set, which a block multiplies
-constexpr int SETS_D = 1, SETS_H = 1, SETS_W = 1;  // of taps
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 128;  // positions q of a chunk
-constexpr int APART_D = 1, APART_H = 1;
-constexpr int WARP_M = 32;  // input channels of a warp
-constexpr int WARP_N = 32;  // output channels of a warp
-
-// Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
+// Blocks meet as a cluster, or in a cooperative launch. The latter is faster, since the order of its blocks is free (`wgrad_tile_of`):
+// neighbours have the same pixels of g, which are more than x's. With 8 chunks and more the second-level cache is late, since such a chunk
+// brings x for half of the products.
 //
-// A GEMM whose K is the pixels: M = BLOCK_M input channels, N = BLOCK_N output channels, one accumulator for each tap of a set
-// (TAPS_D x TAPS_H x TAPS_W neighbouring taps). A block takes a tile of channels, a set of taps and a range of pixel tiles
-// (TILE_N x TILE_D x TILE_H x TILE_W positions q, a "chunk"): x's tile and g's with the halo of the set are copied to shared
+// A warpgroup has two units; the first of these, by the block's `rank`, is its own. Two blocks are a cluster, or all blocks run at once
+// (together) and meet by counters, as wgrad_sums.cuh has it.
+
+// A block's chunks: `whole` ones, then those `handed`, which both blocks have.
+struct WgradHalves {
+  static constexpr int HANDED = 4;
+  int whole, handed, rank;
+  __device__ __forceinline__ WgradHalves(int chunks, int rank) : rank(rank) {
+    handed = HANDED + (chunks & 1);        // so that the others are even
+    if (handed > chunks) handed = chunks;
+    whole = (chunks - handed) / 2;
+  }
+  __device__ __forceinline__ int count() const { return whole + handed; }
+  __device__ __forceinline__ int chunk(int i) const { return rank && i < whole ? i + count() : i; }
+};
+
+// Where a tile lies: of neighbours (of one set of taps) four have two blocks of channels of each operand between them, sixteen four, and
+// sixty-four eight, where channels have so many. So, together, two of a pair of multiprocessors share g; those of a cluster are the two
+// halves of K, and share nothing.
+template <int CI_TILES, int CO_TILES>
+__device__ __forceinline__ void wgrad_tile_of(int index, int& ci, int& co) {
+  int ci_left = CI_TILES, co_left = CO_TILES, ci_unit = 1, co_unit = 1;
+  ci = co = 0;
+#pragma unroll
+  for (int level = 0; level < 3; level++) {
+    if (ci_left % 2 == 0) {
+      ci += index % 2 * ci_unit;
+      index /= 2, ci_left /= 2, ci_unit *= 2;
+    }
+    if (co_left % 2 == 0) {
+      co += index % 2 * co_unit;
+      index /= 2, co_left /= 2, co_unit *= 2;
+    }
+  }
+  co += index % co_left * co_unit;
+  ci += index / co_left % ci_left * ci_unit;
+}
+
+// --- the thread that loads -----------------------------------------------------------------------------------------------
+
+template <class T>
+struct WgradHandoverCopies {
+using C = typename T::C;
+using Boxes = WgradBoxes<T>;
+static constexpr int OWN_PLANES = C::parted && C::g_planes == 2 && C::taps_w % 2 == 0 ? 1 : C::g_planes;  // 1: the columns of a unit, by its parity
+
+// A chunk of x, and of g what a block's own units take.
+static __device__ __forceinline__ void load_own(const WgradBlock<T>& block, const typename T::Chunk& c, u32 to, u32 barrier) {
+  expect_bytes(barrier, T::X_TILE_BYTES + T::G_ROWS * OWN_PLANES * C::plane_columns * C::block_co * T::ELEMENT);
+  Boxes::load_x(block.maps.of[0], c, block.work.group * C::cin + block.work.ci, to, barrier);
+  const int channel = block.work.group * C::cout + block.work.co;
+  to += T::X_TILE_BYTES;
+  const typename T::Chunk at = T::in_g(c, block.work);
+#pragma unroll 1
+  for (int i = 0; i < T::G_BOXES * OWN_PLANES; i++) {
+    const int plane = OWN_PLANES < C::g_planes ? block.split : i % OWN_PLANES, box = i / OWN_PLANES;
+    load_box(to + box * T::G_SLAB_BYTES + plane * T::PLANE_BYTES, block.maps.of[1], channel + box * T::G_WIDTH, at.w + plane * C::dilation_w, at.h, at.d, at.n, barrier);
+  }
+}
+
+static __device__ __forceinline__ void produce(const WgradBlock<T>& block) {
+  const WgradHalves halves(block.s.chunks, block.split);
+  CursorOf<C::stages> cursor = {0, 1};
+#pragma unroll 1
+  for (int i = 0; i < halves.count(); i++, cursor.next()) {
+    const typename T::Chunk c = T::chunk_at(halves.chunk(i), block.s);
+    const u32 to = block.base + cursor.stage * T::STAGE_BYTES, barrier = block.full + cursor.stage * 8;
+    barrier_wait(block.empty + cursor.stage * 8, cursor.parity);
+    if (i < halves.whole) Boxes::load(block.maps, block.s, c, block.work, to, barrier);
+    else load_own(block, c, to, barrier);
+  }
+}
+};
+
+// --- ways in which two blocks meet: `tell` behind a thread's stores, `wait` ahead of its loads ---------------------------
+
+template <class T>
+struct WgradMeetTogether {
+  u32* counters;
+  __device__ __forceinline__ void tell(int, int wg, int thread) const {
+    named_sync<2, T::CONSUMERS>();         // all have stored theirs
+    if (wg == 0 && thread == 0) wgrad_arrive(counters);
+  }
+  __device__ __forceinline__ void wait(int wg, int thread) const {
+    if (wg == 0 && thread == 0) wgrad_wait(counters, 2);
+    named_sync<2, T::CONSUMERS>();
+  }
+};
+
+template <class T>
+struct WgradMeetInCluster {
+  u32 met;                                 // a barrier
+  __device__ __forceinline__ void tell(int rank, int, int thread) const {
+    int lane = thread & 31;
+    cluster_wait();                        // the other block's barriers are ready
+    __syncwarp();
+    if (lane == 0) barrier_arrive_cluster(met, rank ^ 1);
+  }
+  __device__ __forceinline__ void wait(int, int) const { barrier_wait_cluster(met); }
+};
+
+template <class T>
+using WgradMeet = WgradEither<T::C::together, WgradMeetTogether<T>, WgradMeetInCluster<T>>;
+
+// --- consumers -----------------------------------------------------------------------------------------------------------
+
+template <class T>
+struct WgradHandover {
+using C = typename T::C;
+using M = WgradMultiply<T>;
+using F = typename M::F;
+using Taps = typename F::Taps;
+using Gradient = WgradGradient<T>;
+static constexpr int WORDS = T::CONSUMERS * (T::N_WIDTH / 2);  // that a block hands over
+
+// A warpgroup on its way over its chunks.
+struct Way {
+  int i;                                   // the chunk
+  CursorOf<C::stages> cursor;
+};
+
+// A chunk by the first of a warpgroup's units, or by both.
+template <int OF_UNITS>
+static __device__ __forceinline__ void multiply_chunk(typename M::Sums& acc, Way& way, const WgradBlock<T>& block, const Taps& taps, int lane_first, int lane) {
+  const unsigned char* tile = block.memory + way.cursor.stage * T::STAGE_BYTES;
+  const u32 x_tile = shared_address(tile);
+  barrier_wait(block.full + way.cursor.stage * 8, way.cursor.parity);
+  wgmma_fence();
+#pragma unroll 1
+  for (int run = 0; run < T::STEPS / C::unrolled; run++) {
+    u32 a[4];
+    const int first = run * (C::unrolled / C::entries);
+    const typename F::Half from = F::step_of(first).half[0];
+    const unsigned char* g_tile = tile + T::X_TILE_BYTES + from.row * T::G_ROW_BYTES;
+    const int lane_from = lane_first + from.column * T::G_PIXEL_BYTES;
+    const u32 x_from = x_tile + T::x_at(first);
+#pragma unroll
+    for (int step = 0; step < C::unrolled; step++) {
+      const int e = step % C::entries, k = step / C::entries;
+      if (e >= OF_UNITS) continue;
+      F::load(a, g_tile, taps, block.s, typename F::Phases{}, e, F::step_of(k), lane_from);
+      M::multiply(acc[e], 0, 1, a, x_from + T::x_at(k));
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<1>();                         // the chunk before is done with
+  if (way.i > 0 && lane == 0) barrier_arrive(block.empty + (way.cursor.stage ? way.cursor.stage - 1 : C::stages - 1) * 8);
+  way.cursor.next();
+  way.i++;
+}
+
+// A block's own units, from shared memory to any weight.
+static __device__ __forceinline__ void put_own(const Gradient& out, const typename T::Work& work, u32 sums, int rank, int thread) {
+  constexpr int QUADS = C::block_co / 4, ITEMS = T::SET_UNITS / T::UNITS * QUADS, AT_ONCE = T::CONSUMERS / ITEMS;
+  const int item = thread % ITEMS, co = item % QUADS * 4, tap = item / QUADS * T::UNITS + rank;
+  const int rows = C::cin - work.ci < C::block_ci ? C::cin - work.ci : C::block_ci;
+  const bool by_co = out.stride_co == 1;
+  const long long to = out.place_of(work, tap, 0, co);
+  if (to < 0) return;
+#pragma unroll 4
+  for (int row = thread / ITEMS; row < rows; row += AT_ONCE) {
+    u32 words[4];
+    load_shared_128(words, sums + T::sum_at(tap, row, co));
+    const float sum[4] = {__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]), __uint_as_float(words[3])};
+    if (by_co) out.put_quad(work, sum, to + row * out.stride_ci, 0, co, true);
+    else out.store_each(work, sum, to + row * out.stride_ci, co, out.stride_co);
+  }
+}
+
+// A block's own sums, whole, to the weight.
+static __device__ __forceinline__ void put(const Gradient& out, const WgradBlock<T>& block, const float (&sums)[T::N_WIDTH / 2], const typename F::Lane& of, int wg, int thread) {
+  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
+  const u32 shared = shared_address(block.memory);
+  if (out.has_rows()) {
+    out.put_rows(block.work, sums, shared + wg * Gradient::ROWS_BYTES, of.first_unit + block.split, of.wg_m * T::ROWS_PER_SUB, wg, thread);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < T::N_WIDTH / 8; j++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const u32 at = shared + T::sum_at(of.first_unit + block.split, j * 8 + 2 * of.q, of.channel + of.row + 8 * h);
+      store_shared_f32(at, sums[4 * j + 2 * h]);
+      store_shared_f32(at + T::SUMS_PITCH * 4, sums[4 * j + 2 * h + 1]);
+    }
+  named_sync<2, T::CONSUMERS>();
+  put_own(out, block.work, shared, block.split, threadIdx.x - T::COPIERS);
+}
+
+// `handed`: WORDS in global memory of each block; `other` is the block they are exchanged with.
+static __device__ __forceinline__ void consume(const Gradient& out, const WgradBlock<T>& block, float4* handed, const WgradMeet<T>& meet, int other, int wg, int thread) {
+  const typename F::Lane of = F::lane_of(wg, thread);
+  const int rank = block.split, lane_first = F::lane_first(of);
+  Taps taps;
+#pragma unroll
+  for (int u = 0; u < T::UNITS; u++) F::set_tap(taps, u, of.first_unit + (u ^ rank), block.s);
+  typename M::Sums acc = {};
+  const WgradHalves halves(block.s.chunks, rank);
+  Way way = {0, {0, 0}};
+#pragma unroll 1
+  while (way.i < halves.whole) multiply_chunk<T::UNITS>(acc, way, block, taps, lane_first, of.lane);
+  multiply_chunk<1>(acc, way, block, taps, lane_first, of.lane);  // which the tensor cores have while sums leave
+  float (&passed)[T::N_WIDTH / 2] = acc[1][0];
+  float4* to = handed + (long long)blockIdx.x * (WORDS / 4) + wg * 128 + thread;
+#pragma unroll
+  for (int j = 0; j < T::N_WIDTH / 8; j++) to[j * T::CONSUMERS] = make_float4(passed[4 * j], passed[4 * j + 1], passed[4 * j + 2], passed[4 * j + 3]);
+  meet.tell(rank, wg, thread);
+#pragma unroll 1
+  while (way.i < halves.count() - 2) multiply_chunk<1>(acc, way, block, taps, lane_first, of.lane);
+  meet.wait(wg, thread);
+  const float4* from = handed + (long long)other * (WORDS / 4) + wg * 128 + thread;
+#pragma unroll
+  for (int j = 0; j < T::N_WIDTH / 8; j++) {
+    const float4 v = __ldcg(from + j * T::CONSUMERS);
+    passed[4 * j] = v.x, passed[4 * j + 1] = v.y, passed[4 * j + 2] = v.z, passed[4 * j + 3] = v.w;
+  }
+#pragma unroll 1
+  while (way.i < halves.count()) multiply_chunk<1>(acc, way, block, taps, lane_first, of.lane);
+  wgmma_wait<0>();
+  float (&sums)[T::N_WIDTH / 2] = acc[0][0];
+#pragma unroll
+  for (int j = 0; j < T::N_WIDTH / 2; j++) sums[j] += passed[j];
+  put(out, block, sums, of, wg, thread);
+}
+};
+
+// Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
+//
+// The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
+// 64 / subs channels), N = block_ci input channels, K = pixels. Interleaved: these taps are neighbours along W, and their rows
+// neighbours in M, so that lanes read neighbouring columns of few channels, which meet more banks than columns step_w apart of many.
+//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address. a_shared (16-bit
+//      rows of 64 channels): by descriptor, at any pixel.
+//   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
+//      rounded to TF32 on the way; channels_last of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
+//      that channels_last float32 is turned by the copying warpgroup.
+// g comes by boxes too (box_g): by one where its rows lie evenly (g_one_box; channels_last for each G_WIDTH channels and plane), by
+// one for each row, NCHW by one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
+// Roles: one warpgroup copies, the others multiply: split_m of them divide the output channels of a block, the others its taps,
+// UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap; or, stacked, a column of
+// taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
+// a fragment is read once, not once a tap: reads of A take as long as a multiplication by 64 channels.
+// Stacked chunks are of rows of g, step_h at a time, and it is x's tile that has a halo, so that an instruction always takes all
+// of its rows: ptxas waits for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
+//
+// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where splits are
+// few, their blocks are a cluster, which adds the sums through its shared memory in the same order, and writes the weight itself.
+// Where more are, but all blocks run at once (a cooperative launch), those of a tile wait for each other and do it together, through
+// global memory. A split that is the only one (alone) writes the weight from its own shared memory. Two splits may exchange sums while
+// they multiply (handover); these have chunks in another order than two steps have, and other roundings.
+//
+// Files: wgrad_tiles.cuh (a chunk in shared memory), wgrad_copies.cuh (who brings it), wgrad_multiply.cuh (fragments and matrix
+// instructions), wgrad_sums.cuh (how sums leave), wgrad_handover.cuh.
+
+template <class C_>
+struct WgradWgmma {
+using C = C_;
+using T = WgradTile<C>;
+using Number = typename T::Number;
+using Slices = WgradSlices<T, true>;
+using Sizes = typename T::Sizes;
+using Chunk = typename T::Chunk;
+using Work = typename T::Work;
+using TensorMaps = typename T::TensorMaps;
+using Block = WgradBlock<T>;
+using Gradient = WgradGradient<T>;
+using M = WgradMultiply<T>;
+using F = typename M::F;
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+// NCHW: where rows of a chunk's tile begin, for a lane.
+static __device__ __forceinline__ void begin_rows(int& lane_at, typename F::Phases& phases, const Block& block, int i, const typename F::Lane& of) {
+  const Sizes& s = block.s;
+  Chunk c = T::in_g(T::chunk_at(i, s), block.work);
+  if constexpr (C::aligned_g) {
+    lane_at += c.w & (T::G_BEGIN - 1);
+  } else if constexpr (T::CLASSED) {
+    const int of_channels = (of.channel + of.row) / T::G_CHANNELS;  // the lane's class
+#pragma unroll
+    for (int j = 0; j < C::row_classes; j++)
+      phases.of[j] = WgradBoxes<T>::class_of(c.h + j, block.work.group * C::cout + block.work.co + of_channels, c.w, s).phase;
+  } else {
+    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
+    phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * T::COUT + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
+  }
+}
+
+// A split's sums; what becomes of them is `end`'s to say.
+template <class E>
+static __device__ __forceinline__ void consume(const E& end, const Block& block, int wg, int thread) {
+  const typename F::Lane of = F::lane_of(wg, thread);
+  typename M::Sums acc = {};               // ahead of what addresses need: behind it ptxas is given two sets of zeros
+  typename F::Taps taps;
+#pragma unroll
+  for (int u = 0; u < T::UNITS; u++) F::set_tap(taps, u, of.first_unit + u * T::NEXT_UNIT, block.s);
+  const int lane_first = F::lane_first(of);
+  const int first = block.begin(), last = block.end();
+  CursorOf<C::stages> cursor = {0, 0};
+  // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
+  const int units_before = wg / C::split_m * (C::subs * T::UNITS);
+  const bool idle = units_before >= T::SET_UNITS || (T::SET_UNITS == C::taps_w && block.work.tap_w + units_before >= C::kernel_w);
+#pragma unroll 1
+  for (int i = first; i < last; i++, cursor.next()) {
+    int lane_at = lane_first;
+    typename F::Phases phases = {};
+    if constexpr (!C::channels_last) begin_rows(lane_at, phases, block, i, of);
+    const unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
+    barrier_wait(block.full + cursor.stage * 8, cursor.parity);
+    if constexpr (C::a_shared) wgmma_fence();
+    if constexpr (C::stacked) {
+#pragma unroll 1
+      for (int at = idle ? T::ROW_STEPS : 0; at < T::ROW_STEPS; at += C::unrolled) M::multiply_rows(acc, at, tile, taps, block.s, phases, lane_at);
+    } else {
+#pragma unroll 1
+      for (int run = idle ? T::STEPS / C::unrolled : 0; run < T::STEPS / C::unrolled; run++) M::multiply_run(acc, run, tile, taps, block.s, phases, lane_at);
+    }
+    if constexpr (C::a_shared) {
+      // The chunk before is done with. That is late: instructions wait for room in the tensor cores' queue, so that most of this chunk's
+      // are behind them, too. With 2 stages that is far too late. A stage given back behind a chunk's first instruction, or its third,
+      // is slower with more stages: the queue runs empty.
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (i > first && of.lane == 0) barrier_arrive(block.empty + (cursor.stage ? cursor.stage - 1 : C::stages - 1) * 8);
+    } else {
+      __syncwarp();
+      if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
+    }
+  }
+  if constexpr (C::a_shared) wgmma_wait<0>();
+  end.put(acc, block, of, wg, thread);
+}
+
+// =====================================================================================================================
+// What becomes of a block's sums, where they are no slice (WgradSlice)
+// =====================================================================================================================
+
+// They are added to those of other splits, and written to the weight.
+struct Whole {
+  Gradient out;
+  char* partial;                           // together: SUMS_BYTES of each block; handover: 4 WgradHandover::WORDS
+  u32* counters;                           // together: two of each tile
+
+  static constexpr int TILES = T::SETS * T::CO_TILES * T::CI_TILES * C::groups;
+
+  __device__ __forceinline__ void put(const typename M::Sums& acc, const Block& block, const typename F::Lane& of, int wg, int thread) const {
+    named_sync<2, T::CONSUMERS>();         // nobody reads a stage any more
+    if constexpr (T::BY_ROWS) {
+      if (out.has_rows()) {
+        out.put_rows_of(acc, block.work, block.base, of, wg, thread);
+        return;
+      }
+    }
+    Gradient::put_shared(acc, block.memory, of);
+    add(block, threadIdx.x - T::COPIERS);
+  }
+
+  __device__ __forceinline__ void add(const Block& block, int thread) const {
+    if constexpr (C::together) {
+      const int index = block_index();     // read again, not kept over the loop, where it spills
+      const int tile = index % TILES, rank = index / TILES;
+      const WgradTogether<T> peers = {partial + (long long)tile * T::SUMS_BYTES, (long long)TILES * T::SUMS_BYTES, (int)gridDim.x / TILES};
+      peers.publish(partial + (long long)index * T::SUMS_BYTES, block.base, counters + 2 * tile, thread);
+      WgradAdding<T>::add_share_of_quads(out, block.work, peers, block.base, rank, thread);
+    } else {
+      WgradAdding<T>::add_share_of_rows(out, block.work, {}, block.base, block.split, thread);
+    }
+  }
+
+  // Or they are exchanged with another block's meanwhile.
+  __device__ __forceinline__ void hand_over(const Block& block, int wg, int thread) const {
+    int other;
+    WgradMeet<T> meet;
+    if constexpr (C::together) {
+      other = block.split ? blockIdx.x - TILES : blockIdx.x + TILES;
+      meet.counters = counters + 2 * (block.split ? other : (int)blockIdx.x);
+    } else {
+      other = blockIdx.x ^ 1;
+      meet.met = block.last;
+    }
+    WgradHandover<T>::consume(out, block, (float4*)partial, meet, other, wg, thread);
+  }
+};
+
+// =====================================================================================================================
+// A block
+// =====================================================================================================================
+
+// Blocks of the same pixels are neighbours, for L2's sake.
+static __device__ __forceinline__ void take_work(Block& block) {
+  Work& work = block.work;
+  int index = blockIdx.x;
+  if constexpr (C::cluster > 1) block.split = index % C::cluster, index /= C::cluster;  // so that a cluster's blocks are neighbours
+  int set = index % T::SETS;  index /= T::SETS;
+  if constexpr (C::handover) {
+    wgrad_tile_of<T::CI_TILES, T::CO_TILES>(index % (T::CI_TILES * T::CO_TILES), work.ci, work.co);
+    work.ci *= C::block_ci, work.co *= C::block_co, index /= T::CI_TILES * T::CO_TILES;
+  } else if constexpr (C::cluster > 1 && T::CI_TILES % 2 == 0) {  // two clusters have the same pixels of g, for L2
+    work.ci = index % 2;  index /= 2;
+    work.co = index % T::CO_TILES * C::block_co;  index /= T::CO_TILES;
+    work.ci = (work.ci + index % (T::CI_TILES / 2) * 2) * C::block_ci;  index /= T::CI_TILES / 2;
+  } else {
+    work.co = index % T::CO_TILES * C::block_co;  index /= T::CO_TILES;
+    work.ci = index % T::CI_TILES * C::block_ci;  index /= T::CI_TILES;
+  }
+  work.group = index % C::groups;
+  if constexpr (C::cluster == 1) block.split = index / C::groups;
+  T::take_set(work, set);
+}
+
+template <class E>
+static __device__ __forceinline__ void run(const char* g, const E& end, const Sizes& s, const TensorMaps& maps, unsigned char* memory) {
+  const u32 base = shared_address(memory), full = base + T::BARRIERS_AT, empty = full + 8 * C::stages, last = base + T::BARRIERS_AT + 16 * C::stages;
+  Block block = {maps, g, s, {}, 0, memory, base, full, empty, last};
+  take_work(block);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::stages; i++) {
+      barrier_init(full + 8 * i, WgradWay<T>::ARRIVALS);
+      barrier_init(empty + 8 * i, C::warpgroups * 4);
+    }
+    barrier_init(last, C::handover ? C::warpgroups * 4 : 1);
+    barriers_begun();
+  }
+  if constexpr (C::gapless) WgradBoxes<T>::clear_tails(base, s, threadIdx.x);
+  __syncthreads();
+  constexpr bool MEETS = C::handover && C::cluster > 1;
+  if constexpr (MEETS) cluster_arrive();   // who hands sums over waits for the other block's
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role == 0) {
+    fewer_registers<C::producer_registers>();
+    if constexpr (C::handover) {
+      if (thread == 0) WgradHandoverCopies<T>::produce(block);
+      if constexpr (MEETS) {
+        __syncwarp();
+        cluster_wait();
+      }
+    } else {
+      wgrad_produce(block, thread);
+    }
+  } else {
+    more_registers<C::consumer_registers>();
+    if constexpr (C::handover) end.hand_over(block, role - 1, thread);
+    else consume(end, block, role - 1, thread);
+  }
+}
+};
+
+// partial: [splits][TAPS][COUT][cin] float32.
+template <class C>
+__global__ void __launch_bounds__(WgradTile<C>::THREADS, 1)
+wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, const __grid_constant__ typename WgradTile<C>::TensorMaps maps) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  using K = WgradWgmma<C>;
+  K::run(g, WgradSlice<WgradTile<C>>{partial}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
+}
+
+// Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
+//
+// A GEMM whose K is the pixels: M = block_ci input channels, N = block_co output channels, one accumulator for each tap of a set
+// (taps_d x taps_h x taps_w neighbouring taps). A block takes a tile of channels, a set of taps and a range of pixel tiles
+// (tile_n x tile_d x tile_h x tile_w positions q, a "chunk"): x's tile and g's with the halo of the set are copied to shared
 // memory once and serve all taps of the set. mma.sync takes both operands from registers, so that a tap may begin at any
 // column: fragments of x are read once a step and meet those of every tap.
 //
-// Shared memory: NCHW [row][channel][column], CHANNELS_LAST [row][column][channel]; pitches keep the eight rows of a fragment in
+// Shared memory: NCHW [row][channel][column], channels_last [row][column][channel]; pitches keep the eight rows of a fragment in
 // different banks. Copies of 16 bytes (cp.async), two stages. NCHW rows of any alignment: the 16-byte units of memory that
 // hold them are copied, and a row then begins (address % 16) bytes into its place.
 //
-// K is split over SPLITS ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
+// K is split over ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
 // their index: the same bits in every run, without atomics.
-constexpr int WARPS = 8;
-constexpr int COPIERS = WARPS * 32;  // threads that copy
-constexpr int ROW_CLASSES = 1;  // of rows of g along H, by where they begin in 16 bytes
-constexpr int X_ROWS_H = TILE_H;  // of x's tile in a slice
 
-// PTX in small wrappers, so that a kernel body reads as an algorithm.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// --- copies into shared memory ---------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  // the rest of the 16 becomes zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
-}
-
-// --- numbers ---------------------------------------------------------------------------------------------------------
-
-// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
-__device__ __forceinline__ u32 to_tf32(float v) {
-  u32 r;
-  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
-  return r;
-}
-// By one instruction before sm_90, where nearest-even takes six: ties away from zero.
-__device__ __forceinline__ u32 to_tf32_quick(float v) {
-  return to_tf32(v);
-}
-
-// --- matrix instructions ---------------------------------------------------------------------------------------------
-
-// mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K. Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
-__device__ __forceinline__ void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
-constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
-constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
-constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
-constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
-constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int SPAN_D = 1, SPAN_H = 1;
-constexpr int G_ROWS_D = SPAN_D;
-constexpr int G_ROWS_H = SPAN_H;
-constexpr int G_COLUMNS = 259;
-constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
-constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
-constexpr int G_ROWS = TILE_N * G_ROWS_D * (ROW_CLASSES * CLASS_ROWS);
-constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
-constexpr int X_UNITS = (TILE_W + (VEC - 1) + VEC - 1) / VEC;
-constexpr int G_UNITS = G_EXTENT;
-constexpr int X_PITCH = 132;
-constexpr int G_PITCH = 268;
-constexpr int X_BYTES = X_ROWS * BLOCK_CI * X_PITCH * ELEMENT;
-constexpr int G_BYTES = G_ROWS * BLOCK_CO * G_PITCH * ELEMENT;
-struct Sizes {
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w;           // chunks per axis
-  int chunks, per_split;                   // all of them; of one split
+// What wgrad_wgmma.cu has besides.
+template <class C>
+struct WgradSyncConstants : C {
+  static constexpr bool stacked = false, gapless = false;
+  static constexpr int row_classes = 1;
 };
 
-struct Chunk { int n, d, h, w; };  // first q
+template <class C_>
+struct WgradSync {
+using C = WgradSyncConstants<C_>;
+using S = WgradShape<C>;
+using Number = typename S::Number;
+using Slices = WgradSlices<S, false>;
+using Sizes = typename S::Sizes;
+using Chunk = typename S::Chunk;
+using Work = typename S::Work;
+using Rows = typename S::Rows;
 
-__device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
-  Chunk c;
-  c.w = i % s.tiles_w * TILE_W;  i /= s.tiles_w;
-  c.h = i % s.tiles_h * TILE_H;  i /= s.tiles_h;
-  c.d = i % s.tiles_d * TILE_D;
-  c.n = i / s.tiles_d * TILE_N;
-  return c;
-}
+static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC;
+static constexpr bool NARROW = S::NARROW, LAST = C::channels_last;
+static constexpr int WARPS = 8, THREADS = WARPS * 32;
+static constexpr int WARPS_M = C::block_ci / C::warp_m;
+static constexpr int WARPS_N = C::block_co / C::warp_n;
+static constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
+static constexpr int M_FRAGMENTS = C::warp_m / 16;
+static constexpr int N_FRAGMENTS = C::warp_n / 8;
+static constexpr int X_UNITS = (C::tile_w + (C::aligned_x ? 0 : VEC - 1) + VEC - 1) / VEC;  // of a row (NCHW)
+static constexpr int X_BYTES = S::X_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
+static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
+static_assert(2 * STAGE_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
 
-// One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
-struct Rows { int n, d, h; };
-__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
-__device__ __forceinline__ Rows g_row(int r) {
-  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), d * APART_D,
-          h * APART_H};
-}
+static constexpr int W_STRIPS = C::tile_w / 8;          // a strip is 8 columns of a row
+static constexpr int STRIPS = S::X_ROWS * W_STRIPS;
+static constexpr int STEPS = NARROW ? STRIPS / 2 : STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
+static constexpr bool PROMOTES = C::precision == IEEE;  // sums leave the tensor cores, which truncate them, after every chunk
+static constexpr int PARTS = PROMOTES ? 2 : 1;
 
-// =====================================================================================================================
-// Copies
-// =====================================================================================================================
+using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
 
-typedef u32 bits;
-
-template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
-__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
-    int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
-  u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. Copies in
-  // parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
-  // A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address
-  // arithmetic the bound.
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
-  long long plane = (long long)depth * height * width;
-#pragma unroll 1
-  for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
-    int unit = i % UNITS, c = i / UNITS;
-    u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
-#pragma unroll 1
-    for (int r = 0; r < ROWS / ROWS_H; r++) {
-      Rows at = IS_X ? x_row(r * ROWS_H) : g_row(r * ROWS_H);
-      int n = n0 + at.n, d = d0 + at.d;
-      bool slice = n < batch && (u32)d < (u32)depth && c < left;
-      const char* base = tensor
-          + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
-#pragma unroll 2
-      for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = h0 + (IS_X ? rh : rh * APART_H);
-        const char* from = base + (long long)h * (width * ELEMENT);
-        // column of the first element
-        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
-        from += unit * 16 - misaligned;
-        bool in = slice && (u32)h < (u32)height && first + VEC > 0 && first < width;
-        copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ bool has_borders(int w0, int columns, int width) { return w0 < 0 || w0 + columns > width; }
-
-// Clears elements before column 0 and from column `width` on, in the units that hold such a border.
-template <int ROWS, int BLOCK, int UNITS, int PITCH, int CHANNELS, bool IS_X>
-__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0,
-    int h0, int w0, int channel, unsigned char* to, int thread) {
-  u32 plane = (u32)depth * height * width;
-#pragma unroll 1
-  for (int i = thread; i < ROWS * BLOCK; i += COPIERS) {
-    int c = i % BLOCK, row = i / BLOCK;
-    Rows at = IS_X ? x_row(row) : g_row(row);
-    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane
-        + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
-    // elements of column 0 and of the one behind the last
-    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;
-    bits* line = (bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
-    if (zero > 0 && zero < UNITS * VEC)
-      for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
-    if (end > 0 && end < UNITS * VEC)
-      for (int e = end; e & (VEC - 1); e++) line[e] = 0;
-  }
-}
-
-// =====================================================================================================================
-// The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
-// slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and
-// the weight is written in
-// whole sectors; of small ones it is one row, and the block's warps divide
-// the slices, since more rows leave blocks idle.
-// =====================================================================================================================
-
-constexpr int RUNS = 8;  // warps of a block
-
-constexpr int INNERMOST = COUT_G;
-constexpr int SLICE_ROWS = CIN * TAPS;
-
-struct SliceRow {
-  long long from, to;                      // first element in a slice, and in the weight
+struct X {                                              // as threads copy it
+  static constexpr int ROWS = S::X_ROWS, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
+  static constexpr int COLUMNS = C::tile_w, UNITS = X_UNITS, PITCH = C::x_pitch;
+  static __device__ __forceinline__ Rows row(int r) { return S::x_row(r); }
+  static __device__ __forceinline__ int row_h(int h) { return h; }
 };
+using CopiesX = WgradCopies<S, X, THREADS>;
+using CopiesG = WgradCopies<S, WgradG<S>, THREADS>;
 
-// Rows are counted as the weight has them.
-__device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long long stride_co, long long stride_tap) {
-  int ci = row / TAPS, tap = row % TAPS;
-  return {((long long)tap * CIN + ci) * COUT_G, ci * stride_ci + tap * stride_tap};
-}
+static __device__ __forceinline__ WgradMemory x_memory(const Sizes& s) { return {s.batch, s.in_d, s.in_h, s.in_w}; }
+static __device__ __forceinline__ WgradMemory g_memory(const Sizes& s) { return {s.batch, s.out_d, s.out_h, s.out_w}; }
 
-__global__ void __launch_bounds__(32 * RUNS)
-reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
-    long long stride_tap) {
-  __shared__ float sums[RUNS][33];
-  const long long total = (long long)TAPS * CIN * COUT_G;
-  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32, ROWS_EACH = 1;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * REDUCE_ROWS;
-  int share = (slices + RUNS - 1) / RUNS, begin = warp * share, end = begin + share < slices ? begin + share : slices;
-  long long from[ROWS_EACH];
-  float sum[ROWS_EACH];
-#pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) {
-    int row = first;
-    from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
-    sum[k] = 0.f;
-  }
-#pragma unroll 8
-  for (int i = begin; i < end; i++)
-#pragma unroll
-    for (int k = 0; k < ROWS_EACH; k++)
-      if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
-#pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
-  __syncthreads();
-  if (warp) return;
-#pragma unroll
-  for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
-  sums[0][lane] = sum[0];
-  __syncwarp();
-  long long stride_c = stride_co;
-  c -= lane;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
-    if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
-    long long to = slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c;
-    out[to] = __float_as_uint(sums[row][column]);
-  }
-}
-
-constexpr int THREADS = WARPS * 32;
-constexpr int WARPS_M = BLOCK_CI / WARP_M;
-constexpr int WARPS_N = BLOCK_CO / WARP_N;
-constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
-constexpr int M_FRAGMENTS = WARP_M / 16;
-constexpr int N_FRAGMENTS = WARP_N / 8;
-constexpr int M_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
-constexpr int N_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
-
-constexpr int STAGE_BYTES = X_BYTES + G_BYTES;
-
-constexpr int W_STRIPS = TILE_W / 8;  // a strip is 8 columns of a row
-constexpr int STRIPS = X_ROWS * W_STRIPS;
-constexpr int STEPS = STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-constexpr int PARTS = 1;
-
-struct Work {                              // of a block
-  int group, m, n;                         // first channels within the group
-  int tap_d, tap_h, tap_w;                 // first tap of the set
-};
-
-__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s,
-    const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  constexpr int x_extent = X_UNITS, g_extent = G_UNITS;
-  copy_tile<X_ROWS, BLOCK_CI, x_extent, X_PITCH, CIN, CIN_G, true>(
-      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage,
-          thread);
-  copy_tile<G_ROWS, BLOCK_CO, g_extent, G_PITCH, COUT, COUT_G, false>(
-      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D,
-          c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES,
-          thread);
+static __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
+  CopiesX::copy(x, x_memory(s), c, work.group * C::cin + work.ci, C::cin - work.ci, stage, thread);
+  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout + work.co, C::cout - work.co, stage + X_BYTES, thread);
 }
 
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
 
-__device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
+struct Lane {                              // of a warp
+  int lane, g, q;                          // row of a fragment, place in it
+  int m, n, k;                             // the warp's first channels of the block, its part of K
+  u32 x_phase, g_phase;                    // NCHW: elements by which row g of a chunk's tiles is misaligned, before a row's own share
+};
 
-// One chunk of a stage: all its steps that are this warp's.
-__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4],
-    const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k,
-        int lane) {
-  const int g = lane >> 2, q = lane & 3;
-  const u32* xs = (const u32*)stage;
-  const u32* gs = (const u32*)(stage + X_BYTES);
-#pragma unroll 1
-  for (int step = warp_k; step < STEPS; step += WARPS_K) {
-    int x_at[2], g_row_n[2], row_d[2], row_h[2], column[2];  // of the two halves of K
+struct Half {                              // of a step's K
+  int x_at;                                // where it lies in x's tile
+  int row_n, row_d, row_h, column;         // and in g's, before the tap's share
+};
+
+static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, u32 x_phase) {
+  int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS;
+  Rows at = S::x_row(row);
+  Half half;
+  half.row_n = at.n * S::G_ROWS_D;
+  half.row_d = at.d * S::Q_ROWS_D;
+  half.row_h = at.h * S::Q_ROWS_H;
+  half.column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
+  if constexpr (LAST) {
+    half.x_at = row * C::tile_w + half.column;
+  } else {
+    int phase = C::aligned_x ? 0 : (x_phase + ((u32)(at.n * S::CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
+    half.x_at = row * C::block_ci * C::x_pitch + half.column + phase;
+  }
+  return half;
+}
+
+// Where a half begins in g's tile for a row of taps.
+static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
+  int d = half.row_d + td * S::TAP_ROWS_D, h = half.row_h + th * S::TAP_ROWS_H;
+  int row = (half.row_n + d) * S::G_ROWS_H + h;
+  if constexpr (LAST) {
+    return row * S::G_COLUMNS + half.column * C::step_w;
+  } else {
+    int image = half.row_n / S::G_ROWS_D;
+    int at_d = S::DENSE_D ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
+    int at_h = S::DENSE_H ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
+    int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
+    return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
+  }
+}
+
+// NCHW: element e; of 16 bits elements e and e + step, as the two halves of a word.
+static __device__ __forceinline__ u32 element_pair(const u32* words, int e, int step) {
+  if constexpr (!NARROW) return words[e];
+  int f = e + step;
+  u32 selector = (e & 1 ? 0x32u : 0x10u) | (f & 1 ? 0x7600u : 0x5400u);
+  return __byte_perm(words[e >> 1], words[f >> 1], selector);
+}
+
+// A register of a fragment in its parts: of IEEE float32 what TF32 has, and what it leaves.
+template <int REGISTERS>
+static __device__ __forceinline__ void set_parts(u32 (&parts)[PARTS][REGISTERS], int r, u32 v) {
+  if constexpr (NARROW) {
+    parts[0][r] = v;
+  } else {
+    parts[0][r] = to_tf32_quick(__uint_as_float(v));
+    if constexpr (PARTS == 2) parts[1][r] = low_part(__uint_as_float(v), parts[0][r]);
+  }
+}
+
+static __device__ __forceinline__ void load_x(u32 (&a)[M_FRAGMENTS][PARTS][4], const unsigned char* stage, const Half (&half)[2], const Lane& of) {
+  if constexpr (LAST && NARROW) {
+    int at = (of.lane >> 4 ? half[1].x_at : half[0].x_at) + (of.lane & 7);
+    u32 address = shared_address(stage) + (at * C::x_pitch + of.m + (of.lane >> 3 & 1) * 8) * 2;
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
-      int strip = step, row = strip / W_STRIPS;
-      Rows at = x_row(row);
-      g_row_n[k] = at.n * G_ROWS_D;
-      row_d[k] = at.d * (STEP_D / APART_D);
-      row_h[k] = at.h * (STEP_H / APART_H);
-      column[k] = strip % W_STRIPS * 8 + 4 * k;
-      int phase = (x_phase + ((u32)(at.n * CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
-      x_at[k] = row * BLOCK_CI * X_PITCH + column[k] + phase;
-    }
-    u32 a[M_FRAGMENTS][PARTS][4];
+    for (int i = 0; i < M_FRAGMENTS; i++)
+      load_matrices_turned(a[i][0], address + i * 32);
+  } else {
+    const u32* xs = (const u32*)stage;
 #pragma unroll
     for (int i = 0; i < M_FRAGMENTS; i++)
 #pragma unroll
       for (int r = 0; r < 4; r++) {
-        int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
-        u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
-        a[i][0][r] = to_tf32_quick(__uint_as_float(v));
+        int m = of.m + i * 16 + (r & 1) * 8 + of.g, k = r >> 1;
+        u32 v;
+        if constexpr (LAST) v = xs[(half[k].x_at + of.q) * C::x_pitch + m];
+        else v = element_pair(xs, half[k].x_at + m * C::x_pitch + (NARROW ? 2 * of.q : of.q), 1);
+        set_parts(a[i], r, v);
       }
+  }
+}
+
+static __device__ __forceinline__ void load_g(u32 (&b)[N_FRAGMENTS][PARTS][2], const unsigned char* stage, const int (&base)[2], int tw, const Lane& of) {
+  if constexpr (LAST && NARROW) {
+    int at = (of.lane >> 3 & 1 ? base[1] : base[0]) + (of.lane & 7) * C::step_w + tw * C::dilation_w;
+    u32 address = shared_address(stage) + X_BYTES + (at * C::g_pitch + of.n + (of.lane >> 4) * 8) * 2;
 #pragma unroll
-    for (int td = 0; td < TAPS_D; td++)
+    for (int j = 0; j + 1 < N_FRAGMENTS; j += 2) {
+      u32 two[4];
+      load_matrices_turned(two, address + j * 16);
 #pragma unroll
-      for (int th = 0; th < TAPS_H; th++) {
-        int base[2];
+      for (int k = 0; k < 4; k++) b[j + 1 < N_FRAGMENTS ? j + k / 2 : j][0][k % 2] = two[k];
+    }
+    if constexpr (N_FRAGMENTS % 2) {
+      u32 last = address - (of.lane >> 4) * 16 + (N_FRAGMENTS - 1) * 16;
+      load_two_matrices_turned(b[N_FRAGMENTS - 1][0], last);
+    }
+  } else {
+    const u32* gs = (const u32*)(stage + X_BYTES);
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-          int d = row_d[k] + td * (DIL_D / APART_D), h = row_h[k] + th * (DIL_H / APART_H);
-          int row = (g_row_n[k] + d) * G_ROWS_H + h;
-          int image = g_row_n[k] / G_ROWS_D, at_d = d * APART_D, at_h = h * APART_H;
-          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
-              + (u32)at_h * s.out_w) & (VEC - 1);
-          base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
-        }
+    for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
-        for (int tw = 0; tw < TAPS_W; tw++) {
-          const int tap = (td * TAPS_H + th) * TAPS_W + tw;
+      for (int k = 0; k < 2; k++) {
+        int n = of.n + j * 8 + of.g;
+        u32 v;
+        if constexpr (LAST) v = gs[(base[k] + of.q * C::step_w + tw * C::dilation_w) * C::g_pitch + n];
+        else v = element_pair(gs, base[k] + n * C::g_pitch + (NARROW ? 2 * of.q : of.q) * C::step_w + tw * C::dilation_w, C::step_w);
+        set_parts(b[j], k, v);
+      }
+  }
+}
+
+static __device__ __forceinline__ void multiply(float (&acc)[M_FRAGMENTS][N_FRAGMENTS][4], const u32 (&a)[M_FRAGMENTS][PARTS][4], const u32 (&b)[N_FRAGMENTS][PARTS][2]) {
+#pragma unroll
+  for (int j = 0; j < N_FRAGMENTS; j++)
+#pragma unroll
+    for (int i = 0; i < M_FRAGMENTS; i++) {
+      if constexpr (PARTS == 2) {  // the small products first
+        mma_of<C::precision>(acc[i][j], a[i][1], b[j][0][0], b[j][0][1]);
+        mma_of<C::precision>(acc[i][j], a[i][0], b[j][1][0], b[j][1][1]);
+      }
+      mma_of<C::precision>(acc[i][j], a[i][0], b[j][0][0], b[j][0][1]);
+    }
+}
+
+// One chunk of a stage: all its steps that are this warp's.
+static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned char* stage, const Sizes& s, const Lane& of) {
+#pragma unroll 1
+  for (int step = of.k; step < STEPS; step += WARPS_K) {
+    const Half half[2] = {half_of(step, 0, s, of.x_phase), half_of(step, 1, s, of.x_phase)};
+    u32 a[M_FRAGMENTS][PARTS][4];
+    load_x(a, stage, half, of);
+#pragma unroll
+    for (int td = 0; td < C::taps_d; td++)
+#pragma unroll
+      for (int th = 0; th < C::taps_h; th++) {
+        const int base[2] = {g_at(half[0], td, th, s, of.g_phase), g_at(half[1], td, th, s, of.g_phase)};
+#pragma unroll
+        for (int tw = 0; tw < C::taps_w; tw++) {
           u32 b[N_FRAGMENTS][PARTS][2];
-#pragma unroll
-          for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-              int n = warp_n + j * 8 + g;
-              u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
-              b[j][0][k] = to_tf32_quick(__uint_as_float(v));
-            }
-#pragma unroll
-          for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-            for (int i = 0; i < M_FRAGMENTS; i++) {
-              mma(acc[tap][i][j], a[i][0], b[j][0][0], b[j][0][1]);
-            }
+          load_g(b, stage, base, tw, of);
+          multiply(acc[(td * C::taps_h + th) * C::taps_w + tw], a, b);
         }
       }
   }
 }
 
-// partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
-__global__ void __launch_bounds__(THREADS, 1)
-wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d,
-      int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks,
-      int per_split) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
-  int index = blockIdx.x;
-  Work work;                               // blocks of the same pixels are neighbours, for L2's sake
-  int set = index % SETS;  index /= SETS;
-  work.n = index % N_TILES * BLOCK_CO;  index /= N_TILES;
-  work.m = index % M_TILES * BLOCK_CI;  index /= M_TILES;
-  work.group = index % GROUPS;
-  int split = index / GROUPS;
-  work.tap_w = set % SETS_W * TAPS_W;
-  work.tap_h = set / SETS_W % SETS_H * TAPS_H;
-  work.tap_d = set / (SETS_W * SETS_H) * TAPS_D;
-  int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int warp_k = warp % WARPS_K, warp_n = warp / WARPS_K % WARPS_N * WARP_N, warp_m = warp / (WARPS_K * WARPS_N) * WARP_M;
-  int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
+// =====================================================================================================================
+// A block
+// =====================================================================================================================
 
-  float acc[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
-  if (begin < end) copy_chunk(x, g, s, chunk_at(begin, s), work, memory, thread);
-  copy_commit();
-#pragma unroll 1
-  for (int i = begin; i < end; i++) {
-    unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end)
-      copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
-    copy_commit();
-    copy_wait<1>();
-    __syncthreads();
-    u32 x_phase = 0, g_phase = 0;
-    Chunk c = chunk_at(i, s);
-    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-        w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
-    int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
-    bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
-    if (borders_x)
-      clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
-          true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
-    if (borders_g)
-      clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
-          false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
-    if (borders_x || borders_g) __syncthreads();
-    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);
-    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w
-        + c.w;
-    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
-        + w;
-    multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
-    __syncthreads();
-  }
+// NCHW: what lies beyond the borders of a chunk's tiles, and how its rows are misaligned.
+static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const char* g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
+  const Chunk at = S::in_g(c, work);
+  int first_x = work.group * C::cin + work.ci, first_g = work.group * C::cout + work.co;
+  bool borders_x = CopiesX::has_borders(x_memory(s), c), borders_g = CopiesG::has_borders(g_memory(s), at);
+  if (borders_x) CopiesX::clear_borders(x, x_memory(s), c, first_x, stage, thread);
+  if (borders_g) CopiesG::clear_borders(g, g_memory(s), at, first_g, stage + X_BYTES, thread);
+  if (borders_x || borders_g) __syncthreads();
+  // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
+  int channel_x = first_x + of.g, channel_g = first_g + of.g;
+  of.x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * S::CIN + channel_x) * s.in_d + c.d) * s.in_h * s.in_w + (u32)c.h * s.in_w + c.w;
+  of.g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * S::COUT + channel_g) * s.out_d + at.d) * s.out_h * s.out_w + (u32)at.h * s.out_w + at.w;
+}
 
-  const int row = lane >> 2, q = lane & 3;
-  long long slice = ((long long)split * WARPS_K + warp_k) * (TAPS * CIN * (long long)COUT_G);
+static __device__ __forceinline__ void store(const Sums& sums, float* __restrict__ partial, const Work& work, int split, const Lane& of) {
+  long long slice = ((long long)split * WARPS_K + of.k) * (S::TAPS * S::CIN * (long long)C::cout);
 #pragma unroll
-  for (int tap = 0; tap < SET_TAPS; tap++) {
-    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
-        kw = work.tap_w + tap % TAPS_W;
-    if (kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
-    float* to = partial + slice
-        + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
+  for (int tap = 0; tap < S::SET_TAPS; tap++) {
+    int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
+    if (kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) continue;
+    float* to = partial + slice + ((long long)((kd * C::kernel_h + kh) * C::kernel_w + kw) * S::CIN + work.group * C::cin) * C::cout;
 #pragma unroll
     for (int i = 0; i < M_FRAGMENTS; i++)
 #pragma unroll
       for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          int m = work.m + warp_m + i * 16 + row + 8 * h, n = work.n + warp_n + j * 8 + 2 * q;
-          float v0 = acc[tap][i][j][2 * h], v1 = acc[tap][i][j][2 * h + 1];
-          if (m >= CIN_G) continue;
-          float* at = to + (long long)m * COUT_G + n;
-          if (n < COUT_G) *(float2*)at = make_float2(v0, v1);
+          int m = work.ci + of.m + i * 16 + of.g + 8 * h, n = work.co + of.n + j * 8 + 2 * of.q;
+          float v0 = sums[tap][i][j][2 * h], v1 = sums[tap][i][j][2 * h + 1];
+          if (m >= C::cin) continue;
+          float* at = to + (long long)m * C::cout + n;
+          if constexpr (C::cout % 2 == 0) {
+            if (n < C::cout) *(float2*)at = make_float2(v0, v1);
+          } else {
+            if (n < C::cout) at[0] = v0;
+            if (n + 1 < C::cout) at[1] = v1;
+          }
         }
   }
 }
-}  // namespace grad_weight_unaligned
+
+static __device__ __forceinline__ void run(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, const Sizes& s, unsigned char* memory) {
+  int index = blockIdx.x;
+  Work work;                               // blocks of the same pixels are neighbours, for L2's sake
+  int set = index % S::SETS;  index /= S::SETS;
+  work.co = index % S::CO_TILES * C::block_co;  index /= S::CO_TILES;
+  work.ci = index % S::CI_TILES * C::block_ci;  index /= S::CI_TILES;
+  work.group = index % C::groups;
+  int split = index / C::groups;
+  S::take_set(work, set);
+  int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
+  Lane of = {lane, lane >> 2, lane & 3, warp / (WARPS_K * WARPS_N) * C::warp_m, warp / WARPS_K % WARPS_N * C::warp_n, warp % WARPS_K, 0, 0};
+  int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
+
+  Sums acc = {}, sum = {};
+  if (begin < end) copy_chunk(x, g, s, S::chunk_at(begin, s), work, memory, thread);
+  copy_commit();
+#pragma unroll 1
+  for (int i = begin; i < end; i++) {
+    unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
+    if (i + 1 < end) copy_chunk(x, g, s, S::chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
+    copy_commit();
+    copy_wait<1>();
+    __syncthreads();
+    if constexpr (!LAST) begin_rows(of, x, g, s, S::chunk_at(i, s), work, stage, thread);
+    multiply_chunk(acc, stage, s, of);
+    if constexpr (PROMOTES) {
+#pragma unroll
+      for (int e = 0; e < (int)(sizeof(Sums) / 4); e++) {
+        (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
+        (&acc[0][0][0][0])[e] = 0.f;
+      }
+    }
+    __syncthreads();
+  }
+  if constexpr (PROMOTES) store(sum, partial, work, split, of);
+  else store(acc, partial, work, split, of);
+}
+};
+
+// partial: [splits * WARPS_K][TAPS][CIN][cout] float32.
+template <class C>
+__global__ void __launch_bounds__(WgradSync<C>::THREADS, 1)
+wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,
+      int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  WgradSync<C>::run(x, g, partial, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, memory);
+}
+
+}  // namespace kernels
+
+// =====================================================================================================================
+// Forward: wgmma tf32, tile 1x1x1x192 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 208 KB
+// shared.
+// =====================================================================================================================
+
+namespace kernels {
+
+struct Forward {
+  static constexpr int precision = 0;
+  static constexpr bool wgmma = true;
+  static constexpr bool channels_last = false;
+  static constexpr int cin = 32;
+  static constexpr int cin_g = 32;
+  static constexpr int ck = 32;
+  static constexpr int tile_n = 1;
+  static constexpr int tile_d = 1;
+  static constexpr int tile_h = 1;
+  static constexpr int tile_w = 192;
+  static constexpr int in_step_d = 1;
+  static constexpr int in_step_h = 1;
+  static constexpr int in_step_w = 1;
+  static constexpr int rows_d = 1;
+  static constexpr int rows_h = 1;
+  static constexpr int row_step_d = 1;
+  static constexpr int row_step_h = 1;
+  static constexpr int offsets_d[1] = {0};
+  static constexpr int offsets_h[1] = {0};
+  static constexpr int first_w = -1;
+  static constexpr int columns = 194;
+  static constexpr int plane = 194;
+  static constexpr int planes = 1;
+  static constexpr int residues[1] = {0};
+  static constexpr bool strided_box = false;
+  static constexpr int plane_barriers = 1;
+  static constexpr int stages_p = 2;
+  static constexpr int stages_s = 4;
+  static constexpr int fetch = 1;
+  static constexpr int first_d = 0;
+  static constexpr int first_h = 0;
+  static constexpr int box_units = 50;
+  static constexpr int column_pad = 3;
+  static constexpr bool grad_input = false;
+  static constexpr int cout = 64;
+  static constexpr int cout_g = 64;
+  static constexpr int taps = 3;
+  static constexpr int out_step_d = 1;
+  static constexpr int out_step_h = 1;
+  static constexpr int out_step_w = 2;
+  static constexpr int sub_h = 1;
+  static constexpr int sub_w = 64;
+  static constexpr int split = 2;
+  static constexpr bool paired = false;
+  static constexpr bool wide = false;
+  static constexpr int mb = 1;
+  static constexpr int subs = 1;
+  static constexpr int rows_per_sub = 64;
+  static constexpr int w_subs = 2;
+  static constexpr int variants = 1;
+  static constexpr int cout_blocks = 1;
+  static constexpr int m_groups = 1;
+  static constexpr int subs_d[1] = {0};
+  static constexpr int subs_h[1] = {0};
+  static constexpr int subs_w[1] = {0};
+  static constexpr int blocks_of_w[2] = {-1, 0};
+  static constexpr int steps = 0;
+  static constexpr int taps_unrolled = 3;
+  static constexpr int fragment_sets = 3;
+  static constexpr bool continued = true;
+  static constexpr int entries[2] = {0, 3};
+  static constexpr int tap_rows[3] = {0, 1, 2};
+  static constexpr int tap_indices[3] = {2, 1, 0};
+  static constexpr int stretches = 1;
+  static constexpr int first_of_stretches[1] = {0};
+  static constexpr bool resident = true;
+  static constexpr int stages_w = 1;
+  static constexpr int w_stage = 6;
+  static constexpr int ring_fragments = 12;
+  static constexpr bool boxed = false;
+  static constexpr bool packs = false;
+  static constexpr int pack_taps = 3;
+  static constexpr int pack_wide = 1;
+  static constexpr int run_groups = 8;
+  static constexpr bool bare = false;
+  static constexpr int store = 0;
+  static constexpr int store_unit = 0;
+  static constexpr int cluster = 1;
+  static constexpr bool claimed = true;
+  static constexpr int last_rounds = 0;
+  static constexpr int shared_bytes = 213300;
+  static constexpr int producer_registers = 48;
+  static constexpr int consumer_registers = 208;
+};
+
+}  // namespace kernels
+
+// =====================================================================================================================
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x1x192 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in
+// turn, weights resident, 208 KB shared.
+// =====================================================================================================================
+
+namespace kernels {
+
+struct ForwardUnaligned {
+  static constexpr int precision = 0;
+  static constexpr bool wgmma = true;
+  static constexpr bool channels_last = false;
+  static constexpr int cin = 32;
+  static constexpr int cin_g = 32;
+  static constexpr int ck = 32;
+  static constexpr int tile_n = 1;
+  static constexpr int tile_d = 1;
+  static constexpr int tile_h = 1;
+  static constexpr int tile_w = 192;
+  static constexpr int in_step_d = 1;
+  static constexpr int in_step_h = 1;
+  static constexpr int in_step_w = 1;
+  static constexpr int rows_d = 1;
+  static constexpr int rows_h = 1;
+  static constexpr int row_step_d = 1;
+  static constexpr int row_step_h = 1;
+  static constexpr int offsets_d[1] = {0};
+  static constexpr int offsets_h[1] = {0};
+  static constexpr int first_w = -1;
+  static constexpr int columns = 194;
+  static constexpr int plane = 194;
+  static constexpr int planes = 1;
+  static constexpr int residues[1] = {0};
+  static constexpr bool strided_box = false;
+  static constexpr int plane_barriers = 1;
+  static constexpr int stages_p = 2;
+  static constexpr int stages_s = 4;
+  static constexpr int fetch = 0;
+  static constexpr bool grad_input = false;
+  static constexpr int cout = 64;
+  static constexpr int cout_g = 64;
+  static constexpr int taps = 3;
+  static constexpr int out_step_d = 1;
+  static constexpr int out_step_h = 1;
+  static constexpr int out_step_w = 2;
+  static constexpr int sub_h = 1;
+  static constexpr int sub_w = 64;
+  static constexpr int split = 2;
+  static constexpr bool paired = false;
+  static constexpr bool wide = false;
+  static constexpr int mb = 1;
+  static constexpr int subs = 1;
+  static constexpr int rows_per_sub = 64;
+  static constexpr int w_subs = 2;
+  static constexpr int variants = 1;
+  static constexpr int cout_blocks = 1;
+  static constexpr int m_groups = 1;
+  static constexpr int subs_d[1] = {0};
+  static constexpr int subs_h[1] = {0};
+  static constexpr int subs_w[1] = {0};
+  static constexpr int blocks_of_w[2] = {-1, 0};
+  static constexpr int steps = 0;
+  static constexpr int taps_unrolled = 3;
+  static constexpr int fragment_sets = 3;
+  static constexpr bool continued = true;
+  static constexpr int entries[2] = {0, 3};
+  static constexpr int tap_rows[3] = {0, 1, 2};
+  static constexpr int tap_indices[3] = {2, 1, 0};
+  static constexpr int stretches = 1;
+  static constexpr int first_of_stretches[1] = {0};
+  static constexpr bool resident = true;
+  static constexpr int stages_w = 1;
+  static constexpr int w_stage = 6;
+  static constexpr int ring_fragments = 12;
+  static constexpr bool boxed = false;
+  static constexpr bool packs = false;
+  static constexpr int pack_taps = 3;
+  static constexpr int pack_wide = 1;
+  static constexpr int run_groups = 8;
+  static constexpr bool bare = false;
+  static constexpr int store = 0;
+  static constexpr int store_unit = 0;
+  static constexpr int cluster = 1;
+  static constexpr bool claimed = false;
+  static constexpr int last_rounds = 0;
+  static constexpr int shared_bytes = 213044;
+  static constexpr int producer_registers = 72;
+  static constexpr int consumer_registers = 184;
+};
+
+}  // namespace kernels
+
+// =====================================================================================================================
+// Gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
+// ring of 3 x 6 fragments, 218 KB shared.
+// =====================================================================================================================
+
+namespace kernels {
+
+struct GradInput {
+  static constexpr int precision = 0;
+  static constexpr bool wgmma = true;
+  static constexpr bool channels_last = false;
+  static constexpr int cin = 64;
+  static constexpr int cin_g = 64;
+  static constexpr int ck = 16;
+  static constexpr int tile_n = 1;
+  static constexpr int tile_d = 1;
+  static constexpr int tile_h = 1;
+  static constexpr int tile_w = 256;
+  static constexpr int in_step_d = 1;
+  static constexpr int in_step_h = 1;
+  static constexpr int in_step_w = 2;
+  static constexpr int rows_d = 1;
+  static constexpr int rows_h = 1;
+  static constexpr int row_step_d = 1;
+  static constexpr int row_step_h = 1;
+  static constexpr int offsets_d[1] = {0};
+  static constexpr int offsets_h[1] = {0};
+  static constexpr int first_w = -1;
+  static constexpr int columns = 515;
+  static constexpr int plane = 258;
+  static constexpr int planes = 1;
+  static constexpr int residues[1] = {0};
+  static constexpr bool strided_box = false;
+  static constexpr int plane_barriers = 1;
+  static constexpr int stages_p = 2;
+  static constexpr int stages_s = 4;
+  static constexpr int fetch = 0;
+  static constexpr bool grad_input = true;
+  static constexpr int cout = 32;
+  static constexpr int cout_g = 32;
+  static constexpr int taps = 3;
+  static constexpr int out_step_d = 1;
+  static constexpr int out_step_h = 1;
+  static constexpr int out_step_w = 1;
+  static constexpr int sub_h = 1;
+  static constexpr int sub_w = 64;
+  static constexpr int split = 2;
+  static constexpr bool paired = false;
+  static constexpr bool wide = true;
+  static constexpr int mb = 1;
+  static constexpr int subs = 1;
+  static constexpr int rows_per_sub = 64;
+  static constexpr int w_subs = 1;
+  static constexpr int variants = 1;
+  static constexpr int cout_blocks = 1;
+  static constexpr int m_groups = 1;
+  static constexpr int subs_d[1] = {0};
+  static constexpr int subs_h[1] = {0};
+  static constexpr int subs_w[1] = {0};
+  static constexpr int blocks_of_w[1] = {0};
+  static constexpr int steps = 0;
+  static constexpr int taps_unrolled = 3;
+  static constexpr int fragment_sets = 3;
+  static constexpr bool continued = false;
+  static constexpr int entries[2] = {0, 3};
+  static constexpr int tap_rows[3] = {0, 1, 2};
+  static constexpr int tap_indices[3] = {0, 1, 2};
+  static constexpr int stretches = 1;
+  static constexpr int first_of_stretches[1] = {0};
+  static constexpr bool resident = false;
+  static constexpr int stages_w = 3;
+  static constexpr int w_stage = 6;
+  static constexpr int ring_fragments = 18;
+  static constexpr bool boxed = false;
+  static constexpr bool packs = false;
+  static constexpr int pack_taps = 3;
+  static constexpr int pack_wide = 1;
+  static constexpr int run_groups = 8;
+  static constexpr bool bare = false;
+  static constexpr int store = 0;
+  static constexpr int store_unit = 0;
+  static constexpr int cluster = 1;
+  static constexpr bool claimed = false;
+  static constexpr int last_rounds = 0;
+  static constexpr int shared_bytes = 223316;
+  static constexpr int producer_registers = 72;
+  static constexpr int consumer_registers = 184;
+};
+
+}  // namespace kernels
+
+// =====================================================================================================================
+// Gradient for the weight: wgmma tf32, 32x64 channels x 1x1x3 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K in
+// 132 slices, 166 KB shared.
+// =====================================================================================================================
+
+namespace kernels {
+
+struct GradWeight {
+  static constexpr int precision = 0;
+  static constexpr bool channels_last = false;
+  static constexpr int groups = 1;
+  static constexpr int cin = 32;
+  static constexpr int cout = 64;
+  static constexpr int block_ci = 32;
+  static constexpr int block_co = 64;
+  static constexpr int g_pitch = 268;
+  static constexpr int reduce_rows = 1;
+  static constexpr int tile_n = 1;
+  static constexpr int kernel_d = 1;
+  static constexpr int step_d = 1;
+  static constexpr int dilation_d = 1;
+  static constexpr int padding_d = 0;
+  static constexpr int taps_d = 1;
+  static constexpr int sets_d = 1;
+  static constexpr int tile_d = 1;
+  static constexpr int apart_d = 1;
+  static constexpr int kernel_h = 1;
+  static constexpr int step_h = 1;
+  static constexpr int dilation_h = 1;
+  static constexpr int padding_h = 0;
+  static constexpr int taps_h = 1;
+  static constexpr int sets_h = 1;
+  static constexpr int tile_h = 1;
+  static constexpr int apart_h = 1;
+  static constexpr int kernel_w = 3;
+  static constexpr int step_w = 2;
+  static constexpr int dilation_w = 2;
+  static constexpr int padding_w = 1;
+  static constexpr int taps_w = 3;
+  static constexpr int sets_w = 1;
+  static constexpr int tile_w = 128;
+  static constexpr int apart_w = 1;
+  static constexpr int cluster = 1;
+  static constexpr bool together = false;
+  static constexpr bool alone = false;
+  static constexpr bool handover = false;
+  static constexpr int warpgroups = 2;
+  static constexpr int split_m = 1;
+  static constexpr int subs = 1;
+  static constexpr bool interleaved = false;
+  static constexpr bool lined = false;
+  static constexpr int entries = 2;
+  static constexpr int stages = 2;
+  static constexpr int unrolled = 32;
+  static constexpr bool gapless = false;
+  static constexpr bool aligned_g = false;
+  static constexpr bool lines = false;
+  static constexpr bool stacked = false;
+  static constexpr int row_classes = 1;
+  static constexpr int channel_classes = 1;
+  static constexpr bool box_g = false;
+  static constexpr bool g_one_box = false;
+  static constexpr bool x_one_box = false;
+  static constexpr bool parted = false;
+  static constexpr bool a_shared = false;
+  static constexpr int g_planes = 1;
+  static constexpr int plane_columns = 259;
+  static constexpr int plane_taps = 0;
+  static constexpr int producer_registers = 72;
+  static constexpr int consumer_registers = 216;
+  static constexpr int shared_bytes = 170032;
+};
+
+}  // namespace kernels
+
+// =====================================================================================================================
+// Gradient for the weight where rows begin off 16 bytes: mma.sync tf32, 32x64 channels x 1x1x3 taps a block, chunks of
+// 1x1x1x128 (NxDxHxW of q), K in 528 slices, 167 KB shared.
+// =====================================================================================================================
+
+namespace kernels {
+
+struct GradWeightUnaligned {
+  static constexpr int precision = 0;
+  static constexpr bool channels_last = false;
+  static constexpr int groups = 1;
+  static constexpr int cin = 32;
+  static constexpr int cout = 64;
+  static constexpr int block_ci = 32;
+  static constexpr int block_co = 64;
+  static constexpr int g_pitch = 268;
+  static constexpr int reduce_rows = 1;
+  static constexpr int tile_n = 1;
+  static constexpr int kernel_d = 1;
+  static constexpr int step_d = 1;
+  static constexpr int dilation_d = 1;
+  static constexpr int padding_d = 0;
+  static constexpr int taps_d = 1;
+  static constexpr int sets_d = 1;
+  static constexpr int tile_d = 1;
+  static constexpr int apart_d = 1;
+  static constexpr int kernel_h = 1;
+  static constexpr int step_h = 1;
+  static constexpr int dilation_h = 1;
+  static constexpr int padding_h = 0;
+  static constexpr int taps_h = 1;
+  static constexpr int sets_h = 1;
+  static constexpr int tile_h = 1;
+  static constexpr int apart_h = 1;
+  static constexpr int kernel_w = 3;
+  static constexpr int step_w = 2;
+  static constexpr int dilation_w = 2;
+  static constexpr int padding_w = 1;
+  static constexpr int taps_w = 3;
+  static constexpr int sets_w = 1;
+  static constexpr int tile_w = 128;
+  static constexpr int apart_w = 1;
+  static constexpr int warp_m = 32;
+  static constexpr int warp_n = 32;
+  static constexpr bool aligned_x = false;
+  static constexpr int x_pitch = 132;
+  static constexpr int shared_bytes = 171008;
+};
+
+}  // namespace kernels
 
 namespace {
 
@@ -5044,7 +6338,7 @@ void* counters(const at::Tensor& on) {
 
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
   const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<forward::pack, 256, 0>(weight, 16, pointers, std::make_tuple(1));
+  launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 16, pointers, std::make_tuple(1));
 }
 
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
@@ -5052,29 +6346,29 @@ void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optio
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
                                      {200, 1, 1, 32, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), counters(x));
-  launch<forward::gather, 512, 213300>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<kernels::gather<kernels::Forward>, 512, 213300>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
   const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<forward_unaligned::pack, 256, 0>(weight, 16, pointers, std::make_tuple(1));
+  launch<kernels::pack<kernels::GatherPack<kernels::ForwardUnaligned>>, 256, 0>(weight, 16, pointers, std::make_tuple(1));
 }
 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 213044>(x, blocks, pointers, sizes);
+  launch<kernels::gather<kernels::ForwardUnaligned>, 512, 213044>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
   const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<grad_input::pack, 256, 0>(weight, 32, pointers, std::make_tuple(1));
+  launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 32, pointers, std::make_tuple(1));
 }
 
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 223316>(grad, blocks, pointers, sizes);
+  launch<kernels::gather<kernels::GradInput>, 512, 223316>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -5083,21 +6377,21 @@ void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tens
                                        {32, 32, 1, 1, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, true);
   const std::array<CUtensorMap, 1> maps = {map_x};
   const auto pointers = std::make_tuple(grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight::wgrad, 384, 170032>(x, blocks, pointers, sizes, std::make_tuple(maps));
+  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 170032>(x, blocks, pointers, sizes, std::make_tuple(maps));
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<grad_weight::reduce, 256, 0>(x, 192, sums, strides);
+  launch<kernels::reduce<kernels::WgradWgmma<kernels::GradWeight>>, 256, 0>(x, 192, sums, strides);
 }
 
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                                const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight_unaligned::wgrad, 256, 171008>(x, blocks, pointers, sizes);
+  launch<kernels::wgrad<kernels::GradWeightUnaligned>, 256, 171008>(x, blocks, pointers, sizes);
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<grad_weight_unaligned::reduce, 256, 0>(x, 192, sums, strides);
+  launch<kernels::reduce<kernels::WgradSync<kernels::GradWeightUnaligned>>, 256, 0>(x, 192, sums, strides);
 }
 """
 

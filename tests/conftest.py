@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import upconv
-from upconv import cpu, ops, planner
+from upconv import autograd, cpu, dispatch, planner
 from upconv.cuda import engine, packs
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import cache as cubins
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
@@ -115,7 +115,7 @@ def _same_start() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _final_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the kernels that are tested are those that stay, but in the tests of quick forms themselves."""
-    if "gpu" in request.node.keywords and "test_provisional" not in request.node.nodeid:
+    if request.node.get_closest_marker("gpu") and "test_provisional" not in request.node.nodeid:
         monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
 
 
@@ -143,7 +143,7 @@ def _shared_memory_of_nans(request: pytest.FixtureRequest, monkeypatch: pytest.M
     Else a kernel that reads what nobody brought finds what an earlier launch left there, maybe its own right numbers.
     """
     name = request.node.path.stem
-    if "gpu" not in request.node.keywords or not (name.endswith("_gpu") or name in LAUNCHED_HERE):
+    if not request.node.get_closest_marker("gpu") or not (name.endswith("_gpu") or name in LAUNCHED_HERE):
         return
     launch_it = launch.Launcher.__call__
 
@@ -330,8 +330,8 @@ def _settable_backends() -> None:
 
 
 def _forget_plans() -> None:
-    calls.seen.clear()
-    for module in (ops, planner, engine, replays):
+    calls.forget()
+    for module in (dispatch, autograd, planner, engine, replays):
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
@@ -393,6 +393,13 @@ def host_header() -> str:
     text = (jit.KERNELS / "direct.cuh").read_text()
     types = "typedef unsigned short u16;\ntypedef unsigned int u32;\n"
     return types + text.replace("#pragma once\n", "").replace('#include "ptx.cuh"\n', "")
+
+
+def instance_header(file: str, constants: dict[str, Any], kernel: str) -> str:
+    """A kernel's templates for a C++ compiler without ``ptx.cuh``, with K, their instance of the constants."""
+    texts = "\n".join(jit.with_includes(file, {"ptx.cuh"}))
+    names = f"using K = {kernel}<Config>;\nstatic const int THREADS = K::THREADS;\n"
+    return f"{jit.struct_of(jit.CONFIG, constants)}\n{texts}\n{names}"
 
 
 # --- kernels without a GPU, graphs with one --------------------------------------------------------------------------

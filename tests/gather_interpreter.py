@@ -1,4 +1,4 @@
-"""The gather-GEMM kernel in NumPy and float64: what `kernels/gather.cu` does with a tiling's macros and arguments.
+"""The gather-GEMM kernel in NumPy and float64: what `kernels/gather.cu` does with a tiling's constants and arguments.
 
 It follows the kernel's own formulas: packing, tiles, halo rows, shifts, accumulators and the addresses of the epilogue.
 It does not follow what moves data without changing its place (staging slots, barriers, rings, swizzles). What no store
@@ -7,7 +7,6 @@ depends on, rows of M past the last channel and positions past the last output, 
 
 from __future__ import annotations
 
-import re
 from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upconv.cuda.axes import result_shape
+from upconv.cuda.gemm import gather_constants
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.problem import Problem
 
@@ -26,17 +26,19 @@ FRAGMENT_WORDS = 512
 WARPS, LANES, REGISTERS = 4, 32, 4
 
 
-def constants(macros: dict[str, int | float | str]) -> dict[str, Any]:
-    """The macros as the compiler sees them: integers, arrays for lists in braces, other text as it is."""
-    found: dict[str, Any] = {}
-    for name, value in macros.items():
-        text = str(value)
-        if text.startswith("{"):
-            found[name] = np.array([int(v) for v in text.strip("{}").split(",")], np.int64)
-        else:
-            bare = re.fullmatch(r"\(?(-?\d+)\)?", text)
-            found[name] = int(bare[1]) if bare else text
-    return found
+def constants(tiling: Tiling, found: gather_constants.Constants) -> dict[str, Any]:
+    """The kernel's constants, arrays of NumPy for its arrays, and what the kernel derives from them first."""
+    m: dict[str, Any] = {"beside": 0, "row_classes": 1, "channel_classes": 1, "aligned_cout": False, "column_pad": 0}
+    m |= {name: np.array(value, np.int64) if isinstance(value, tuple) else value for name, value in found.items()}
+    fetch = m["fetch"]
+    return m | {
+        "element": tiling.element,
+        "parts": 2 if m["precision"] == gather_constants.PRECISIONS["ieee"] else 1,
+        "boxes": fetch != gather_constants.BY_THREADS,
+        "whole": fetch in (gather_constants.WHOLE_IMAGES, gather_constants.IMAGES_BESIDE),
+        "classed": fetch == gather_constants.BY_CLASSES,
+        "shuffled": m["store"] == gather_constants.STORE_PHASES,
+    }
 
 
 def fragment_place(element: int) -> tuple[Ints, Ints]:
@@ -91,31 +93,29 @@ class Columns(NamedTuple):
 class Interpreter:
     """One tiling. ``coarse`` is the step of the rounding that stands for TF32's where an operand has two parts."""
 
-    def __init__(
-        self, tiling: Tiling, macros: dict[str, int | float | str] | None = None, coarse: float = 0.25
-    ) -> None:
+    def __init__(self, tiling: Tiling, found: gather_constants.Constants | None = None, coarse: float = 0.25) -> None:
         self.tiling = tiling
-        self.m = m = constants(tiling.macros() if macros is None else macros)
+        self.m = m = constants(tiling, gather_constants.constants(tiling) if found is None else found)
         self.coarse = coarse
-        self.vec = 16 // m["ELEMENT"]
-        self.k_steps = m["CK"] * m["ELEMENT"] // 32
-        self.step_k = 32 // m["ELEMENT"]
-        self.segments = m["TILE_N"] * m["ROWS_D"] * m["ROWS_H"]
-        self.strided = bool(m["STRIDED_BOX"])
-        self.pitch = m["PLANE"] if self.strided else m["PLANES"] * m["PLANE"]
-        self.plane_pitch = -(-self.segments * m["PLANE"] // 8) * 8 if self.strided else m["PLANE"]
-        self.pixels = m["PLANES"] * self.plane_pitch if self.strided else self.segments * self.pitch
-        self.chunks = -(-m["CIN_G"] // m["CK"])
-        self.wgs_m = 2 if m["SPLIT"] == 1 else 1
-        self.w_subtiles, self.h_subtiles = m["TILE_W"] // m["SUB_W"], m["TILE_H"] // m["SUB_H"]
-        self.subtiles = m["TILE_N"] * m["TILE_D"] * self.h_subtiles * self.w_subtiles
-        self.nb = self.subtiles // 2 if m["SPLIT"] == 0 else self.subtiles
-        self.entry = m["ENTRIES"].reshape(m["VARIANTS"], m["MB"] + 1)
-        self.groups = m["CIN"] // m["CIN_G"]
+        self.vec = 16 // m["element"]
+        self.k_steps = m["ck"] * m["element"] // 32
+        self.step_k = 32 // m["element"]
+        self.segments = m["tile_n"] * m["rows_d"] * m["rows_h"]
+        self.strided = bool(m["strided_box"])
+        self.pitch = m["plane"] if self.strided else m["planes"] * m["plane"]
+        self.plane_pitch = -(-self.segments * m["plane"] // 8) * 8 if self.strided else m["plane"]
+        self.pixels = m["planes"] * self.plane_pitch if self.strided else self.segments * self.pitch
+        self.chunks = -(-m["cin_g"] // m["ck"])
+        self.wgs_m = 2 if m["split"] == 1 else 1
+        self.w_subtiles, self.h_subtiles = m["tile_w"] // m["sub_w"], m["tile_h"] // m["sub_h"]
+        self.subtiles = m["tile_n"] * m["tile_d"] * self.h_subtiles * self.w_subtiles
+        self.nb = self.subtiles // 2 if m["split"] == 0 else self.subtiles
+        self.entry = m["entries"].reshape(m["variants"], m["mb"] + 1)
+        self.groups = m["cin"] // m["cin_g"]
 
     def split(self, values: Floats) -> tuple[Floats, ...]:
         """The parts of an operand."""
-        if self.m["PARTS"] == 1:
+        if self.m["parts"] == 1:
             return (values,)
         high = np.round(values / self.coarse) * self.coarse
         return high, values - high
@@ -129,11 +129,11 @@ class Interpreter:
         """``pack``: (words, elements of a word) of a weight (CIN, COUT_G, ...), for GRAD_INPUT (COUT, CIN_G, ...)."""
         m = self.m
         words = self.tiling.packed_words
-        flat, element = weight.reshape(-1), m["ELEMENT"]
+        flat, element = weight.reshape(-1), m["element"]
         i = np.arange(words)
         r, lane, warp, rest = i & 3, i >> 2 & 31, i >> 7 & 3, i >> 9
         wg, rest = rest % self.wgs_m, rest // self.wgs_m
-        part, rest = rest % m["PARTS"], rest // m["PARTS"]
+        part, rest = rest % m["parts"], rest // m["parts"]
         k_step, rest = rest % self.k_steps, rest // self.k_steps
         per_block = self.chunks * int(self.entry[-1, -1])
         block, within = rest // per_block, rest % per_block
@@ -143,23 +143,23 @@ class Interpreter:
         within = within - (ends - counts)[variant]
         entries = (self.entry[:, -1] - self.entry[:, 0])[variant]
         chunk, entry = within // entries, self.entry[variant, 0] + within % entries
-        cout_block, group = block % m["COUT_BLOCKS"] * self.wgs_m + wg, block // m["COUT_BLOCKS"]
+        cout_block, group = block % m["cout_blocks"] * self.wgs_m + wg, block // m["cout_blocks"]
         row = warp * 16 + (lane >> 2) + (r & 1) * 8
         k = (lane & 3) * (4 // element) + (r >> 1) * (16 // element)
-        sub, cout = row // m["ROWS_PER_SUB"], cout_block * m["ROWS_PER_SUB"] + row % m["ROWS_PER_SUB"]
-        tap = m["TAP_INDICES"][entry * m["SUBS"] + sub]
+        sub, cout = row // m["rows_per_sub"], cout_block * m["rows_per_sub"] + row % m["rows_per_sub"]
+        tap = m["tap_indices"][entry * m["subs"] + sub]
         packed = np.zeros((words, 4 // element))
         for e in range(4 // element):
-            cin = chunk * m["CK"] + k_step * self.step_k + k + e
-            have = (cin < m["CIN_G"]) & (cout < m["COUT_G"]) & (tap >= 0)
-            if m["SHUFFLED"]:
+            cin = chunk * m["ck"] + k_step * self.step_k + k + e
+            have = (cin < m["cin_g"]) & (cout < m["cout_g"]) & (tap >= 0)
+            if m["shuffled"]:
                 place = self.weight_of(cout, tap)
                 have &= place >= 0
-                at = (cin * (weight.size // m["CIN"]) + place)[have]
-            elif m["GRAD_INPUT"]:
-                at = (((group * m["COUT_G"] + cout) * m["CIN_G"] + cin) * m["TAPS"] + tap)[have]
+                at = (cin * (weight.size // m["cin"]) + place)[have]
+            elif m["grad_input"]:
+                at = (((group * m["cout_g"] + cout) * m["cin_g"] + cin) * m["taps"] + tap)[have]
             else:
-                at = (((group * m["CIN_G"] + cin) * m["COUT_G"] + cout) * m["TAPS"] + tap)[have]
+                at = (((group * m["cin_g"] + cin) * m["cout_g"] + cout) * m["taps"] + tap)[have]
             values = np.stack(self.split(flat[at]))
             packed[have, e] = values[part[have], np.arange(len(at))]
         return packed
@@ -167,13 +167,13 @@ class Interpreter:
     def row_of(self, row: Ints) -> tuple[Ints, tuple[Ints, Ints, Ints], Ints]:
         """SHUFFLED: (output channel, phases along D, H, W, whether it exists) of rows of M."""
         m = self.m
-        of_slab, place = row % 16 // m["INNER"], row % 16 % m["INNER"]
-        line = row // 16 * m["PER_SLAB"] + of_slab
-        exists = (of_slab < m["PER_SLAB"]) & (line < m["LINES"])
-        h, rest = line % m["LAYER_STRIDE_H"], line // m["LAYER_STRIDE_H"]
-        d, channel = rest % m["LAYER_STRIDE_D"], rest // m["LAYER_STRIDE_D"]
-        if m["CHANNELS_LAST"]:
-            return place % m["LAYER_CHANNELS"], (rest, h, place // m["LAYER_CHANNELS"]), exists
+        of_slab, place = row % 16 // m["inner"], row % 16 % m["inner"]
+        line = row // 16 * m["per_slab"] + of_slab
+        exists = (of_slab < m["per_slab"]) & (line < m["lines"])
+        h, rest = line % m["layer_stride_h"], line // m["layer_stride_h"]
+        d, channel = rest % m["layer_stride_d"], rest // m["layer_stride_d"]
+        if m["channels_last"]:
+            return place % m["cout"], (rest, h, place // m["cout"]), exists
         return channel, (d, h, place), exists
 
     def weight_of(self, row: Ints, tap: Ints) -> Ints:
@@ -181,7 +181,7 @@ class Interpreter:
         m = self.m
         channel, phases, exists = self.row_of(row)
         kernel, stride, zeros = (
-            [m[f"{name}_{axis}"] for axis in "DHW"] for name in ("LAYER_KERNEL", "LAYER_STRIDE", "ZEROS")
+            [m[f"{name}_{axis}"] for axis in "dhw"] for name in ("layer_kernel", "layer_stride", "zeros")
         )
         at = channel
         for axis, of in enumerate(zip(kernel, stride, zeros)):
@@ -197,94 +197,94 @@ class Interpreter:
         Rows are those of one warpgroup, or of two below each other.
         """
         m = self.m
-        scale = self.chunks * self.k_steps * m["PARTS"]
-        begin = (group * m["COUT_BLOCKS"] + cout_block) * scale * int(self.entry[-1, -1])
+        scale = self.chunks * self.k_steps * m["parts"]
+        begin = (group * m["cout_blocks"] + cout_block) * scale * int(self.entry[-1, -1])
         begin += scale * int(self.entry[variant, 0])
         count = scale * self.entries_of(variant)
         words = packed[begin * self.wgs_m * FRAGMENT_WORDS : (begin + count) * self.wgs_m * FRAGMENT_WORDS]
-        shape = (self.chunks, self.entries_of(variant), self.k_steps, m["PARTS"], self.wgs_m, WARPS, LANES, REGISTERS)
+        shape = (self.chunks, self.entries_of(variant), self.k_steps, m["parts"], self.wgs_m, WARPS, LANES, REGISTERS)
         fragments = words.reshape(*shape, -1)
-        rows, ks = fragment_place(m["ELEMENT"])
+        rows, ks = fragment_place(m["element"])
         warps = np.full((*shape[:-2], 16, self.step_k), np.nan)
         warps[..., rows, ks] = fragments
         # [chunk, entry, k step, part, wg, warp, row, k] -> [part, chunk, entry, (wg, warp, row), (k step, k)]
         return warps.transpose(3, 0, 1, 4, 5, 6, 2, 7).reshape(
-            m["PARTS"], self.chunks, shape[1], self.wgs_m * 64, m["CK"]
+            m["parts"], self.chunks, shape[1], self.wgs_m * 64, m["ck"]
         )
 
     @property
     def shares(self) -> list[tuple[int, int]]:
         """The chunks (first, end) of each block of a cluster."""
-        count = self.m["CLUSTER"]
+        count = self.m["cluster"]
         return [(rank * self.chunks // count, (rank + 1) * self.chunks // count) for rank in range(count)]
 
     # --- tiles -------------------------------------------------------------------------------------------------------
 
     def tile_at(self, index: Ints, tiles_d: int, tiles_h: int, tiles_w: int) -> Tiles:
         m = self.m
-        group, q = index % m["M_GROUPS"], index // m["M_GROUPS"]
-        if not m["RESIDENT"] and m["VARIANTS"] > 1:
-            group = (group + q) % m["M_GROUPS"]
-        variant, cout_block = group % m["VARIANTS"], group // m["VARIANTS"] % m["COUT_BLOCKS"]
-        group = group // (m["VARIANTS"] * m["COUT_BLOCKS"])
-        w, q = q % tiles_w * m["TILE_W"], q // tiles_w
-        h, q = q % tiles_h * m["TILE_H"], q // tiles_h
-        images = m["BESIDE"] or m["TILE_N"]
-        return Tiles(group, cout_block, variant, q // tiles_d * images, q % tiles_d * m["TILE_D"], h, w)
+        group, q = index % m["m_groups"], index // m["m_groups"]
+        if not m["resident"] and m["variants"] > 1:
+            group = (group + q) % m["m_groups"]
+        variant, cout_block = group % m["variants"], group // m["variants"] % m["cout_blocks"]
+        group = group // (m["variants"] * m["cout_blocks"])
+        w, q = q % tiles_w * m["tile_w"], q // tiles_w
+        h, q = q % tiles_h * m["tile_h"], q // tiles_h
+        images = m["beside"] or m["tile_n"]
+        return Tiles(group, cout_block, variant, q // tiles_d * images, q % tiles_d * m["tile_d"], h, w)
 
     def pixel_rows(self, x: Floats, t: Tiles) -> Floats:
         """The pixel rows of tiles, [tile, pixel, group, channel of the group's chunks], from x as (N, C, D, H, W)."""
         m = self.m
         batch, _, in_d, in_h, in_w = x.shape
         i = np.arange(self.segments)
-        if m["TENSOR_MAP"] and not m["WHOLE"]:  # a box of rows at even distances
+        if m["boxes"] and not m["whole"]:  # a box of rows at even distances
             steps = self.tiling.box_steps
             assert max(self.tiling.box) <= 256 and max(steps) <= 8
             box = [-(-n // step) for n, step in zip(self.tiling.box, steps)]
-            if m["CHANNELS_LAST"]:
-                assert np.prod(box) == self.segments * m["PLANE"] * m["CK"], "a box is a plane"
-                assert steps[1] == m["IN_STEP_W"]
+            if m["channels_last"]:
+                assert np.prod(box) == self.segments * m["plane"] * m["ck"], "a box is a plane"
+                assert steps[1] == m["in_step_w"]
             else:
-                assert self.tiling.row_boxes * box[0] >= m["COLUMN_PAD"] + m["COLUMNS"], "boxes hold a row"
-                classes = m["ROW_CLASSES"] * m["CHANNEL_CLASSES"]
+                assert self.tiling.row_boxes * box[0] >= m["column_pad"] + m["columns"], "boxes hold a row"
+                classes = m["row_classes"] * m["channel_classes"]
                 copied = box[0] * np.prod(box[1:]) * classes
-                assert box[0] == m["BOX_UNITS"] * self.vec and copied >= box[0] * self.segments * m["CK"]
-                first = t.w * m["IN_STEP_W"] + m["FIRST_W"] - m["COLUMN_PAD"]
-                assert m["CLASSED"] or (first % self.vec == 0).all(), "a box begins at 16 bytes"
-            step_h, step_d = steps[2:4] if m["CHANNELS_LAST"] else steps[1:3]
-            if m["CLASSED"]:  # a box has every so manieth row, whose neighbours are in the other classes' boxes
-                assert step_h * m["ROW_PERIOD"] == m["ROWS_APART"] * m["ROW_CLASSES"]
-                assert m["TILE_H"] * m["IN_STEP_H"] % m["ROW_PERIOD"] == 0 == m["CK"] % m["CHANNEL_CLASSES"]
-                step_h = m["ROWS_APART"]
-            offset_d = m["FIRST_D"] + i // m["ROWS_H"] % m["ROWS_D"] * step_d
-            offset_h = m["FIRST_H"] + i % m["ROWS_H"] * step_h
+                assert box[0] == m["box_units"] * self.vec and copied >= box[0] * self.segments * m["ck"]
+                first = t.w * m["in_step_w"] + m["first_w"] - m["column_pad"]
+                assert m["classed"] or (first % self.vec == 0).all(), "a box begins at 16 bytes"
+            step_h, step_d = steps[2:4] if m["channels_last"] else steps[1:3]
+            if m["classed"]:  # a box has every so manieth row, whose neighbours are in the other classes' boxes
+                assert step_h * m["row_period"] == m["rows_apart"] * m["row_classes"]
+                assert m["tile_h"] * m["in_step_h"] % m["row_period"] == 0 == m["ck"] % m["channel_classes"]
+                step_h = m["rows_apart"]
+            offset_d = m["first_d"] + i // m["rows_h"] % m["rows_d"] * step_d
+            offset_h = m["first_h"] + i % m["rows_h"] * step_h
         else:
-            packed = (i // (m["ROWS_H"] * m["ROWS_D"])) << 24
-            packed |= (m["OFFSETS_D"][i // m["ROWS_H"] % m["ROWS_D"]] & 0xFFF) << 12
-            packed |= m["OFFSETS_H"][i % m["ROWS_H"]] & 0xFFF
+            packed = (i // (m["rows_h"] * m["rows_d"])) << 24
+            packed |= (m["offsets_d"][i // m["rows_h"] % m["rows_d"]] & 0xFFF) << 12
+            packed |= m["offsets_h"][i % m["rows_h"]] & 0xFFF
             packed = packed.astype(np.uint32).astype(np.int32)
-            assert (packed >> 24 == i // (m["ROWS_H"] * m["ROWS_D"])).all()
+            assert (packed >> 24 == i // (m["rows_h"] * m["rows_d"])).all()
             offset_d, offset_h = (packed << 8) >> 20, (packed << 20) >> 20
-        if m["WHOLE"]:  # all pixels of an image in one or more boxes
-            assert m["TENSOR_MAP"], "threads copy rows with their halo"
-            assert (m["IMAGE_D"], m["IMAGE_H"], m["IMAGE_W"]) == (in_d, in_h, in_w) and not t.w.any()
-            assert m["BESIDE"] or not (t.d | t.h).any()
-            assert in_d * in_h * in_w % m["BOX_PIXELS"] == 0 and max(self.tiling.box) <= 256
-            assert m["BOX_PIXELS"] * self.tiling.element % 16 == 0, "a channel begins at 16 bytes"
-        within = np.arange(m["PLANES"] * m["PLANE"])
+        if m["whole"]:  # all pixels of an image in one or more boxes
+            assert m["boxes"], "threads copy rows with their halo"
+            assert (m["image_d"], m["image_h"], m["image_w"]) == (in_d, in_h, in_w) and not t.w.any()
+            assert m["beside"] or not (t.d | t.h).any()
+            assert in_d * in_h * in_w % m["box_pixels"] == 0 and max(self.tiling.box) <= 256
+            assert m["box_pixels"] * self.tiling.element % 16 == 0, "a channel begins at 16 bytes"
+        within = np.arange(m["planes"] * m["plane"])
         offset_d, offset_h = offset_d[:, None], offset_h[:, None]
         if self.strided:  # a plane has its own first rows
-            offset_d = offset_d - m["FIRST_D"] + m["PLANES_D"][within // m["PLANE"]]
-            offset_h = offset_h - m["FIRST_H"] + m["PLANES_H"][within // m["PLANE"]]
-        column = within % m["PLANE"] * m["IN_STEP_W"] + m["RESIDUES"][within // m["PLANE"]]
-        whole_box = bool(m["TENSOR_MAP"] and m["CHANNELS_LAST"])
-        n = (t.n[:, None] + i // (m["ROWS_H"] * m["ROWS_D"]))[:, :, None]
-        d = t.d[:, None, None] * m["IN_STEP_D"] + offset_d
-        h = t.h[:, None, None] * m["IN_STEP_H"] + offset_h
-        w = (t.w[:, None] * m["IN_STEP_W"] + m["FIRST_W"] + column)[:, None, :]
-        if m["BESIDE"]:  # columns are of several images, and of none
-            beside = np.floor_divide(w, m["PERIOD"])
-            w = np.where((beside >= 0) & (beside < m["BESIDE"]), w - beside * m["PERIOD"], -1)
+            offset_d = offset_d - m["first_d"] + m["planes_d"][within // m["plane"]]
+            offset_h = offset_h - m["first_h"] + m["planes_h"][within // m["plane"]]
+        column = within % m["plane"] * m["in_step_w"] + m["residues"][within // m["plane"]]
+        whole_box = bool(m["boxes"] and m["channels_last"])
+        n = (t.n[:, None] + i // (m["rows_h"] * m["rows_d"]))[:, :, None]
+        d = t.d[:, None, None] * m["in_step_d"] + offset_d
+        h = t.h[:, None, None] * m["in_step_h"] + offset_h
+        w = (t.w[:, None] * m["in_step_w"] + m["first_w"] + column)[:, None, :]
+        if m["beside"]:  # columns are of several images, and of none
+            beside = np.floor_divide(w, m["period"])
+            w = np.where((beside >= 0) & (beside < m["beside"]), w - beside * m["period"], -1)
             n = n + np.where(w >= 0, beside, 0)
         ok = (
             (n < batch)
@@ -294,18 +294,18 @@ class Interpreter:
             & (h < in_h)
             & (w >= 0)
             & (w < in_w)
-            & (whole_box | (column < m["COLUMNS"]))
+            & (whole_box | (column < m["columns"]))
         )
-        c = np.arange(self.chunks * m["CK"])
-        channel = np.arange(self.groups)[:, None] * m["CIN_G"] + c
+        c = np.arange(self.chunks * m["ck"])
+        channel = np.arange(self.groups)[:, None] * m["cin_g"] + c
         # A box of channels-last pixels ends with the tensor's channels, everything else with the group's.
-        have = channel < m["CIN"] if whole_box else np.broadcast_to(c < m["CIN_G"], channel.shape)
+        have = channel < m["cin"] if whole_box else np.broadcast_to(c < m["cin_g"], channel.shape)
         source = np.zeros((*np.array(x.shape)[[0, 2, 3, 4]], *channel.shape))
         source[..., have] = x.transpose(0, 2, 3, 4, 1)[..., channel[have]]
         rows = np.zeros((*ok.shape, *channel.shape))
         n, d, h, w = (np.broadcast_to(a, ok.shape)[ok] for a in (n, d, h, w))
         rows[ok] = source[n, d, h, w]
-        place = i[:, None] * self.pitch + within // m["PLANE"] * self.plane_pitch + within % m["PLANE"]
+        place = i[:, None] * self.pitch + within // m["plane"] * self.plane_pitch + within % m["plane"]
         tiles = np.full((len(t.n), self.pixels, *channel.shape), np.nan)  # between planes lies anything
         tiles[:, place] = rows
         return tiles
@@ -313,27 +313,27 @@ class Interpreter:
     def place_of(self, subtile: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         m, plane = self.m, self.w_subtiles * self.h_subtiles
         across, down = subtile % self.w_subtiles, subtile // self.w_subtiles % self.h_subtiles
-        if m["PAIRED"]:  # one below the other
+        if m["paired"]:  # one below the other
             across, down = (
                 subtile % plane // 2 % self.w_subtiles,
                 subtile % plane // (2 * self.w_subtiles) * 2 + subtile % 2,
             )
-        return subtile // (plane * m["TILE_D"]), subtile // plane % m["TILE_D"], down * m["SUB_H"], across * m["SUB_W"]
+        return subtile // (plane * m["tile_d"]), subtile // plane % m["tile_d"], down * m["sub_h"], across * m["sub_w"]
 
     @cached_property
     def columns(self) -> Columns:
         """Every consumer's columns, concatenated."""
-        m, wide = self.m, self.m["SUB_H"] == 1
-        first = np.array([0, self.nb] if m["SPLIT"] == 0 else [0])[:, None, None]
+        m, wide = self.m, self.m["sub_h"] == 1
+        first = np.array([0, self.nb] if m["split"] == 0 else [0])[:, None, None]
         nb, column = np.arange(self.nb)[:, None], np.arange(64)
         n, d, h, w = self.place_of(first + nb)
-        row = ((n * m["ROWS_D"] + d * m["ROW_STEP_D"]) * m["ROWS_H"] + h * m["ROW_STEP_H"]) * self.pitch + w
-        group_rows = 8 if wide else m["ROW_STEP_H"] * self.pitch
+        row = ((n * m["rows_d"] + d * m["row_step_d"]) * m["rows_h"] + h * m["row_step_h"]) * self.pitch + w
+        group_rows = 8 if wide else m["row_step_h"] * self.pitch
         pixel = row + column // 8 * group_rows + column % 8
-        if m["WIDE"]:  # a matrix instruction's sixteen groups of columns lie evenly
+        if m["wide"]:  # a matrix instruction's sixteen groups of columns lie evenly
             groups_at = pixel[..., ::8].reshape(len(first), self.nb // 2, 16)
             assert (np.diff(groups_at) == group_rows).all()
-        groups = m["RUN_GROUPS"]
+        groups = m["run_groups"]
         if wide and groups <= 8:  # runs of a subtile
             run, k = column // 8 // groups, column // 8 % groups
             kept = np.broadcast_to(run < 8 // groups, pixel.shape)
@@ -342,7 +342,7 @@ class Interpreter:
         else:  # runs over subtiles that are neighbours along W
             across = groups // 8 if wide else groups
             run, k, begin = nb // across, nb % across, nb // across * across
-            if m["PAIRED"]:
+            if m["paired"]:
                 k = nb % (2 * across) // 2
                 begin = nb // (2 * across) * (2 * across) + nb % 2
                 run = nb // (2 * across) * 2 + nb % 2
@@ -360,19 +360,19 @@ class Interpreter:
         m = self.m
         row = np.arange(self.wgs_m * 64)
         wg, within = row // 64, row % 64
-        base = (cout_block * self.wgs_m + wg) * m["ROWS_PER_SUB"]
-        if m["CHANNELS_LAST"]:  # a warp's 16 rows go together, a unit of 16 bytes at a time
+        base = (cout_block * self.wgs_m + wg) * m["rows_per_sub"]
+        if m["channels_last"]:  # a warp's 16 rows go together, a unit of 16 bytes at a time
             first, c = within // 16 * 16, within % 16
-            sub, cout = first // m["ROWS_PER_SUB"], base + first % m["ROWS_PER_SUB"] + c
-            decides = cout - c % self.vec if m["ALIGNED_COUT"] else cout
+            sub, cout = first // m["rows_per_sub"], base + first % m["rows_per_sub"] + c
+            decides = cout - c % self.vec if m["aligned_cout"] else cout
         else:
-            sub, cout = within // m["ROWS_PER_SUB"], base + within % m["ROWS_PER_SUB"]
+            sub, cout = within // m["rows_per_sub"], base + within % m["rows_per_sub"]
             decides = cout
-        if m["SHUFFLED"]:
-            sub, cout = within // m["ROWS_PER_SUB"], base + within % m["ROWS_PER_SUB"]
-            kept = (cout < m["COUT_G"]) & self.row_of(cout)[2]
+        if m["shuffled"]:
+            sub, cout = within // m["rows_per_sub"], base + within % m["rows_per_sub"]
+            kept = (cout < m["cout_g"]) & self.row_of(cout)[2]
             return row[kept], sub[kept], cout[kept]
-        kept = (sub < m["SUBS"]) & (decides < m["COUT_G"])
+        kept = (sub < m["subs"]) & (decides < m["cout_g"])
         return row[kept], sub[kept], cout[kept]
 
     def bare(
@@ -385,25 +385,25 @@ class Interpreter:
         """
         m, batch = self.m, p.batch
         sizes = (1,) * (3 - p.rank) + result_shape(p)[2:]
-        tile = [m["TILE_N"], m["TILE_D"], m["TILE_H"], m["TILE_W"]]
+        tile = [m["tile_n"], m["tile_d"], m["tile_h"], m["tile_w"]]
         qn, qd, qh, qw = (np.indices(tile).reshape(4, 1, -1)[i] + getattr(t, a)[:, None] for i, a in enumerate("ndhw"))
         places, values = [np.zeros(0, np.int64)], [np.zeros(0)]
-        first, last = m["BARES"][variant : variant + 2]
+        first, last = m["bares"][variant : variant + 2]
         for b in range(first, last):
-            rows = range(m["BARES_ROWS"][b] or m["OUT_STEP_H"])
-            subs = range(m["OUT_STEP_W"]) if m["BARES_W"][b] < 0 else m["BARES_W"][b] + np.arange(m["W_SUBS"])
-            own = cout[row % 64 // m["ROWS_PER_SUB"] == (b - first) % m["SUBS"]]
+            rows = range(m["bares_rows"][b] or m["out_step_h"])
+            subs = range(m["out_step_w"]) if m["bares_w"][b] < 0 else m["bares_w"][b] + np.arange(m["w_subs"])
+            own = cout[row % 64 // m["rows_per_sub"] == (b - first) % m["subs"]]
             for h, u, c in product(rows, subs, own):
-                od = m["OUT_STEP_D"] * qd + m["BARES_D"][b]
-                oh = m["OUT_STEP_H"] * qh + m["BARES_H"][b] + h
-                ow = m["OUT_STEP_W"] * qw + u
+                od = m["out_step_d"] * qd + m["bares_d"][b]
+                oh = m["out_step_h"] * qh + m["bares_h"][b] + h
+                ow = m["out_step_w"] * qw + u
                 inside = (qn < batch) & (od < sizes[0]) & (oh < sizes[1]) & (ow < sizes[2])
-                channel = group * m["COUT_G"] + c
+                channel = group * m["cout_g"] + c
                 pixel = (od * sizes[1] + oh) * sizes[2] + ow
-                if m["CHANNELS_LAST"]:
-                    at = (qn * np.prod(sizes) + pixel) * m["COUT"] + channel
+                if m["channels_last"]:
+                    at = (qn * np.prod(sizes) + pixel) * m["cout"] + channel
                 else:
-                    at = (qn * m["COUT"] + channel) * np.prod(sizes) + pixel
+                    at = (qn * m["cout"] + channel) * np.prod(sizes) + pixel
                 places.append(at[inside])
                 values.append(np.full(inside.sum(), 0.0 if bias is None else bias[channel]))
         return np.concatenate(places), np.concatenate(values)
@@ -418,86 +418,86 @@ class Interpreter:
         packed = self.pack(weight)
         index = np.arange(count)
         t = self.tile_at(index, tiles_d, tiles_h, tiles_w)
-        work = (t.group * m["COUT_BLOCKS"] + t.cout_block) * m["VARIANTS"] + t.variant
-        work = work.reshape(-1, m["M_GROUPS"])
-        assert (np.sort(work, axis=1) == np.arange(m["M_GROUPS"])).all(), "a tile meets each M-group once"
-        positions = t._replace(**{name: getattr(t, name)[:: m["M_GROUPS"]] for name in ("n", "d", "h", "w")})
+        work = (t.group * m["cout_blocks"] + t.cout_block) * m["variants"] + t.variant
+        work = work.reshape(-1, m["m_groups"])
+        assert (np.sort(work, axis=1) == np.arange(m["m_groups"])).all(), "a tile meets each M-group once"
+        positions = t._replace(**{name: getattr(t, name)[:: m["m_groups"]] for name in ("n", "d", "h", "w")})
         for name in ("n", "d", "h", "w"):
             assert (getattr(t, name).reshape(work.shape) == getattr(positions, name)[:, None]).all()
         parts = self.split(self.pixel_rows(x5, positions))
         c = self.columns
         assert c.pixel.min() >= 0
-        assert c.pixel.max() + m["TAP_ROWS"].max(initial=0) < self.pixels, "a tap reads past the tile"
-        assert m["TAP_ROWS"].min(initial=0) >= 0, "a tap reads before the tile"
+        assert c.pixel.max() + m["tap_rows"].max(initial=0) < self.pixels, "a tap reads past the tile"
+        assert m["tap_rows"].min(initial=0) >= 0, "a tap reads before the tile"
 
         # Columns with an output of some sub-position, and the q of the runs in which they are stored.
         n, qd, qh = ((getattr(positions, a)[:, None] + getattr(c, a)) for a in "ndh")
         run_w = positions.w[:, None] + c.run_w
         of_image = np.ones_like(run_w, bool)
-        if m["BESIDE"]:  # a run's columns are of several images
-            assert m["W_SUBS"] == m["OUT_STEP_W"]
+        if m["beside"]:  # a run's columns are of several images
+            assert m["w_subs"] == m["out_step_w"]
             column = c.run_w + c.position
-            beside, within = column // m["PERIOD"], column % m["PERIOD"]
+            beside, within = column // m["period"], column % m["period"]
             n = n + beside
             run_w = positions.w[:, None] + within - c.position
-            of_image &= (beside < m["BESIDE"]) & (within * m["W_SUBS"] < m["BESIDE_W"])
+            of_image &= (beside < m["beside"]) & (within * m["w_subs"] < m["beside_w"])
         stride, lead = [1, 1, 1], [0, 0, 0]
-        if m["SHUFFLED"]:
-            stride, lead = ([m[f"{name}_{axis}"] for axis in "DHW"] for name in ("LAYER_STRIDE", "LEAD"))
+        if m["shuffled"]:
+            stride, lead = ([m[f"{name}_{axis}"] for axis in "dhw"] for name in ("layer_stride", "lead"))
         many_d, many_h, many_w = (-(-(o + a) // s) for o, a, s in zip((out_d, out_h, out_w), lead, stride))
-        live = (n < batch) & (m["OUT_STEP_D"] * qd < many_d) & (m["OUT_STEP_H"] * qh < many_h)
-        live &= (m["OUT_STEP_W"] * (run_w + c.position) < many_w) & of_image
+        live = (n < batch) & (m["out_step_d"] * qd < many_d) & (m["out_step_h"] * qh < many_h)
+        live &= (m["out_step_w"] * (run_w + c.position) < many_w) & of_image
         tile, column = np.nonzero(live)
         n, qd, qh, run_w = (a[live] for a in (n, qd, qh, run_w))
         position, pixel = c.position[column], c.pixel[column]
 
-        channels = m["LAYER_CHANNELS"] if m["SHUFFLED"] else m["COUT"]
+        channels = m["cout"]
         out = np.full(batch * channels * out_d * out_h * out_w, np.nan)
         stores = np.zeros(out.size, np.int64)
-        for group_index in range(m["M_GROUPS"]):
+        for group_index in range(m["m_groups"]):
             group, cout_block, variant = (int(a[group_index]) for a in (t.group, t.cout_block, t.variant))
             row, sub, cout = self.rows_stored(cout_block)
-            acc = np.zeros((m["MB"], len(row), len(tile)))
+            acc = np.zeros((m["mb"], len(row), len(tile)))
             if self.entries_of(variant):
                 a = self.matrices(packed, group, cout_block, variant)[:, :, :, row]
                 start = int(self.entry[variant, 0])
-                for block, (begin, end) in product(range(m["MB"]), self.shares):
+                for block, (begin, end) in product(range(m["mb"]), self.shares):
                     first, last = (int(e) for e in self.entry[variant, block : block + 2])
-                    rows = (pixel[:, None] + m["TAP_ROWS"][first:last],)
-                    channels_of = slice(begin * m["CK"], end * m["CK"])
+                    rows = (pixel[:, None] + m["tap_rows"][first:last],)
+                    channels_of = slice(begin * m["ck"], end * m["ck"])
                     b = [part[(tile[:, None], *rows, group)][..., channels_of].reshape(len(tile), -1) for part in parts]
-                    for part in range(m["PARTS"]):
+                    for part in range(m["parts"]):
                         # [chunk, entry, row, k] -> [row, (entry, chunk, k)], the order of the pixels' channels
                         weights = a[part, begin:end, first - start : last - start]
                         weights = weights.transpose(2, 1, 0, 3).reshape(len(row), -1)
                         acc[block] += weights @ b[0].T
-                        if m["PARTS"] == 2 and part == 0:
+                        if m["parts"] == 2 and part == 0:
                             acc[block] += weights @ b[1].T
-            values = np.zeros((len(row), len(tile), m["W_SUBS"]))
-            for u, block in enumerate(m["BLOCKS_OF_W"]):
+            values = np.zeros((len(row), len(tile), m["w_subs"]))
+            for u, block in enumerate(m["blocks_of_w"]):
                 if block >= 0:
                     values[:, :, u] = acc[block]
             if bias is not None:
-                channel = self.row_of(cout)[0] if m["SHUFFLED"] else group * m["COUT_G"] + cout
+                channel = self.row_of(cout)[0] if m["shuffled"] else group * m["cout_g"] + cout
                 values += bias[np.minimum(channel, channels - 1)][:, None, None]
 
-            u = np.arange(m["W_SUBS"])
-            if m["CHANNELS_LAST"]:
-                ow = m["OUT_STEP_W"] * (run_w + position)[:, None] + m["SUBS_W"][variant] + u
+            u = np.arange(m["w_subs"])
+            if m["channels_last"]:
+                ow = m["out_step_w"] * (run_w + position)[:, None] + m["subs_w"][variant] + u
             else:  # `e`: place in a row of the shared buffer, which is stored to consecutive outputs if it has all
-                e = position[:, None] * m["W_SUBS"] + u
-                o = e if m["W_SUBS"] == m["OUT_STEP_W"] else e // m["W_SUBS"] * m["OUT_STEP_W"] + e % m["W_SUBS"]
-                ow = m["OUT_STEP_W"] * run_w[:, None] + m["SUBS_W"][variant] + o
-            od = m["OUT_STEP_D"] * qd + m["SUBS_D"][variant * m["SUBS"] + sub][:, None]
-            oh = m["OUT_STEP_H"] * qh + m["SUBS_H"][variant * m["SUBS"] + sub][:, None]
-            channel = (group * m["COUT_G"] + cout)[:, None]
-            if m["SHUFFLED"]:
+                e = position[:, None] * m["w_subs"] + u
+                o = e if m["w_subs"] == m["out_step_w"] else e // m["w_subs"] * m["out_step_w"] + e % m["w_subs"]
+                ow = m["out_step_w"] * run_w[:, None] + m["subs_w"][variant] + o
+            od = m["out_step_d"] * qd + m["subs_d"][variant * m["subs"] + sub][:, None]
+            oh = m["out_step_h"] * qh + m["subs_h"][variant * m["subs"] + sub][:, None]
+            channel = (group * m["cout_g"] + cout)[:, None]
+            if m["shuffled"]:
                 of, phases, _ = self.row_of(cout)
                 channel = of[:, None]
                 od, oh = (o * stride[i] + phases[i][:, None] - lead[i] for i, o in ((0, od), (1, oh)))
                 ow = ow[None] * stride[2] + phases[2][:, None, None] - lead[2]
             inside = ((od >= 0) & (oh >= 0) & (od < out_d) & (oh < out_h))[:, :, None] & (ow >= 0) & (ow < out_w)
-            if m["CHANNELS_LAST"]:
+            if m["channels_last"]:
                 pixel_at = (((n * out_d + od) * out_h + oh) * out_w)[:, :, None] + ow
                 at = pixel_at * channels + channel[:, :, None]
             else:
@@ -506,12 +506,12 @@ class Interpreter:
             assert at.size == 0 or (at.min() >= 0 and at.max() < out.size), "a store outside of the output"
             out[at] = values[inside]
             stores += np.bincount(at, minlength=out.size)
-            if m["BARE"]:
+            if m["bare"]:
                 at, value = self.bare(p, group, variant, row, cout, positions, bias)
                 out[at] = value
                 stores += np.bincount(at, minlength=out.size)
 
-        if m["CHANNELS_LAST"]:
+        if m["channels_last"]:
             shape = (batch, *(1,) * (3 - p.rank), *result_shape(p)[2:], channels)
             out, stores = (np.moveaxis(a.reshape(shape), -1, 1) for a in (out, stores))
         return out.reshape(result_shape(p)), stores.reshape(result_shape(p))

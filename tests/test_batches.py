@@ -26,6 +26,7 @@ from upconv.cuda import families
 from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.compile import boxes
 from upconv.cuda.gemm import gather, gather_search
+from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gpu import A100, H200, gpu
 from upconv.cuda.pixels import implicit
 from upconv.cuda.rearrange import batches, relayout
@@ -193,7 +194,7 @@ def test_every_output_arrives_at_its_image(seed: int, pass_: Pass, tmp_path: Pat
     every = list(gather_search.candidates(any_size(q), H200))
     kinds = {(t.split, t.subs, t.sub, t.paired): t for t in rng.sample(every, len(every))}
     tiling = rng.choice(list(kinds.values()))
-    assert tiling.macros()["BATCH_AS_WIDTH"] == 1 and tiling.tensor_map
+    assert constants(tiling)["batch_as_width"] is True and tiling.tensor_map
     assert tiles(epilogue(tiling, tmp_path), seed, 60) > 500
 
 

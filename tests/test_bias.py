@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import HOST, host_header, host_program, needs_gxx
+from conftest import HOST, host_program, instance_header, needs_gxx
 from upconv import cpu
 from upconv.cuda import bias
 from upconv.cuda.compile import jit
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090
-from upconv.problem import Layout, Problem
+from upconv.cuda.scalars import PRECISIONS
+from upconv.problem import LAYOUTS, Layout, Problem
 
-KERNELS = jit.KERNELS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
@@ -76,10 +76,8 @@ def test_every_element_is_added_once(seed: int, layout: Layout) -> None:
 
 def program(dtype: torch.dtype, last: bool, folder: Path) -> Path:
     """The kernels as a program of their own."""
-    heads = f"#define DTYPE {DTYPES.index(dtype)}\n#define CHANNELS_LAST {int(last)}\n"
-    body = (KERNELS / "bias.cu").read_text().replace('#include "direct.cuh"', "")
-    (folder / "kernel.h").write_text(heads + host_header() + body)
-    (folder / "bias.cpp").write_text(heads + (HOST / "bias.cpp").read_text())
+    (folder / "kernel.h").write_text(instance_header("bias.cu", {"precision": PRECISIONS[dtype]}, "Bias"))
+    (folder / "bias.cpp").write_text(f"#define CHANNELS_LAST {int(last)}\n" + (HOST / "bias.cpp").read_text())
     return host_program(folder / "bias.cpp", folder)
 
 
@@ -120,12 +118,13 @@ def test_small_tensors_and_channels_off_16_bytes_are_pytorchs() -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("gpu", [A100, RTX3090, RTX4090, H200, B200, RTX5090], ids=lambda gpu: gpu.name)
 def test_kernels_compile_without_spills(gpu: object) -> None:
-    for dtype in range(4):
-        for last in (0, 1):
-            source = jit.source("bias.cu", {"DTYPE": dtype, "CHANNELS_LAST": last})
+    for dtype in DTYPES:
+        for layout in LAYOUTS:
+            source = bias.instance(layer(1, 8, (8, 8), dtype, layout))
             found = jit.inspect(jit.cubin(source, gpu.arch, "bias"))  # type: ignore[attr-defined]
-            more = (*(("finish_float",) if dtype in (1, 2) else ()), *(() if last else ("sum_at_once",)))
-            assert set(found) == {"sum", "finish", *more}
+            more = ("finish_float",) * (dtype.itemsize == 2)
+            sums = ("sum_last",) if layout == "channels_last" else ("sum", "sum_at_once")
+            assert set(found) == {*sums, "finish", *more}
             assert all(local == 0 for _, local, _ in found.values())
 
 

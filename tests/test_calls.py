@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import upconv
 from test_gradients import kernels  # noqa: F401
-from upconv import ops
+from upconv import dispatch
 from upconv.replay import calls
 from upconv.replay.calls import Call
 
-PLAN: Any = SimpleNamespace(problem=SimpleNamespace(layout="nchw"))
+OPERATION: Any = SimpleNamespace(plan=SimpleNamespace(problem=SimpleNamespace(layout="nchw")), inference=None)
 ARGUMENTS: tuple[Any, ...] = ((2, 2), (1, 1), (0, 0), 1, (1, 1))
 CALLED: tuple[Any, ...] = (2, *ARGUMENTS)
 
@@ -47,7 +47,7 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def remembered(*given: Any) -> Call:
-    return Call(PLAN, *given, torch.float32, CALLED)
+    return Call(OPERATION, given, torch.float32, CALLED)
 
 
 def test_the_same_call_is_recognised_with_and_without_a_bias() -> None:
@@ -114,7 +114,7 @@ def test_transforms_and_traces_are_another_call() -> None:
 def test_autocasts_dtype_and_pytorchs_flags_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, b = tensors()
     with torch.autocast("cpu", torch.bfloat16):
-        known = Call(PLAN, x, w, b, torch.bfloat16, CALLED)
+        known = Call(OPERATION, (x, w, b), torch.bfloat16, CALLED)
         assert known.autocast is torch.bfloat16 and known.is_this(2, x, w, b, *ARGUMENTS)
     with torch.autocast("cpu", torch.float16):
         assert not known.is_this(2, x, w, b, *ARGUMENTS)
@@ -137,8 +137,8 @@ def test_the_third_call_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> Non
     """And computes the same, gradients too; one of another size does look, and nothing is remembered without guards."""
     layer = upconv.ConvTranspose2d(4, 6, 3, 2, 1)
     x = torch.randn(2, 4, 5, 6, requires_grad=True)
-    found, looked = ops._find_plan, []
-    monkeypatch.setattr(ops, "_find_plan", lambda *given: looked.append(given[1].shape) or found(*given))
+    found, looked = dispatch.find_plan, []
+    monkeypatch.setattr(dispatch, "find_plan", lambda *given: looked.append(given[1].shape) or found(*given))
     outs = [layer(x) for _ in range(4)]
     assert looked == [x.shape] * 2 and all(torch.equal(outs[0], out) for out in outs)
     grads = [torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]) for out in outs]
@@ -183,8 +183,8 @@ def test_weights_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch)
 def test_training_and_validation_are_both_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many epochs, with a last batch that is smaller."""
     layer = upconv.ConvTranspose2d(4, 6, 3)
-    found, looked = ops._find_plan, []
-    monkeypatch.setattr(ops, "_find_plan", lambda *given: looked.append(1) or found(*given))
+    found, looked = dispatch.find_plan, []
+    monkeypatch.setattr(dispatch, "find_plan", lambda *given: looked.append(1) or found(*given))
     for epoch in range(30):
         if epoch == 2:
             looked.clear()

@@ -24,6 +24,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
 from conftest import assert_accurate, assert_close, tf32_magnitude
@@ -48,10 +49,8 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(modules, "small", lambda *shapes: False)
     modules._left.clear()
     monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, *_: plan.selection(pass_).choice is not None)
-    convolutions.choose.cache_clear()
     yield
     monkeypatch.undo()
-    convolutions.choose.cache_clear()
     convolutions.forget()
     modules._left.clear()
 
@@ -195,7 +194,6 @@ def test_the_rule_asks_for_no_compiler(kernels: Kernels, monkeypatch: pytest.Mon
         return {"stand-in": StandIn(p, kernels.log, seconds=convolutions.expected(p, p.pass_, g))}
 
     monkeypatch.setattr(families, "choose", choose)
-    convolutions.choose.cache_clear()
     taken: list[list[tuple[str, str]]] = []
     for compiler in (None, "/usr/bin/c++"):
         convolutions.forget()
@@ -215,7 +213,6 @@ def test_the_rule_asks_for_no_compiler(kernels: Kernels, monkeypatch: pytest.Mon
                 taken.append(kernels.ran())
                 assert out.shape == (32, 128, 16, 16)
         assert not run
-    convolutions.choose.cache_clear()
     convolutions.forget()
     assert taken == [["grad-input"], []] * 2
 
@@ -235,7 +232,6 @@ def test_what_makes_short_layers_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the rule's constants decides a layer."""
 
     def of(*case: Any, **others: Any) -> Any:
-        convolutions.choose.cache_clear()
         return chosen(*case, training=True, **others)
 
     tiny = (32, 64, 16, 16), 64, 3  # by the bound of 1 us, not of 5
@@ -252,10 +248,8 @@ def test_what_makes_short_layers_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     # PyTorch's gradient for this weight is the faster one.
     p = convolutions.transposed((32, 64, 4, 4), (128, 64, 4, 4), *[(n, n) for n in (2, 1, 1)], torch.bfloat16, "bf16")
     assert p is not None and not convolutions.choose(p, H200, True).for_weight  # type: ignore[union-attr]
-    convolutions.choose.cache_clear()
     monkeypatch.setattr(convolutions, "MARGIN_SHORT", 1.5)
     assert convolutions.choose(p, H200, True).for_weight  # type: ignore[union-attr]
-    convolutions.choose.cache_clear()
 
 
 def test_what_was_not_measured_is_pytorchs_whatever_the_estimate(everything: None) -> None:
@@ -401,7 +395,7 @@ def test_a_computed_weight_is_computed_once(stand_ins: Kernels, ours_by: str, mo
     if ours_by == "size":
         monkeypatch.setattr(modules, "small", lambda *shapes: True)
     if ours_by == "rule":
-        monkeypatch.setattr(convolutions, "choose", lambda p, device: None)
+        monkeypatch.setattr(convolutions, "choose", lambda *_: None)
     ours, theirs = (parametrizations.spectral_norm(module) for module in layer(2, 4, 6, 3))
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
@@ -549,9 +543,9 @@ def test_calls_are_recognised(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatc
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     for _ in range(2):
         step(ours, x)
-    monkeypatch.setattr(convolutions, "_find", lambda *args: pytest.fail("the call is known"))
+    monkeypatch.setattr(convolutions, "find", lambda *args: pytest.fail("the call is known"))
     assert_same(step(ours, x), step(theirs, x))
-    assert all(type(seen.last) is convolutions.Convolution for seen in convolutions._seen.values())
+    assert all(type(seen.last) is convolutions.Convolution for seen in calls.seen_plain.values())
     assert id(ours.weight) not in calls.seen
 
 
@@ -667,7 +661,7 @@ def test_autocast(
 
 
 def test_what_autocast_leaves_to_pytorch_is_cast_once(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolutions, "choose", lambda p, device: None)
+    monkeypatch.setattr(convolutions, "choose", lambda *_: None)
     ours, theirs = layer(2, 4, 6, 3, dtype=torch.float32)
     x = torch.randn(2, 4, 8, 8)
     counts = []
@@ -692,6 +686,18 @@ def test_derivatives_of_every_order(stand_ins: Kernels) -> None:
     assert gradcheck(call, (x, w, b)) and gradgradcheck(call, (x, w, b))
     assert gradcheck(call, (x, w, b), check_batched_grad=True)
     assert set(stand_ins.ran()) == {"fwd", "grad-input", "grad-weight"}
+
+
+def test_a_counter_of_flops_sees_the_gradients(stand_ins: Kernels) -> None:
+    """One that is there in the backward alone."""
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64, requires_grad=True)
+    counts = []
+    for module in layer(2, 4, 6, 3):
+        out = module(x)
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0 and stand_ins.ran() == ["grad-input"]
 
 
 def test_only_what_is_asked_for_is_computed(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

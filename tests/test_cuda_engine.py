@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import upconv
 from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, make_call
 from strategies import excess, operands, problems
-from upconv import ops, planner, reference
+from upconv import dispatch, planner, reference
 from upconv.compiler.arguments import text_of
 from upconv.cuda import engine, families, family, gpu
 from upconv.cuda import weights as packed
@@ -638,7 +638,7 @@ def test_float32_precision_follows_pytorchs_setting(
 
 
 class _OnCuda:
-    """A tensor's description as `ops._find_plan` reads it, on a CUDA device that need not be there."""
+    """A tensor's description as `dispatch.find_plan` reads it, on a CUDA device that need not be there."""
 
     def __init__(self, t: Tensor) -> None:
         self._t = t
@@ -662,7 +662,7 @@ def cuda_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Proble
     def find(x: Tensor, w: Tensor, **kwargs: Any) -> Problem | None:
         arguments = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1, **kwargs}
         fake: Any = (_OnCuda(x), _OnCuda(w))
-        plan = ops._find_plan(w.dim() - 2, *fake, None, *arguments.values())
+        plan = dispatch.find_plan(w.dim() - 2, *fake, None, *arguments.values())
         return None if plan is None else plan.problem
 
     yield find

@@ -307,18 +307,19 @@ def test_what_random_draws_seldom_meet(ways: Callable[[random.Random], Any], emu
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 FULL = r"barrier_wait\(full \+ (cursor\.)?stage \* 8, (cursor\.)?parity\);"
+OF_RING = r"ring\.wait_full\(cursor\);"
 FAULTS = {
-    "implicit: no wait for a stage": ("implicit", FULL, ""),
-    "implicit: a tap's shift": ("implicit", r"\+ TAP_W\[tap\]", "+ TAP_W[tap] + 1"),
+    "implicit: no wait for a stage": ("implicit", OF_RING, ""),
+    "implicit: a tap's shift": ("implicit", r"\+ constant_at<C::taps_w>\(tap\)", "+ constant_at<C::taps_w>(tap) + 1"),
     "implicit: a stage given back too early": ("implicit", r"wgmma_wait<LAG>\(\);", ""),
     "subpixel: a place": ("subpixel", r"t\.p \+ b \* ROW_PIXELS", "t.p + b * ROW_PIXELS + 1"),
-    "pairs: no wait for a free stage": ("pairs", r"barrier_wait\(empty \+ cursor\.stage \* 8, cursor\.parity\);", ""),
-    "sweep: the first slot": ("sweep", r"#define FIRST_SLOT \((-?\d+)\)", r"#define FIRST_SLOT (\1 + 1)"),
+    "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),
+    "sweep: the first slot": ("sweep", r"int first_slot = (-?\d+);", r"int first_slot = \1 + 1;"),
     "gather: no wait for a stage": ("gather", FULL, ""),
-    "joined: no wait for a slot": ("joined", r"barrier_wait\(landed \+ slot\.stage \* 8, slot\.parity\);", ""),
-    "joined: a tap's row": ("joined", r"tap / KERNEL_W \* shift_h", "(tap / KERNEL_W + 1) * shift_h"),
-    "phases: no wait for a stage": ("phases", FULL, ""),
-    "phases: a shift's place": ("phases", r"= shift_at\(shift\)", "= shift_at(shift) + 1"),
+    "joined: no wait for a slot": ("joined", r"memory\.slots\.wait_full\(slot\);", ""),
+    "joined: a tap's row": ("joined", r"tap / C::kernel_w \* shift_h", "(tap / C::kernel_w + 1) * shift_h"),
+    "phases: no wait for a stage": ("phases", OF_RING, ""),
+    "phases: a shift's place": ("phases", r"= value_at<C::shifts_at>\(shift\)", "= value_at<C::shifts_at>(shift) + 1"),
     "wgrad: no wait for copies": ("wgrad by mma.sync", r"copy_wait<1>\(\);", ""),
     "wgrad: a tap's shift": ("wgrad by wgmma", r"taps\.at\[u\] = ([^;]*);", r"taps.at[u] = \1 + 1;"),
 }

@@ -129,6 +129,7 @@ def compiled(source: str, arch: str) -> Compiled:
     """Kept, since layers, precisions and passes share sources; without machine code and PTX, which are megabytes."""
     code, text, log = jit.built(source, arch)
     _, *entries = re.split(r"\.entry\s+(\w+)", text)
+    entries[::2] = map(jit.entry_of, entries[::2])
     matrix = {name: set(MATRIX.findall(body)) for name, body in zip(entries[::2], entries[1::2])}
     return Compiled(jit.inspect(code), matrix, jit.serialised(log))
 

@@ -45,7 +45,8 @@ def test_each_named_gpu_has_a_plan(name: str) -> None:
     plan = planner.plan(p, Device("cuda", gpu=found))
     rates = estimated_ceilings(found)
     roof = p.roof_seconds(rates["matmul_flops_per_s"]["bf16"], rates["copy_bytes_per_s"])
-    assert plan.engine("fwd") == f"cuda:{plan.forward}" and 0.2 * roof < (plan.seconds or 0) < 1e-2
+    assert plan.engine("fwd") == f"cuda:{plan.forward}" and plan.choice is not None
+    assert 0.2 * roof < plan.choice.seconds < 1e-2
     assert found.name in verdict(p, plan, rates)
 
 
@@ -121,11 +122,12 @@ def test_the_last_line_says_whose_kernel_how_long_and_how_near_the_roof() -> Non
     p = parse_layer(LAYER[0], LAYER[2]).with_(precision="tf32")
     h100 = gpu.KNOWN["H100"]
     plan, rates = planner.plan(p, Device("cuda", gpu=h100)), estimated_ceilings(h100)
-    assert plan.seconds is not None
+    assert plan.choice is not None
+    seconds = plan.choice.seconds
     roof = p.roof_seconds(rates["matmul_flops_per_s"]["tf32"], rates["copy_bytes_per_s"])
     assert code == 0 and out.splitlines()[-1] == (
-        f"upconv's kernel {plan.forward} computes the forward pass in about {1e3 * plan.seconds:.3g} ms on an NVIDIA "
-        f"H100, {roof / plan.seconds:.0%} of the roof."
+        f"upconv's kernel {plan.forward} computes the forward pass in about {1e3 * seconds:.3g} ms on an NVIDIA "
+        f"H100, {roof / seconds:.0%} of the roof."
     )
     step = p.with_(pass_="step")
     plan = planner.plan(step, Device("cuda", gpu=h100))
@@ -235,10 +237,10 @@ def test_a_model_has_a_line_a_layer(name: str, net: str) -> None:
         one = parse_layer(f"{c_in},{c_out},{k},{s},{p},bias={bias}", size).with_(dtype=torch.bfloat16, precision="bf16")
         plan = planner.plan(one, Device("cuda", gpu=gpu.H200))
         of = one.roof_seconds(rates["matmul_flops_per_s"]["bf16"], rates["copy_bytes_per_s"])
-        assert plan.seconds is not None
-        figures = f"{times} {1e3 * plan.seconds:.3g} {of / plan.seconds:.0%} {plan.engine('fwd')}"
+        assert plan.choice is not None
+        figures = f"{times} {1e3 * plan.choice.seconds:.3g} {of / plan.choice.seconds:.0%} {plan.engine('fwd')}"
         assert line.split() == [*module.split(), *layer.split(), *figures.split()]
-        seconds, roof = seconds + times * plan.seconds, roof + times * of
+        seconds, roof = seconds + times * plan.choice.seconds, roof + times * of
     assert lines[-1] == (
         f"upconv computes 3 of 3 transposed convolutions; upconv's take about {1e3 * seconds:.3g} ms together, "
         f"{roof / seconds:.0%} of their roof."

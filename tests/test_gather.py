@@ -23,6 +23,7 @@ from upconv.cuda import packs
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.compile import jit, launch
 from upconv.cuda.gemm import costs, gather, gather_search
+from upconv.cuda.gemm.gather_constants import Constants, constants
 from upconv.cuda.gemm.shuffle import Shuffle, countable, ways
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
@@ -134,12 +135,12 @@ def truth_of(p: Problem, source: Floats, weight: Floats, bias: Floats | None = N
     return reference.gradients(p, x, torch.zeros(p.input_shape), w)[0]
 
 
-def check(tiling: Tiling, p: Problem, seed: int, macros: dict[str, int | float | str] | None = None) -> None:
+def check(tiling: Tiling, p: Problem, seed: int, found: Constants | None = None) -> None:
     """The interpreted tiling stores every result once, and what it stores is the pass's, in float64."""
     numbers = np.random.default_rng(seed)
     x, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
     b = numbers.standard_normal(p.out_channels) if p.bias else None
-    interpreter = Interpreter(tiling, macros)
+    interpreter = Interpreter(tiling, found)
     out, stores = interpreter(p, x, w, b)
     assert (stores == 1).all(), f"elements stored {np.unique(stores)} times"
     truth = truth_of(p, x, w, b)
@@ -396,7 +397,7 @@ def test_constants_do_not_depend_on_the_size() -> None:
         if tiling is None:
             continue
         other = p.with_(batch=p.batch + 3, size=tuple(n + rng.randint(0, 50) for n in p.size))
-        assert Tiling(**{**vars_of(tiling), "problem": other}).macros() == tiling.macros()
+        assert constants(Tiling(**{**vars_of(tiling), "problem": other})) == constants(tiling)
 
 
 def vars_of(tiling: Tiling) -> dict[str, object]:
@@ -588,7 +589,7 @@ def kernel_case(index: int) -> tuple[Tiling, Gpu]:
 @pytest.mark.parametrize("index", [i for i in range(16) if EVERY or (i % 8 + i // 8) % 2 == 0])  # of each kind one
 def test_kernels_compile_without_spills(index: int) -> None:
     tiling, gpu = kernel_case(index)
-    check_compiled(tiling, jit.source("gather.cu", tiling.macros()), gpu.arch)
+    check_compiled(tiling, gather.source(tiling), gpu.arch)
 
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
@@ -734,14 +735,14 @@ def test_a_kernel_knows_where_rows_of_its_sizes_begin(text: str, precision: str,
         assert not isinstance(choice, str)
         if choice.tiling.shuffle is not None or not choice.tiling.contiguous:
             continue
-        macros = jit._macros(choice.sources()[0].source)
-        assert int(macros["STORE_UNIT"]) == rows_begin(p)
+        of_kernel = jit._macros(choice.sources()[0].source)
+        assert rows_begin(p) == (16 if choice.tiling.drained else int(of_kernel["store_unit"]))
         found.add(rows_begin(p))
         wider = p.with_(size=(44, width + 32))
         assert replace(choice, problem=wider).sources() == choice.sources()
         general = gather.choose(p, H200, general=True)
         assert not isinstance(general, str)
-        assert jit._macros(general.sources()[0].source)["STORE_UNIT"] == "0"
+        assert general.tiling.drained or jit._macros(general.sources()[0].source)["store_unit"] == "0"
     even = pass_ == "fwd" and "stride=2" in text  # all its widths are
     odd = pass_ == "fwd" and "stride=3" in text  # all its heights are
     others = set() if even else {p.dtype.itemsize if odd else 0}
@@ -760,8 +761,7 @@ def test_every_way_to_store_compiles_without_spills(name: str, precision: str) -
     assert not isinstance(choice, str)
     ways = [16, 2 * p.dtype.itemsize, p.dtype.itemsize, 0]
     for unit in ways[::3] if p.rank == 3 else by_turns(ways, 2, name == "vae"):  # each of one of the 2-D layers
-        source = jit.source("gather.cu", choice.tiling.macros(store_unit=unit))
-        check_compiled(choice.tiling, source, H200.arch)
+        check_compiled(choice.tiling, gather.source(choice.tiling, store_unit=unit), H200.arch)
 
 
 @pytest.mark.parametrize(
@@ -805,9 +805,8 @@ def test_a_stage_of_threads_that_copy_is_refused_by_the_kernel_too() -> None:
     p = Problem.make(2, 16, 24, (4, 6, 19), (3, 2, 3), 2, 1, 0, 2, bias=False)
     p = p.with_(precision="tf32", layout="channels_last", pass_="grad-input")
     tiling = next(t for t in gather_search.candidates(p, H200) if not t.tensor_map)
-    macros = replace(tiling, stages_p=1).macros()
     with pytest.raises(jit.CompileError, match="a stage ahead"):
-        jit.cubin(jit.source("gather.cu", macros), H200.arch)
+        jit.cubin(gather.source(replace(tiling, stages_p=1)), H200.arch)
 
 
 def test_planes_that_come_one_by_one_have_costs_of_their_own() -> None:
@@ -832,7 +831,7 @@ def test_channels_last_gradients_take_weights_as_they_lie(
     loaded: list[str] = []
 
     def kernel(source: str, entry: str, arch: str, label: str, keep: bool) -> str:
-        loaded.append(entry + (" unpacked" if "#define WEIGHTS_BOX 1\n" in source else ""))
+        loaded.append(entry + (" unpacked" if "bool boxed = true" in source else ""))
         return entry
 
     monkeypatch.setattr(jit, "kernel", kernel)

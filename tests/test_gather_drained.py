@@ -68,8 +68,8 @@ def test_the_kernels_source_stores_every_output(stride: int, kind: str, tmp_path
 def test_the_kernel_ends_when_its_stores_have() -> None:
     """The host's harness waits for them in its place."""
     text = (KERNELS / "gather.cu").read_text()
-    end = text[text.index("consume(packed, bias, maps.of[MAPS]") :]
-    assert end.index("bulk_wait();") < end.index("#else")
+    end = text[text.index("consume(given.packed, given.bias, maps.of[MAPS_OF<C>]") :]
+    assert end.index("bulk_wait();") < end.index("} else {")
 
 
 @pytest.mark.parametrize("stride", NEVER)

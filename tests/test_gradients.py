@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import upconv
 from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, forced_plans, make_call
 from strategies import excess, gradient_excess, operands, problems
-from upconv import cpu, ops, planner, reference
+from upconv import cpu, dispatch, planner, reference
 from upconv.cuda import engine, families, family, gpu, packs
 from upconv.cuda import weights as packed
 from upconv.cuda.compile import jit
@@ -442,7 +442,7 @@ def test_third_derivatives(kernels: Kernels) -> None:
 @pytest.fixture(params=(True, False), ids=("by the kernel", "by the engine"))
 def rounding(request: pytest.FixtureRequest, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """The stand-ins, whose engine takes autocast's float32 weights as a GPU's does."""
-    monkeypatch.setattr(ops, "_ROUNDING", ("cpu",))
+    monkeypatch.setattr(dispatch, "ROUNDING", ("cpu",))
     for stand_in in (Data, Weight):
         monkeypatch.setattr(stand_in, "casts", request.param)
     return kernels

@@ -10,7 +10,7 @@ import contextlib
 import random
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,17 @@ import pytest
 import torch
 
 from conftest import EVERY, HOST, diagonal, host_program, needs_gxx, seeds
+from emulator import for_host
 from gather_interpreter import Interpreter
 from test_gather import draw_problem, draw_shuffled, draw_tiling
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather_search
+from upconv.cuda.gemm.gather_constants import ROLLED, constants
 from upconv.cuda.gemm.tiling import CLAIMS, CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import H200
 from upconv.cuda.packs import PACK_THREADS
-from upconv.cuda.wgrad import wgrad_search
+from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -44,26 +46,28 @@ def cut(source: str, first: str, end: str) -> str:
 
 
 KERNELS = jit.KERNELS
-ROOMS = re.compile(r'#include "((?:gather|wgrad)_\w+\.cuh)".*\n')
-
-
-def with_rooms(kernel: str) -> str:
-    """A kernel's source with its own rooms."""
-    return ROOMS.sub(lambda found: (KERNELS / found[1]).read_text() + "\n", (KERNELS / kernel).read_text())
-
-
-SOURCE = with_rooms("gather.cu")
-SHUFFLE = (KERNELS / "shuffle.cuh").read_text()
 PTX = (KERNELS / "ptx.cuh").read_text()
-NUMBERS = (KERNELS / "numbers.cuh").read_text()
-CONSTANTS = cut(SOURCE, "#define WORDS 4", "__constant__ const int ROW_D[]")
-CONSTANTS += cut(SOURCE, "#define FRAGMENT (64", "__constant__ const int TAP_ROW[]")
-SIZES = cut(SOURCE, "struct Sizes {", "#define MAPS (CLASSED")
+FUNCTION = r"^(template <[^\n]*>\n?)?\s*__device__ __forceinline__ (\w[^\n{;]*\([^\n{;]*\)) \{"
+DECLARED = re.compile(FUNCTION, re.MULTILINE)
 
 
-def defined(tiling: Tiling | WarpgroupTiling, boxed: bool = False, store_unit: int = 0) -> str:
-    macros = tiling.macros(boxed, store_unit) if isinstance(tiling, Tiling) else tiling.macros()
-    return "".join(f"#define {name} {value}\n" for name, value in macros.items())
+def kernel_files(folder: Path, constants: Mapping[str, jit.Constant], **files: tuple[str, ...]) -> None:
+    """A struct of constants and, for each name, so many of the kernels' headers that those before do not have.
+
+    What has PTX is declared alone: a program defines what it uses.
+    """
+    declared = "".join(f"{found[1] or ''}{found[2]};\n" for found in DECLARED.finditer(PTX))
+    (folder / "declared.h").write_text(declared)
+    seen = {"ptx.cuh", "products.cuh"}
+    text = '#include "names.h"\n' + jit.struct_of(jit.CONFIG, constants)
+    for name, wanted in files.items():
+        for file in wanted:
+            if file.startswith("-"):
+                seen.add(file[1:])
+            else:
+                text += "\n".join(jit.with_includes(file, seen))
+        (folder / f"{name}.h").write_text(text)
+        text = ""
 
 
 def compiled(program: str, folder: Path) -> Path:
@@ -71,16 +75,19 @@ def compiled(program: str, folder: Path) -> Path:
     return host_program(HOST / f"{program}.cpp", folder)
 
 
+def with_box(folder: Path, extents: tuple[int, ...], steps: tuple[int, ...] = (1,) * 5) -> None:
+    """Adds a box of the tensor copy engine to kernel.h."""
+    file = folder / "kernel.h"
+    file.write_text(file.read_text() + jit.struct_of("Box", {"extents": extents, "steps": steps}))
+
+
 def epilogue(tiling: Tiling, folder: Path, movmatrix: bool = False, store_unit: int = 0) -> Path:
     """A program that runs the epilogue of a tiling. ``movmatrix``: turns matrices as GPUs before Hopper do."""
-    source, macros = SOURCE, defined(tiling, store_unit=store_unit)
-    tables = cut(source, "__constant__ const short SUB_D[]", "__constant__ const int ROW_D[]")
-    tile = cut(source, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
-    macros += f"#define MOVMATRIX {int(movmatrix)}\n#define OUT_BOX {{{','.join(map(str, tiling.out_box))}}}\n"
-    (folder / "kernel.h").write_text(macros + CONSTANTS + tables + NUMBERS + SHUFFLE + SIZES + tile)
-    places = cut(source, "struct Place {", "#define GROUP_ROWS")
-    epilogue = cut(source, "#define RUN (RUN_GROUPS * 8)", "__device__ __forceinline__ void consume")
-    (folder / "epilogue.h").write_text(places + epilogue)
+    ways = tuple(f"gather_store_{way}.cuh" for way in ("rows", "pixels", "phases", "boxes"))
+    kernel_files(folder, constants(tiling, store_unit=store_unit), kernel=("gather_work.cuh",), epilogue=ways)
+    with_box(folder, tiling.out_box)
+    if movmatrix:
+        (folder / "kernel.h").write_text("#define MOVMATRIX\n" + (folder / "kernel.h").read_text())
     turned = cut(
         PTX,
         "template <int N>\n__device__ __forceinline__ void store_matrices_turned",
@@ -101,76 +108,41 @@ def epilogue(tiling: Tiling, folder: Path, movmatrix: bool = False, store_unit: 
 
 def turn(tiling: Tiling, folder: Path) -> Path:
     """A program that runs a tiling's pass from a slot of the tensor copy engine to rows of channels."""
-    tables = cut(SOURCE, "__constant__ const int ROW_D[]", '#include "numbers.cuh"')
-    tile = cut(SOURCE, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
-    rows = cut(SOURCE, "// Byte of the 16-byte unit", "// A place in a ring of")
-    places = cut(SOURCE, "struct Source {", "#if !CHANNELS_LAST\n#if !SLOTS_BY_BOX")
-    pixels = cut(SOURCE, "#define OWN_PIXELS", "#else\n// Copies pixel rows straight")
-    pixels += cut(SOURCE, "#if CLASSED\n// Where box r begins", "struct Barriers {")
-    box = "".join(
-        f"#define {name} {{{','.join(map(str, values))}}}\n"
-        for name, values in (("COPY_BOX", tiling.box), ("COPY_STEPS", tiling.box_steps))
-    )
-    (folder / "kernel.h").write_text(
-        defined(tiling) + box + CONSTANTS + tables + NUMBERS + SIZES + tile + rows + places + pixels
-    )
+    kernel_files(folder, constants(tiling), kernel=("gather_turn.cuh",))
+    with_box(folder, tiling.box, tiling.box_steps)
     return compiled("turn", folder)
 
 
 def packing(tiling: Tiling, folder: Path) -> Path:
     """A program that packs a tiling's weights."""
-    entries = cut(SOURCE, "__constant__ const int ENTRY[]", "__constant__ const short SUB_D[]")
-    counts = cut(SOURCE, "__device__ __forceinline__ int entries_of", "__device__ __forceinline__ int chunks_of")
-    pack = cut(SOURCE, "#define PACK_SPLITS", "// =====")
-    (folder / "kernel.h").write_text(defined(tiling) + CONSTANTS + entries + NUMBERS + counts + SHUFFLE + pack)
+    kernel_files(folder, constants(tiling), kernel=("gather_pack.cuh",))
     return compiled("pack", folder)
 
 
 def fragments(tiling: WarpgroupTiling, folder: Path, program: str = "fragments") -> Path:
     """A program that compares a tiling's ways to fragments of the output's gradient, or follows its descriptors."""
-    shared, own = (KERNELS / "wgrad.cuh").read_text(), with_rooms("wgrad_wgmma.cu")
-    head = "#define COPIERS 128\n#define CI_INNERMOST 1\n" + cut(own, "#define STACK (", '#include "wgrad.cuh"')
-    geometry = cut(shared, "#define VEC", "// =====")
-    constants = cut(own, "#define ROWS_PER_SUB", "struct TensorMaps {")
-    taps = cut(own, "struct Taps {", "#if STACKED\n// Rows of x that a row of g meets")
-    (folder / "kernel.h").write_text(defined(tiling) + head + geometry + constants + taps)
+    (folder / "kernel.h").write_text(for_host(wgrad.two_steps("", tiling).source, ()))
     return compiled(program, folder)
 
 
 def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
     """A program that follows a tiling's weights, packed or as they lie in memory, through the ring to the consumers."""
-    tables = cut(SOURCE, "__constant__ const int TAP_ROW[]", "__constant__ const short SUB_D[]")
-    tile = cut(SOURCE, "struct Tile {", "// =====")
-    tile += cut(SOURCE, "#define PACK_SPLITS", "#if !WEIGHTS_BOX")
-    cursor = cut(SOURCE, "// Byte of the 16-byte unit", "#if PLANE_BARRIERS > 1 && !(")
-    stages = cut(SOURCE, "#define FRAGMENTS(entries)", "#if WGMMA\n// Where a tile")
-    stream = cut(SOURCE, "// Where a tile's weights come from", "#endif\n\n// A thread's part of a ring's")
-    side = cut(SOURCE, "// A thread's part of a ring's", "// acc[64 x 64 NB] +=")
-    arguments = "float (&)[NB][32], const u32 (&)[4], const Columns&, int, int, int, int"
-    multiply = f"template <bool> static void multiply({arguments});\n"
-    steps = cut(SOURCE, "// A stage of the ring of weights whose", "// --- epilogue ---")
-    (folder / "kernel.h").write_text(
-        defined(tiling, boxed) + CONSTANTS + tables + SIZES + tile + cursor + stages + stream + side + multiply + steps
-    )
+    ways = tuple(f"gather_{way}.cuh" for way in ("straight", "rolled", "looped"))
+    kernel_files(folder, constants(tiling, boxed), kernel=("gather_weights.cuh",), steps=("-gather_columns.cuh", *ways))
     return compiled("ring", folder)
 
 
 def claims(folder: Path, stages: int, step: int, rounds: int) -> Path:
     """A program whose threads claim tiles: so many stages, blocks with a remainder, last rounds."""
-    macros = f"#define STAGES {stages}\n#define CLAIM_STEP {step}\n#define LAST_ROUNDS {rounds}\n"
-    cursor = cut(SOURCE, "struct Cursor {", "#if CLAIMED\n#define CLAIM_STEP")
-    (folder / "kernel.h").write_text(macros + cursor + (KERNELS / "claims.cuh").read_text())
+    kernel_files(folder, {"stages": stages, "step": step, "last_rounds": rounds}, kernel=("claims.cuh",))
     return compiled("claims", folder)
 
 
 def halves(folder: Path, ci_tiles: int, co_tiles: int) -> Path:
     """A program that goes through the chunks and tiles of blocks that hand over sums."""
-    macros = f"#define CI_TILES {ci_tiles}\n#define CO_TILES {co_tiles}\n"
-    text = (KERNELS / "wgrad_handover.cuh").read_text()
-    handed = re.search(r"#define HANDED \d+\n", text)
-    assert handed is not None
-    order = cut(text, "struct Halves {", "#if PARTED && G_PLANES == 2")
-    (folder / "kernel.h").write_text(macros + handed.group() + order)
+    sizes = f"constexpr int CI_TILES = {ci_tiles}, CO_TILES = {co_tiles};\n"
+    order = cut((KERNELS / "wgrad_handover.cuh").read_text(), "struct WgradHalves {", "// --- the thread that loads")
+    (folder / "kernel.h").write_text(sizes + order)
     return compiled("halves", folder)
 
 
@@ -293,7 +265,7 @@ def test_outputs_without_taps_are_stored_with_a_tiles_own(
         return t.split == split and t.subs == subs and any(t.bare)
 
     tiling = tiling_of(seed, fit, last, (72, 136) if split == 1 else (8, 23, 40) if subs == 1 else (13, 16))
-    assert tiling.macros()["BARE"] == 1
+    assert constants(tiling)["bare"] is True
     assert tiles(epilogue(tiling, tmp_path), seed, 80) > 500
 
 
@@ -533,7 +505,7 @@ def test_weights_are_packed(
 
 
 def test_blocks_that_pack_have_the_kernels_threads() -> None:
-    assert f"#define PACK_THREADS {PACK_THREADS}\n" in SOURCE
+    assert f"constexpr int PACK_THREADS = {PACK_THREADS};\n" in (KERNELS / "columns.cuh").read_text()
 
 
 @pytest.mark.parametrize("seed", seeds(12, 24))  # each split with weights that stay and that do not, twice
@@ -576,7 +548,7 @@ def test_phases_whose_taps_lie_alike_share_a_stretch(
     for i, tiling in enumerate(random.Random(1).sample(every, 1 + EVERY)):
         folder = tmp_path / str(i)
         folder.mkdir()
-        assert tiling.macros()["STRETCHES"] == stretches
+        assert constants(tiling)["stretches"] == stretches
         assert tiles(ring(tiling, folder), i, 3) > 0
 
 
@@ -606,7 +578,7 @@ def test_rounds_find_their_weights_and_pixels(
     kinds = {(t.split, t.resident, t.boxable, t.planewise, t.k_steps): t for t in every}
     assert kinds
     for i, tiling in enumerate(random.Random(1).sample(list(kinds.values()), min(len(kinds), 1 + EVERY))):
-        assert tiling.macros()["ROLLED"] == 1
+        assert constants(tiling)["steps"] == ROLLED
         for boxed in {False, tiling.boxable}:
             folder = tmp_path / f"{i}{boxed}"
             folder.mkdir()
@@ -640,7 +612,7 @@ def test_consumers_find_weights_as_they_lie_in_memory(seed: int, pass_: str, tmp
 @pytest.mark.parametrize(("stages", "step", "rounds"), [(1, 1, 0), (CLAIMS - 3, 1, 0), (5, 2, 0), (2, 1, 4), (5, 2, 9)])
 def test_each_tile_is_claimed_once_and_all_of_a_block_know(stages: int, step: int, rounds: int, tmp_path: Path) -> None:
     text = (KERNELS / "claims.cuh").read_text()
-    assert f"#define CLAIMS {CLAIMS} " in text and f"(CLAIMS * {CLAIMS_BYTES // CLAIMS})" in text
+    assert f"constexpr int CLAIMS = {CLAIMS};" in text and f"CLAIMS_BYTES = CLAIMS * {CLAIMS_BYTES // CLAIMS};" in text
     assert tiles(claims(tmp_path, stages, step, rounds), stages, 5) > 0
 
 

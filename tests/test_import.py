@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import compileall
 import json
 import os
@@ -123,6 +124,33 @@ torch.testing.assert_close(upconv.accelerate(model)(torch.ones(1, 2, 4, 4)), wan
 """
     done = _run(code, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def _imports(path: Path) -> set[str]:
+    """The modules of the package that a file imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.update((node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
+    return found
+
+
+def test_imports_have_no_circle() -> None:
+    """Late ones count too, and those for types alone; the package itself, which imports what users call, does not."""
+    import upconv
+
+    package = Path(upconv.__file__).parent
+    files = {".".join(("upconv", *f.relative_to(package).with_suffix("").parts)): f for f in package.rglob("*.py")}
+    files = {name.removesuffix(".__init__"): file for name, file in files.items() if name != "upconv.__init__"}
+    left = {  # a folder imports its files
+        name: {other for other in _imports(file) if other in files and not f"{name}.".startswith(f"{other}.")}
+        for name, file in files.items()
+    }
+    while leaves := [name for name, others in left.items() if not others]:
+        left = {name: others.difference(leaves) for name, others in left.items() if others}
+    assert left == {}
 
 
 @pytest.mark.slow

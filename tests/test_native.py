@@ -25,7 +25,7 @@ from conftest import BARE, assert_equal, needs_gxx
 from test_calls import Dispatch, Function
 from test_convolutions import everything, stand_ins  # noqa: F401
 from test_gradients import Data, Kernels, StandIn, Weight, kernels  # noqa: F401
-from upconv import convolutions, modules, ops, reference
+from upconv import autograd, convolutions, dispatch, modules, ops, reference
 from upconv.cuda.compile import cache, jit
 from upconv.cuda.compile import launch as launch_module
 from upconv.cuda.compile.jit import Kernel
@@ -420,7 +420,7 @@ def test_replayed_calls_are_what_they_were(
 
 @needs_gxx
 def test_autocast_and_its_weights_in_float32(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_ROUNDING", ("cpu",))
+    monkeypatch.setattr(dispatch, "ROUNDING", ("cpu",))
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
     layers = Layers(CASES[0], monkeypatch)
     x = torch.randn(SIZES[0])
@@ -620,7 +620,7 @@ def test_an_error_in_a_backward_is_that_error(machine: Machine, monkeypatch: pyt
     def fail(*given: Any, **named: Any) -> Any:
         raise KeyError("of a backward")
 
-    monkeypatch.setattr(ops, "_backward_of", fail)
+    monkeypatch.setattr(autograd.Transposed, "backward", fail)
     with pytest.raises(KeyError, match="of a backward"):
         out.sum().backward()
 
@@ -658,13 +658,13 @@ def test_what_is_forgotten_is_freed(machine: Machine, module: Any) -> None:
     out = layer(x)
     assert is_replayed(out)
     (call,) = calls.seen[id(layer.weight)].calls
-    plan = call.plan
-    replays.recorded(plan).clear()
+    operation = call.operation
+    replays.recorded(operation).clear()
     ops.forget_plans()
-    of_this = [g for g in gc.get_objects() if type(g) is replays._Gradients and g._passes.plan is plan]
+    of_this = [g for g in gc.get_objects() if type(g) is replays._Gradients and g._operation is operation]
     assert len(of_this) == 1, "the graph still needs it"
     gone = weakref.ref(of_this[0])
-    del call, plan, of_this, out
+    del call, operation, of_this, out
     gc.collect()
     assert gone() is None
 
@@ -970,7 +970,7 @@ def test_replayed_calls_on_a_gpu(
     """The same bits as in Python, over changing values, and after the memory of earlier calls was used otherwise."""
     monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, *_: plan.selection(pass_).choice is not None)
     monkeypatch.setattr(modules, "small", lambda *shapes: False)
-    convolutions.choose.cache_clear()
+    convolutions.forget()
     if native.wait() is None:
         pytest.skip(native.state())
     order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(size))

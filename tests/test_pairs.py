@@ -54,16 +54,16 @@ KERNELS = ((2, 2, 0), (4, 2, 1), (4, 2, 0), (4, 4, 0), (8, 4, 2), (16, 8, 4), (8
 
 def words(tile: pairs.Tile, thread: NDArray[np.int64], step: int, i: int, half: int) -> tuple[NDArray[np.int64], ...]:
     """In elements of a stage: what lanes read of places g + 8i, of the half of a step's places of K that they have."""
-    m, element, slot = tile.macros(), tile.element, tile.slot
+    m, element, slot = tile.constants(), tile.element, tile.slot
     group, pitch, step_w, kernel_w, lane_slots = (
-        int(m[name]) for name in ("GROUP", "PITCH", "STEP_W", "KERNEL_W", "SLOTS_LANE")
+        m[name] for name in ("group", "pitch", "step_w", "kernel_w", "slots_lane")
     )
     slots = 32 // element // slot
     steps_w = kernel_w // slot // lane_slots
 
     def slot_at(step: int, of: Any) -> Any:
         channel = step // steps_w * (slots // lane_slots) + of // lane_slots
-        return channel * pitch + slot * (step % steps_w * lane_slots + of % lane_slots) + int(m["LEAD"])
+        return channel * pitch + slot * (step % steps_w * lane_slots + of % lane_slots) + m["lead"]
 
     position, t = tile.mb * 64 + thread // 32 * 16, thread & 3
     box_place = -(-tile.channels * pitch * element // 128) * 128 // element

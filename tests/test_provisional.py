@@ -247,7 +247,7 @@ def test_nothing_is_recorded_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replays.native, "module", lambda: object())
     monkeypatch.setattr(engine, "_capturing", lambda: asked.append(True) or True)
     x, w = torch.randn(1, 4, 5, 5), torch.randn(4, 3, 3, 3, requires_grad=True)
-    given: Any = (None, None, False, x, w, None, ())
+    given: Any = (None, (x, w, None), ())
     monkeypatch.setattr(provisional, "pending", lambda: True)
     replays.offer(*given)
     assert asked == []

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import upconv
-from conftest import HOST, Stubs, diagonal, host_program, needs_gxx, replayed
+from conftest import HOST, Stubs, diagonal, host_program, instance_header, needs_gxx, replayed
 from upconv import cpu, planner, reference
 from upconv.cuda import families
 from upconv.cuda.compile import jit
@@ -22,7 +22,6 @@ from upconv.cuda.rearrange import around, relayout
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Layout, Precision, Problem
 
-KERNELS = jit.KERNELS
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
 KB73 = Problem.make(4, 32, 32, (32, 64, 128), 3, 2, 1)
@@ -47,10 +46,8 @@ def forced(p: Problem, device: Gpu) -> relayout.Choice:
 
 
 def program(element: int, tile: tuple[int, int], folder: Path, image: int = 0) -> Path:
-    body = (KERNELS / "relayout.cu").read_text().replace('#include "ptx.cuh"', "")
-    heads = f"#define ELEMENT {element}\n#define TILE_C {tile[0]}\n#define TILE_P {tile[1]}\n"
-    heads += f"#define IMAGE {image}\n"
-    (folder / "kernel.h").write_text(heads + body.replace('extern "C"', ""))
+    constants = {"element": element, "tile_c": tile[0], "tile_p": tile[1], "image": image}
+    (folder / "kernel.h").write_text(instance_header("relayout.cu", constants, "Relayout"))
     return host_program(HOST / "relayout.cpp", folder)
 
 
@@ -251,7 +248,7 @@ def test_wider_pixels_are_computed_by_the_chosen_kernel(stubs: Stubs) -> None:
     stubs.loaded.clear()
     x, g, w = (torch.empty(s, dtype=p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
     prepared.run(x, g, w, True)
-    assert stubs.names() == ["widen", "wgrad together"] and not stubs.loaded
+    assert stubs.names() == ["widen", "wgrad_whole together"] and not stubs.loaded
 
 
 @pytest.mark.parametrize("p", [as_(KB73, "bf16", "grad-input"), as_(DCGAN, "bf16", "grad-weight")], ids=str)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import upconv
-from conftest import HOST, Stubs, host_program, needs_gxx, replayed, seeds
+from conftest import HOST, Stubs, host_program, instance_header, needs_gxx, replayed, seeds
 from upconv import cpu, planner, reference
 from upconv.cuda import families
 from upconv.cuda.compile import jit
@@ -24,7 +24,6 @@ from upconv.cuda.rearrange import unshuffle
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Layout, Precision, Problem, output_length
 
-KERNELS = jit.KERNELS
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
 FSRCNN = Problem.make(16, 56, 1, (128, 128), 9, 3, 4, 2, bias=False)
@@ -76,9 +75,8 @@ class OnHost:
     """A layer's kernels around the inner layer's, compiled for the host."""
 
     def __init__(self, p: Problem, folder: Path) -> None:
-        body = (KERNELS / "unshuffle.cu").read_text().replace('#include "ptx.cuh"', "").replace('extern "C"', "")
-        heads = "".join(f"#define {name} {value}\n" for name, value in unshuffle.macros(p).items())
-        (folder / "kernel.h").write_text(heads + body)
+        text = instance_header("unshuffle.cu", unshuffle.constants(p), "Unshuffle")
+        (folder / "kernel.h").write_text(text)
         self.program = host_program(HOST / "unshuffle.cpp", folder)
 
     def __call__(self, name: str, count: int, *more: int, given: tuple[Tensor, ...]) -> Tensor:
@@ -268,7 +266,7 @@ def test_kernels_are_loaded_ahead_and_launched_in_order(
             assert stubs.names()[1:] == [f"pack{suffix}", "gather"] and stubs.launched[-1][2]
         else:
             prepared.run(x, g, weight, lasting=True)
-            inner = "wgrad together" if prepared.together else "wgrad"
+            inner = "wgrad_whole together" if prepared.together else "wgrad"
             assert stubs.launched[0] == ("unshuffle", blocks, False) and stubs.launched[1][0] == inner
             assert stubs.launched[-1] == (f"fold{suffix}", -(-w.numel() // 256), False)
     assert not stubs.loaded

@@ -436,11 +436,11 @@ def test_candidates_keep_the_hardwares_limits(seed: int) -> None:
         assert producer % 8 == consumer % 8 == 0
         assert t.accumulators < consumer
         if t.stacked:
-            assert t.tile[3] * t.element // 32 % t.stretch == 0
+            assert t.tile[3] * t.element // 32 % t.unrolled == 0
             assert t.stack * (t.block[0] if t.turned or not t.channels_last else t.x_width) <= 256
         else:
-            assert t.k_steps * t.entries % t.stretch == 0
-            assert t.stretch % t.entries == 0
+            assert t.k_steps * t.entries % t.unrolled == 0
+            assert t.unrolled % t.entries == 0
         assert t.warpgroups % t.split_m == 0
         # 2 to the power of 8 elements at most, whole 16 bytes, and no more than the swizzle's span.
         for box, span in ((t.box, None if t.turned else t.segment), (t.g_box, None)) if t.box_g else ((t.box, None),):
@@ -457,18 +457,21 @@ def test_constants_do_not_depend_on_the_size(seed: int) -> None:
     other = other_size(p, rng)
     assert wgrad_search.any_size(p) == wgrad_search.any_size(other)
     for t in rng.sample(every, min(20, len(every))):
-        assert replace(t, problem=other).macros() == t.macros()
+        assert replace(t, problem=other).constants() == t.constants()
         (one, *alone), (same, *at_once) = (
             wgrad.Choice(t, q, H200, n, 0.0, "").sources() for q, n in ((p, 1), (other, 7))
         )
         assert one.source == same.source
-        adds_up, expected = isinstance(t, WarpgroupTiling) and t.adds_up, []
-        assert [u.source for u in alone] == ([jit.source(t.file, t.macros(alone=True))] if adds_up else [])
-        if isinstance(t, WarpgroupTiling) and adds_up:
+        if not isinstance(t, WarpgroupTiling):
+            assert not (alone or at_once)
+            continue
+        adds_up, expected = t.adds_up, []
+        assert [u.source for u in alone] == ([wgrad.one_step("", t, alone=True).source] if adds_up else [])
+        if adds_up:
             if t.tiles <= H200.clusters(7) * -(-7 * t.tiles // 132):
-                expected = [jit.source(t.file, t.macros(7))]
+                expected = [wgrad.one_step("", t, cluster=7).source]
             elif 7 * t.tiles <= 132:
-                expected = [jit.source(t.file, t.macros(together=True))]
+                expected = [wgrad.one_step("", t, together=True).source]
         assert [unit.source for unit in at_once] == expected
 
 
@@ -631,21 +634,25 @@ def test_a_lasting_call_is_one_cooperative_launch(
     assert isinstance(choice, wgrad.Choice) and choice.together
     t, prepared = choice.tiling, choice.prepare(0)
     assert isinstance(t, WarpgroupTiling) and prepared.together
-    assert stubs.loaded == ["wgrad"] and not prepared.loaded
+    assert stubs.loaded == ["wgrad_whole"] and not prepared.loaded
     x, g = torch.randn(p.input_shape, dtype=dtype), torch.randn(p.output_shape, dtype=dtype)
     kept = []
     for of_stream, out in product((7, 8), (torch.empty(p.weight_shape, dtype=dtype), torch.empty(p.weight_shape))):
         stream[0] = of_stream
         prepared.run(x, g, out, lasting=True)
         name, grid, dependent, args = stubs.pop()
-        assert (name, grid, dependent) == ("wgrad together", t.tiles * choice.splits, False) and not stubs.launched
+        assert (name, grid, dependent) == (
+            "wgrad_whole together",
+            t.tiles * choice.splits,
+            False,
+        ) and not stubs.launched
         assert args[:2] == (g.data_ptr(), out.data_ptr())
         assert args[16:20] == (*out.stride()[:2], out.stride()[-1], out.dtype is torch.float32)
         kept.append(args[3])
     assert kept[0] == kept[1] != kept[2] == kept[3]
     assert [zeros.numel() for zeros in prepared._counters.of_streams.values()] == [2 * t.tiles] * 2
     prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype))
-    assert stubs.names() == ["wgrad", "reduce"] and stubs.loaded == ["wgrad", "wgrad", "reduce"]
+    assert stubs.names() == ["wgrad_wgmma", "reduce"] and stubs.loaded == ["wgrad_whole", "wgrad_wgmma", "reduce"]
     prepared.load()
     assert prepared.loaded and stubs.loaded[3:] == (["reduce_float"] if dtype is torch.bfloat16 else [])
 
@@ -663,11 +670,11 @@ def test_a_lasting_call_is_one_cooperative_launch(
     monkeypatch.setattr(prepared, "_at_once", refused)
     for _ in range(2):
         prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
-    assert stubs.names() == ["wgrad", "reduce"] * 2
+    assert stubs.names() == ["wgrad_wgmma", "reduce"] * 2
     stubs.launched.clear()
     monkeypatch.setattr(prepared, "_at_once", at_once)
     prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
-    assert stubs.names() == ["wgrad together"], "on another stream it is not refused"
+    assert stubs.names() == ["wgrad_whole together"], "on another stream it is not refused"
 
 
 def handing() -> tuple[Problem, wgrad.Choice]:
@@ -688,19 +695,23 @@ def test_blocks_that_hand_over_are_launched_at_once_or_by_clusters(
     monkeypatch.setattr(launch, "current_stream", lambda index: 7)
     p, choice = handing()
     t, prepared = choice.tiling, choice.prepare(0)
-    assert isinstance(t, WarpgroupTiling) and prepared.together and stubs.loaded == ["wgrad"] and not prepared.loaded
+    assert (
+        isinstance(t, WarpgroupTiling) and prepared.together and stubs.loaded == ["wgrad_whole"] and not prepared.loaded
+    )
     x, g = (torch.randn(shape, dtype=p.dtype) for shape in (p.input_shape, p.output_shape))
     out = torch.empty(p.weight_shape, dtype=p.dtype).contiguous(memory_format=torch.channels_last)
     prepared.run(x, g, out, lasting=True)
     name, grid, _, args = stubs.pop()
-    assert (name, grid) == ("wgrad together", 2 * t.tiles) and not stubs.launched
+    assert (name, grid) == ("wgrad_whole together", 2 * t.tiles) and not stubs.launched
     (counters,) = prepared._counters.of_streams.values()
     assert counters.numel() == 2 * t.tiles and args[:2] == (g.data_ptr(), out.data_ptr())
     assert args[3] == counters.data_ptr() and args[16:20] == (*out.stride()[:2], out.stride()[-1], False)
     prepared.run(x, g, out)
     name, grid, _, args = stubs.pop()
-    assert (name, grid) == ("wgrad", 2 * t.tiles) and stubs.loaded == ["wgrad", "wgrad"] and prepared.loaded
-    assert args[:2] == (g.data_ptr(), out.data_ptr()) and args[15:19] == (*out.stride()[:2], out.stride()[-1], False)
+    assert (name, grid) == ("wgrad_cluster", 2 * t.tiles) and prepared.loaded
+    assert stubs.loaded == ["wgrad_whole", "wgrad_cluster"]
+    assert args[:2] == (g.data_ptr(), out.data_ptr()) and args[2] and not args[3]
+    assert args[16:20] == (*out.stride()[:2], out.stride()[-1], False)
 
     def refused(*_: object) -> None:
         raise launch.TooManyBlocks("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
@@ -709,10 +720,10 @@ def test_blocks_that_hand_over_are_launched_at_once_or_by_clusters(
     monkeypatch.setattr(prepared, "_at_once", refused)
     for _ in range(2):
         prepared.run(x, g, out, lasting=True)
-    assert stubs.names() == ["wgrad"] * 2
+    assert stubs.names() == ["wgrad_cluster"] * 2
     monkeypatch.setattr(prepared, "_at_once", at_once)
     prepared.run(x, g, out, lasting=True)
-    assert stubs.names()[2:] == ["wgrad together"], "on another stream it is not refused"
+    assert stubs.names()[2:] == ["wgrad_whole together"], "on another stream it is not refused"
 
 
 @pytest.mark.parametrize("fit", (0, 1, 20))
@@ -723,7 +734,7 @@ def test_pairs_that_hand_over_may_take_turns(fit: int, stubs: Stubs, monkeypatch
     monkeypatch.setattr(wgrad.Launcher, "clusters", lambda self, device, blocks: fit)
     x, g = (torch.randn(shape, dtype=p.dtype) for shape in (p.input_shape, p.output_shape))
     choice.prepare(0).run(x, g, torch.empty(p.weight_shape, dtype=p.dtype))
-    assert stubs.names() == ["wgrad"]
+    assert stubs.names() == ["wgrad_cluster"]
 
 
 def test_one_box_of_x_has_the_elements_of_several() -> None:
@@ -780,7 +791,7 @@ def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -
     code, text, log = jit.built(source, gpu.arch, "wgrad")
     assert jit.serialised(log) is None, tiling
     found = jit.inspect(code)
-    assert set(found) == {"wgrad", "reduce", *(("reduce_float",) if tiling.element == 2 else ())}
+    assert set(found) == {name.partition("<")[0] for name in jit.entries_of(source)}
     for entry, (registers, local, shared) in found.items():
         assert 0 < registers <= 255
         assert local == 0, f"{entry} for sm_{gpu.arch} has {local} bytes of local memory: {tiling}"
@@ -816,9 +827,9 @@ def test_splits_that_run_at_once_add_up_their_sums(name: str, layout: Layout, dt
     assert choice.hands_over == ("hand over" in adding) and len(choice.sources()) == (3 if choice.hands_over else 2)
     if choice.hands_over:
         texts = [unit.source for unit in choice.sources()]
-        assert ["#define HANDOVER 1\n" in text for text in texts] == [False, True, True]
-        assert ["#define TOGETHER 1\n" in text for text in texts] == [False, False, True]
-        assert ["#define CLUSTER 2\n" in text for text in texts] == [False, True, False]
+        assert ["bool handover = true;" in text for text in texts] == [False, True, True]
+        assert ["bool together = true;" in text for text in texts] == [False, False, True]
+        assert ["int cluster = 2;" in text for text in texts] == [False, True, False]
         # Of more blocks than run at once each pair is a cluster, which adds up at the end.
         assert not replace(choice, gpu=replace(H200, multiprocessors=100)).hands_over
     for other in (replace(choice, gpu=A100), replace(choice, gpu=A100, splits=1)):
@@ -826,7 +837,7 @@ def test_splits_that_run_at_once_add_up_their_sums(name: str, layout: Layout, dt
         assert other.cluster == 1 and not other.together and not other.alone and len(other.sources()) == 1
     alone = replace(choice, splits=1)
     assert alone.alone and alone.cluster == 1 and not alone.together and "that write the weight" in alone.summary
-    assert "#define ALONE 1\n" in alone.sources()[1].source and "#define ALONE 0\n" in alone.sources()[0].source
+    assert "bool alone = true;" in alone.sources()[1].source and "bool alone = false;" in alone.sources()[0].source
     assert not replace(choice, gpu=replace(H200, multiprocessors=40)).together
 
 
@@ -853,7 +864,7 @@ def test_every_way_of_copying_compiles(precision: Precision) -> None:
     by_threads = set() if precision == "tf32" else {(False, False, False)}
     assert kinds >= {(True, True, True), (True, True, False), (True, False, False)} | by_threads
     for t in by_turns(ways.values(), 2, precision == "bf16"):
-        check_compiled(t, jit.source(t.file, t.macros()), H200, ptx=False)
+        check_compiled(t, wgrad.two_steps("", t).source, H200, ptx=False)
 
 
 @needs_nvrtc
@@ -865,14 +876,15 @@ def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
         assert choice == refused(p, gpu)
         return
     steps, *at_once = choice.sources()
-    assert set(steps.entries) == {"wgrad", "reduce"} and all(unit.entries == ("wgrad",) for unit in at_once)
+    assert steps.entries == (choice.tiling.entry, "reduce")
+    assert all(unit.entries in (("wgrad_whole",), ("wgrad_cluster",)) for unit in at_once)
     assert bool(at_once) == (choice.cluster > 1 or choice.together or choice.alone)
     assert len(at_once) < 2 or choice.hands_over
     for unit in (steps, *at_once):
         check_compiled(choice.tiling, unit.source, gpu)
-        cluster = re.search(r"#define CLUSTER (\d+)\n", unit.source)
+        cluster = re.search(r"int cluster = (\d+);", unit.source)
         by_clusters = cluster is not None and cluster.group(1) != "1"
-        ways = (by_clusters, "#define TOGETHER 1\n" in unit.source)
+        ways = (by_clusters, "bool together = true;" in unit.source)
         third = unit in at_once[1:]
         assert ways == (
             (choice.cluster > 1 and not third, choice.together or third) if unit in at_once else (False,) * 2

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import upconv
-from upconv import cpu, ops, reference
+from upconv import cpu, dispatch, reference
 from upconv.cuda import engine
 from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.direct import direct, staged
@@ -362,15 +362,15 @@ def test_a_training_step_adds_up_at_once_and_a_captured_one_in_two_steps(monkeyp
     y = layer(x)
     g = torch.randn_like(y)
     (found,) = torch.autograd.grad(y, layer.weight, g)
-    assert names[-1:] == ["wgrad"]
-    plan = ops._find_plan(2, x, layer.weight, None, (2, 2), (1, 1), (0, 0), 1, (1, 1))
+    assert names[-1:] == ["wgrad_whole"]
+    plan = dispatch.find_plan(2, x, layer.weight, None, (2, 2), (1, 1), (0, 0), 1, (1, 1))
     assert plan is not None
     runner = engine.loaded(plan).gradients[0].weight
     assert runner is not None and not runner.prepared.loaded  # type: ignore[attr-defined]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # compiles and loads what it needs
         captured = runner(x, g, x.dtype)
-    assert names[-2:] == ["wgrad", "reduce"]
+    assert names[-2:] == ["wgrad_wgmma", "reduce"]
     captured.fill_(math.nan)
     graph.replay()
     assert torch.equal(captured, found)

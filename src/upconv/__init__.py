@@ -20,7 +20,7 @@ from upconv.modules import (
     LazyConvTranspose2d,
     LazyConvTranspose3d,
 )
-from upconv.ops import strict
+from upconv.refusals import strict
 from upconv.summary import summary
 
 __all__ = [

@@ -1,17 +1,18 @@
-"""Plain convolutions on a GPU by the kernels of transposed ones, whose gradients they are.
+"""Plain convolutions on a GPU by the kernels of transposed ones: the rule that says whose a call is.
 
-A convolution of x with w is the gradient for the input of the transposed convolution that has this weight; its own
-gradient for the input is that layer's forward, and its gradient for the weight that layer's with both operands
-exchanged (`upconv.ops` has the three maps). So a model's plain convolutions can take the same kernels, which read and
-write NCHW as it lies, where cuDNN copies both tensors to its own layout and back; in channels_last, where it does not,
-they are the faster ones for up to 64 channels, and for the weight in TF32.
+A convolution of x with w is the gradient for the input of the transposed convolution with the same weight. Its own
+gradient for the input is that layer's forward. Its gradient for the weight is that layer's, with both operands
+exchanged (`upconv.autograd` has the three maps). So the same kernels compute it. In NCHW they read and write tensors in
+place, where cuDNN copies both to its own layout and back. In channels_last they are faster for up to 64 channels, and
+for the weight in TF32.
 
-A call is ours where our estimate says that it is the faster one (`expected`) and it is worth a kernel's compilation
-(`LEAST`); and, in training, where it is short and the host decides, for which a call that is replayed is the shorter
-one (`MARGIN_SHORT`). Else, and wherever PyTorch must see the call, it is PyTorch's operator. The rule goes by the call,
-never by timing, nor by what the machine has: with a C++ compiler or without, before the module that replays calls is
-there and afterwards, the same kernels compute it. The forward and the gradients are chosen one by one, by the same
-rule.
+A call is ours if our estimate says that it is faster (`expected`) and it is worth a kernel's compilation (`LEAST`). In
+training a short call is also ours if the host decides, since a replayed call takes the host less time (`MARGIN_SHORT`).
+All others, and those that PyTorch must see, are left to PyTorch's operator. The forward and the gradients are chosen
+one by one, by the same rule.
+
+The rule goes by the call, never by timing. It depends neither on a C++ compiler nor on whether the module that replays
+calls is there yet, so the same kernels compute a call always.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upconv import cpu, ops, planner
+from upconv import cpu, dispatch, ops, planner
+from upconv.autograd import Bilinear
 from upconv.cuda import engine
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.planner import Plan
 from upconv.problem import Layout, Pass, Precision, Problem, is_channels_last, output_length
-from upconv.replay import calls, replays
+from upconv.replay import calls
 
 LEAST = 1e-6
 """Seconds of a forward, by the bound of `small`, from which on calls may be ours. Shorter ones are not worth a kernel's
@@ -58,62 +60,6 @@ _RELAYOUT, _RELAYOUT_SHORT = 1.5, 1.2
 _SMALL = 156e12, 533e9  # products and elements a second, about what TF32 and an H100's memory do
 
 
-@dataclass(frozen=True)
-class Convolution:
-    """How a convolution is computed: by the plan of the transposed one, a gradient perhaps by PyTorch's operator."""
-
-    plan: Plan
-    training: bool = False
-    """Whether the weight's gradient is recorded, so that its calls may be replayed."""
-
-    @cached_property
-    def inference(self) -> Convolution:
-        """As its other calls are computed."""
-        return replace(self, training=False) if self.training else self
-
-    @property
-    def problem(self) -> Problem:
-        """The transposed convolution's."""
-        return self.plan.problem
-
-    @cached_property
-    def format(self) -> torch.memory_format:
-        """Of the convolution's tensors."""
-        return cpu.memory_format(self.problem.layout, self.problem.rank)
-
-    @cached_property
-    def arguments(self) -> tuple[Any, ...]:
-        """Of PyTorch's operators, behind the tensors."""
-        p = self.problem
-        return p.stride, p.padding, p.dilation, False, (0,) * p.rank, 1
-
-    @cached_property
-    def for_output(self) -> bool:
-        """Whether the forward is our kernels'; found when it is first asked for."""
-        return faster(self.plan, "grad-input", self.training)
-
-    @cached_property
-    def for_input(self) -> bool:
-        """As `for_output`, the gradient for the input."""
-        return faster(self.plan, "fwd", self.training)
-
-    @cached_property
-    def for_weight(self) -> bool:
-        """As `for_output`, the gradient for the weight."""
-        return faster(self.plan, "grad-weight", self.training)
-
-    @cached_property
-    def sums(self) -> Plan:
-        """A plan whose output has the shape of this one's, for the gradient for the bias alone."""
-        p = self.problem
-        one, zero = (1,) * p.rank, (0,) * p.rank
-        like = p.with_(
-            out_channels=p.in_channels, kernel=one, stride=one, padding=zero, output_padding=zero, dilation=one,
-            bias=True,
-        )  # fmt: skip
-        return Plan(like, self.plan.device, "native", planner.FAMILIES, ())
-
-
 def convolution(
     rank: int,
     input: Tensor,
@@ -125,48 +71,26 @@ def convolution(
 ) -> Tensor | None:
     """A convolution of ``rank`` spatial dimensions by our kernels; None where PyTorch's operator is to compute it.
 
-    Shapes as `torch.nn.functional.conv2d`'s. It looks for a plan, so that callers ask `eager` and `small` before.
-    Errors: those of `engine.convolution`.
+    Shapes as `torch.nn.functional.conv2d`'s. It looks for a plan, so that callers ask `ops.repeated`, `eager` and
+    `small` before. Errors: those of `engine.convolution`.
     """
-    known = calls.recognised(_seen, rank, input, weight, bias, stride, padding, 0, 1, dilation)
-    if known is not None:
-        recorded = known.differentiable and torch.is_grad_enabled()
-        if recorded and replays.hoped:
-            arguments = rank, stride, padding, 0, 1, dilation
-            replays.offer(known.plan, _Passes, True, input, weight, bias, arguments)
-        if known.autocast is not None:
-            input = input.to(known.autocast)
-        if recorded:
-            found: Tensor = _apply(input, weight, bias, known.plan)
-            return found
-        return _forward(known.plan.inference, input, weight, bias)
-    if not _plain(weight) or not (bias is None or _plain(bias)) or ops._observed():
-        return None
-    differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    recorded = differentiable and torch.is_grad_enabled()
-    trained = engine.warming() or (recorded and weight.requires_grad)  # a weight may be computed, without gradients
-    chosen = _find(rank, input, weight, bias, stride, padding, dilation, trained)
-    if chosen is None:
-        return None
-    if not (chosen.for_output or (trained and chosen.for_weight)):
+    if not _plain(weight) or not (bias is None or _plain(bias)) or dispatch.observed():
         return None
     given = input, weight, bias
+    # A weight may be computed, without gradients.
+    trained = engine.warming() or (weight.requires_grad and torch.is_grad_enabled())
+    chosen = find(rank, input, weight, bias, stride, padding, dilation, trained)
+    if chosen is None or not (chosen.for_output or (trained and chosen.for_weight)):
+        return None
+    cast: calls.Operands = given
     if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu"):  # not before: PyTorch would cast once more
-        input, weight, bias = ops._autocast(input, weight, bias, rounding=True)
-    own = weight is given[1] and bias is given[2]
-    if own:
-        calls.remember(chosen, *given, input.dtype, rank, stride, padding, 0, 1, dilation, among=_seen)
-    if recorded:
-        if own and replays.hoped:
-            replays.offer(chosen, _Passes, True, *given, (rank, stride, padding, 0, 1, dilation))
-        out: Tensor = _apply(*(t if t is None else ops._unwrap(t) for t in (input, weight, bias)), chosen)
-        return out
-    return _forward(chosen, input, weight, bias)
+        cast = dispatch.autocast(input, weight, bias, rounding=True)
+    own = cast[1] is weight and cast[2] is bias
+    return ops.computed(chosen, given, cast, (rank, stride, padding, 0, 1, dilation) if own else None)
 
 
 # --- which calls -----------------------------------------------------------------------------------------------------
 
-_seen: dict[int, calls.Seen[Convolution]] = {}
 _CAST = (torch.float32, torch.bfloat16, torch.float16)  # what autocast casts
 
 
@@ -176,7 +100,7 @@ def eager(input: Any) -> bool:
 
 
 def _plain(t: Any) -> bool:
-    return type(t) in ops._PLAIN
+    return type(t) in dispatch.PLAIN
 
 
 def _on_gpu(t: Tensor) -> bool:
@@ -216,7 +140,7 @@ def _padded(channels: int, multiple: int = _PADDED) -> int:
     return -(-channels // multiple) * multiple
 
 
-def _find(
+def find(
     rank: int,
     input: Tensor,
     weight: Tensor,
@@ -226,12 +150,15 @@ def _find(
     dilation: tuple[int, ...],
     training: bool,
 ) -> Convolution | None:
+    """How a call is computed, the same object each time; None where PyTorch's operator is to."""
     dtype, index = input.dtype, input.get_device()
     others = [t for t in (weight, bias) if t is not None]
     if any(t.get_device() != index or t.layout is not torch.strided for t in others):
         return None
+    if input.dim() != rank + 2 or weight.dim() != rank + 2 or input.shape[1] != weight.shape[1]:
+        return None
     layout = _layout(rank, input, weight) if input.layout is torch.strided else None
-    if layout is None:
+    if layout is None or (bias is not None and bias.shape != weight.shape[:1]):
         return None
     kind = "cuda" if input.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind):
@@ -241,13 +168,11 @@ def _find(
     elif any(t.dtype is not dtype for t in others):
         return None
     precision = calls.float32_precision() if dtype is torch.float32 else None
-    biased = None if bias is None else bias.shape
     try:
-        if not ops.integers(*stride, *padding, *dilation):
+        if not dispatch.integers(*stride, *padding, *dilation):
             return None
         return _resolve(
-            rank, input.shape, weight.shape, biased, stride, padding, dilation, dtype, precision, layout, index,
-            training,
+            index, training, input.shape, weight.shape, stride, padding, dilation, dtype, precision, layout
         )  # fmt: skip
     except TypeError:  # something that is no tuple of integers: PyTorch says what
         return None
@@ -271,25 +196,9 @@ def _layout(rank: int, input: Tensor, weight: Tensor) -> Layout | None:
 
 
 @lru_cache(maxsize=4096)
-def _resolve(
-    rank: int,
-    shape: torch.Size,
-    weight_shape: torch.Size,
-    bias_shape: torch.Size | None,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    dtype: torch.dtype,
-    precision: Precision | None,
-    layout: Layout,
-    index: int,
-    training: bool,
-) -> Convolution | None:
-    if len(shape) != rank + 2 or len(weight_shape) != rank + 2 or shape[1] != weight_shape[1]:
-        return None
-    if bias_shape is not None and tuple(bias_shape) != (weight_shape[0],):
-        return None
-    p = transposed(shape, weight_shape, stride, padding, dilation, dtype, precision, layout)
+def _resolve(index: int, training: bool, *described: Any) -> Convolution | None:
+    """`choose` of a device and the convolution that `transposed` is told of."""
+    p = transposed(*described)
     return None if p is None else choose(p, planner.cuda_device(index), training)
 
 
@@ -324,7 +233,6 @@ def transposed(
         return None
 
 
-@lru_cache(maxsize=4096)
 def choose(p: Problem, device: planner.Device, training: bool = False) -> Convolution | None:
     """How the convolution that is ``p``'s gradient for the input is computed; None where PyTorch's operator is to."""
     gpu = device.gpu
@@ -380,90 +288,91 @@ def expected(p: Problem, pass_: Pass, gpu: Gpu) -> float:
     return max(products / rate, p.bytes / gpu.bandwidth) + _LAUNCH
 
 
-# --- the call --------------------------------------------------------------------------------------------------------
+# --- how it is computed ----------------------------------------------------------------------------------------------
 
 
-def _forward(c: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if engine.ready(c, x.get_device(), bias is not None) and c.for_output:
-        return engine.convolution(c.plan, x, weight, bias)
-    rounded = None if bias is None else bias.to(x.dtype)
-    found: Tensor = torch.ops.aten.convolution(x, weight.to(x.dtype), rounded, *c.arguments)
-    return found
+@dataclass(frozen=True)
+class Convolution(Bilinear):
+    """A convolution by the plan of the transposed one, of whose passes some may be PyTorch's operator."""
 
+    plan: Plan
+    training: bool = False
+    """Whether the weight's gradient is recorded, so that its calls may be replayed."""
+    plain = True
 
-def _theirs(c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]) -> Any:
-    return torch.ops.aten.convolution_backward(grad, x, weight.to(x.dtype), None, *c.arguments, mask)
+    @cached_property
+    def inference(self) -> Convolution:
+        """As its other calls are computed."""
+        return replace(self, training=False) if self.training else self
 
+    @property
+    def result(self) -> tuple[int, ...]:
+        return self.plan.problem.input_shape
 
-class _Convolution(torch.autograd.Function):
-    """I(x, w) of the transposed convolution, and a bias. Under autocast weight and bias are float32."""
+    @cached_property
+    def for_output(self) -> bool:
+        """Whether the forward is our kernels'; found when it is first asked for."""
+        return faster(self.plan, "grad-input", self.training)
 
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, chosen: Convolution) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.chosen = chosen
-        ctx.set_materialize_grads(False)
-        return _forward(chosen, input, weight, bias)
+    @cached_property
+    def for_input(self) -> bool:
+        """As `for_output`, the gradient for the input."""
+        return faster(self.plan, "fwd", self.training)
 
-    @staticmethod
-    @ops._uncast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight = ctx.saved_tensors
-        return (*_backward_of(ctx.chosen, grad, input, weight, ops._asked(ctx)), None)
+    @cached_property
+    def for_weight(self) -> bool:
+        """As `for_output`, the gradient for the weight."""
+        return faster(self.plan, "grad-weight", self.training)
 
+    @cached_property
+    def sums(self) -> Plan:
+        """A plan whose output has the shape of this one's, for the gradient for the bias alone."""
+        p = self.plan.problem
+        one, zero = (1,) * p.rank, (0,) * p.rank
+        like = p.with_(
+            out_channels=p.in_channels, kernel=one, stride=one, padding=zero, output_padding=zero, dilation=one,
+            bias=True,
+        )  # fmt: skip
+        return Plan(like, self.plan.device, "native", planner.FAMILIES, ())
 
-def _backward_of(c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
-    """The gradients that ``mask`` asks for, recorded where gradients are."""
-    if torch.is_grad_enabled() or ops._observed_backward(grad, x, weight):
-        rounded = weight.to(x.dtype)
-        return (
-            ops._unbiased(c.plan, grad, rounded) if mask[0] else None,
-            ops._for_weight(c.plan, grad, x, rounded) if mask[1] else None,
-            grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None,
-        )
-    return _gradients(c, grad.contiguous(memory_format=c.format), x, weight, mask)  # once for both
-
-
-def _gradients(c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
-    theirs = mask[0] and not c.for_input, mask[1] and not c.for_weight, False
-    found = _theirs(c, grad, x, weight, theirs) if any(theirs) else (None, None, None)
-    for_input, for_weight, for_bias = found
-    if mask[1] and c.for_weight:
-        for_weight = engine.gradients(c.plan, x, grad, weight, (False, True, False))[1]
-    if mask[0] and c.for_input:
-        for_input = engine.forward(c.plan, grad, weight, None)
-    if mask[2]:
-        for_bias = engine.gradients(c.sums, grad, x, weight, (False, False, True))[2]
-    return for_input, for_weight, for_bias
-
-
-class _Passes:
-    """A convolution's, to be replayed (`upconv.replay.replays`)."""
-
-    def __init__(self, c: Convolution) -> None:
-        self.plan, self._c = c.plan, c
-        self.result = c.problem.input_shape
+    @cached_property
+    def _format(self) -> torch.memory_format:
+        return cpu.memory_format(self.plan.problem.layout, self.plan.problem.rank)
 
     def loaded(self, index: int) -> bool:
         found = engine.loaded(self.plan).gradients.get(index)
-        return not self._c.for_output or (found is not None and "input" in vars(found))
+        return not self.for_output or (found is not None and "input" in vars(found))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _forward(self._c, x, weight, bias)
+        if engine.ready(self, x.get_device(), bias is not None) and self.for_output:
+            return engine.convolution(self.plan, x, weight, bias)
+        p, rounded = self.plan.problem, None if bias is None else bias.to(x.dtype)
+        return torch.convolution(
+            x, weight.to(x.dtype), rounded, p.stride, p.padding, p.dilation, False, (0,) * p.rank, 1
+        )
 
-    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
-        return _gradients(self._c, grad, x, weight, mask)
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> calls.Gradients:
+        grad = grad.contiguous(memory_format=self._format)  # once for both
+        theirs = mask[0] and not self.for_input, mask[1] and not self.for_weight, False
+        for_input = for_weight = for_bias = None
+        if any(theirs):
+            for_input, for_weight, _ = self.theirs(grad, x, weight.to(x.dtype), theirs)
+        if mask[1] and self.for_weight:
+            for_weight = engine.gradients(self.plan, x, grad, weight, (False, True, False))[1]
+        if mask[0] and self.for_input:
+            for_input = engine.forward(self.plan, grad, weight, None)
+        if mask[2]:
+            for_bias = engine.gradients(self.sums, grad, x, weight, (False, False, True))[2]
+        return for_input, for_weight, for_bias
 
-    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
-        with ops._uncasting(grad):
-            return _backward_of(self._c, grad, x, weight, mask)
-
-
-_apply = super(torch.autograd.Function, _Convolution).apply
+    def theirs(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> calls.Gradients:
+        p = self.plan.problem
+        return cpu.torch_gradients(
+            grad, x, weight, p.in_channels, p.stride, p.padding, (0,) * p.rank, 1, p.dilation, mask, transposed=False
+        )
 
 
 def forget() -> None:
     """Drops what is remembered of calls: each finds its plan anew."""
-    _seen.clear()
-    replays.forget()
+    ops.forget_plans()
     _resolve.cache_clear()

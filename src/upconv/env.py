@@ -8,12 +8,17 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 import upconv
+from upconv import dispatch, planner
+from upconv.cuda import gpu
+from upconv.cuda.compile import cache, jit
+from upconv.replay import native
 
 Value = str | int | float | bool | None
 _T = TypeVar("_T")
@@ -125,9 +130,7 @@ def _devices() -> dict[str, dict[str, Value]]:
 
 def _kernel_facts(index: int) -> dict[str, Value]:
     """What the CUDA engine goes by on a device."""
-    from upconv.cuda.gpu import gpu
-
-    found = probe(lambda: gpu(index))
+    found = probe(lambda: gpu.gpu(index))
     return _each(
         {
             "kernels_for": lambda: f"sm_{found.arch}",  # type: ignore[union-attr]
@@ -167,44 +170,23 @@ def _flags() -> dict[str, Value]:
 
 
 def _caches() -> dict[str, Value]:
-    def plans() -> Value:
-        from upconv import planner
-
-        info = planner.plan.cache_info()
-        return f"{info.currsize} of at most {info.maxsize}, in memory"
-
-    def calls() -> Value:
-        from upconv import ops
-
-        info = ops._resolve.cache_info()
+    def remembered(of: Any) -> Value:
+        info = of.cache_info()
         return f"{info.currsize} of at most {info.maxsize}, in memory"
 
     def kernels() -> Value:
-        from upconv.cuda.compile import cache
-
         found = cache.contents()
         if found.problem:
             return f"in memory only, not in {found.folder}: {found.problem}" if found.folder else found.problem
         return f"{found.entries}, {found.bytes} bytes with their sources, in {found.folder}"
 
+    plans, calls = (partial(remembered, of) for of in (planner.plan, dispatch.resolve))
     return _each({"plans": plans, "calls": calls, "kernels": kernels})
 
 
 def _load() -> Value:
     found = load_average()
     return None if found is None else ", ".join(f"{value:.2f}" for value in found)
-
-
-def _compiler() -> Value:
-    from upconv.cuda.compile import jit
-
-    return jit.unavailable() or "available"
-
-
-def _native() -> Value:
-    from upconv.replay import native
-
-    return native.state()
 
 
 def report() -> dict[str, dict[str, object]]:
@@ -218,8 +200,8 @@ def report() -> dict[str, dict[str, object]]:
                     "load_average": _load,
                     "commit": commit,
                     "package": lambda: str(_package_folder()),
-                    "cuda_compiler": _compiler,
-                    "native_host": _native,
+                    "cuda_compiler": lambda: jit.unavailable() or "available",
+                    "native_host": native.state,
                 }
             )
         },

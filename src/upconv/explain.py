@@ -17,7 +17,7 @@ from upconv.compiler import rule
 from upconv.cuda.gpu import Gpu
 from upconv.model_layers import Call
 from upconv.planner import Plan
-from upconv.problem import Pass, Precision, Problem
+from upconv.problem import Pass, Precision, Problem, dtype_name
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 """A letter for each phase that has taps; phases beyond them are drawn as ``*``."""
@@ -100,8 +100,7 @@ def _expectations(p: Problem, plan: Plan, ceilings: Ceilings) -> list[str]:
     name = plan.device.gpu.name if plan.device.gpu else plan.device.kind
     lines = []
     for pass_, choice in plan.choices(p.pass_).items():
-        part = p.with_(pass_=pass_)
-        roof = part.roof_seconds(ceilings["matmul_flops_per_s"][p.precision], ceilings["copy_bytes_per_s"])
+        roof = _roof_seconds(p.with_(pass_=pass_), ceilings)
         lines.append(
             f"{'forward' if pass_ == 'fwd' else pass_} {1e3 * choice.seconds:.3g} ms on {name}, bound by "
             f"{choice.bound}: {roof / choice.seconds:.0%} of its roof, by estimate"
@@ -122,7 +121,7 @@ def _candidates(plan: Plan) -> Table:
 
 def precision_text(p: Problem) -> str:
     """A problem's dtype, and TF32 where float32 is multiplied so."""
-    return str(p.dtype).removeprefix("torch.") + (" as TF32" if p.precision == "tf32" else "")
+    return dtype_name(p.dtype) + (" as TF32" if p.precision == "tf32" else "")
 
 
 class Explanation:

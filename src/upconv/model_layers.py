@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._prims_common import suggest_memory_format
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from upconv import dispatch
 from upconv.cpu import memory_format
 from upconv.problem import Layout, Problem
 
@@ -120,7 +120,8 @@ class _Collector(TorchDispatchMode):
                 _check(args[0], args[1], args[2], args[8])
             key = self.stack[-1] if self.stack else "(the model itself)", _problem(*args)
             self.calls[key] = self.calls.get(key, 0) + 1
-        return out.contiguous(memory_format=_format(*args[:2])) if out.is_meta else out
+        layout = dispatch.layout_of(args[0], args[1])
+        return out.contiguous(memory_format=memory_format(layout, out.dim() - 2)) if out.is_meta else out
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: int) -> None:
@@ -128,12 +129,6 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gro
     channels = weight.shape[1] * groups
     if x.shape[1] != weight.shape[0] or weight.shape[0] % groups or (bias is not None and bias.shape != (channels,)):
         raise ValueError("the channels of a transposed convolution's tensors do not fit each other")
-
-
-def _format(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """Of a convolution's result: channels_last where the input or the weight is, in two and three dimensions."""
-    found = (suggest_memory_format(t) for t in (x, weight))
-    return next((order for order in found if order is not torch.contiguous_format), torch.contiguous_format)
 
 
 def _problem(

@@ -23,11 +23,11 @@ from torch import Tensor, fx, nn
 from torch.compiler import is_compiling
 from torch.nn.modules import conv
 
-from upconv import ops
+from upconv import dispatch
 from upconv.convolutions import convolution, eager, explicit, small
 from upconv.cuda import engine
-from upconv.ops import conv_transpose
-from upconv.replay import calls, replays
+from upconv.ops import conv_transpose, repeated
+from upconv.replay import calls
 
 MARK = "_upconv"
 """The attribute of a module that is accelerated: True in its ``__dict__``, which copies, replicas, wrappers and pickles
@@ -37,11 +37,11 @@ TRANSPOSED: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspos
 """The classes of transposed convolutions, and their ranks."""
 PLAIN: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 """The same of plain convolutions."""
-_CALLED: dict[int, tuple[str, Any]] = {n: (f"conv_transpose{n}d", ops._TORCH[n]) for n in (1, 2, 3)}
-_CALLED_PLAIN: dict[int, tuple[str, Any]] = {
-    1: ("conv1d", torch.conv1d),
-    2: ("conv2d", torch.conv2d),
-    3: ("conv3d", torch.conv3d),
+Called = tuple[int, str, Any]
+"""A rank, and the function of torch.nn.functional that a forward calls: its name, and itself."""
+_CALLED: dict[type[nn.Module], Called] = {
+    **{base: (n, f"conv_transpose{n}d", dispatch.TORCH[n]) for base, n in TRANSPOSED.items()},
+    **{base: (n, f"conv{n}d", getattr(torch, f"conv{n}d")) for base, n in PLAIN.items()},
 }
 
 
@@ -56,12 +56,12 @@ _OUTPUT_PADDING = conv._ConvTransposeNd._output_padding if is_torchs(conv._ConvT
 # --- transposed convolutions -----------------------------------------------------------------------------------------
 
 
-def _transposed(module: Any, stock: Callable[..., Tensor], rank: int, input: Tensor, output_size: Any) -> Tensor:
+def _transposed(module: Any, stock: Callable[..., Tensor], called: Called, input: Tensor, output_size: Any) -> Tensor:
     """What PyTorch's forward (``stock``) does, by upconv's operator.
 
     ``stock`` itself runs where somebody replaced the function that it calls, and where it must say what is wrong.
     """
-    name, function = _CALLED[rank]
+    rank, name, function = called
     padding = module.padding
     if (
         getattr(F, name) is not function
@@ -99,7 +99,7 @@ def _parameters(module: Any) -> tuple[Any, Any]:
 
 def _forward_of(base: Any) -> Any:
     """The forward of a subclass of ours. Where somebody replaced that of ``base``, theirs runs and sees the call."""
-    stock, rank = base.forward, TRANSPOSED[base]
+    stock, called = base.forward, _CALLED[base]
     known = stock if is_torchs(stock) else None
 
     @wraps(stock)
@@ -109,7 +109,7 @@ def _forward_of(base: Any) -> Any:
             return theirs(self, input, output_size)
         if isinstance(input, fx.Proxy) and isinstance(input.tracer, fx.Tracer) and input.tracer.root is not self:
             return _leaf(self, input, output_size)
-        return _transposed(self, stock, rank, input, output_size)
+        return _transposed(self, stock, called, input, output_size)
 
     return forward
 
@@ -197,7 +197,7 @@ So a call that is PyTorch's costs a model that waits for its host 2 or 6 us more
 _CONV_FORWARD = {cls: cls._conv_forward if is_torchs(cls._conv_forward) else None for cls in PLAIN}  # type: ignore[attr-defined]
 
 
-def _convolve(module: Any, rank: int, input: Tensor) -> Tensor:
+def _convolve(module: Any, called: Called, input: Tensor) -> Tensor:
     """The layer, by our kernels or by PyTorch's operator."""
     if is_compiling():  # nothing else, since a compiled graph guards whatever is looked at
         traced: Tensor = module._conv_forward(input, module.weight, module.bias)
@@ -205,7 +205,7 @@ def _convolve(module: Any, rank: int, input: Tensor) -> Tensor:
     # Once: a parametrisation may compute them, and count that.
     cls = type(module)
     weight, bias = _parameters(module) if cls in PLAIN else (module.weight, module.bias)
-    if eager(input) and not _watched(module, rank):
+    if eager(input) and not _watched(module, called):
         known = _left.get(id(module))
         if (
             known is None
@@ -213,16 +213,16 @@ def _convolve(module: Any, rank: int, input: Tensor) -> Tensor:
             or known[1] is not module.kernel_size
             or (known[2] is not None and known[2] != _state(input, weight, bias))
         ):
-            found = _ours(module, rank, input, weight, bias)
+            found = _ours(module, called[0], input, weight, bias)
             if found is not None:
                 return found
     out: Tensor = module._conv_forward(input, weight, bias)
     return out
 
 
-def _watched(module: Any, rank: int) -> bool:
+def _watched(module: Any, called: Called) -> bool:
     """Whether somebody replaced a function that PyTorch's forward calls, and so must see the call."""
-    name, function = _CALLED_PLAIN[rank]
+    _, name, function = called
     cls = type(module)
     stock = _CONV_FORWARD.get(cls) or _CONV_FORWARD[base_of(cls)]  # type: ignore[index]
     return getattr(F, name) is not function or cls._conv_forward is not stock or "_conv_forward" in module.__dict__
@@ -240,17 +240,15 @@ def settings(module: Any, weight: Tensor) -> tuple[Any, Any, Any] | None:
 
 
 def _ours(module: Any, rank: int, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    numbers = settings(module, weight)
-    host, state = replays.host, None
+    numbers, state = settings(module, weight), None
     if numbers is not None:
         stride, padding, dilation = numbers
-        if host is not None and not engine._collectors:
-            found: Tensor | None = host.replay(True, input, weight, bias, rank, stride, padding, 0, 1, dilation)
-            if found is not None:
-                return found
+        found = repeated(True, rank, input, weight, bias, stride, padding, 0, 1, dilation)
+        if found is not None:
+            return found
         if not small(input.shape, weight.shape, stride):
             found = convolution(rank, input, weight, bias, stride, padding, dilation)
-            if found is not None or ops._observed():
+            if found is not None or dispatch.observed():
                 return found
             state = _state(input, weight, bias)
     if len(_left) >= calls.MOST:
@@ -276,20 +274,20 @@ _installed: dict[type[nn.Module], Any] = {}
 """The forwards that `install` made, by the class that they are for."""
 
 
-def _dispatching(stock: Callable[..., Tensor], rank: int) -> Any:
+def _dispatching(stock: Callable[..., Tensor], called: Called) -> Any:
     @wraps(stock)
     def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if getattr(self, MARK, False):  # foreign classes may have borrowed the forward, and have no such attribute
-            return _transposed(self, stock, rank, input, output_size)
+            return _transposed(self, stock, called, input, output_size)
         return stock(self, input, output_size)
 
     return forward
 
 
-def _dispatching_plain(stock: Callable[..., Tensor], rank: int) -> Any:
+def _dispatching_plain(stock: Callable[..., Tensor], called: Called) -> Any:
     @wraps(stock)
     def forward(self: Any, input: Tensor) -> Tensor:
-        return _convolve(self, rank, input) if getattr(self, MARK, False) else stock(self, input)
+        return _convolve(self, called, input) if getattr(self, MARK, False) else stock(self, input)
 
     return forward
 
@@ -316,10 +314,8 @@ def install(base: Any) -> None:
     if not is_torchs(base.forward):
         return
     if base not in _installed:
-        stock = base.forward
-        _installed[base] = (
-            _dispatching(stock, TRANSPOSED[base]) if base in TRANSPOSED else _dispatching_plain(stock, PLAIN[base])
-        )
+        dispatching = _dispatching if base in TRANSPOSED else _dispatching_plain
+        _installed[base] = dispatching(base.forward, _CALLED[base])
     setattr(base, MARK, False)  # first: another thread may be calling
     base.forward = _installed[base]
     if "torch._dynamo" in sys.modules:
@@ -368,8 +364,7 @@ def passed_over(module: nn.Module) -> str | None:
         return "it is not accelerated"
     if MARK in vars(module) and base.forward is not _installed.get(base):
         return f"torch.nn.{base.__name__}.forward looks for no marks in this process; call upconv.accelerate"
-    transposed = base in TRANSPOSED
-    name, function = _CALLED[TRANSPOSED[base]] if transposed else _CALLED_PLAIN[PLAIN[base]]
+    _, name, function = _CALLED[base]
     if getattr(F, name) is not function:
         return f"torch.nn.functional.{name} was replaced by somebody who must see the calls"
     return None

@@ -9,7 +9,7 @@ import torch
 
 from upconv import cpu
 from upconv.cpu import rule
-from upconv.cuda import families
+from upconv.cuda import families, gpu
 from upconv.cuda.family import Choice, best_of, weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Pass, Problem
@@ -100,11 +100,6 @@ class Plan:
         return {name: choice for name, choice in found.items() if choice is not None}
 
     @property
-    def seconds(self) -> float | None:
-        """What the cost model expects of the forward's kernel; None where there is no model."""
-        return None if self.choice is None else self.choice.seconds
-
-    @property
     def delegates(self) -> bool:
         """Whether every pass is PyTorch's own operator."""
         return self.forward == "native" == self.backward
@@ -140,7 +135,6 @@ def device_of(device: torch.device) -> Device:
 @lru_cache(maxsize=64)
 def cuda_device(index: int) -> Device:
     """A CUDA device as the planner sees it, with the reason why upconv's kernels cannot run on it if they cannot."""
-    from upconv.cuda import gpu
     from upconv.cuda.compile import jit
 
     if not torch.cuda.is_available():

@@ -383,9 +383,6 @@ class Problem:
         return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
 
     def __str__(self) -> str:
-        def short(value: tuple[int, ...]) -> str:
-            return str(value[0]) if len(set(value)) == 1 else "x".join(map(str, value))
-
         parts = [
             f"{self.in_channels}->{self.out_channels}",
             f"k{short(self.kernel)}",
@@ -399,9 +396,18 @@ class Problem:
         if self.groups != 1:
             parts.append(f"g{self.groups}")
         shape = "x".join(map(str, (self.batch, self.in_channels, *self.size)))
-        dtype = str(self.dtype).removeprefix("torch.")
         batch = " (batch as width)" if self.batch_as_width else ""
-        return f"{' '.join(parts)} on {shape} {dtype} {self.layout}{batch} {self.pass_}"
+        return f"{' '.join(parts)} on {shape} {dtype_name(self.dtype)} {self.layout}{batch} {self.pass_}"
+
+
+def short(values: Sequence[int]) -> str:
+    """A value for each dimension, in few characters: one for all where they are the same."""
+    return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as people write it, like ``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _axis_phases(kernel: int, stride: int, padding: int, dilation: int, out: int) -> tuple[AxisPhase, ...]:

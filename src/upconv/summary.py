@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from upconv import convert, convolutions, modules, ops, planner
+from upconv import convert, convolutions, dispatch, modules, planner, refusals
 from upconv.cuda import engine
+from upconv.problem import short
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -243,7 +244,7 @@ def _noting(name: str, calls: Counter[Row]) -> Callable[..., None]:
             calls[Row(name, _layer(module), shown, where, PYTORCH, PYTORCH, PYTORCH, why)] += 1
             return
         reason = modules.passed_over(module)
-        if reason is None and ops._observed():
+        if reason is None and dispatch.observed():
             reason = "PyTorch must see the call: a transform, a trace or a mode is active"
         if reason is not None:
             whose: _Whose = PYTORCH, PYTORCH, PYTORCH, reason
@@ -262,15 +263,13 @@ def _transposed(module: Any, x: Tensor, output_size: Any) -> _Whose:
     stride, padding, dilation = module.stride, module.padding, module.dilation
     extra = module._output_padding(x, output_size, stride, padding, module.kernel_size, rank, dilation)
     kind, plan = x.device.type, None
-    if all(t is None or type(t) in ops._PLAIN for t in (x, weight, bias)):
-        if kind in ops._DEVICES and torch.is_autocast_enabled(kind):
-            x, weight, bias = ops._autocast(x, weight, bias)
-        plan = ops._find_plan(rank, x, weight, bias, stride, padding, extra, module.groups, dilation)
+    if all(t is None or type(t) in dispatch.PLAIN for t in (x, weight, bias)):
+        if kind in dispatch.DEVICES and torch.is_autocast_enabled(kind):
+            x, weight, bias = dispatch.autocast(x, weight, bias)
+        plan = dispatch.find_plan(rank, x, weight, bias, stride, padding, extra, module.groups, dilation)
     if plan is None:
-        return PYTORCH, PYTORCH, PYTORCH, ops.unserved(x, weight, bias)
-    names = [plan.forward, "native", "native"]
-    if plan.backward == planner.FAMILIES:
-        names[1:] = [plan.grad_input.name, plan.grad_weight.name]
+        return PYTORCH, PYTORCH, PYTORCH, refusals.unserved(x, weight, bias)
+    names = plan.forward, plan.grad_input.name, plan.grad_weight.name
     forward, *gradients = (PYTORCH if name == "native" else f"upconv ({name})" for name in names)
     return forward, gradients[0], gradients[1], plan.candidates[0].reason
 
@@ -291,8 +290,8 @@ def _plain(module: Any, x: Tensor) -> _Whose:
 
 def _estimated(rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: tuple[Any, Any, Any]) -> _Whose:
     """Of a plain convolution, whose passes are upconv's where they are expected to be faster."""
-    once = convolutions._find(rank, x, weight, bias, *numbers, False)
-    trained = convolutions._find(rank, x, weight, bias, *numbers, True)
+    once = convolutions.find(rank, x, weight, bias, *numbers, False)
+    trained = convolutions.find(rank, x, weight, bias, *numbers, True)
     asked = once and once.for_output, trained and trained.for_input, trained and trained.for_weight
     forward, *gradients = ("upconv" if ours else PYTORCH for ours in asked)
     why = "expected to be faster than cuDNN" if asked[0] else "cuDNN is expected to be as fast"
@@ -302,13 +301,12 @@ def _estimated(rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, number
 def _layer(module: Any) -> str:
     """A module's class and settings, in a line."""
 
-    def short(value: Any) -> str:
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
+    def text(value: Any) -> str:
+        return short(value if isinstance(value, (tuple, list)) else (value,))
 
     parts = [type(module).__name__, f"{module.in_channels}->{module.out_channels}"]
     named = (("k", module.kernel_size), ("s", module.stride), ("p", module.padding))
-    parts += [f"{letter}{short(value)}" for letter, value in named]
+    parts += [f"{letter}{text(value)}" for letter, value in named]
     usual = (("op", module.output_padding, "0"), ("d", module.dilation, "1"), ("g", module.groups, "1"))
-    parts += [f"{letter}{short(value)}" for letter, value, default in usual if short(value) != default]
+    parts += [f"{letter}{text(value)}" for letter, value, default in usual if text(value) != default]
     return " ".join(parts)

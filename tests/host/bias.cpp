@@ -1,6 +1,8 @@
 // bias.cu whole: argv are the blocks of `sum` and of `finish`, channels, ranges, by how many elements the tensor begins off 16
 // bytes, and `sum`'s further arguments; the tensor comes by standard input as elements of T, and the result leaves so. In NCHW
 // `sum_at_once` runs too, twice, and must say the same.
+typedef unsigned u32;
+typedef unsigned short u16;
 #include "block.h"
 
 struct uint4 { unsigned x, y, z, w; };
@@ -23,6 +25,8 @@ static unsigned atomicAdd(unsigned* to, unsigned v) {
   return before;
 }
 #include "kernel.h"
+typedef K::T T;
+typedef K::Acc Acc;
 
 static std::vector<T> memory, out;
 static std::vector<Acc> partial;
@@ -32,22 +36,22 @@ static i64 more[6];
 
 static void sum_body() {
 #if CHANNELS_LAST
-  sum(grad, partial.data(), channels, more[0], more[1]);
+  sum_last<Config>(grad, partial.data(), channels, more[0], more[1]);
 #else
-  sum(grad, partial.data(), channels, more[0], more[1], (int)more[2], (int)more[3], (int)more[4], (int)more[5]);
+  sum<Config>(grad, partial.data(), channels, more[0], more[1], (int)more[2], (int)more[3], (int)more[4], (int)more[5]);
 #endif
 }
-static void finish_body() { finish(partial.data(), out.data(), channels, ranges); }
+static void finish_body() { finish<Config>(partial.data(), out.data(), channels, ranges); }
 
 #if !CHANNELS_LAST
 static std::vector<T> at_once;
 static std::vector<float> wide;
 static std::vector<unsigned> counters;
 static void at_once_body() {
-  sum_at_once(grad, partial.data(), at_once.data(), counters.data(), 0, ranges, channels, more[0], more[1], (int)more[2], (int)more[3], (int)more[4], (int)more[5]);
+  sum_at_once<Config>(grad, partial.data(), at_once.data(), counters.data(), 0, ranges, channels, more[0], more[1], (int)more[2], (int)more[3], (int)more[4], (int)more[5]);
 }
 static void wide_body() {
-  sum_at_once(grad, partial.data(), wide.data(), counters.data(), 1, ranges, channels, more[0], more[1], (int)more[2], (int)more[3], (int)more[4], (int)more[5]);
+  sum_at_once<Config>(grad, partial.data(), wide.data(), counters.data(), 1, ranges, channels, more[0], more[1], (int)more[2], (int)more[3], (int)more[4], (int)more[5]);
 }
 
 static void check_at_once(int blocks) {
@@ -60,12 +64,11 @@ static void check_at_once(int blocks) {
     for (unsigned counter : counters)
       if (counter) fail("a counter is left");
   }
-#if DTYPE == 1 || DTYPE == 2
+  if (sizeof(T) > 2) return;
   wide.assign(channels, 0.f);
   run_grid(blocks, THREADS, wide_body);
   for (int i = 0; i < channels; i++)
-    if (store_value(wide[i]) != out[i]) fail("float32 sums of one launch say otherwise");
-#endif
+    if (K::Scalar::stored(wide[i]) != out[i]) fail("float32 sums of one launch say otherwise");
 }
 #endif
 

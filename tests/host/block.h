@@ -12,8 +12,10 @@ struct ThreadIndex {
     operator int() const { return this_fiber; }
   } x;
 };
+#define HAS_THREADS
+#define HAS_BLOCKS
 static ThreadIndex threadIdx;
-static Index blockIdx;
+static Index blockIdx, gridDim;
 
 static void __syncthreads() { wait_for_all(); }
 // Runs `body` for every thread of every block.

@@ -11,6 +11,8 @@
 #define __device__
 #define __forceinline__ inline
 typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
 
 [[noreturn]] static void fail(const char* what) {
   printf("%s\n", what);
@@ -45,7 +47,9 @@ static u32 atomicAdd(u32* at, u32 by) {
 }
 static u32 __shfl_sync(u32, u32 v, int) { return v; }
 
-#include "kernel.h"  // STAGES, CLAIM_STEP, Cursor, and claims.cuh
+#define HAS_BLOCKS
+#include "kernel.h"  // Config's stages, step and last_rounds, and claims.cuh
+static const int STAGES = Config::stages, CLAIM_STEP = Config::step, LAST_ROUNDS = Config::last_rounds;
 
 static void pause(std::mt19937& random) {
   for (int i = random() % 4 ? 0 : random() % 20; i > 0; i--) std::this_thread::yield();
@@ -53,7 +57,7 @@ static void pause(std::mt19937& random) {
 
 static void load(u32* counters, int tiles, int chunks, u32 seed) {
   std::mt19937 random(seed);
-  Claimer claimer(0, counters, tiles);
+  Claimer<CLAIM_STEP, LAST_ROUNDS> claimer(0, counters, tiles);
   for (int index = blockIdx.x; index < tiles; index = claimer.next()) {
     block->seen[READERS].push_back(index);
     for (int chunk = 0; chunk < chunks; chunk++) {

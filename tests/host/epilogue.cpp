@@ -1,25 +1,26 @@
-// gather.cu's epilogue for one tiling, on random tiles of random images: each accumulator must arrive at the output that
+// gather's epilogue for one tiling, on random tiles of random images: each accumulator must arrive at the output that
 // the fragment layout of wgmma and the tiling's definition give it, and nothing else may be written.
 #include "warp.h"
 
-#include "kernel.h"  // the tiling's macros and the epilogue, cut from gather.cu by test_host.py
-
-static u32 pack_pair(float2 v) { return STORE_BITS(v.x) | STORE_BITS(v.y) << 16; }
-
-#if CHANNELS_LAST && !SHUFFLED
-#define WARPS (ROWS_PER_SUB / 16)                       // a team
-#else
-#define WARPS 1
-#endif
-static int first_warp, consumer;
-static int team() { return (consumer * 4 + first_warp) / WARPS; }
+#define HAS_THREADS
+static int first_thread;
 static struct {
   struct {
-    operator u32() const { return (FIRST_CONSUMER + consumer) * 128 + first_warp * 32 + this_fiber; }
+    operator u32() const { return first_thread + this_fiber; }
   } x;
 } threadIdx;
+
+#include "kernel.h"  // the tiling's constants and its box of the result (Box); gather_work.cuh
+using C = Config;
+using G = GatherWork<C>;
+static constexpr int ELEMENT = G::ELEMENT;
+static constexpr bool BARE = C::bare, DRAINED = C::store == STORE_BOXES, SHUFFLED = C::store == STORE_PHASES;
+static constexpr int WARPS = C::store == STORE_PIXELS ? C::rows_per_sub / 16 : 1;  // of a team
+
+static int first_warp, consumer;
+static int team() { return (consumer * 4 + first_warp) / WARPS; }
 // The team, which is all fibers, meets at a barrier that no other part of the kernel uses (0 to 3) and no other team.
-static void named_sync(int id, int count) {
+void named_sync(int id, int count) {
   static int team_of[16];
   if (id < 4 || id > 15) fail("a barrier of others");
   if (count != (int)fibers.size()) fail("a barrier that waits for another number of threads");
@@ -38,7 +39,7 @@ static u32 __shfl_sync(u32, u32 v, int lane) {
   wait_for_all();
   return v;
 }
-#if MOVMATRIX
+#ifdef MOVMATRIX
 // A lane has two neighbours of row lane / 4 of a matrix, then of its transpose.
 static u32 movmatrix(u32 v) {
   exchanged[this_fiber] = v;
@@ -70,52 +71,64 @@ template <int N> static void store_matrices_turned(u32 a, const u32 (&v)[N]) {
 #endif
 
 static char* y;
-static Sizes sizes;
-#if DRAINED
-// The copy engine: boxes of the result's map (OUT_BOX, innermost first) are read when their group is waited for, as late as it may.
+static G::Sizes sizes;
+
+// The copy engine: boxes of the result's map (Box, innermost first) are read when their group is waited for, as late as it may.
 struct TensorMap {};
-struct Box { u32 from; int w, channel, h, phase, n; };
-static std::vector<Box> asked, under_way;
-static void store_box(const TensorMap&, u32 from, int w, int channel, int h, int phase, int n) {
+struct Asked { u32 from; int w, channel, h, phase, n; };
+static std::vector<Asked> asked, under_way;
+void store_box(const TensorMap&, u32 from, int w, int channel, int h, int phase, int n) {
   if (from % 128 || w * ELEMENT % 16) fail("a box that the engine does not take");
   asked.push_back({from, w, channel, h, phase, n});
 }
-static void bulk_commit() {
+void bulk_commit() {
   under_way.insert(under_way.end(), asked.begin(), asked.end());
   asked.clear();
 }
-static void bulk_wait_read() {
-  constexpr int box[] = OUT_BOX;
-  for (const Box& b : under_way)
-    for (int i = 0; i < box[0] * box[1] * box[2]; i++) {
+template <class C> static void read_boxes() {
+  for (const Asked& b : under_way)
+    for (int i = 0; i < Box::extents[0] * Box::extents[1] * Box::extents[2]; i++) {
       u32 at = b.from + i * ELEMENT;
-      at ^= (at >> 7 & (OUT_SPAN / 16 - 1)) << 4;
-      int column = b.w + i % box[0], c = b.channel + i / box[0] % box[1], row = b.h + i / (box[0] * box[1]);
+      at ^= (at >> 7 & (C::out_span / 16 - 1)) << 4;
+      int column = b.w + i % Box::extents[0], c = b.channel + i / Box::extents[0] % Box::extents[1], row = b.h + i / (Box::extents[0] * Box::extents[1]);
       u16 v = load_shared<u16>(at);
-      bool ok = column < sizes.out_w && c < COUT && row < sizes.out_h / OUT_STEP_H && b.n < sizes.batch;
-      long long place = (((long long)b.n * COUT + c) * sizes.out_h + row * OUT_STEP_H + b.phase) * sizes.out_w + column;
+      bool ok = column < sizes.out_w && c < C::cout && row < sizes.out_h / C::out_step_h && b.n < sizes.batch;
+      long long place = (((long long)b.n * C::cout + c) * sizes.out_h + row * C::out_step_h + b.phase) * sizes.out_w + column;
       store_global(y + place * ELEMENT, &v, ELEMENT, ok);
     }
   under_way.clear();
 }
-#endif
+void bulk_wait_read() {
+  if constexpr (DRAINED) read_boxes<C>();
+}
 
-#include "epilogue.h"
+#include "epilogue.h"  // the epilogue's ways
+using Store = Epilogue<C>;
 
-static float accumulators[WARPS * 32][MB][NB][32];
-static std::vector<ELEMENT_TYPE> bias;
+static float accumulators[WARPS * 32][C::mb][G::NB][32];
+static std::vector<G::Number::Type> bias;
 static bool has_bias;
-static Tile tile;
+static G::Tile tile;
 static int cout_block, first_subtile;
 
+template <class Result> static Result result() {
+  if constexpr (DRAINED) {
+    static TensorMap map;
+    return map;
+  } else {
+    return y;
+  }
+}
 static void body() {
-  float acc[MB][NB][32];
+  float acc[C::mb][G::NB][32];
   memcpy(acc, accumulators[this_fiber], sizeof acc);
   int of_team = this_fiber / 32;
-#if DRAINED
-  TensorMap y;
-#endif
-  epilogue(acc, has_bias ? bias.data() : nullptr, y, sizes, tile, cout_block, first_subtile, of_team * BUFFER_BYTES, first_warp + of_team, this_fiber % 32);
+  Store::store(acc, has_bias ? bias.data() : nullptr, result<Store::Result>(), sizes, tile, cout_block, first_subtile, of_team * Store::BUFFER_BYTES, first_warp + of_team, this_fiber % 32);
+}
+
+static void run() {
+  first_thread = (G::FIRST_CONSUMER + consumer) * 128 + first_warp * 32;
+  run_fibers(WARPS * 32, body);
 }
 
 static unsigned seed;
@@ -123,86 +136,91 @@ static int below(int n) {
   seed = seed * 1103515245u + 12345u;
   return (int)((seed >> 8) % (unsigned)n);
 }
-static ELEMENT_TYPE stored(float v) {
-  u32 bits = STORE_BITS(v);
-  ELEMENT_TYPE element;
+static G::Number::Type stored(float v) {
+  u32 bits = G::Number::bits(v);
+  G::Number::Type element;
   memcpy(&element, &bits, ELEMENT);
   return element;
 }
+static float value_of(int channel) { return has_bias ? G::Number::value(bias[channel]) : 0.f; }
 static int first_q(int out, int step, int tile) { return below((out + step * tile - 1) / (step * tile)) * tile; }
 
-#if SHUFFLED  // in outputs of the strided layer
-static const int stride[] = {LAYER_STRIDE_D, LAYER_STRIDE_H, LAYER_STRIDE_W}, lead[] = {LEAD_D, LEAD_H, LEAD_W}, channels = LAYER_CHANNELS;
-#else
-static const int stride[] = {1, 1, 1}, lead[] = {0, 0, 0}, channels = COUT;
-#endif
+// A strided layer's whose phases are rows; else there is none.
+struct Axes { int stride[3], lead[3]; };
+template <class C> static constexpr Axes axes() {
+  if constexpr (C::store == STORE_PHASES) return {{C::layer_stride_d, C::layer_stride_h, C::layer_stride_w}, {C::lead_d, C::lead_h, C::lead_w}};
+  else return {{1, 1, 1}, {0, 0, 0}};
+}
+static constexpr Axes layer = axes<C>();
 
-static long long place_in_output(int n, int channel, int d, int h, int w) {
-#if BATCH_AS_WIDTH                                      // columns are images, one behind the other
-  return (((long long)w * sizes.out_d + d) * sizes.out_h + h) * channels + channel;
-#endif
-  return CHANNELS_LAST ? ((((long long)n * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w) * channels + channel
-                       : ((((long long)n * channels + channel) * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w;
+template <class C> static long long place_in_output(int n, int channel, int d, int h, int w) {
+  if constexpr (C::store == STORE_PIXELS) {
+    if (C::batch_as_width) return (((long long)w * sizes.out_d + d) * sizes.out_h + h) * C::cout + channel;  // columns are images, one behind the other
+  }
+  return C::channels_last ? ((((long long)n * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w) * C::cout + channel
+                          : ((((long long)n * C::cout + channel) * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w;
 }
 static void expect(long long at, float v) {
-  ELEMENT_TYPE want = stored(v);
+  const auto want = stored(v);
   if (memcmp(y + at * ELEMENT, &want, ELEMENT)) fail("a wrong value");
+}
+
+// Of phases as rows: a row of M by its definition, lines of C::inner, as many as 16 rows have room for. Whether it exists.
+template <class C> static bool shuffled(int cout, int& channel, int& d, int& h, int& w) {
+  if constexpr (C::store == STORE_PHASES) {
+    int of_slab = cout % 16 / C::inner, line = cout / 16 * C::per_slab + of_slab, within = cout % 16 % C::inner;
+    if (of_slab >= C::per_slab || line >= C::lines) return false;
+    int phase[] = {line / C::layer_stride_h, line % C::layer_stride_h, within};
+    channel = 0;
+    if (C::channels_last) channel = within % C::cout, phase[2] = within / C::cout;
+    else channel = phase[0] / C::layer_stride_d, phase[0] %= C::layer_stride_d;
+    d = d * layer.stride[0] + phase[0] - layer.lead[0], h = h * layer.stride[1] + phase[1] - layer.lead[1], w = w * layer.stride[2] + phase[2] - layer.lead[2];
+    return d >= 0 && h >= 0 && w >= 0;
+  }
+  return true;
 }
 
 // What the consumer in hand has accumulated; the number of outputs.
 static long long check_own() {
-  constexpr signed char blocks[] = BLOCKS_OF_W;
   long long checked = 0;
   for (int thread = 0; thread < WARPS * 32; thread++)
-    for (int nb = 0; nb < NB; nb++)
+    for (int nb = 0; nb < G::NB; nb++)
       for (int e = 0; e < 32; e++)
-        for (int u = 0; u < W_SUBS; u++) {
+        for (int u = 0; u < C::w_subs; u++) {
           int lane = thread % 32, row = first_warp * 16 + thread / 32 * 16 + lane / 4 + 8 * (e >> 1 & 1), column = 8 * (e >> 2) + 2 * (lane % 4) + (e & 1);
-          int sub = row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + row % ROWS_PER_SUB;
-          Place place = place_of(first_subtile + nb);
-          int q_h = tile.h + place.h + (SUB_H == 8 ? column / 8 : 0), q_w = tile.w + place.w + (SUB_H == 8 ? column % 8 : column);
-          int n = tile.n + place.n, d = OUT_STEP_D * (tile.d + place.d) + SUB_D[tile.variant * SUBS + sub];
-          int h = OUT_STEP_H * q_h + SUB_HH[tile.variant * SUBS + sub], w = OUT_STEP_W * q_w + U_W[tile.variant] + u;
-          int channel = tile.group * COUT_G + cout;
-#if SHUFFLED  // rows of M by their definition: lines of INNER, as many as 16 rows have room for
-          int of_slab = cout % 16 / INNER, line = cout / 16 * PER_SLAB + of_slab, within = cout % 16 % INNER;
-          if (of_slab >= PER_SLAB || line >= LINES) continue;
-          int phase[] = {0, line % LAYER_STRIDE_H, within};
-          phase[0] = line / LAYER_STRIDE_H, channel = 0;
-          if (CHANNELS_LAST) channel = within % LAYER_CHANNELS, phase[2] = within / LAYER_CHANNELS;
-          else channel = phase[0] / LAYER_STRIDE_D, phase[0] %= LAYER_STRIDE_D;
-          d = d * stride[0] + phase[0] - lead[0], h = h * stride[1] + phase[1] - lead[1], w = w * stride[2] + phase[2] - lead[2];
-          if (d < 0 || h < 0 || w < 0) continue;
-#endif
-          if (cout >= COUT_G || n >= sizes.batch || d >= sizes.out_d || h >= sizes.out_h || w >= sizes.out_w) continue;
-          float v = (blocks[u] < 0 ? 0.f : accumulators[thread][blocks[u]][nb][e]) + (has_bias ? VALUE(bias[channel]) : 0.f);
-          expect(place_in_output(n, channel, d, h, w), v);
+          int sub = row / C::rows_per_sub, cout = cout_block * C::rows_per_sub + row % C::rows_per_sub, block = C::blocks_of_w[u];
+          Store::Place place = Store::place_of(first_subtile + nb);
+          int q_h = tile.h + place.h + (C::sub_h == 8 ? column / 8 : 0), q_w = tile.w + place.w + (C::sub_h == 8 ? column % 8 : column);
+          int n = tile.n + place.n, d = C::out_step_d * (tile.d + place.d) + C::subs_d[tile.variant * C::subs + sub];
+          int h = C::out_step_h * q_h + C::subs_h[tile.variant * C::subs + sub], w = C::out_step_w * q_w + C::subs_w[tile.variant] + u;
+          int channel = tile.group * C::cout_g + cout;
+          if (!shuffled<C>(cout, channel, d, h, w)) continue;
+          if (cout >= C::cout_g || n >= sizes.batch || d >= sizes.out_d || h >= sizes.out_h || w >= sizes.out_w) continue;
+          expect(place_in_output<C>(n, channel, d, h, w), (block < 0 ? 0.f : accumulators[thread][block][nb][e]) + value_of(channel));
           checked++;
         }
   return checked;
 }
 
-#if BARE
 // All sub-positions without taps, of the block's channels, in the tile's images and slices; the number of outputs.
-static long long check_bare() {
+template <class C> static long long check_bare() {
   long long checked = 0;
-  int first = cout_block * ROWS_PER_SUB;
-  for (int b = 0; b < sizeof BARE_ROW / sizeof BARE_ROW[0]; b++)
-    for (int n = tile.n; n < tile.n + TILE_N && n < sizes.batch; n++)
-      for (int q = tile.d; q < tile.d + TILE_D && OUT_STEP_D * q + BARE_D[b] < sizes.out_d; q++)
+  int first = cout_block * C::rows_per_sub;
+  for (size_t b = 0; b < sizeof C::bares_rows / sizeof C::bares_rows[0]; b++)
+    for (int n = tile.n; n < tile.n + C::tile_n && n < sizes.batch; n++)
+      for (int q = tile.d; q < tile.d + C::tile_d && C::out_step_d * q + C::bares_d[b] < sizes.out_d; q++)
         for (int h = 0; h < sizes.out_h; h++)
           for (int w = 0; w < sizes.out_w; w++) {
-            int row = h % OUT_STEP_H - BARE_H[b], column = w % OUT_STEP_W - BARE_W[b];
-            if (BARE_ROW[b] && (row < 0 || row >= BARE_ROW[b])) continue;
-            if (BARE_W[b] >= 0 && (column < 0 || column >= W_SUBS)) continue;
-            for (int cout = first; cout < first + ROWS_PER_SUB && cout < COUT_G; cout++, checked++) {
-              int channel = tile.group * COUT_G + cout;
-              expect(place_in_output(n, channel, OUT_STEP_D * q + BARE_D[b], h, w), has_bias ? VALUE(bias[channel]) : 0.f);
+            int row = h % C::out_step_h - C::bares_h[b], column = w % C::out_step_w - C::bares_w[b];
+            if (C::bares_rows[b] && (row < 0 || row >= C::bares_rows[b])) continue;
+            if (C::bares_w[b] >= 0 && (column < 0 || column >= C::w_subs)) continue;
+            for (int cout = first; cout < first + C::rows_per_sub && cout < C::cout_g; cout++, checked++) {
+              int channel = tile.group * C::cout_g + cout;
+              expect(place_in_output<C>(n, channel, C::out_step_d * q + C::bares_d[b], h, w), value_of(channel));
             }
           }
   return checked;
 }
-#endif
 
 static void draw_sums() {
   for (auto& lane : accumulators)
@@ -211,73 +229,92 @@ static void draw_sums() {
         for (float& v : subtile) v = (float)(1 + below(200));
 }
 
-static long long one_tile() {
-  int widths[] = {1 + below(2 * OUT_STEP_W * TILE_W), 1 + below(40), 2 + 2 * below(OUT_STEP_W * TILE_W), 16 * (1 + below(OUT_STEP_W * TILE_W / 8))};
+// Bytes of which rows of the result begin at multiples; 0: at any of an element's.
+template <class C> static constexpr int rows_begin() {
+  if constexpr (C::store == STORE_ROWS) return C::store_unit;
+  else return 0;
+}
+template <class C> static constexpr bool whole_units() {
+  if constexpr (C::store == STORE_PIXELS) return C::aligned_cout;
+  else return false;
+}
+template <class C> static constexpr bool batch_as_width() {
+  if constexpr (C::store == STORE_PIXELS) return C::batch_as_width;
+  else return false;
+}
+
+static void draw_tile() {
+  int widths[] = {1 + below(2 * C::out_step_w * C::tile_w), 1 + below(40), 2 + 2 * below(C::out_step_w * C::tile_w), 16 * (1 + below(C::out_step_w * C::tile_w / 8))};
+  constexpr int UNIT = rows_begin<C>();
   sizes = {};
-  sizes.batch = BATCH_AS_WIDTH ? 1 : 1 + below(2 * TILE_N);
-  sizes.out_d = 1 + below(2 * OUT_STEP_D * TILE_D);
-  sizes.out_h = 1 + below(2 * OUT_STEP_H * TILE_H);
+  sizes.batch = batch_as_width<C>() ? 1 : 1 + below(2 * C::tile_n);
+  sizes.out_d = 1 + below(2 * C::out_step_d * C::tile_d);
+  sizes.out_h = 1 + below(2 * C::out_step_h * C::tile_h);
   sizes.out_w = widths[below(4)];
   if (DRAINED) {  // images whose rows are whole units
     sizes.out_d = 1;
     sizes.out_w = (sizes.out_w + 7) / 8 * 8;
-    sizes.out_h = (sizes.out_h + OUT_STEP_H - 1) / OUT_STEP_H * OUT_STEP_H;
+    sizes.out_h = (sizes.out_h + C::out_step_h - 1) / C::out_step_h * C::out_step_h;
   }
-  if (STORE_UNIT) sizes.out_w = (sizes.out_w * ELEMENT + STORE_UNIT - 1) / STORE_UNIT * STORE_UNIT / ELEMENT;
-  tile.group = below(COUT / COUT_G);
-  tile.variant = below(VARIANTS);
-  tile.n = first_q(sizes.batch, 1, TILE_N);
-  tile.d = first_q(sizes.out_d + lead[0], OUT_STEP_D * stride[0], TILE_D);
-  tile.h = first_q(sizes.out_h + lead[1], OUT_STEP_H * stride[1], TILE_H);
-  tile.w = first_q(sizes.out_w + lead[2], OUT_STEP_W * stride[2], TILE_W);
-  cout_block = below(COUT_BLOCKS * WGS_M);
-  first_subtile = SPLIT == 0 ? below(2) * NB : 0;
+  if (UNIT) sizes.out_w = (sizes.out_w * ELEMENT + UNIT - 1) / UNIT * UNIT / ELEMENT;
+  tile.group = SHUFFLED ? 0 : below(C::cout / C::cout_g);
+  tile.variant = below(C::variants);
+  tile.n = first_q(sizes.batch, 1, C::tile_n);
+  tile.d = first_q(sizes.out_d + layer.lead[0], C::out_step_d * layer.stride[0], C::tile_d);
+  tile.h = first_q(sizes.out_h + layer.lead[1], C::out_step_h * layer.stride[1], C::tile_h);
+  tile.w = first_q(sizes.out_w + layer.lead[2], C::out_step_w * layer.stride[2], C::tile_w);
+  cout_block = below(C::cout_blocks * G::WGS_M);
+  first_subtile = C::split == 0 ? below(2) * G::NB : 0;
   first_warp = below(4 / WARPS) * WARPS;
   consumer = below(2);
   has_bias = below(2);
+}
 
-  long long count = (long long)sizes.batch * channels * sizes.out_d * sizes.out_h * sizes.out_w;
+static long long one_tile() {
+  draw_tile();
+  constexpr int UNIT = rows_begin<C>();
+  long long count = (long long)sizes.batch * C::cout * sizes.out_d * sizes.out_h * sizes.out_w;
   if (count > (BARE ? 300000 : 4000000)) return 0;
   global_memory.assign((count + 64) * ELEMENT + 256, 0);
   written.assign(global_memory.size(), 0);
   y = (char*)(((u64)global_memory.data() + 255) / 128 * 128);
-  if (STORE_UNIT > ELEMENT || DRAINED) y += below(2) * 16;
-  else if (!below(3) && !(CHANNELS_LAST && ALIGNED_COUT)) y += below(32 / ELEMENT) * ELEMENT;
-  bias.resize(channels);
-  for (ELEMENT_TYPE& b : bias) b = stored((float)below(8));
+  if (UNIT > ELEMENT || DRAINED) y += below(2) * 16;
+  else if (!below(3) && !whole_units<C>()) y += below(32 / ELEMENT) * ELEMENT;
+  bias.resize(C::cout);
+  for (auto& b : bias) b = stored((float)below(8));
   draw_sums();
-  sizes.tiles_w = (sizes.out_w + lead[2] + OUT_STEP_W * stride[2] * TILE_W - 1) / (OUT_STEP_W * stride[2] * TILE_W);
-  shared_memory.assign(WARPS * BUFFER_BYTES, 0xdd);
+  sizes.tiles_w = (sizes.out_w + layer.lead[2] + C::out_step_w * layer.stride[2] * C::tile_w - 1) / (C::out_step_w * layer.stride[2] * C::tile_w);
+  shared_memory.assign(WARPS * Store::BUFFER_BYTES, 0xdd);
   long long checked = 0, bytes = 0;
-#if BARE  // of which every warp of all tiles of these images and slices stores a share
-  sizes.tiles_h = (sizes.out_h + OUT_STEP_H * TILE_H - 1) / (OUT_STEP_H * TILE_H);
-  for (tile.variant = 0; tile.variant < VARIANTS; tile.variant++)
-    for (tile.h = 0; tile.h < sizes.tiles_h * TILE_H; tile.h += TILE_H)
-      for (tile.w = 0; tile.w < sizes.tiles_w * TILE_W; tile.w += TILE_W)
-        for (first_subtile = 0; first_subtile < SUBTILES; first_subtile += NB)
-          for (first_warp = 0; first_warp < 4; first_warp += WARPS) {
-            run_fibers(WARPS * 32, body);
-            checked += check_own();
-          }
-  checked += check_bare();
-#elif DRAINED  // another warp's outputs follow in the same buffer, while the engine has not read the first ones
-  static float before[WARPS * 32][MB][NB][32];
-  int warp = first_warp;
-  run_fibers(WARPS * 32, body);
-  memcpy(before, accumulators, sizeof before);
-  draw_sums();
-  first_warp = (warp + 1) % 4;
-  run_fibers(WARPS * 32, body);
-  bulk_wait_read();                        // the kernel's end
-  if (!asked.empty()) fail("boxes of no group");
-  checked += check_own();
-  memcpy(accumulators, before, sizeof before);
-  first_warp = warp;
-  checked += check_own();
-#else
-  run_fibers(WARPS * 32, body);
-  checked += check_own();
-#endif
+  if constexpr (BARE) {  // of which every warp of all tiles of these images and slices stores a share
+    sizes.tiles_h = (sizes.out_h + C::out_step_h * C::tile_h - 1) / (C::out_step_h * C::tile_h);
+    for (tile.variant = 0; tile.variant < C::variants; tile.variant++)
+      for (tile.h = 0; tile.h < sizes.tiles_h * C::tile_h; tile.h += C::tile_h)
+        for (tile.w = 0; tile.w < sizes.tiles_w * C::tile_w; tile.w += C::tile_w)
+          for (first_subtile = 0; first_subtile < G::SUBTILES; first_subtile += G::NB)
+            for (first_warp = 0; first_warp < 4; first_warp += WARPS) {
+              run();
+              checked += check_own();
+            }
+    if constexpr (!SHUFFLED) checked += check_bare<C>();
+  } else if constexpr (DRAINED) {  // another warp's outputs follow in the same buffer, while the engine has not read the first ones
+    static float before[WARPS * 32][C::mb][G::NB][32];
+    int warp = first_warp;
+    run();
+    memcpy(before, accumulators, sizeof before);
+    draw_sums();
+    first_warp = (warp + 1) % 4;
+    run();
+    bulk_wait_read();                      // the kernel's end
+    if (!asked.empty()) fail("boxes of no group");
+    checked += check_own();
+    memcpy(accumulators, before, sizeof before);
+    first_warp = warp;
+    checked += check_own();
+  } else {
+    run();
+    checked += check_own();
+  }
   for (unsigned char w : written) bytes += w;
   if (bytes != checked * ELEMENT) fail("stores beside the tile");
   return checked;

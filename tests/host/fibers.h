@@ -95,3 +95,5 @@ static unsigned bfloat_bits(float v) {  // finite
   return (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
 static float bfloat_value(unsigned bits) { return __uint_as_float(bits << 16); }
+static unsigned half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+static unsigned bfloat_pair(float low, float high) { return bfloat_bits(low) | bfloat_bits(high) << 16; }

@@ -5,6 +5,7 @@
 #include "standard.h"
 
 #define __device__
+#define __host__
 #define __constant__
 #define __global__
 #define __shared__ static

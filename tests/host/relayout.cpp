@@ -9,6 +9,7 @@ typedef unsigned short u16;
 struct uint4 { unsigned x, y, z, w; };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 #include "kernel.h"
+typedef K::Element Element;
 
 static Element *from, *to;
 static int channels, pixels, width;
@@ -38,9 +39,9 @@ int main(int argc, char** argv) {
     (back ? to : from) = (Element*)(pages + whole - bytes);
   }
   memcpy((void*)from, given.data(), given.size() * sizeof(Element));
-  if (back) run_grid(blocks, THREADS, [] { to_contiguous(from, to, channels, pixels); });
-  else if (mode == 2) run_grid(blocks, THREADS, [] { widen(from, to, channels, pixels, width); });
-  else run_grid(blocks, THREADS, [] { to_channels_last(from, to, channels, pixels, width); });
+  if (back) run_grid(blocks, THREADS, [] { to_contiguous<Config>(from, to, channels, pixels); });
+  else if (mode == 2) run_grid(blocks, THREADS, [] { widen<Config>(from, to, channels, pixels, width); });
+  else run_grid(blocks, THREADS, [] { to_channels_last<Config>(from, to, channels, pixels, width); });
   for (Element* p = memory[1].data(); p < &memory[1].back() && !(back && offset < 0); p++)
     if ((p < to || p >= to + count) && *p != (Element)-1) fail("an element beside the copy was written");
   fwrite(to, sizeof(Element), count, stdout);

@@ -5,6 +5,7 @@ typedef unsigned u32;
 typedef unsigned short u16;
 #include "block.h"
 #include "kernel.h"
+typedef K::Element Element;
 
 static std::vector<Element> from, to;
 static std::string name;
@@ -13,10 +14,10 @@ static int given, expanded;                               // weights, of `both`
 
 static void body() {
   int total = to.size() - expanded;
-  if (name == "unshuffle") unshuffle(from.data(), to.data(), total, more[0], more[1], more[2], more[3], more[4], more[5]);
-  else if (name == "fold") fold(from.data(), to.data(), total, more[0], more[1], more[2], more[3], more[4]);
+  if (name == "unshuffle") unshuffle<Config>(from.data(), to.data(), total, more[0], more[1], more[2], more[3], more[4], more[5]);
+  else if (name == "fold") fold<Config>(from.data(), to.data(), total, more[0], more[1], more[2], more[3], more[4]);
   else
-    unshuffle_and_expand(from.data(), to.data(), expanded, more[2], more[3], more[4], more[5], more[6], from.data() + given, to.data() + expanded,
+    unshuffle_and_expand<Config>(from.data(), to.data(), expanded, more[2], more[3], more[4], more[5], more[6], from.data() + given, to.data() + expanded,
                          total, more[7], more[8], more[9], more[10], more[11], more[12]);
 }
 

@@ -28,7 +28,7 @@ from upconv.bench import files, report
 from upconv.bench.timing import Repeats, interleave, quartiles, unsteady
 from upconv.bench.uncached import no_caches
 from upconv.cuda.compile import provisional
-from upconv.problem import PRECISIONS, Problem
+from upconv.problem import PRECISIONS, Problem, dtype_name
 from upconv.replay import native
 
 Kind = Literal["host", "shapes", "training", "cold"]
@@ -157,7 +157,7 @@ def _host_row(device: torch.device, dtype: torch.dtype, training: bool, repeats:
             gc.enable()
     found = {name: quartiles([1e6 * value for value in values]) for name, values in taken.items()}
     row: dict[str, Value] = {
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "mode": "training" if training else "no_grad",
         "engine": _engine(p, device),
         "ours_us": found["ours"].median,

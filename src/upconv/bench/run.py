@@ -19,7 +19,7 @@ from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import Case, quick
 from upconv.bench.timing import Inputs, Repeats, Side
 from upconv.planner import Plan
-from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Layout, Pass, Precision, Problem
+from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Layout, Pass, Precision, Problem, dtype_name
 
 Row = TypedDict(
     "Row",
@@ -122,7 +122,7 @@ def sweep(
     for precision in precisions:
         if precision not in chosen:
             fitting = ", ".join(p for dtype in dtypes for p in PRECISIONS[dtype])
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            names = ", ".join(dtype_name(dtype) for dtype in dtypes)
             raise ValueError(f"--precision must be one of {fitting} for {names}; got {precision!r}")
     return Sweep(dtypes=dtypes, precisions=chosen, layouts=layouts or LAYOUTS[:1], passes=passes or PASSES[:1])
 
@@ -226,7 +226,7 @@ def blank(job: Job, device: torch.device, inputs: Inputs = "normal") -> Row:
         "suite": job.suite,
         "case": job.case,
         "pass": p.pass_,
-        "dtype": str(p.dtype).removeprefix("torch."),
+        "dtype": dtype_name(p.dtype),
         "precision": p.precision,
         "layout": p.layout,
         "roof_ms": 0.0,
@@ -367,7 +367,7 @@ def key(found: Row) -> tuple[object, ...]:
 def job_key(job: Job) -> tuple[object, ...]:
     """The `key` of the job's row, without a plan: a gradient's takes a second."""
     p = job.problem
-    dtype = str(p.dtype).removeprefix("torch.")
+    dtype = dtype_name(p.dtype)
     return job.suite, job.case, _layer(p), p.pass_, dtype, p.precision, p.layout
 
 

@@ -90,9 +90,9 @@ def several(name: str, values: Sequence[str] | None, allowed: Sequence[Choice]) 
 
 def dtypes() -> dict[str, torch.dtype]:
     """The dtypes by the names that options take."""
-    from upconv.problem import PRECISIONS
+    from upconv.problem import PRECISIONS, dtype_name
 
-    return {str(dtype).removeprefix("torch."): dtype for dtype in PRECISIONS}
+    return {dtype_name(dtype): dtype for dtype in PRECISIONS}
 
 
 def precisions() -> list[Precision]:

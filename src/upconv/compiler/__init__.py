@@ -3,6 +3,6 @@
 `operator` defines the operators, and `rule` decides which calls of a compiled graph are ours.
 """
 
-from upconv.compiler.operator import traced
+from upconv.compiler import operator
 
-__all__ = ["traced"]
+__all__ = ["operator"]

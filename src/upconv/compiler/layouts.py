@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from upconv import ops
+from upconv import dispatch
 from upconv.compiler.arguments import arguments_of
 
 _LOWERING = "torch._inductor.lowering"
@@ -42,7 +42,7 @@ def _constrained(node: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...],
     first = 0 if node.target is torch.ops.upconv.conv_transpose_forward.default else 1
     input, weight = (node.args[first + i].meta["val"] for i in range(2))
     rank = input.dim() - 2
-    last = ops.layout_of(input, weight) == "channels_last"
+    last = dispatch.layout_of(input, weight) == "channels_last"
     if rank == 2 and input.device.type in TURNED:
         last = last or _turned(V.graph, node)
     order = [rank + 1, *range(rank, -1, -1)]  # of strides, the smallest 0

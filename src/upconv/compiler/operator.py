@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from upconv import cpu, flops, ops, planner
+from upconv import autograd, cpu, dispatch, flops, planner, refusals
 from upconv.compiler import layouts, recorded, rule
 from upconv.compiler.arguments import Arguments, arguments_of, text_of
 from upconv.cuda import engine
-from upconv.ops import IntOrInts
 from upconv.problem import PRECISIONS, output_length
 from upconv.replay import calls
 
@@ -39,46 +38,21 @@ for _signature in (
     _LIBRARY.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def traced(
-    rank: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: IntOrInts,
-    padding: IntOrInts,
-    output_padding: IntOrInts,
-    groups: int,
-    dilation: IntOrInts,
-) -> Tensor:
-    """What ``torch.compile`` traces for a call; arguments as `upconv.ops.conv_transpose`'s.
-
-    An exported program must run without this package, so ``torch.export`` records PyTorch's operator. So are calls
-    that only PyTorch's operator takes.
-    """
-    # Under torch.compile, is_exporting() says True before 2.13.
-    if torch.compiler._is_exporting_flag or input.dim() != rank + 2 or weight.dim() != rank + 2:
-        out: Tensor = ops._TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
-        return out
-    spread = [[v] * rank if isinstance(v, int) else list(v) for v in (stride, padding, output_padding, dilation)]
-    call: Callable[..., Tensor] = torch.ops.upconv.conv_transpose
-    return call(input, weight, bias, spread[0], spread[1], spread[2], groups, spread[3])
-
-
 # --- the composite operator ------------------------------------------------------------------------------------------
 
 
 def _composite(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     layouts.teach()
     operands = (input, weight, bias)
-    if ops._transforms_active() or any(map(_is_dual, operands)):
+    if dispatch.transforms_active() or any(map(_is_dual, operands)):
         return _theirs(input, weight, bias, *arguments)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     plan = _planned(input, weight, bias, arguments)
-    if plan is None or not (ops._strict or rule.verdict(plan, differentiable).ours):
+    if plan is None or not (refusals.active or rule.verdict(plan, differentiable).ours):
         return _theirs(input, weight, bias, *arguments)
     kind = input.device.type
     if torch.is_autocast_enabled(kind):
-        input, weight, bias = ops._autocast(input, weight, bias, kind in ops._ROUNDING)
+        input, weight, bias = dispatch.autocast(input, weight, bias, kind in dispatch.ROUNDING)
     text = text_of(*arguments)
     if differentiable:
         out: Tensor = _ConvTranspose.apply(input, weight, bias, text)
@@ -88,7 +62,7 @@ def _composite(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: A
 
 def _theirs(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     """PyTorch's operator; it casts under autocast, and its errors are those of an invalid call."""
-    out: Tensor = ops._TORCH[input.dim() - 2](input, weight, bias, *arguments)
+    out: Tensor = dispatch.TORCH[input.dim() - 2](input, weight, bias, *arguments)
     return out
 
 
@@ -101,7 +75,7 @@ def _planned(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argu
     """The plan for a call on fake tensors, of symbolic sizes for the sizes that were seen; None where there is none."""
     kind, rank = input.device.type, input.dim() - 2
     tensors = [t for t in (input, weight, bias) if t is not None]
-    if kind not in ops._DEVICES or any(t.device != input.device or t.layout is not torch.strided for t in tensors):
+    if kind not in dispatch.DEVICES or any(t.device != input.device or t.layout is not torch.strided for t in tensors):
         return None
     dtypes = [t.dtype for t in tensors]
     if torch.is_autocast_enabled(kind):
@@ -118,7 +92,7 @@ def _planned(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argu
     if any(dtype is not dtypes[0] or dtype not in PRECISIONS for dtype in dtypes):
         return None
     cuda = kind == "cuda"
-    return ops._resolve(
+    return dispatch.resolve(
         rank, torch.Size(sizes[0]), strides[0], torch.Size(sizes[1]), strides[1],
         None if bias is None else torch.Size(sizes[2]), *numbers[:3], groups, numbers[3], dtypes[0],
         calls.float32_precision() if cuda and dtypes[0] is torch.float32 else None,
@@ -139,7 +113,7 @@ def _hints(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 class _ConvTranspose(torch.autograd.Function):
-    """As `upconv.ops`'s, of operators that can be traced. The bias's gradient is a sum, which a compiler fuses."""
+    """As `upconv.autograd`'s, of operators that can be traced. The bias's gradient is a sum, which a compiler fuses."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
@@ -149,10 +123,10 @@ class _ConvTranspose(torch.autograd.Function):
         return _forward(input, weight, bias, text)
 
     @staticmethod
-    @ops._uncast
+    @autograd.uncast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        mask = ops._asked(ctx)
+        mask = autograd.asked(ctx)
         for_input, for_weight = _gradients(grad, input, weight, ctx.text, mask)
         for_bias = grad.sum((0, *range(2, grad.dim())), dtype=ctx.of_bias) if mask[2] else None
         return for_input, for_weight, for_bias, None
@@ -164,7 +138,7 @@ def _gradients(
     asked = [mask[0], mask[1]]
     if not any(asked):
         return None, None
-    if torch.is_grad_enabled() or ops._transforms_active() or any(map(_is_dual, (grad, input, weight))):
+    if torch.is_grad_enabled() or dispatch.transforms_active() or any(map(_is_dual, (grad, input, weight))):
         stride, padding, output_padding, groups, dilation = arguments_of(text)
         rounded = weight.to(input.dtype)
         found = torch.ops.aten.convolution_backward(
@@ -181,17 +155,17 @@ def _gradients(
 def _run(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
     arguments = arguments_of(text)
     rank, rounded = len(arguments[0]), weight.dtype is not input.dtype
-    plan = ops._find_plan(rank, input, weight, bias, *arguments, rounded)
+    plan = dispatch.find_plan(rank, input, weight, bias, *arguments, rounded)
     if plan is not None and plan.choice is not None:
         found = recorded.compute(plan, "fwd", _pass, (input, weight, bias), -1)[0]
         assert found is not None
-        if plan.problem.layout != "nchw" or not ops._doubtful(plan.problem, input.device.type):
+        if plan.problem.layout != "nchw" or not dispatch.doubtful(plan.problem, input.device.type):
             return found
     elif plan is None or plan.forward == "native":
         bias = None if bias is None else bias.to(input.dtype)
-        found = ops._TORCH[rank](input, weight.to(input.dtype), bias, *arguments)
-        if ops._strict:
-            ops._refuse(found, plan, input, weight, bias, *arguments)
+        found = dispatch.TORCH[rank](input, weight.to(input.dtype), bias, *arguments)
+        if refusals.active:
+            refusals.refuse(found, plan, input, weight, bias, *arguments)
     else:
         found = cpu.forward(plan.problem, plan.forward, input, weight, bias)
     return found.contiguous(memory_format=_format(input, weight))  # as _fake says
@@ -204,16 +178,22 @@ def _pass(plan: planner.Plan, input: Tensor, weight: Tensor, bias: Tensor | None
 
 def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: int) -> tuple[Tensor, Tensor]:
     arguments = arguments_of(text)
-    plan = ops._find_plan(len(arguments[0]), input, weight, None, *arguments, weight.dtype is not input.dtype)
+    plan = dispatch.find_plan(len(arguments[0]), input, weight, None, *arguments, weight.dtype is not input.dtype)
     asked = (bool(mask & 1), bool(mask & 2), False)
     found: Sequence[Tensor | None]
     if plan is None:
         channels = weight.shape[1] * arguments[3]
         found = cpu.torch_gradients(grad, input, weight.to(input.dtype), channels, *arguments, asked)
-    elif plan.backward == planner.FAMILIES and not ops._strict:
-        found = recorded.compute(plan, asked, _PASSES[asked], (grad, input, weight), 0)
+    elif plan.backward == planner.FAMILIES:
+        if refusals.active:
+            refusals.refuse_gradients(plan, asked)
+
+        def run(plan: planner.Plan, grad: Tensor, input: Tensor, weight: Any) -> calls.Gradients:
+            return engine.gradients(plan, grad, input, weight, asked, lasting=False)
+
+        found = recorded.compute(plan, asked, run, (grad, input, weight), 0)
     else:
-        found = ops._gradients(plan, grad, input, weight, asked, lasting=False)
+        found = autograd.transposed(plan).taken(grad, input, weight, asked)
     layout = _format(input, weight)
     for_input, for_weight = found[0], found[1]
     return (
@@ -222,19 +202,8 @@ def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: 
     )
 
 
-def _pass_of(asked: tuple[bool, bool, bool]) -> recorded.Pass:
-    def run(plan: planner.Plan, grad: Tensor, input: Tensor, weight: Tensor | None) -> ops.Gradients:
-        assert weight is not None
-        return engine.gradients(plan, grad, input, weight, asked, lasting=False)
-
-    return run
-
-
-_PASSES = {mask: _pass_of(mask) for a in (False, True) for b in (False, True) for mask in ((a, b, False),)}
-
-
 def _format(input: Tensor, weight: Tensor) -> torch.memory_format:
-    return cpu.memory_format(ops.layout_of(input, weight), input.dim() - 2)
+    return cpu.memory_format(dispatch.layout_of(input, weight), input.dim() - 2)
 
 
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
@@ -262,9 +231,9 @@ def _recorded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [t for t in given[:3] if isinstance(t, Tensor)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise RuntimeError(f"upconv::{name} has no derivative; call upconv::conv_transpose, which has")
-        if (forward_ad._current_level >= 0 or ops._transforms_active()) and any(map(_is_dual, tensors)):
+        if (forward_ad._current_level >= 0 or dispatch.transforms_active()) and any(map(_is_dual, tensors)):
             raise RuntimeError(f"upconv::{name} has no forward-mode derivative; call upconv::conv_transpose, which has")
-        if torch._C._len_torch_dispatch_stack() > 0 or any(type(t) not in ops._PLAIN for t in tensors):
+        if torch._C._len_torch_dispatch_stack() > 0 or any(type(t) not in dispatch.PLAIN for t in tensors):
             with torch._C._AutoDispatchBelowAutograd():
                 return getattr(torch.ops.upconv, name)(*given)
         return run(*given)

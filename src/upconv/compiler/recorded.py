@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from upconv.cuda import engine, weights
-from upconv.cuda.compile import provisional
 from upconv.planner import Plan
 from upconv.replay import native, replays
 
@@ -38,39 +36,15 @@ def compute(plan: Plan, what: Any, run: Pass, operands: Operands, may_copy: int)
         return run(plan, a, b, c)
     key = (what, a.stride(), b.stride(), b.dtype, c if c is None else (c.stride(), c.dtype), a.get_device())
     held = replays.recorded(plan).get(key, 0)
-    if type(held) is not int and held is not replays._NEVER:
+    if type(held) is not int and held is not replays.NEVER:
         found: Results | None = native.module().play(held, a, b, c, may_copy)
         if found is not None:
             return found
     result = run(plan, a, b, c)
-    if type(held) is int and replays.hoped:
-        _count(plan, key, held, run, operands)
+    if type(held) is int and replays.hoped and not engine._collectors:
+        module, name = replays.recorder(), f"a compiled graph's pass of {plan.problem}"
+        if module is not None:
+            replays.counted(
+                plan, key, lambda: replays.layer(module, plan, name, lambda given: run(plan, *given), operands)
+            )
     return result
-
-
-def _count(plan: Plan, key: Any, held: int, run: Pass, operands: Operands) -> None:
-    """Counts a call that Python computed, and records the last of `replays.CALLS`."""
-    if engine._collectors:
-        return
-    module = native.module()
-    if module is None:
-        replays.hoped = not native.hopeless()
-        return
-    if provisional.pending() or engine._capturing():
-        return
-    replays.recorded(plan)[key] = held + 1 if held < replays.CALLS - 1 else _recorded(module, plan, run, operands)
-
-
-def _recorded(module: Any, plan: Plan, run: Pass, operands: Operands) -> Any:
-    index, last = operands[0].get_device(), plan.problem.layout == "channels_last"
-    with torch.no_grad(), replays._on(index):
-        tape = replays._tape(
-            f"a compiled graph's pass of {plan.problem}",
-            lambda given: run(plan, *given),
-            operands,
-            operands[1],
-            module,
-        )
-    if tape is None:
-        return replays._NEVER
-    return module.Layer(index, replays._context(index), None, last, False, tape, None)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from upconv.cpu.geometry import shuffle_blowup
-from upconv.cpu.onednn import HALF, own_kernel, untrusted, untrusted_gradients, unwritten
+from upconv.cpu.onednn import HALF, untrusted_gradients
 from upconv.cpu.run import (
     BACKWARD_PLANS,
     FORWARD_PLANS,
@@ -13,7 +12,6 @@ from upconv.cpu.run import (
     memory_format,
     refusal,
     torch_gradients,
-    wide_channels,
 )
 
 __all__ = [
@@ -24,12 +22,7 @@ __all__ = [
     "forward",
     "gradients",
     "memory_format",
-    "own_kernel",
     "refusal",
-    "shuffle_blowup",
     "torch_gradients",
-    "untrusted",
     "untrusted_gradients",
-    "unwritten",
-    "wide_channels",
 ]

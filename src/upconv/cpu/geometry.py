@@ -36,9 +36,8 @@ class Axis:
             left, right = self.crop.start - first, first + n + reach - self.crop.stop
         self.pad = max(left, right, 0)
         self.keep = slice(self.pad - left, self.pad - left + n)
-        self.made = (
-            self.crop.stop - self.crop.start + 2 * self.pad - reach
-        )  # outputs computed, those to keep among them
+        # Outputs computed, those to keep among them.
+        self.made = self.crop.stop - self.crop.start + 2 * self.pad - reach
         self.cropped = self.crop != slice(0, size)
         self.whole = self.live == slice(0, count)
         self.dead = self.live.start == self.live.stop

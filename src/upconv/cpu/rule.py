@@ -20,7 +20,7 @@ import torch
 from upconv.cpu import run
 from upconv.cpu.geometry import shuffle_blowup
 from upconv.cpu.onednn import HALF, own_kernel, untrusted, untrusted_gradients, unwritten
-from upconv.problem import Problem
+from upconv.problem import Problem, dtype_name
 
 Choice = tuple[str, str]
 """A plan and the reason for it, in a sentence."""
@@ -64,7 +64,7 @@ def choose_backward(p: Problem, onednn: Collection[torch.dtype]) -> Choice:
     if not p.bias:
         return "native", "PyTorch's operator computes both gradients with forward-shaped kernels"
     if p.dtype not in onednn:
-        return "native", f"PyTorch runs no oneDNN convolution in {_name(p.dtype)} here"
+        return "native", f"PyTorch runs no oneDNN convolution in {dtype_name(p.dtype)} here"
     few = p.out_channels < _SPLIT_CHANNELS and p.dtype is torch.float32
     if p.layout == "nchw" or p.rank > 2 or few:
         return "native", "oneDNN sums the bias' gradient at the speed of memory here"
@@ -96,10 +96,6 @@ def scalar_bias(p: Problem) -> bool:
     return p.bias and p.dtype is not torch.float64 and not own_kernel(p)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _fastest_forward(p: Problem, onednn: Collection[torch.dtype], threads: int) -> Choice:
     """The fastest plan, where PyTorch's own operator is right."""
     if p.batch == 0 or min(p.size) == 0:
@@ -107,10 +103,8 @@ def _fastest_forward(p: Problem, onednn: Collection[torch.dtype], threads: int) 
     if untrusted(p):
         return "native", "oneDNN's half-precision forward kernels are not to be trusted on images this narrow"
     if p.dtype not in onednn:
-        return (
-            "native",
-            f"PyTorch runs no oneDNN convolution in {_name(p.dtype)} here, and the other plans rest on them",
-        )
+        reason = f"PyTorch runs no oneDNN convolution in {dtype_name(p.dtype)} here, and the other plans rest on them"
+        return "native", reason
     outputs = math.prod(p.output_shape)
     if outputs < _SMALL_OUTPUT:
         return "native", "the output is small, so the call is bound by its overhead"

@@ -293,15 +293,15 @@ def gradients(
         x, w = (None if g is None else g.to(p.dtype, memory_format=layout, copy=True) for g in exact[:2])
         return x, w, None if exact[2] is None else exact[2].to(p.dtype)
     split = plan == "split"
-    found: list[Tensor | None] = [None, None, None]
     asked = (mask[0], mask[1], mask[2] and not split)
+    for_input = for_weight = for_bias = None
     if any(asked):
-        found = torch_gradients(
+        for_input, for_weight, for_bias = torch_gradients(
             grad, input, weight, p.out_channels, p.stride, p.padding, p.output_padding, p.groups, p.dilation, asked
         )
     if split and mask[2]:
-        found[2] = _sum_channels(grad)
-    return found[0], found[1], found[2]
+        for_bias = _sum_channels(grad)
+    return for_input, for_weight, for_bias
 
 
 def torch_gradients(
@@ -315,13 +315,15 @@ def torch_gradients(
     groups: int,
     dilation: Sequence[int],
     mask: Sequence[bool],
-) -> list[Tensor | None]:
+    transposed: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """PyTorch's gradients for input, weight and the bias of ``channels``, as far as ``mask`` asks."""
     found = torch.ops.aten.convolution_backward(
-        grad, input, weight, [channels], stride, padding, dilation, True, output_padding, groups, mask
+        grad, input, weight, [channels], stride, padding, dilation, transposed, output_padding, groups, mask
     )
     # With the bias' gradient oneDNN returns the weight's, asked for or not, and for 1-D layers then a 4-D one.
-    return [g if asked else None for g, asked in zip(found, mask)]
+    x, w, b = (g if asked else None for g, asked in zip(found, mask))
+    return x, w, b
 
 
 # PyTorch sums half precisions by converting the whole tensor to float32 first. From 32 MiB on that copy is mapped anew

@@ -16,9 +16,9 @@ from upconv.cuda.compile import jit
 from upconv.cuda.compile.launch import Counters, Launcher, as_run
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.scalars import PRECISIONS
 from upconv.problem import Problem
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _THREADS, _UNROLL = 256, 8
 _LEAST_BYTES = {"nchw": 1 << 20, "channels_last": 16 << 20}
 """Of the output's gradient. NCHW takes one launch, 2 us more of the host than torch's and, of 2 MB, 10 us less of the
@@ -39,7 +39,7 @@ class Shape:
 
 def serves(p: Problem) -> bool:
     """Whether the kernel takes the layer's gradient for the bias."""
-    if p.dtype not in _DTYPES or math.prod(p.output_shape) * p.dtype.itemsize < _LEAST_BYTES[p.layout]:
+    if p.dtype not in PRECISIONS or math.prod(p.output_shape) * p.dtype.itemsize < _LEAST_BYTES[p.layout]:
         return False
     return p.layout == "nchw" or p.out_channels * p.dtype.itemsize % 16 == 0
 
@@ -64,6 +64,13 @@ def shape(p: Problem, gpu: Gpu) -> Shape:
     return Shape(channels, -(-every // items), (channels, pixels, share, pieces, every, items, width))
 
 
+def instance(p: Problem) -> str:
+    """The source of a layer's kernels."""
+    sums = ("sum_last",) if p.layout == "channels_last" else ("sum", "sum_at_once")
+    entries = (*sums, "finish", *(("finish_float",) if p.dtype.itemsize == 2 else ()))
+    return jit.instance("bias.cu", {"precision": PRECISIONS[p.dtype]}, [f"{entry}<{jit.CONFIG}>" for entry in entries])
+
+
 class BiasRunner:
     """The sums of a layer's output gradients on one device."""
 
@@ -75,7 +82,7 @@ class BiasRunner:
         """Whether the tensor must begin at 16 bytes."""
         self.sums = torch.float64 if p.dtype is torch.float64 else torch.float32
         self.shape = shape(p, gpu)
-        source = jit.source("bias.cu", {"DTYPE": _DTYPES[p.dtype], "CHANNELS_LAST": int(last)})
+        source = instance(p)
         label = f"bias {p.precision} {p.layout}"
         letters = "iqq" if last else "iqqiiii"
         self._sizes = as_run(letters, self.shape.arguments)
@@ -86,7 +93,9 @@ class BiasRunner:
             self._counters = Counters(index, self._partial_at // 4 + words)
             kernel = jit.kernel(source, "sum_at_once", gpu.arch, label)
             self._at_once = Launcher(kernel, _THREADS, 0, f"PPPPii({letters})")
-        self._sum = Launcher(jit.kernel(source, "sum", gpu.arch, label), _THREADS, 0, f"PP({letters})")
+        self._sum = Launcher(
+            jit.kernel(source, "sum_last" if last else "sum", gpu.arch, label), _THREADS, 0, f"PP({letters})"
+        )
         self._finish = Launcher(jit.kernel(source, "finish", gpu.arch, label), _THREADS, 0, "PPii")
         self._finish_float = None
         if p.dtype.itemsize == 2:

@@ -43,7 +43,7 @@ class Unit:
 
 
 def packing_entries(kernel: str, p: Problem) -> tuple[str, ...]:
-    """The entries of ``kernels/columns.cuh`` that pack weights for a kernel; of 16 bits also float32 weights."""
+    """The entries of ``kernels/packing.cuh`` that pack weights for a kernel; of 16 bits also float32 weights."""
     return (f"pack<{kernel}>", *((f"pack_float<{kernel}>",) if p.dtype.itemsize == 2 else ()))
 
 

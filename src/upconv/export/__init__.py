@@ -1,7 +1,7 @@
 """One layer -> one self-contained Python file: ``ModelNew`` with its CUDA kernels inline.
 
 The file imports torch and the standard library alone. Its kernels are those which the planner chooses for the layer on
-a GPU, their source specialised (`upconv.export.specialise`), with host code of its own (`upconv.export.host`) in the
+a GPU (`upconv.export.device`), with host code of its own (`upconv.export.host`) in the
 frame of `upconv.export.program`. They serve every batch and spatial size.
 """
 

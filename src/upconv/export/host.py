@@ -18,6 +18,8 @@ import torch
 from upconv.cuda.axes import source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct, direct_grad, staged
+from upconv.cuda.direct.cells import axes
+from upconv.cuda.direct.walks import Walk
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import Gpu
@@ -69,8 +71,6 @@ class Variant:
     def kernel(self, entry: str) -> str:
         """An entry in C++."""
         names = {one.partition("<")[0]: one for one in jit.entries_of(self.source)}
-        if not names:
-            return f"{self.name}::{entry}"
         return re.sub(r"(\w+)([<>])", r"kernels::\1\2", re.sub(rf"\b{jit.CONFIG}\b", self.config, names[entry]))
 
     @property
@@ -87,7 +87,7 @@ class Variant:
             return "DirectGradInput"
         if isinstance(c, staged.Choice):
             return "StagedGradInput" if self.pass_ == "grad-input" else "StagedGradWeight"
-        return "DirectAny" if c.tile is None else "DirectWalk" if isinstance(c.tile, direct.Walk) else "Direct"
+        return "DirectAny" if c.tile is None else "DirectWalk" if isinstance(c.tile, Walk) else "Direct"
 
 
 def variants(p: Problem, gpu: Gpu) -> tuple[Variant, ...]:
@@ -453,7 +453,7 @@ def _run_grad_weight(v: Variant) -> str:
     lines.append("// Adds the slices of sums, always in the same order; out may have any dense memory format.\n")
     lines.append("const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));\n")
     lines.append("const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));\n")
-    lines.append(_launch(v.kernel("reduce"), (256, 0), "x", blocks, "sums", "strides"))
+    lines.append(_launch(v.kernel(v.entries[-1]), (256, 0), "x", blocks, "sums", "strides"))
     return "".join(lines)
 
 
@@ -472,12 +472,7 @@ def _block(v: Variant) -> tuple[int, int]:
         return c.tiling.threads, c.tiling.shared_bytes
     if isinstance(c, staged.Choice):
         return c.tile.threads, c.tile.shared_bytes
-    if isinstance(c, direct_grad.Choice) or c.tile is None:
-        return 256, 0
-    m = c.macros()
-    if isinstance(c.tile, direct.Walk):
-        return m["THREADS"], 0
-    return m["THREADS"], direct.shared_words(m)[2] * (8 if c.problem.dtype is torch.float64 else 4)
+    return (c.threads, c.shared_bytes) if isinstance(c, direct.Choice) else (256, 0)
 
 
 def _gather_map(t: Tiling, source: str) -> str:
@@ -772,7 +767,7 @@ def packed_words(v: Variant) -> int:
     if isinstance(c, joined.Choice):
         return c.tile.packed_words
     if isinstance(c, direct.Choice):
-        return c.problem.groups * c.problem.taps if isinstance(c.tile, direct.Walk) else direct.packed_words(c.macros())
+        return c.packed_words
     return 0
 
 
@@ -807,9 +802,9 @@ def record(v: Variant) -> str:
     elif c.tile is None:
         given |= {"channels": c.problem.out_channels}
     else:
-        p, (_, h, w_axis) = c.problem, direct.axes(c.problem)
+        p, (_, h, w_axis) = c.problem, axes(c.problem)
         stride = (h.stride, w_axis.stride)
-        if isinstance(c.tile, direct.Walk):
+        if isinstance(c.tile, Walk):
             blocks = p.groups // c.tile.channels
             given |= {"cells": c.tile.cells, "strip": c.tile.strip, "pieces": c.tile.pieces}
             given |= {"stride": stride, "channel_blocks": blocks}

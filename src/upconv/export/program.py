@@ -7,12 +7,10 @@ import textwrap
 from collections.abc import Mapping
 from textwrap import indent
 
-from upconv.cuda.compile import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad import wgrad
 from upconv.export import device, host
 from upconv.export.signatures import Signature
-from upconv.export.specialise import specialise
 from upconv.problem import Problem
 
 WIDTH = 120
@@ -34,7 +32,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
     values = {
         "HEAD": _head(p, signature, gpu, found),
         "CONSTANTS": _constants(p, gpu, found),
-        "CUDA": cuda(found, gpu.arch),
+        "CUDA": cuda(found),
         "DECLARATIONS": ";\n".join(text for v in found for text in host.prototypes(v)) + ";",
         "FUNCTIONS": "".join(f'    "{name}",\n' for name in host.functions(found)),
         "ARCH": gpu.arch,
@@ -53,16 +51,13 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
     return _filled(_FILE, values)
 
 
-def cuda(found: tuple[host.Variant, ...], arch: str) -> str:
-    """The file's CUDA C++: device code of all kernels, each in its namespace, then the host's."""
-    instances = [v for v in found if jit.entries_of(v.source)]
-    units = [(v, specialise(v.source, v.name, v.entries, arch)) for v in found if v not in instances]
-    needed = dict.fromkeys([*device.includes(instances), *(name for _, unit in units for name in unit.includes)])
+def cuda(found: tuple[host.Variant, ...]) -> str:
+    """The file's CUDA C++: the kernels' templates, a struct of constants for each launch, then the host's code."""
+    needed = device.includes(found)
     parts = [
         host.includes() + "".join(f"\n#include <{name}>" for name in needed) + "\n",
-        *([device.templates(instances)] if instances else []),
-        *(f"{_banner(v)}\nnamespace kernels {{\n{device.constants(v)}}}  // namespace kernels\n" for v in instances),
-        *(f"{_banner(v)}\n{unit.text.strip()}\n" for v, unit in units),
+        device.templates(found),
+        *(f"{_banner(v)}\n{device.constants(v)}" for v in found),
         host.helpers(found),
         *(host.definitions(v) for v in found),
     ]

@@ -9,24 +9,58 @@ tracing, and negated, sparse or wrapped tensors are a difference too. What keys 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from upconv.problem import Precision, Problem
+from upconv.problem import Precision
+
+if TYPE_CHECKING:
+    from upconv.planner import Plan
+
+Operands = tuple[Tensor, Tensor, "Tensor | None"]
+"""Input, weight and bias."""
+Arguments = tuple[int, Any, Any, Any, Any, Any]
+"""The rank, and a call's stride, padding, output_padding, groups and dilation as the caller gave them."""
+Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+"""For input, weight and bias."""
 
 
-class Planned(Protocol):
-    """What a call leads to: a plan, of the problem that it computes."""
+class Operation(Protocol):
+    """What a call leads to: a transposed convolution by a plan, or a plain one."""
+
+    def __hash__(self) -> int: ...
 
     @property
-    def problem(self) -> Problem: ...
+    def plain(self) -> bool: ...
 
+    @property
+    def plan(self) -> Plan:
+        """A plain convolution's is that of the transposed one whose gradient for the input it is."""
 
-P = TypeVar("P", bound=Planned)
+    @property
+    def result(self) -> tuple[int, ...]:
+        """The shape of the result, whose layout is that of the plan's problem."""
+
+    @property
+    def inference(self) -> Operation:
+        """What computes the same call where no gradient is recorded."""
+
+    def loaded(self, index: int) -> bool:
+        """Whether the forward was computed on a device."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """By our kernels, keeping nothing: on the current stream, without autograd."""
+
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
+        """As `forward`, those that ``mask`` asks for."""
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
+        """The same in every state of autograd, autocast and functorch that a backward may run in."""
+
 
 MOST = 4096
 """Weights that are remembered."""
@@ -37,7 +71,7 @@ MOST_GUARDS = 16
 
 _function_stack: Callable[[], int] = torch._C._len_torch_function_stack
 _cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
-_unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
+unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 _GUARDS: Callable[..., Any] | None = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
 )  # a private class: without it every call finds its plan by its description
@@ -61,29 +95,23 @@ def float32_precision() -> Precision:
     return "tf32" if _cudnn_enabled() and _conv_precision("cuda", "conv") == "tf32" else "ieee"
 
 
-class Call(Generic[P]):
-    """A call as it was made before, and the plan that it led to.
+class Call:
+    """A call as it was made before, and the operation that it led to.
 
-    ``dtype`` is what it computes in, whatever the input's; ``made`` how many guards were made for the plan.
+    ``dtype`` is what it computes in, whatever the input's; ``made`` how many guards were made for the operation.
     """
 
     __slots__ = (
-        "_arguments", "_check", "_kind", "_last", "_precision", "_unbiased", "autocast", "differentiable", "made",
-        "plan",
+        "_arguments", "_check", "_kind", "_last", "_precision", "_unbiased", "autocast", "differentiable", "inference",
+        "made", "operation",
     )  # fmt: skip
 
     def __init__(
-        self,
-        plan: P,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        arguments: tuple[Any, ...],
-        made: int = 1,
+        self, operation: Operation, given: Operands, dtype: torch.dtype, arguments: Arguments, made: int = 1
     ) -> None:
+        input, weight, bias = given
         tensors = (input, weight) if bias is None else (input, weight, bias)
-        self.plan, self.made = plan, made
+        self.operation, self.inference, self.made = operation, operation.inference, made
         self.differentiable = any(t.requires_grad for t in tensors)
         """Whether an operand requires a gradient."""
         self._kind = "cuda" if input.is_cuda else "cpu"
@@ -92,7 +120,7 @@ class Call(Generic[P]):
         self._arguments = arguments
         self._unbiased = bias is None
         self._precision = float32_precision() if dtype is torch.float32 and input.is_cuda else None
-        self._last = plan.problem.layout != "nchw"
+        self._last = operation.plan.problem.layout != "nchw"
         sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
         assert _GUARDS is not None
         self._check = _GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
@@ -128,74 +156,58 @@ class Call(Generic[P]):
         )
 
 
-class Seen(Generic[P]):
-    """What is remembered of a weight: the calls that led to the same plan twice in turn, and the last call's plan."""
+class Seen:
+    """What is remembered of a weight: the calls that led to one operation twice in turn, and the last call's."""
 
     __slots__ = ("calls", "last")
 
-    def __init__(self, last: P) -> None:
-        self.calls: tuple[Call[P], ...] = ()
+    def __init__(self, last: Operation) -> None:
+        self.calls: tuple[Call, ...] = ()
         self.last = last
 
 
-seen: dict[int, Seen[Any]] = {}
+seen: dict[int, Seen] = {}
 """Transposed convolutions, by the weight's `id`; of a weight that has the same by chance, `Call.is_this` knows that it
 is another."""
+seen_plain: dict[int, Seen] = {}
+"""Plain convolutions."""
 
 
-def recognised(
-    among: dict[int, Seen[P]],
-    rank: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    output_padding: Any,
-    groups: Any,
-    dilation: Any,
-) -> Call[P] | None:
-    """The call as it was made before, if it is noted there."""
-    noted = among.get(id(weight))
-    if noted is None or input.is_nested or weight.is_nested:  # PyTorch's guards end the process on a nested tensor
-        return None
-    for known in noted.calls:
-        if known.is_this(rank, input, weight, bias, stride, padding, output_padding, groups, dilation):
-            return known
-    return None
+def forget() -> None:
+    """Drops what is remembered."""
+    seen.clear()
+    seen_plain.clear()
 
 
-_IMMUTABLE = (int, tuple)  # of an argument that is the same object; a list may hold other numbers by now
+_IMMUTABLE = (int, tuple)
 
 
-def remember(
-    plan: P,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    *arguments: Any,
-    among: dict[int, Seen[P]] = seen,
-) -> None:
-    """Notes a call that found its plan by its description; of the second in turn with a plan, its guards too.
+def lasting(arguments: Arguments) -> bool:
+    """Whether arguments that are the same objects are the same numbers; a list may hold others by now."""
+    return all(type(a) in _IMMUTABLE for a in arguments)
 
-    ``dtype`` is what the call computes in, ``arguments`` the rank and its other arguments, ``among`` where it is noted.
+
+def remember(operation: Operation, given: Operands, dtype: torch.dtype, arguments: Arguments) -> None:
+    """Notes a call that found its operation by its description; of the second in turn with one, its guards too.
+
+    ``dtype`` is what the call computes in.
     """
-    if _GUARDS is None or _function_stack() or any(type(a) not in _IMMUTABLE for a in arguments):
+    if _GUARDS is None or _function_stack() or not lasting(arguments):
         return
+    among, weight = seen_plain if operation.plain else seen, given[1]
     known = among.get(id(weight))
-    if known is None or known.last is not plan:  # not every size of an image is seen again
+    if known is None or known.last is not operation:  # not every size of an image is seen again
         if known is None:
             if len(among) >= MOST:
                 among.clear()
-            among[id(weight)] = Seen(plan)
+            among[id(weight)] = Seen(operation)
         else:
-            known.last = plan
+            known.last = operation
         return
-    if any(_unwrapped(t) is not t for t in (input, weight, bias) if t is not None):
+    if any(unwrapped(t) is not t for t in given if t is not None):
         return  # left over from a functorch transform
-    made = sum(call.made for call in known.calls if call.plan is plan)
+    made = sum(call.made for call in known.calls if call.operation is operation)
     if made >= MOST_GUARDS:
         return
-    others = tuple(call for call in known.calls if call.plan is not plan)[: MOST_CALLS - 1]
-    known.calls = (Call(plan, input, weight, bias, dtype, arguments, made + 1), *others)
+    others = tuple(call for call in known.calls if call.operation is not operation)[: MOST_CALLS - 1]
+    known.calls = (Call(operation, given, dtype, arguments, made + 1), *others)

@@ -14,9 +14,9 @@ Python does, kernel by kernel, so that results are the same to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,33 +26,10 @@ from upconv.cuda import engine, weights
 from upconv.cuda.compile import provisional
 from upconv.planner import Plan
 from upconv.replay import calls, native
+from upconv.replay.calls import Arguments, Operands, Operation
 
 if TYPE_CHECKING:
     from upconv.replay import tape
-
-Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
-"""For input, weight and bias."""
-
-
-class Passes(Protocol):
-    """What a recorded call computes: a transposed convolution, or a plain one."""
-
-    plan: Plan
-    result: tuple[int, ...]
-    """The shape of its result, which lies in the layout of the plan's problem."""
-
-    def loaded(self, index: int) -> bool:
-        """Whether the forward was computed on a device."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """By our kernels, keeping nothing: on the current stream, without autograd."""
-
-    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
-        """As `forward`, those that ``mask`` asks for; ``grad`` is dense."""
-
-    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
-        """The same in every state of autograd, autocast and functorch that a backward may run in."""
-
 
 CALLS = 3
 """Of a training call, which is recorded with the last of them."""
@@ -74,85 +51,101 @@ def forget() -> None:
 def recorded(holder: Any) -> dict[Any, Any]:
     """What is known of the calls of a plan or a convolution, by what tells them apart; of those used last.
 
-    A value is the number of calls like it, or what replays them, or `_NEVER`.
+    A value is the number of calls like it, or what replays them, or `NEVER`.
     """
     return {}
 
 
-def offer(
-    holder: Any,
-    passes: Callable[[Any], Passes],
-    plain: bool,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    arguments: tuple[Any, ...],
-) -> None:
+def offer(operation: Operation, given: Operands, arguments: Arguments) -> None:
     """Told of each training call that Python computes; the third like it is recorded, if the module is there.
 
     Args:
-        holder: what planned it, hashable.
-        passes: what it computes, of the holder.
-        plain: whether it is a plain convolution's.
-        input, weight, bias: as the caller gave them.
-        arguments: the rank, stride, padding, output_padding, groups and dilation, as the caller gave them.
+        operation: what computes it, hashable.
+        given: input, weight and bias as the caller gave them.
+        arguments: the call's others, as the caller gave them.
     """
-    global host, hoped
-    if not weight.requires_grad or any(type(a) not in _IMMUTABLE for a in arguments):
+    global host
+    input, weight, bias = given
+    if not weight.requires_grad or not calls.lasting(arguments):
         return  # only layers that are trained are recorded
     tensors = (input, weight) if bias is None else (input, weight, bias)
-    if engine._collectors or any(calls._unwrapped(t) is not t for t in tensors) or weights.is_frozen(weight):
+    if engine._collectors or any(calls.unwrapped(t) is not t for t in tensors) or weights.is_frozen(weight):
         return
     kind = "cuda" if input.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     if autocast is not None and input.dtype is torch.float64:
         return  # which autocast leaves as it is
-    module = native.module()
+    module = recorder()
     if module is None:
-        hoped = not native.hopeless()
-        return
-    if provisional.pending():  # a tape has final kernels, and nobody is to wait for them here
-        return
-    if engine._capturing():  # passes that are captured do without what outlives them
         return
     key = (autocast, weight.dtype, arguments, *((t.stride(), t.requires_grad) for t in tensors), input.get_device())
-    known = recorded(holder)
-    found = known.get(key, 0)
-    if type(found) is int:
-        if found < CALLS - 1:
-            known[key] = found + 1
-            return
-        found = known[key] = _recorded(module, passes(holder), input, weight, bias, autocast) or _NEVER
-    if found is not _NEVER:
-        p = passes(holder).plan.problem
+    found = counted(operation, key, lambda: _recorded(module, operation, given, autocast))
+    if found is not None:
+        p = operation.plan.problem
         precision = _PRECISIONS[p.precision] if p.dtype is torch.float32 and input.is_cuda else 0
-        module.note(plain, found, precision, input, weight, bias, *arguments)
+        module.note(operation.plain, found, precision, input, weight, bias, *arguments)
         host = module
 
 
-_IMMUTABLE = (int, tuple)
-_NEVER = object()
+def recorder() -> Any:
+    """The module; None where there is none, or where nothing is to be recorded now."""
+    global hoped
+    module = native.module()
+    if module is None:
+        hoped = not native.hopeless()
+        return None
+    # A tape has final kernels, and nobody is to wait for them here. What is captured does without what outlives it.
+    return None if provisional.pending() or engine._capturing() else module
+
+
+def counted(holder: Any, key: Any, record: Callable[[], Any]) -> Any:
+    """Counts a call, and records the last of `CALLS`; what replays calls like it, None while there is nothing."""
+    known = recorded(holder)
+    found = known.get(key, 0)
+    if type(found) is int:
+        found = known[key] = found + 1 if found < CALLS - 1 else record() or NEVER
+    return None if type(found) is int or found is NEVER else found
+
+
+NEVER = object()
+"""In the place of what replays calls that cannot be replayed."""
 _PRECISIONS = {"ieee": 1, "tf32": 2}
 
 
-def _recorded(
-    module: Any, passes: Passes, input: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None
-) -> Any:
+def _recorded(module: Any, operation: Operation, given: Operands, autocast: torch.dtype | None) -> Any:
     """A ``Layer`` for a call that is made with these operands; None where its forward is no tape."""
-    index, p = input.get_device(), passes.plan.problem
-    if not passes.loaded(index):
+    input, weight, bias = given
+    if not operation.loaded(input.get_device()):
         return None
     x = input if autocast is None else torch.empty_like(input, dtype=autocast, device="meta")
+    plan, call_back = operation.plan, _Gradients(module, operation)
 
-    def forward(given: Sequence[Any]) -> list[Tensor]:
-        return [passes.forward(given[0], given[1], given[2])]
+    def forward(operands: Sequence[Any]) -> list[Tensor]:
+        return [operation.forward(*operands)]
 
-    with torch.no_grad(), torch.autocast("cuda", enabled=False), _on(index):
-        found = _tape(f"the forward of {p}", forward, (x, weight, bias), weight, module)
-    if found is None:
-        return None
-    last = p.layout == "channels_last"
-    return module.Layer(index, _context(index), autocast, last, bias is not None, found, _Gradients(module, passes))
+    what = f"the forward of {plan.problem}"
+    return layer(module, plan, what, forward, (x, weight, bias), autocast, bias is not None, call_back)
+
+
+def layer(
+    module: Any,
+    plan: Plan,
+    what: str,
+    run: tape.Pass,
+    operands: Sequence[Tensor | None],
+    autocast: torch.dtype | None = None,
+    biased: bool = False,
+    call_back: Callable[..., Any] | None = None,
+) -> Any:
+    """A ``Layer`` that replays a pass by a plan; None for one that cannot be recorded.
+
+    ``operands``: those that it is recorded with, the second on its device. The rest is as ``native.cpp`` has it.
+    """
+    weight = operands[1]
+    assert weight is not None
+    index, last = weight.get_device(), plan.problem.layout == "channels_last"
+    found = _tape(module, what, run, operands, weight)
+    return found and module.Layer(index, _context(index), autocast, last, biased, found, call_back)
 
 
 def _context(index: int) -> int:
@@ -166,17 +159,15 @@ def _context(index: int) -> int:
         return 0
 
 
-def _on(index: int) -> AbstractContextManager[object]:
-    return torch.cuda.device(index) if index >= 0 else nullcontext()
-
-
-def _tape(what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Tensor, module: Any) -> bytes | None:
+def _tape(module: Any, what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Tensor) -> bytes | None:
     """A pass as the module takes it; None where it cannot be recorded. ``like``: a tensor on its device."""
     from upconv.cuda.compile import jit
     from upconv.replay import tape
 
+    on = torch.cuda.device(like.get_device()) if like.get_device() >= 0 else nullcontext()
     try:
-        return tape.record(run, operands, like, module.blob).packed(module.number)
+        with torch.no_grad(), torch.autocast("cuda", enabled=False), on:
+            return tape.record(run, operands, like, module.blob).packed(module.number)
     except tape.NoTape as reason:
         jit._tell(f"native: {what} stays in Python: {reason}")
     except Exception as error:  # whatever a dry run meets, the pass itself was computed
@@ -187,27 +178,26 @@ def _tape(what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Te
 class _Gradients:
     """What the module calls for gradients that no tape is for, or that do not fit it; with what records them."""
 
-    def __init__(self, module: Any, passes: Passes) -> None:
-        self._module, self._passes = module, passes
+    def __init__(self, module: Any, operation: Operation) -> None:
+        self._module, self._operation = module, operation
 
     def __call__(self, grad: Tensor, input: Tensor, weight: Tensor, mask: int, wanted: bool) -> tuple[Any, ...]:
         """The gradients for input, weight and bias that the bits of ``mask`` ask for; and their tape, if ``wanted``."""
         asked = [bool(mask >> i & 1) for i in range(3)]
-        found = self._passes.backward(grad, input, weight, asked)
+        found = self._operation.backward(grad, input, weight, asked)
         return (*found, self._recorded(input, weight, asked) if wanted else None)
 
     def _recorded(self, input: Tensor, weight: Tensor, asked: Sequence[bool]) -> bytes | None:
-        p, shape = self._passes.plan.problem, self._passes.result
+        p, shape = self._operation.plan.problem, self._operation.result
         strides = cpu.dense_strides(shape, cpu.memory_format(p.layout, p.rank))
         grad = torch.empty_strided(shape, strides, dtype=input.dtype, device="meta")
-        with torch.no_grad(), _on(weight.get_device()):
-            return _tape(
-                f"the gradients {_named(asked)} of {p}",
-                lambda given: self._passes.gradients(given[0], given[1], given[2], asked),
-                (grad, input, weight),
-                weight,
-                self._module,
-            )
+        return _tape(
+            self._module,
+            f"the gradients {_named(asked)} of {p}",
+            lambda given: self._operation.gradients(given[0], given[1], given[2], asked),
+            (grad, input, weight),
+            weight,
+        )
 
 
 def _named(asked: Sequence[bool]) -> str:

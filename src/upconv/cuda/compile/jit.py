@@ -161,9 +161,18 @@ def parts_of(text: str) -> tuple[str, str]:
     return f"{struct_text}\n}};\n", found[1]
 
 
-def with_includes(file: str, seen: set[str]) -> str:
-    """The text of ``kernels/<file>`` behind what it includes of ``kernels``, but for the files ``seen``, which grow."""
-    return "" if file in seen else _LINE.sub("", _inline(file, seen))
+def with_includes(file: str, seen: set[str]) -> Iterator[str]:
+    """The texts of ``kernels/<file>`` and of what it includes of ``kernels``, which come before it.
+
+    Those ``seen`` are left out; the set grows. Errors: FileNotFoundError.
+    """
+    if file in seen:
+        return
+    seen.add(file)
+    text = (KERNELS / file).read_text(encoding="utf-8")
+    for included in _QUOTED.findall(text):
+        yield from with_includes(included, seen)
+    yield _QUOTED.sub("", _ONCE.sub("", text)).strip() + "\n"
 
 
 def _inline(file: str, seen: set[str]) -> str:
@@ -415,7 +424,7 @@ def inspect(cubin: bytes) -> dict[str, tuple[int, int, int]]:
     if cache.arch_number(cubin) is None:
         raise ValueError(f"cubin must be an ELF file for CUDA; got {len(cubin)} bytes that start with {cubin[:4]!r}")
     try:
-        return {_entry(symbol): needs for symbol, needs in _resources(cubin).items()}
+        return {entry_of(symbol): needs for symbol, needs in _resources(cubin).items()}
     except (struct.error, IndexError, KeyError, ValueError) as error:
         raise ValueError(f"cubin must be a whole ELF file; got one that is cut or damaged ({error})") from None
 
@@ -423,8 +432,8 @@ def inspect(cubin: bytes) -> dict[str, tuple[int, int, int]]:
 _TEMPLATE = re.compile(rf"_Z(\d+)(\w+?)I(?:\d+\w+?I)?{len(CONFIG)}{CONFIG}E")
 
 
-def _entry(symbol: str) -> str:
-    """The name of a kernel in the source, where a symbol is that of a template's instance."""
+def entry_of(symbol: str) -> str:
+    """The name in the source of a kernel with such a symbol, which may be a template's instance."""
     found = _TEMPLATE.match(symbol)
     return found[2] if found and len(found[2]) == int(found[1]) else symbol
 
@@ -546,7 +555,7 @@ def kernel(source: str, entry: str, arch: str, label: str = "", keep: bool = Tru
 
 def _load(code: bytes, entry: str, key: str, label: str) -> Kernel:
     needs = _resources(code)
-    symbols = {_entry(symbol): symbol for symbol in needs}
+    symbols = {entry_of(symbol): symbol for symbol in needs}
     if entry not in symbols:
         raise ValueError(f"entry must be one of {label}'s, {', '.join(symbols) or 'which has none'}; got {entry!r}")
     symbol = symbols[entry]

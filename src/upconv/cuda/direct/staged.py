@@ -28,10 +28,10 @@ from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.packs import Unit
 from upconv.cuda.rearrange import batches
+from upconv.cuda.scalars import PRECISIONS, geometry
 from upconv.derived import derived
 from upconv.problem import Problem
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _UNROLLED = 512  # multiply-adds of a thread in a straight stretch of code (longer: registers spill)
 _SUMS = 72  # registers of a thread that hold sums (float64: half of them)
 _INPUTS = 16  # and the input's elements that meet them (grad-weight; 32 spill)
@@ -267,45 +267,48 @@ class Tile:
         units = self.span[1] * self.channels // self.vector
         return -(-units // self.threads), -(-self.span[0] // max(1, self.threads // units))
 
-    def macros(self) -> dict[str, int | float | str]:
-        """The kernels' constants."""
+    def constants(self) -> dict[str, int]:
+        """The kernels', see kernels/staged.cu."""
         p = self.problem
-        taps_h, taps_w = self.axes[1][0], self.axes[2][0]
-        found: dict[str, int | float | str] = {
-            "DTYPE": DTYPES[p.dtype],
-            "ELEMENT": p.dtype.itemsize,
-            "GRAD_WEIGHT": int(self.weight),
-            "CHANNELS_LAST": int(p.layout == "channels_last"),
-            "LANES_ARE_CHANNELS": int(self.lanes_are_channels),
-            "CHANNELS": self.channels,
-            "GROUPS": p.groups,
-            "CIN_G": self.cin_g,
-            "COUT_G": self.cout_g,
-            "TILE_H": self.h,
-            "TILE_W": self.w,
-            "ROWS": self.rows,
-            "CI_TILE": self.ci,
-            "SPAN_H": self.span[0],
-            "SPAN_W": self.span[1],
-            "SHIFT": self.shift,
-            "PLANE_PITCH": self.plane,
-            "VECTOR": self.vector,
-            "BATCH": self.batch,
-            "THREADS": self.threads,
-            "MIN_BLOCKS": self.resident,
+        return geometry(p) | {
+            "precision": PRECISIONS[p.dtype],
+            "channels_last": p.layout == "channels_last",
+            "lanes_are_channels": self.lanes_are_channels,
+            "channels": self.channels,
+            "groups": p.groups,
+            "cin_g": self.cin_g,
+            "cout_g": self.cout_g,
+            "tile_h": self.h,
+            "tile_w": self.w,
+            "rows": self.rows,
+            "ci_tile": self.ci,
+            "span_h": self.span[0],
+            "span_w": self.span[1],
+            "shift": self.shift,
+            "plane_pitch": self.plane,
+            "vector": self.vector,
+            "batch": self.batch,
+            "threads": self.threads,
+            "min_blocks": self.resident,
+            "kw_tile": self.kw,
+            "kh_tile": self.kh if self.weight else 1,
+            **self._of_input,
         }
+
+    @property
+    def _of_input(self) -> dict[str, int]:
+        """The constants of the gradient for the input, which are 1 for the other's."""
         if self.weight:
-            found |= {"KH_TILE": self.kh, "KW_TILE": self.kw}
-        else:
-            found |= {"KW_TILE": self.kw, "KW_PARTS": self.parts}
-            found["WEIGHTS_READ"] = 1 if self.lanes_are_channels else self.weights
-            found["STORED"] = self.stored
-            column = taps_h * self.rows * self.ci
-            found["UNROLL_H"] = taps_h if column <= _UNROLLED else 1
-            found["UNROLL_W"] = min(2, self.kw) if taps_w <= 4 and column <= _UNROLLED // 8 else 1
-        for name, (kernel, step, dil, pad) in zip("DHW", self.axes):
-            found |= {f"KERNEL_{name}": kernel, f"STEP_{name}": step, f"DIL_{name}": dil, f"PAD_{name}": pad}
-        return found
+            return dict.fromkeys(("kw_parts", "weights_read", "stored", "unroll_h", "unroll_w"), 1)
+        taps_h, taps_w = self.axes[1][0], self.axes[2][0]
+        column = taps_h * self.rows * self.ci
+        return {
+            "kw_parts": self.parts,
+            "weights_read": 1 if self.lanes_are_channels else self.weights,
+            "stored": self.stored,
+            "unroll_h": taps_h if column <= _UNROLLED else 1,
+            "unroll_w": min(2, self.kw) if taps_w <= 4 and column <= _UNROLLED // 8 else 1,
+        }
 
 
 @lru_cache(maxsize=4096)
@@ -344,8 +347,11 @@ class Choice(family.Defaults):
         """What NVRTC must compile; the same for all sizes."""
         p = self.problem
         label = f"staged {p.pass_} {str(p).split(' on ')[0]} {p.precision} {p.layout}"
-        entries = ("grad_weight", "reduce") if self.tile.weight else ("grad_input",)
-        return (Unit(label, jit.source("staged.cu", self.tile.macros()), entries),)
+        entries = ("grad_weight", "reduce_staged") if self.tile.weight else ("grad_input",)
+        named = [
+            f"reduce_staged<Staged<{jit.CONFIG}>>" if e == "reduce_staged" else f"{e}<{jit.CONFIG}>" for e in entries
+        ]
+        return (Unit(label, jit.instance("staged.cu", self.tile.constants(), named), entries),)
 
     def prepare(self, device: int) -> GradInput | GradWeight:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -417,7 +423,7 @@ class GradWeight(_Prepared, family.PreparedWeight):
         (unit,), p, tile = choice.sources(), choice.problem, choice.tile
         kernel = jit.kernel(unit.source, "grad_weight", gpu_of(device).arch, unit.label)
         self._run = Launcher(kernel, tile.threads, tile.shared_bytes, "PPP" + "i" * 11)
-        kernel = jit.kernel(unit.source, "reduce", gpu_of(device).arch, unit.label)
+        kernel = jit.kernel(unit.source, "reduce_staged", gpu_of(device).arch, unit.label)
         self._reduce = Launcher(kernel, _REDUCE_THREADS, 0, "PPiqqq")
         self._splits, self._numel = choice.splits, math.prod(p.weight_shape)
         self._sums = torch.float64 if p.dtype is torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""Walks, the depthwise forwards (``direct_walk_nchw.cu``, ``direct_walk.cu``): what a thread computes, and its cost."""
+"""Walks, the depthwise forwards of ``direct_walk_nchw.cu`` and ``direct_walk.cu``: a thread's work and its cost."""
 
 from __future__ import annotations
 

@@ -22,12 +22,13 @@ from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Tensor5, Words, channels_last, dense, encode, of_class
 from upconv.cuda.compile.launch import Counters, Launches, as_run, cluster_fits
+from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gemm.gather_model import alignment_of
 from upconv.cuda.gemm.gather_search import considered, refusal
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.packs import LazyPacks, Packs, Unit, layer_text
+from upconv.cuda.packs import LazyPacks, Packs, Unit, layer_text, packing_entries
 from upconv.cuda.rearrange import batches
 from upconv.derived import derived, varied
 from upconv.problem import Problem
@@ -203,11 +204,11 @@ class Choice(family.Defaults):
         t, label = self.tiling, f"gather {layer_text(self.problem)}"
         unit = 0 if self.general else store_unit(t, self.problem)
         claims: dict[str, Any] = {"claimed": self.claimed, "last_rounds": self.last_rounds}
-        source = jit.source("gather.cu", t.macros(store_unit=unit, **claims))
-        packed = Unit(label, source, ("pack", "gather"), self._quickly(lambda choice: choice.sources()[0]))
+        text = source(t, store_unit=unit, **claims)
+        packed = Unit(label, text, ("pack", "gather"), self._quickly(lambda choice: choice.sources()[0]))
         if not self.boxable:
             return (packed,)
-        boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit, **claims))
+        boxed = source(t, boxed=True, store_unit=unit, **claims)
         quick = self._quickly(lambda choice: choice.sources()[1])
         return packed, Unit(f"{label} unpacked", boxed, ("gather",), quick)
 
@@ -217,9 +218,9 @@ class Choice(family.Defaults):
         if not self.packs:
             return ()
         unit = store_unit(self.tiling, self.problem)
-        source = jit.source("gather.cu", self.tiling.macros(store_unit=unit, packs=True))
+        text = source(self.tiling, store_unit=unit, packs=True)
         quick = self._quickly(lambda choice: choice.packing_sources[0])
-        return (Unit(f"gather {layer_text(self.problem)} packing", source, ("gather",), quick),)
+        return (Unit(f"gather {layer_text(self.problem)} packing", text, ("gather",), quick),)
 
     @derived
     def quick(self) -> Choice | None:
@@ -416,6 +417,16 @@ class Prepared(BoxedPacks, LazyPacks):
             launch(self._device, self._grid, (*args, self._weight_map(at)))
         else:
             launch(self._device, self._grid, args, fresh and self._overlaps)
+
+
+def source(t: Tiling, boxed: bool = False, packs: bool = False, **settings: Any) -> str:
+    """A kernel's text; with what packs its weights, unless they need no packing or it does that itself.
+
+    ``settings``: those of `gather_constants.constants`.
+    """
+    packing = () if boxed or packs else packing_entries(f"GatherPack<{jit.CONFIG}>", t.problem)
+    found = constants(t, boxed=boxed, packs=packs, **settings)
+    return jit.instance("gather.cu", found, (*packing, f"gather<{jit.CONFIG}>"))
 
 
 def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:

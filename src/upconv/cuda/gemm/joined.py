@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from upconv.cuda.axes import Unfit, result_shape, source_shape
+from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Words, dense, encode
 from upconv.cuda.gemm.costs import LAUNCH
 from upconv.cuda.gpu import MAX_BOX, Gpu
@@ -220,32 +221,31 @@ class Tile:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
         return self
 
-    def macros(self) -> dict[str, int | float | str]:
-        """The kernel's constants by macro name; see kernels/joined.cu."""
+    def constants(self) -> dict[str, jit.Constant]:
+        """The kernel's, see kernels/joined.cu."""
         p = self.problem
-        found: dict[str, int | float | str] = {
-            "PRECISION": PRECISIONS[p.precision],
-            "ELEMENT": self.element,
-            "CIN": self.channels[0],
-            "COUT": self.channels[1],
-            "FLIPPED": int(p.pass_ == "grad-input"),
-            "LINE": int(self.line),
-            "PLACES": self.places,
-            "SPAN": self.span,
-            "ROWS": self.rows,
-            "BOX_W": self.columns,
-            "BOXES": self.boxes,
-            "STAGES": self.stages,
-            "STAGES_S": self.slots,
-            "STAGES_W": self.weight_stages,
-            "WARPS_OF_STAGE": self.warps_of_stage,
-            "TAPS_OF_STAGE": self.taps_of_stage,
-            "SHARED_BYTES_PLANNED": self.shared_bytes,
-            "MULTIPLY": f"WGMMA_{self.places}",
+        found: dict[str, jit.Constant] = {
+            "precision": PRECISIONS[p.precision],
+            "cin": self.channels[0],
+            "cout": self.channels[1],
+            "flipped": p.pass_ == "grad-input",
+            "line": self.line,
+            "places": self.places,
+            "span": self.span,
+            "rows": self.rows,
+            "box_w": self.columns,
+            "boxes": self.boxes,
+            "stages": self.stages,
+            "slots": self.slots,
+            "weight_stages": self.weight_stages,
+            "warps_of_stage": self.warps_of_stage,
+            "taps_of_stage": self.taps_of_stage,
+            "quick": False,
+            "shared_bytes": self.shared_bytes,
         }
         paddings = (0,) * (3 - p.rank) + ahead(p)
-        for name, kernel, dilation, padding in zip("DHW", self.kernel, self.dilation, paddings):
-            found |= {f"KERNEL_{name}": kernel, f"DILATION_{name}": dilation, f"PADDING_{name}": padding}
+        for name, kernel, dilation, padding in zip("dhw", self.kernel, self.dilation, paddings):
+            found |= {f"kernel_{name}": kernel, f"dilation_{name}": dilation, f"padding_{name}": padding}
         return found
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------

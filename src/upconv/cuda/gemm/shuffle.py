@@ -141,17 +141,12 @@ class Shuffle:
         """Words of a line in the epilogue's buffer, for a run of positions; the last let lines meet different banks."""
         return (run + 1) * self.inner
 
-    def macros(self) -> dict[str, int]:
-        """The kernel's constants."""
-        found = {
-            "LAYER_CHANNELS": self.layer.out_channels,
-            "INNER": self.inner,
-            "LINES": self.lines,
-            "PER_SLAB": self.per_slab,
-        }
-        for name, stride, kernel, lead, zeros in zip("DHW", self.strides, self.kernel, self.leads, self.zeros):
-            found |= {f"LAYER_STRIDE_{name}": stride, f"LAYER_KERNEL_{name}": kernel}
-            found |= {f"LEAD_{name}": lead, f"ZEROS_{name}": zeros}
+    def constants(self) -> dict[str, int]:
+        """The kernel's, beside those of the layer without a stride."""
+        found = {"inner": self.inner, "lines": self.lines, "per_slab": self.per_slab}
+        for name, stride, kernel, lead, zeros in zip("dhw", self.strides, self.kernel, self.leads, self.zeros):
+            found |= {f"layer_stride_{name}": stride, f"layer_kernel_{name}": kernel}
+            found |= {f"lead_{name}": lead, f"zeros_{name}": zeros}
         return found
 
     @staticmethod

@@ -1,16 +1,15 @@
 """How a transposed convolution is cut into the gather-GEMM's tiles: pure arithmetic, shared by kernel and interpreter.
 
 `axes` has what there is to multiply, `tiling_pixels` a tile's pixels, `tiling_weights` what they are multiplied by.
-Here are the stores, all of shared memory, what the kernel cannot run, and the macros that tell it of everything.
+Here are the stores, all of shared memory, and what the kernel cannot run; `gather_constants` has what it is told.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
 
-from upconv.cuda.axes import MOST_CONSTANTS, Unfit, positions, result_shape, source_shape, table
+from upconv.cuda.axes import MOST_CONSTANTS, Unfit, positions, result_shape, source_shape
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
 from upconv.cuda.gemm.tiling_weights import FRAGMENT, TiledWeights
 from upconv.cuda.gpu import MAX_BOX, MAX_CLUSTER
@@ -217,159 +216,6 @@ class Tiling(TiledWeights):
         rows = sum(self.row_counts)
         bare = sum(times * (fill.planes + fill.runs + fill.parts) for fill, times in self._multiplied.fills)
         return of_entries + of_variants + 4 * rows + 8 * bare + 12 * self.plane_count + 256
-
-    # --- the kernel's macros -----------------------------------------------------------------------------------------
-
-    def macros(
-        self, boxed: bool = False, store_unit: int = 0, packs: bool = False, claimed: bool = False, last_rounds: int = 0
-    ) -> dict[str, int | float | str]:
-        """The kernel's constants by macro name; see kernels/gather.cu.
-
-        ``boxed``: its weights are not packed. ``store_unit``: bytes at multiples of which the result's rows begin and
-        end (`gather.store_unit`), an element's if never at more; 0 for a kernel that serves all. ``packs``: it packs
-        weights itself. ``claimed``: its blocks claim tiles (`claimable`), all or those of so many ``last_rounds``.
-        """
-        p = self.problem
-        order = ("tf32", "ieee", "fp16", "bf16")
-        flat = [(off, taps) for blocks in self.entries for block in blocks for off, taps in block]
-        bounds: list[int] = []
-        begin = 0
-        for blocks in self.entries:
-            bounds.append(begin)
-            for block in blocks:
-                begin += len(block)
-                bounds.append(begin)
-        (rows_d, rows_h), (step_d, step_h) = self.rows, self.row_steps
-        stretches = self.stretches
-        numbers = {first: i for i, first in enumerate(dict.fromkeys(first for first, _ in stretches))}
-        alignment = self.vec
-        grouped = p.groups > 1
-        classed = self.tensor_map and self.classed
-        # Producers that copy rows, or make two parts of each value, need most; those that know few pixels, least.
-        producer_registers = 72
-        if self.channels_last or (self.tensor_map and self.parts == 1):
-            producer_registers = 48 if self.channels_last or self.pixels <= 4 * 192 else 56
-        elif not self.tensor_map and self.mb * self.nb * self.parts <= 2:
-            producer_registers = 96  # consumers of few accumulators do with 160; 7 pixels a thread spill 104 B at 72
-        names: dict[str, int | float | str] = {
-            "PRECISION": order.index(p.precision),
-            "ELEMENT": self.element,
-            "PARTS": self.parts,
-            "PROMOTE": int(self.parts == 2),
-            "WGMMA": int(self.wgmma),
-            "CHANNELS_LAST": int(self.channels_last),
-            "ALIGNED_CHANNELS": int(self.aligned_channels),
-            "TENSOR_MAP": int(self.tensor_map),
-            "FIRST_D": f"({rows_d[0]})",
-            "FIRST_H": f"({rows_h[0]})",
-            "ALIGNED_COUT": int(result_shape(p)[1] % alignment == 0 and not (grouped and self.cout_g % alignment)),
-            "CIN": source_shape(p)[1],
-            "COUT": result_shape(p)[1],
-            "CIN_G": self.cin_g,
-            "COUT_G": self.cout_g,
-            "TAPS": p.taps,
-            "PACK_TAPS": self.pack_taps,
-            "PACK_WIDE": math.gcd(self.problem.taps, self.pack_taps, 8),
-            "PACK_PARTS": self.pack_blocks,
-            "PACKS": int(packs),
-            "GRAD_INPUT": int(p.pass_ != "fwd"),
-            "CK": self.chunk,
-            "SUB_H": self.sub[0],
-            "SUB_W": self.sub[1],
-            "PAIRED": int(self.paired),
-            "WIDE": int(self.wide),
-            "SPLIT": self.split,
-            "SUBS": self.subs,
-            "ROWS_PER_SUB": self.rows_per_sub,
-            "W_SUBS": self.width_subs,
-            "MB": self.mb,
-            "VARIANTS": len(self.variants),
-            "COUT_BLOCKS": self.cout_blocks,
-            "M_GROUPS": self.m_groups,
-            "STAGES_P": self.stages_p,
-            "STAGES_S": self.stages_s,
-            "STAGES_W": max(1, self.ring_stages) if self.wgmma else 0,
-            "W_STAGE": self.w_stage,
-            "RING_FRAGMENTS": self.ring_fragments,
-            "RESIDENT": int(self.resident),
-            "WEIGHTS_BOX": int(boxed),
-            "RUN_GROUPS": self.runs,
-            "DRAINED": int(self.drained),
-            "CLUSTER": self.cluster,
-            "BESIDE": self.beside,
-            "PERIOD": self.period if self.beside else 0,
-            "BESIDE_W": self.image_width if self.beside else 0,
-            "BATCH_AS_WIDTH": int(p.batch_as_width),
-            "OUT_SPAN": self.out_span if self.drained else 0,
-            "STORE_UNIT": store_unit,
-            "ROWS_D": len(rows_d),
-            "ROWS_H": len(rows_h),
-            "ROW_STEP_D": step_d,
-            "ROW_STEP_H": step_h,
-            "FIRST_W": f"({self.first_w})",
-            "COLUMNS": self.columns,
-            "COLUMN_PAD": self.first_w % self.vec
-            if self.tensor_map and not self.channels_last and not self.whole and not self.classed
-            else 0,
-            "CLASSED": int(classed),
-            "ROW_CLASSES": self.row_classes if classed else 1,
-            "CHANNEL_CLASSES": self.channel_classes if classed else 1,
-            "ROW_PERIOD": self.classes[0] if classed and self.classes else 1,
-            "ROWS_APART": self.bands[1][2],
-            "WHOLE": int(self.whole is not None),
-            "IMAGE_D": (self.whole or (0, 0, 0))[0],
-            "IMAGE_H": (self.whole or (0, 0, 0))[1],
-            "IMAGE_W": (self.whole or (0, 0, 0))[2],
-            "BOX_PIXELS": max(1, self.box_pixels),
-            "BOX_UNITS": self.box[0] // self.vec
-            if self.tensor_map and not self.channels_last and self.whole is None
-            else 0,
-            "PLANE": self.plane,
-            "STRIDED_BOX": int(self.strided_box),
-            "PLANES": self.plane_count if self.strided_box else len(self.residues),
-            "RESIDUES": table(w for _, _, w in self.planes) if self.strided_box else table(self.residues),
-            "PLANE_BARRIERS": self.plane_barriers,
-            "PLANES_OF_ENTRIES": table(self.plane_of(off) if self.planewise else 0 for off, _ in flat),
-            "PLANES_D": table(d for d, _, _ in self.planes),
-            "PLANES_H": table(h for _, h, _ in self.planes),
-            "TAPS_UNROLLED": self.taps_unrolled,
-            "TAPS_LEFT": int(any(len(b) % self.taps_unrolled for blocks in self.entries for b in blocks)),
-            "STRAIGHT": int(self.straight),
-            "ROLLED": int(self.rolled),
-            "ROUND_SHIFTS": table(self.round_shifts),
-            "STRETCHES": len(numbers),
-            "FIRST_OF_STRETCHES": table(numbers),
-            "STRETCHES_OF": table(numbers[first] for first, _ in stretches),
-            "VARIANT_ROWS": table(shift for _, shift in stretches),
-            "FRAGMENT_SETS": self.fragment_sets,
-            "CONTINUED": int(self.continued),
-            # Both warpgroups of each kind together have a block's 65,536.
-            "PRODUCER_REGISTERS": producer_registers,
-            "CONSUMER_REGISTERS": 256 - producer_registers,
-            "SHARED_BYTES_PLANNED": self.shared_bytes + (CLAIMS_BYTES if claimed else 0),
-            "CLAIMED": int(claimed),
-            "LAST_ROUNDS": last_rounds,
-            "TAP_ROWS": table(self.shift(off) for off, _ in flat),
-            "TAP_INDICES": table(t for _, taps in flat for t in taps),
-            "ENTRIES": table(bounds),
-            "SUBS_D": table(ud for pairs, _ in self.variants for ud, _ in pairs),
-            "SUBS_H": table(uh for pairs, _ in self.variants for _, uh in pairs),
-            "SUBS_W": table(u for _, u in self.variants),
-            "OFFSETS_D": table(rows_d),
-            "OFFSETS_H": table(rows_h),
-            "BLOCKS_OF_W": table(self.blocks_of_w),
-            "BARE": int(bool(self.bare)),
-            "SHUFFLED": int(self.shuffle is not None),
-        }
-        for name, out_step, in_step, tile in zip("DHW", self.out_steps, self.in_steps, self.tile[1:]):
-            names[f"OUT_STEP_{name}"], names[f"IN_STEP_{name}"], names[f"TILE_{name}"] = out_step, in_step, tile
-        names["TILE_N"] = self.tile[0]
-        if self.bare:
-            bare = [one for of_variant in self.bare for one in of_variant]
-            names["BARES"] = table(accumulate(map(len, self.bare), initial=0))
-            for name in ("d", "h", "w", "rows"):
-                names[f"BARES_{name.upper()}"] = table(getattr(one, name) for one in bare)
-        return names if self.shuffle is None else names | self.shuffle.macros()
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 

@@ -1,36 +1,36 @@
 // The gradient for the bias: sums of the output's gradient over everything but channels; a read of the tensor, and little more.
 //
 // `sum`: a block adds a range of the tensor in a fixed order and writes partial[range][channel]. NCHW: its one channel, of which
-// each image is a run of memory, cut in pieces. CHANNELS_LAST: 16-byte units of neighbouring channels, a range of all pixels.
+// each image is a run of memory, cut in pieces. `sum_last`, channels_last: 16-byte units of neighbouring channels, a range of all pixels.
 // `finish`: a warp for each channel adds the ranges in the order of their index, so that every run gives the same bits.
 // `sum_at_once` (NCHW): both, by one launch; a channel's last block is the warp of `finish`. The bits are the same.
-#include "direct.cuh"
+#include "scalar.cuh"
 
-#define THREADS 256
-#define UNROLL 8                           // loads of 16 bytes of a thread that are on their way at a time
-#define EACH (16 / (int)sizeof(T))         // elements of a unit of 16 bytes
+template <class C_>
+struct Bias {
+using C = C_;
+using Scalar = ScalarOf<C::precision>;
+using T = typename Scalar::T;
+using Acc = typename Scalar::Acc;
+static constexpr int THREADS = 256;
+static constexpr int UNROLL = 8;           // loads of 16 bytes of a thread that are on their way at a time
+static constexpr int EACH = 16 / (int)sizeof(T);  // elements of a unit of 16 bytes
 
 struct Unit { u32 words[4]; };
 
-__device__ __forceinline__ Unit load_unit(const T* from) {
+static __device__ __forceinline__ Unit load_unit(const T* from) {
   uint4 v = __ldcs((const uint4*)from);
   return {{v.x, v.y, v.z, v.w}};
 }
 
-__device__ __forceinline__ Acc value(const Unit& u, int e) {
-#if DTYPE == 0
-  return __uint_as_float(u.words[e]);
-#elif DTYPE == 3
-  return __hiloint2double(u.words[2 * e + 1], u.words[2 * e]);
-#else
-  return load_value((T)(u.words[e / 2] >> e % 2 * 16));
-#endif
+static __device__ __forceinline__ Acc value(const Unit& u, int e) {
+  if constexpr (sizeof(T) == 4) return __uint_as_float(u.words[e]);
+  else if constexpr (sizeof(T) == 8) return __hiloint2double(u.words[2 * e + 1], u.words[2 * e]);
+  else return Scalar::value((T)(u.words[e / 2] >> e % 2 * 16));
 }
 
-#if CHANNELS_LAST
-// share: pixels of a range.
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels, i64 share) {
+// channels_last; share: pixels of a range.
+static __device__ __forceinline__ void sum_last(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels, i64 share) {
   __shared__ Acc shared[THREADS][EACH];
   const int units = channels / EACH, tiles = (units + THREADS - 1) / THREADS;
   int first = blockIdx.x % tiles * THREADS, range = blockIdx.x / tiles;
@@ -66,8 +66,8 @@ sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels
 #pragma unroll
   for (int e = 0; e < EACH; e++) partial[(i64)range * channels + (first + unit) * EACH + e] = acc[e];
 }
-#else
-// Items are pieces of `share` elements (whole units) of an image's run, `pieces` of them; a block takes `items` of them, `width`
+
+// NCHW. Items are pieces of `share` elements (whole units) of an image's run, `pieces` of them; a block takes `items` of them, `width`
 // threads each.
 struct Items {
   i64 pixels, share;
@@ -75,7 +75,7 @@ struct Items {
 };
 
 // A block's sum, in its first thread.
-__device__ __forceinline__ Acc add_items(const T* __restrict__ g, int channels, int channel, int range, const Items& of) {
+static __device__ __forceinline__ Acc add_items(const T* __restrict__ g, int channels, int channel, int range, const Items& of) {
   const i64 pixels = of.pixels, share = of.share;
   const int pieces = of.pieces, all = of.all, items = of.items, width = of.width;
   __shared__ Acc shared[THREADS / 32];
@@ -91,8 +91,8 @@ __device__ __forceinline__ Acc add_items(const T* __restrict__ g, int channels, 
     if (ahead > pixels) ahead = pixels;
     i64 whole = ahead + (pixels - ahead) / EACH * EACH, at = ahead + piece * share, stop = at + share < whole ? at + share : whole;
     if (piece == 0) {
-      if (lane < ahead) acc += load_value(run[lane]);
-      if (whole + lane < pixels) acc += load_value(run[whole + lane]);
+      if (lane < ahead) acc += Scalar::value(run[lane]);
+      if (whole + lane < pixels) acc += Scalar::value(run[whole + lane]);
     }
     const i64 next = (i64)width * EACH;
     for (at += lane * EACH; at + (UNROLL - 1) * next < stop; at += UNROLL * next) {
@@ -120,21 +120,21 @@ __device__ __forceinline__ Acc add_items(const T* __restrict__ g, int channels, 
   return acc;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels, i64 share, int pieces, int all, int items, int width) {
+static __device__ __forceinline__ void sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, const Items& of) {
   int channel = blockIdx.x % channels, range = blockIdx.x / channels;
-  Acc acc = add_items(g, channels, channel, range, {pixels, share, pieces, all, items, width});
+  Acc acc = add_items(g, channels, channel, range, of);
   if (threadIdx.x == 0) partial[(i64)range * channels + channel] = acc;
 }
-#endif
 
-__device__ __forceinline__ void put(T* to, Acc v) { *to = store_value(v); }
-#if DTYPE == 1 || DTYPE == 2
-__device__ __forceinline__ void put(float* to, float v) { *to = v; }
-#endif
+// As a result, whose type is the tensor's or, of 16 bits, float32.
+template <class Out>
+static __device__ __forceinline__ void put(Out* to, Acc v) {
+  if constexpr (sizeof(Out) == sizeof(Acc)) *to = v;
+  else *to = Scalar::stored(v);
+}
 
 // A channel's ranges by a warp; from L2, where blocks of the same launch have left them.
-__device__ __forceinline__ Acc add_ranges(const Acc* partial, int channels, int channel, int ranges) {
+static __device__ __forceinline__ Acc add_ranges(const Acc* partial, int channels, int channel, int ranges) {
   Acc v = 0;
 #pragma unroll 4
   for (int i = channel < channels ? threadIdx.x % 32 : ranges; i < ranges; i += 32) v += __ldcg(partial + (i64)i * channels + channel);
@@ -144,31 +144,17 @@ __device__ __forceinline__ Acc add_ranges(const Acc* partial, int channels, int 
 }
 
 template <class Out>
-__device__ __forceinline__ void finish_as(const Acc* __restrict__ partial, Out* __restrict__ out, int channels, int ranges) {
+static __device__ __forceinline__ void finish(const Acc* __restrict__ partial, Out* __restrict__ out, int channels, int ranges) {
   int channel = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
   Acc v = add_ranges(partial, channels, channel, ranges);
   if (threadIdx.x % 32 == 0 && channel < channels) put(out + channel, v);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-finish(const Acc* __restrict__ partial, T* __restrict__ out, int channels, int ranges) {
-  finish_as(partial, out, channels, ranges);
-}
-
-#if DTYPE == 1 || DTYPE == 2
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-finish_float(const float* __restrict__ partial, float* __restrict__ out, int channels, int ranges) {
-  finish_as(partial, out, channels, ranges);
-}
-#endif
-
-#if !CHANNELS_LAST
-// wide: into float32. counters: a zero for each channel, as they are left.
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-sum_at_once(const T* __restrict__ g, Acc* partial, void* __restrict__ out, unsigned* counters, int wide, int ranges, int channels, i64 pixels, i64 share, int pieces, int all, int items, int width) {
+// NCHW. wide: into float32. counters: a zero for each channel, as they are left.
+static __device__ __forceinline__ void sum_at_once(const T* __restrict__ g, Acc* partial, void* __restrict__ out, unsigned* counters, int wide, int ranges, int channels, const Items& of) {
   __shared__ int last;
   int channel = blockIdx.x % channels, range = blockIdx.x / channels;
-  Acc acc = add_items(g, channels, channel, range, {pixels, share, pieces, all, items, width});
+  Acc acc = add_items(g, channels, channel, range, of);
   if (threadIdx.x == 0) {
     partial[(i64)range * channels + channel] = acc;
     __threadfence();
@@ -180,12 +166,24 @@ sum_at_once(const T* __restrict__ g, Acc* partial, void* __restrict__ out, unsig
   if (!last) return;
   acc = add_ranges(partial, channels, channel, ranges);
   if (threadIdx.x) return;
-#if DTYPE == 1 || DTYPE == 2
-  if (wide) {
-    put((float*)out + channel, acc);
-    return;
-  }
-#endif
-  put((T*)out + channel, acc);
+  if (wide) put((Acc*)out + channel, acc);
+  else put((T*)out + channel, acc);
 }
-#endif
+};
+
+#define ENTRY template <class C> __global__ void __launch_bounds__(Bias<C>::THREADS, 4)
+#define GRADIENT const typename Bias<C>::T* __restrict__ g
+#define SUMS typename Bias<C>::Acc* __restrict__ partial
+#define ITEMS i64 pixels, i64 share, int pieces, int all, int items, int width
+
+ENTRY sum_last(GRADIENT, SUMS, int channels, i64 pixels, i64 share) { Bias<C>::sum_last(g, partial, channels, pixels, share); }
+
+ENTRY sum(GRADIENT, SUMS, int channels, ITEMS) { Bias<C>::sum(g, partial, channels, {pixels, share, pieces, all, items, width}); }
+
+ENTRY finish(const SUMS, typename Bias<C>::T* __restrict__ out, int channels, int ranges) { Bias<C>::finish(partial, out, channels, ranges); }
+
+ENTRY finish_float(const SUMS, float* __restrict__ out, int channels, int ranges) { Bias<C>::finish(partial, out, channels, ranges); }
+
+ENTRY sum_at_once(GRADIENT, typename Bias<C>::Acc* partial, void* __restrict__ out, unsigned* counters, int wide, int ranges, int channels, ITEMS) {
+  Bias<C>::sum_at_once(g, partial, out, counters, wide, ranges, channels, {pixels, share, pieces, all, items, width});
+}

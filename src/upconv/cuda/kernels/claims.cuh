@@ -1,44 +1,46 @@
 // Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
 // multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
-// CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1. Before it there is `Cursor`.
+//
+// STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
 // LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those before are dealt out evenly, so that blocks that read
 // the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
 //
-// `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (CLAIM_STEP such), and how many blocks
+// `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
 // are done. Null: tiles are dealt out evenly.
-#define CLAIMS 16                       // places of the ring
-#define CLAIMS_BYTES (CLAIMS * 12)      // of shared memory: barriers, then tiles
+#include "ring.cuh"
+
+constexpr int CLAIMS = 16;                       // places of the ring
+constexpr int CLAIMS_BYTES = CLAIMS * 12;        // of shared memory: barriers, then tiles
 
 __device__ __forceinline__ void claims_init(u32 ring) {
   for (int i = 0; i < CLAIMS; i++) barrier_init(ring + 8 * i, 1);
 }
 
 // The thread that claims. A block's first tile is `blockIdx.x`.
+template <int STEP, int LAST_ROUNDS>
 struct Claimer {
   u32 ring;
   u32* counters;
   int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
   bool untold;
-#if LAST_ROUNDS
-  int dealt;                            // tiles
-#endif
-  Cursor cursor;
+  int dealt;                            // LAST_ROUNDS: tiles
+  CursorOf<CLAIMS> cursor;
   __device__ __forceinline__ Claimer(u32 ring, u32* counters, int tiles) : ring(ring), counters(counters), untold(false), cursor({0, 0}) {
-#if LAST_ROUNDS
-    const int rounds = tiles / (int)gridDim.x - LAST_ROUNDS;
-    dealt = gridDim.x * (rounds > 1 ? rounds : 1);
-#endif
+    if constexpr (LAST_ROUNDS > 0) {
+      const int rounds = tiles / (int)gridDim.x - LAST_ROUNDS;
+      dealt = gridDim.x * (rounds > 1 ? rounds : 1);
+    }
     ask(blockIdx.x);
   }
   __device__ __forceinline__ void ask(int index) {
-    const int own = CLAIM_STEP == 1 ? 0 : blockIdx.x % CLAIM_STEP;
+    const int own = STEP == 1 ? 0 : blockIdx.x % STEP;
     upcoming = index + gridDim.x;
-#if LAST_ROUNDS
-    if (counters && upcoming >= dealt) upcoming = dealt + atomicAdd(counters + own, 1u) * CLAIM_STEP + own;
-#else
-    if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * CLAIM_STEP + own;
-#endif
+    if constexpr (LAST_ROUNDS > 0) {
+      if (counters && upcoming >= dealt) upcoming = dealt + atomicAdd(counters + own, 1u) * STEP + own;
+    } else {
+      if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
+    }
   }
   __device__ __forceinline__ int next() {
     untold = true;
@@ -57,12 +59,12 @@ struct Claimer {
   __device__ __forceinline__ void put(int index) {
     store_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage, index);
     barrier_arrive(ring + 8 * cursor.stage);
-    cursor.next(CLAIMS);
+    cursor.next();
   }
   __device__ __forceinline__ void end() {
     put(upcoming);                      // beyond the last one
-    if (!counters || atomicAdd(counters + CLAIM_STEP, 1u) != gridDim.x - 1) return;
-    for (int i = 0; i <= CLAIM_STEP; i++) counters[i] = 0;
+    if (!counters || atomicAdd(counters + STEP, 1u) != gridDim.x - 1) return;
+    for (int i = 0; i <= STEP; i++) counters[i] = 0;
   }
 };
 
@@ -70,12 +72,12 @@ struct Claimer {
 template <bool ALONE>
 struct ClaimsOf {
   u32 ring;
-  Cursor cursor;
+  CursorOf<CLAIMS> cursor;
   __device__ __forceinline__ ClaimsOf(u32 ring) : ring(ring), cursor({0, 0}) {}
   __device__ __forceinline__ int next() {
     barrier_wait(ring + 8 * cursor.stage, cursor.parity);
     const int index = load_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage);
-    cursor.next(CLAIMS);
+    cursor.next();
     return ALONE ? index : __shfl_sync(0xffffffffu, index, 0);  // so that ptxas knows that warps do not part over it
   }
 };

@@ -1,45 +1,37 @@
-// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases),
-// or whose rows of M are (joined): packing what their operand of weights is, and counting in its descriptors.
-#include "number.cuh"
+// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases), or whose rows of M are (joined):
+// sums, and the operands that descriptors are of.
+#include "packing.cuh"
+#include "products.cuh"
+#include "ring.cuh"
 
-constexpr int PACK_THREADS = 256;
-
-// A weight as precision P multiplies it, in the low bits. Of 16 bits weights may be float32, rounded on their way.
-template <int P>
-__device__ __forceinline__ u32 operand(u16 v) { return v; }
-template <int P>
-__device__ __forceinline__ u32 operand(float v) {
-  if constexpr (P < FP16) return to_tf32(v);
-  else return NumberOf<P>::bits(v);
-}
-
-// 16 bytes of neighbouring operands.
-__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[4]) { *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]); }
-__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
-  *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
-}
-
-// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
-template <class K>
-__global__ void __launch_bounds__(PACK_THREADS) pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  K::pack_weights(weight, packed, tap_step);
-}
-
-// The same of float32 weights of a 16-bit kernel, and of a bias, if there is one, as autocast leaves them.
-template <class K>
-__global__ void __launch_bounds__(PACK_THREADS)
-pack_float(const float* __restrict__ weight, char* __restrict__ packed, int tap_step, const float* __restrict__ bias, typename K::Number::Type* __restrict__ packed_bias) {
-  if (bias && blockIdx.x == 0)
-    for (int i = threadIdx.x; i < K::C::cout; i += PACK_THREADS) packed_bias[i] = K::Number::bits(bias[i]);
-  K::pack_weights(weight, packed, tap_step);
-}
-
-// One thread: packed weights to shared memory, whose barrier expects their bytes, in pieces that a copy may have.
-__device__ __forceinline__ void copy_packed(u32 to, const char* packed, int bytes, u32 barrier) {
-  constexpr int PIECE = 16384;
-#pragma unroll 1
-  for (int at = 0; at < bytes; at += PIECE)
-    copy_bulk(to + at, packed + at, bytes - at < PIECE ? bytes - at : PIECE, barrier);
-}
+// Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.
+template <int BYTES>
+constexpr u64 ROWS_OF = (u64)(8 * BYTES >> 4) << 32 | (u64)(BYTES == 32 ? 3 : BYTES == 64 ? 2 : 1) << 62;
 
 __device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
+
+// Sums of a tile, ahead of a fence of wgmma (see `opaque`).
+template <int N>
+__device__ __forceinline__ void zero(float (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    sums[i] = 0.f;
+    opaque(sums[i]);
+  }
+}
+template <class Sums, int N>
+__device__ __forceinline__ void zero(Sums (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) zero(sums[i]);
+}
+
+// Of 16 bytes of a row's elements, from its element `at` on, those from `low` to `high`.
+template <int ELEMENT>
+__device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high, bool any) {
+#pragma unroll
+  for (int e = 0; e < 16 / ELEMENT; e++) {
+    bool ok = any && at + e >= low && at + e < high;
+    if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
+    else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
+  }
+}

@@ -1,108 +1,129 @@
-// A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`. Before it a kernel
-// includes ptx.cuh; behind it, it defines `Tile` with its group and first q (n, d, h, w), `tile_at`, FIRST_TILE, NEXT_TILE
-// and CHUNKS_OF, before it includes gather_produce.cuh.
-#define WORDS 4                         // 32-bit words of a 16-byte unit
-#define VEC (16 / ELEMENT)              // elements of a 16-byte unit
-#define ROW_BYTES (CK * ELEMENT)        // a pixel's row in a tile: 32, 64 or 128
-#define UNITS_PER_ROW (ROW_BYTES / 16)
-#define K_STEPS (ROW_BYTES / 32)        // a matrix instruction takes 32 bytes of K
-#define SEGMENTS (TILE_N * ROWS_D * ROWS_H)
-// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
-#define PITCH (STRIDED_BOX ? PLANE : PLANES * PLANE)  // pixel rows from a segment to the next
-#define PLANE_PITCH (STRIDED_BOX ? (SEGMENTS * PLANE + 7) / 8 * 8 : PLANE)  // the swizzle's pattern begins every 8 rows
-#define PIXELS (STRIDED_BOX ? PLANES * PLANE_PITCH : SEGMENTS * PITCH)
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) / PLANE]))
-#define PART_BYTES ((PIXELS * ROW_BYTES + 1023) / 1024 * 1024)
-#define STAGE_BYTES (PARTS * PART_BYTES)
-// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
-// the row, whatever its alignment.
-#define STAGING_UNITS ((COLUMNS + (SLOTS_BY_BOX && !CLASSED ? COLUMN_PAD + VEC - 1 : 2 * VEC - 2)) / VEC)
-#define ROW_UNITS (SLOTS_BY_BOX ? BOX_UNITS : STAGING_UNITS)
-#if WHOLE  // of small images all pixels are copied, without a halo: a slot is [box][image][channel][pixel]
-#if BESIDE  // these of so many images, which lie side by side along the tile's width: [channel][image][pixel]
-#define CHANNEL_BYTES (BESIDE * BOX_PIXELS * ELEMENT)
-#else
-#define CHANNEL_BYTES (BOX_PIXELS * ELEMENT)
-#endif
-#define SLOT_BOXES (IMAGE_D * IMAGE_H * IMAGE_W / BOX_PIXELS)
-#else
-// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
-// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
-#define CLASS_ROWS (CLASSED ? (ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES : ROWS_H)
-#define CHANNEL_BYTES (ROWS_D * CLASS_ROWS * ROW_UNITS * 16)
-#define SLOT_BOXES (CLASSED ? ROW_CLASSES * CHANNEL_CLASSES : (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS)
-#endif
-#define COPIED_BYTES (TILE_N * (CLASSED ? CK / CHANNEL_CLASSES : CK) * CHANNEL_BYTES)  // of a box
-#define SLOT_BOX_BYTES ((COPIED_BYTES + 127) / 128 * 128)
-#define SLOT_BYTES (SLOT_BOXES * SLOT_BOX_BYTES)
-#define CHUNKS ((CIN_G + CK - 1) / CK)
-#define CONSUMERS 2
-#define CONSUMER_THREADS (CONSUMERS * 128)
-#if WGMMA  // two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
-           // one loads the weights
-#define PRODUCER_THREADS 192
-#define LOADER_WARP 6
-#define WEIGHTS_WARP 7
-#define FIRST_CONSUMER 2
-#else      // no warpgroup can give its registers away
-#define PRODUCER_THREADS 128
-#define FIRST_CONSUMER 1
-#endif
-#define PRODUCER_WARPS (PRODUCER_THREADS / 32)
-// How pixels come. BOX: the tensor copy engine brings a chunk with one instruction, zeros beyond the borders included; it wants
-// row pitches of whole 16 bytes. Else threads copy. Bulk copies of single rows cost too many clocks each.
-#define BOX (WGMMA && TENSOR_MAP)
-#define SLOTS_BY_BOX (BOX && !CHANNELS_LAST)
-// The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way.
-// IEEE needs both parts.
-#define DIRECT_BOX (BOX && CHANNELS_LAST && PRECISION != 1)
-#define THREADS (FIRST_CONSUMER * 128 + CONSUMER_THREADS)
+// A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
+#include "number.cuh"
+#include "table.cuh"
 
-__constant__ const int ROW_D[] = OFFSETS_D;            // input offset of a tile's rows
-__constant__ const int ROW_H[] = OFFSETS_H;
-__constant__ const int RESIDUE[] = RESIDUES;           // of a tile's columns, counted from the first, by plane
-#if STRIDED_BOX
-__constant__ const int PLANE_D[] = PLANES_D;           // a plane's first row
-__constant__ const int PLANE_H[] = PLANES_H;
-#endif
+// How a chunk's pixels come. By threads, at any alignment; or by the tensor copy engine, with one instruction for each box, zeros beyond the
+// borders included, which wants row pitches of whole 16 bytes: where rows do not all begin at the same place of such a unit, those of a class,
+// which do, are a tensor and a box. Of small images all pixels come, without a halo: of a tile's images, or of some that lie side by side along
+// its width. (Bulk copies of single rows cost too many clocks each.)
+enum Fetch { BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE };
 
-#include "numbers.cuh"
+template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
+template <class C> __constant__ const auto ROW_H = table_of<int>(C::offsets_h);
+template <class C> __constant__ const auto RESIDUE = table_of<int>(C::residues);  // of a tile's columns, counted from the first, by plane
 
-#if ELEMENT == 2
-__device__ __forceinline__ u32 pack_pair(float2 v) { return PAIR_BITS(v.x, v.y); }
-#endif
+// Tensor maps of the input.
+template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
+template <class C> constexpr int MAPS_OF<C, BY_CLASSES> = C::row_classes * C::channel_classes;
 
-struct Sizes {                                         // one layout for the packed argument block
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
-  int tiles;                                           // all of them, times M_GROUPS
-#if CLAIMED
-  u32 claims;                                          // where shared memory has their ring
-  u32* counters;                                       // claims.cuh's
-#endif
-};
+template <class C_>
+struct PixelTile {
+using C = C_;
+using Number = NumberOf<C::precision>;
 
-#define MAPS (CLASSED ? ROW_CLASSES * CHANNEL_CLASSES : 1)
-#if DRAINED
-struct TensorMaps { TensorMap of[MAPS + 1]; };             // the last: the result's
-#else
-struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };   // the last: the weights'
-#endif
+// --- pixels -----------------------------------------------------------------------------------------------------------
+
+static constexpr int ELEMENT = Number::SIZE;
+static constexpr int PARTS = C::precision == IEEE ? 2 : 1;  // of an operand
+static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
+static constexpr int ROW_BYTES = C::ck * ELEMENT;       // a pixel's row in a tile: 32, 64 or 128
+static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
+static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
+static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
+static constexpr int SEGMENTS = C::tile_n * C::rows_d * C::rows_h;
+// Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
+// some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
+static constexpr int PITCH = C::strided_box ? C::plane : C::planes * C::plane;  // pixel rows from a segment to the next
+static constexpr int PLANE_PITCH = C::strided_box ? (SEGMENTS * C::plane + 7) / 8 * 8 : C::plane;  // the swizzle's pattern begins every 8 rows
+static constexpr int PIXELS = C::strided_box ? C::planes * PLANE_PITCH : SEGMENTS * PITCH;
+static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
+
+static __device__ __forceinline__ int column_of(int within) {
+  if constexpr (C::planes == C::in_step_w) return within % C::plane * C::in_step_w + within / C::plane;
+  else return within % C::plane * C::in_step_w + RESIDUE<C>[within / C::plane];
+}
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
+static __device__ __forceinline__ u32 unit_at(int p, int unit) {
   int swizzle = ROW_BYTES == 32 ? (p >> 2) & 1 : ROW_BYTES == 64 ? (p >> 1) & 3 : p & 7;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
+// --- roles ------------------------------------------------------------------------------------------------------------
+
+static constexpr int CONSUMERS = 2;
+static constexpr int CONSUMER_THREADS = CONSUMERS * 128;
+// C::wgmma: two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
+// one loads the weights. Else no warpgroup can give its registers away.
+static constexpr int PRODUCER_THREADS = C::wgmma ? 192 : 128;
+static constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
+static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
+static constexpr int FIRST_CONSUMER = C::wgmma ? 2 : 1;
+static constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
+static constexpr bool BOX = C::fetch != BY_THREADS;
+static constexpr bool SLOTS_BY_BOX = BOX && !C::channels_last;
+// The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way.
+// IEEE needs both parts.
+static constexpr bool DIRECT_BOX = BOX && C::channels_last && C::precision != IEEE;
+
+// --- what kernels are told --------------------------------------------------------------------------------------------
+
+struct Sizes {
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
+  int tiles;                                           // all of them, times M-groups
+  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
+  u32* counters;                                       // claims.cuh's
 };
+
+template <int MORE>                                     // behind the input's
+struct TensorMapsAnd { TensorMap of[MAPS_OF<C> + MORE]; };
+
+// --- where a tile's chunk lies in the input ---------------------------------------------------------------------------
+
+struct Source {
+  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
+  int channel, left;                                   // first channel, channels left in the group
+};
+
+template <class Tile>
+static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
+  return {t.n, t.d * C::in_step_d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
+}
+
+// A segment's offsets from there, in a word of shared memory: image, D and H.
+static __device__ __forceinline__ int pack_segment(int i) {
+  return (i / (C::rows_h * C::rows_d)) << 24 | (ROW_D<C>[i / C::rows_h % C::rows_d] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
+}
+static __device__ __forceinline__ int offset_d(int packed) { return (packed << 8) >> 20; }
+static __device__ __forceinline__ int offset_h(int packed) { return (packed << 20) >> 20; }
+
+// The segment's (n, d, h), and whether that row of the input exists.
+static __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int packed, int& n, int& d, int& h) {
+  n = at.n + (packed >> 24);
+  d = at.d + offset_d(packed);
+  h = at.h + offset_h(packed);
+  return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
+}
+};
+
+// Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
+template <class C>
+__device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
+  using T = PixelTile<C>;
+  u32 hi[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+  store_shared_128(to, hi[0], hi[1], hi[2], hi[3]);
+  if constexpr (T::PARTS == 2) {
+    u32 low[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) low[e] = low_part(__uint_as_float(v[e]), hi[e]);
+    store_shared_128(to + T::PART_BYTES, low[0], low[1], low[2], low[3]);
+  }
+}
+// Eight of 16 bits.
+__device__ __forceinline__ void store_halves(u32 to, const u32 (&v)[8]) {
+  store_shared_128(to, v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+}

@@ -1,220 +1,281 @@
-// =====================================================================================================================
-// Weights: fragments in the order in which they are used
-// =====================================================================================================================
+// Weights, from memory to a consumer's registers: fragments in the order in which they are used.
+#include "gather_work.cuh"
 
-#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
-#define ENTRY_BYTES (STEPS_PER_TAP * WGS_M * FRAGMENT)  // of a tap's weights for a chunk
-#if WEIGHTS_BOX && !(BOX && PARTS == 1 && (SUBS == 1 || (GRAD_INPUT && WGS_M == 1)) && (RESIDENT || W_STAGE % K_STEPS == 0))
-#error "boxes have whole taps"
-#endif
-#if PARTS == 2 && WGMMA && !RESIDENT && W_STAGE % 2
-#error "a stage has both parts of a step's weights"
-#endif
-// Not packed, weights lie with the channels of their second dimension side by side: GRAD_INPUT, K; else rows of M, of which a box
-// has SPAN bytes, and a warpgroup's 64 PANELS of them.
-#define SPAN (GRAD_INPUT ? ROW_BYTES : 128)
-#define PANELS (64 * ELEMENT / 128)
+// Packed; or by boxes of a tensor (channels, taps, channels), whose rows of channels lie along K (of a gradient for the input) or along M (of a
+// forward).
+enum WeightsAs { PACKED, ROWS_ALONG_K, ROWS_ALONG_M };
 
-__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
-  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
-  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
+// Blocks of `pack` that share a part's taps. If they are many, a warp's lanes read the table at different places, which constant memory serves in turn.
+template <class C> constexpr int PACK_SPLITS = (C::taps + C::pack_taps - 1) / C::pack_taps;
+// [variant, block, tap][subs]: the kernel's tap, -1 for none.
+template <class C> __constant__ const auto TAP_INDEX = table_of<short>(C::tap_indices);
+template <class C> __device__ const auto TAP_INDEX_OF_MANY = table_of<short>(C::tap_indices);
+// Whether some entry has no tap for a sub-position.
+template <class C>
+__host__ __device__ constexpr bool lacks_taps() {
+  for (int tap : C::tap_indices)
+    if (tap < 0) return true;
+  return false;
+}
+template <class C>
+__device__ __forceinline__ int tap_index(int i) {
+  if constexpr (PACK_SPLITS<C> > 8) return TAP_INDEX_OF_MANY<C>[i];
+  else return TAP_INDEX<C>[i];
 }
 
-#define STEPS_PER_TAP (K_STEPS * PARTS)
-// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
-// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
-// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one behind the other.
-#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
-#define LONGEST_STRETCH (TAPS_UNROLLED * STEPS_PER_TAP)  // where not STRAIGHT
+template <class C>
+constexpr int WEIGHTS_OF = !C::boxed ? PACKED : C::grad_input ? ROWS_ALONG_K : ROWS_ALONG_M;
 
-#if WGMMA
-// Where a tile's weights come from, in the order in which they are used.
-#if WEIGHTS_BOX
-// Not packed: (COUT, taps, CIN_G) as a tensor, for a forward (CIN, taps, COUT_G). A box is a chunk's channels for all rows of a
-// sub-position, swizzled as pixels are; of a forward rows of channels, for some rows of M side by side.
-struct Weights {
+template <class C>
+__device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t) {
+  using G = GatherWork<C>;
+  constexpr int EACH = G::CHUNKS * G::STEPS_PER_TAP;    // of an entry
+  long long before = (long long)(t.group * C::cout_blocks + t.cout_block) * (G::end_entry(C::variants - 1) * EACH);
+  return packed + (before + G::first_entry(t.variant) * EACH) * (G::WGS_M * G::FRAGMENT);
+}
+
+// --- the ring's stages, by the way that weights come ------------------------------------------------------------------
+
+// A thread's `Source` of a tile's weights is brought to the ring in pieces, by `bring`. A consumer's thread has `part_of` a piece's first fragment, and
+// loads fragment i of those that begin there.
+template <class C, int = WEIGHTS_OF<C>>
+struct WeightsOf;
+
+template <class C>
+struct WeightsOf<C, PACKED> {
+using G = GatherWork<C>;
+using Memory = const char*;
+using Source = const char*;                             // chunks lie one behind the other
+
+static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile& t) {
+  return fragments_of<C>(packed, t) + (long long)G::first_chunk() * G::entries_of(t.variant) * G::STEPS_PER_TAP * (G::WGS_M * G::FRAGMENT);
+}
+static __device__ __forceinline__ void begin_chunk(Source&, const typename G::Tile&, int) {}
+static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+  copy_bulk(to, from, bytes, barrier);
+  from += bytes;
+}
+static __device__ __forceinline__ u32 part_of(int wg, int thread) { return (C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16; }
+static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * (G::WGS_M * G::FRAGMENT)); }
+};
+
+template <class C>
+struct BoxedWeights {
+using G = GatherWork<C>;
+using Memory = TensorMap;
+static constexpr int ENTRY_BYTES = G::STEPS_PER_TAP * G::WGS_M * G::FRAGMENT;  // of a tap's weights for a chunk
+static constexpr bool LACKS = lacks_taps<C>();
+static_assert(G::BOX && G::PARTS == 1 && (C::subs == 1 || (C::grad_input && G::WGS_M == 1)) && (C::resident || C::w_stage % G::K_STEPS == 0), "boxes have whole taps");
+
+struct Source {
   const TensorMap& map;
   int row, channel, entry;
 };
-__device__ __forceinline__ Weights weights_of(const TensorMap& map, const Tile& t) {
-  return {map, (GRAD_INPUT ? t.group * COUT_G : 0) + t.cout_block * (WGS_M * ROWS_PER_SUB), 0, 0};
+static __device__ __forceinline__ Source source_of(const TensorMap& map, const typename G::Tile& t) {
+  return {map, (C::grad_input ? t.group * C::cout_g : 0) + t.cout_block * (G::WGS_M * C::rows_per_sub), 0, 0};
 }
-__device__ __forceinline__ void begin_chunk(Weights& from, const Tile& t, int chunk) {
-  from.channel = (GRAD_INPUT ? 0 : t.group * CIN_G) + chunk * CK;
-  from.entry = ENTRY[t.variant * (MB + 1)];
+static __device__ __forceinline__ void begin_chunk(Source& from, const typename G::Tile& t, int chunk) {
+  from.channel = (C::grad_input ? 0 : t.group * C::cin_g) + chunk * C::ck;
+  from.entry = G::first_entry(t.variant);
 }
-__device__ __forceinline__ void bring(u32 to, Weights& from, u32 bytes, u32 barrier) {
+};
+
+// (COUT, taps, CIN_G): a box is a chunk's channels for all rows of a sub-position, swizzled as pixels are.
+template <class C>
+struct WeightsOf<C, ROWS_ALONG_K> : BoxedWeights<C> {
+using G = GatherWork<C>;
+using Base = BoxedWeights<C>;
+
+static __device__ __forceinline__ void bring(u32 to, typename Base::Source& from, u32 bytes, u32 barrier) {
   expect_bytes(barrier, bytes);
 #pragma unroll 1
   for (u32 end = to + bytes; to < end; from.entry++)
 #pragma unroll
-    for (int sub = 0; sub < SUBS; sub++) {
-      int tap = TAP_INDEX[from.entry * SUBS + sub];
-      if (tap < 0) tap = TAPS;                          // beyond the last one: zeros
-#if GRAD_INPUT
+    for (int sub = 0; sub < C::subs; sub++) {
+      int tap = tap_index<C>(from.entry * C::subs + sub);
+      if (Base::LACKS && tap < 0) tap = C::taps;                       // beyond the last one: zeros
       load_box(to, from.map, from.channel, tap, from.row, 0, 0, barrier);
-      to += ENTRY_BYTES / SUBS;
-#else
-#pragma unroll
-      for (int panel = 0; panel < WGS_M * PANELS; panel++, to += CK * SPAN)
-        load_box(to, from.map, from.row + panel * (SPAN / ELEMENT), tap, from.channel, 0, 0, barrier);
-#endif
+      to += Base::ENTRY_BYTES / C::subs;
     }
 }
-#else
-typedef const char* Weights;  // packed; chunks lie one behind the other
-__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  expect_bytes(barrier, bytes);
-  copy_bulk(to, from, bytes, barrier);
+// The 16 bytes whose address the thread gives to ldmatrix, of one of its warp's 16 rows and half a step.
+static __device__ __forceinline__ u32 part_of(int wg, int thread) {
+  int lane = thread & 31;
+  return (C::split == 1 ? wg * (64 * G::ROW_BYTES) : 0) + G::unit_at(thread / 32 * 16 + lane % 16, lane / 16);
 }
-#endif
+// A step of K is another 32 bytes of the row, and bits of the address, as the swizzle is.
+static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_matrices(a, (at ^ (i % G::K_STEPS * 32)) + i / G::K_STEPS * Base::ENTRY_BYTES); }
+};
 
-// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
-template <class Source>
-__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
-  wait_for_results();                                   // of `pack`
-#if RESIDENT
-  if (blockIdx.x >= s.tiles) return;
-  Tile t = tile_at(blockIdx.x, s);
-  Weights from = weights_of(packed, t);
-  u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
-  if (bytes == 0) return;
+// (CIN, taps, COUT_G): boxes are rows of channels of M, SPAN bytes of them, for a chunk; a warpgroup's 64 rows are PANELS of them side by side.
+template <class C>
+struct WeightsOf<C, ROWS_ALONG_M> : BoxedWeights<C> {
+using G = GatherWork<C>;
+using Base = BoxedWeights<C>;
+static constexpr int SPAN = 128;
+static constexpr int PANELS = 64 * G::ELEMENT / SPAN;
+static constexpr bool NARROW = G::ELEMENT == 2;
+
+static __device__ __forceinline__ void bring(u32 to, typename Base::Source& from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
 #pragma unroll 1
-  for (int chunk = 0; chunk < CHUNKS; chunk++) {
-#if WEIGHTS_BOX
-    begin_chunk(from, t, chunk);
-    bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
-#else
-    bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes, full + chunk * 8);
-#endif
+  for (u32 end = to + bytes; to < end; from.entry++)
+#pragma unroll
+    for (int sub = 0; sub < C::subs; sub++) {
+      int tap = tap_index<C>(from.entry * C::subs + sub);
+      if (Base::LACKS && tap < 0) tap = C::taps;                       // beyond the last one: zeros
+#pragma unroll
+      for (int panel = 0; panel < G::WGS_M * PANELS; panel++, to += C::ck * SPAN)
+        load_box(to, from.map, from.row + panel * (SPAN / G::ELEMENT), tap, from.channel, 0, 0, barrier);
+    }
+}
+// Of the warp's 16 rows of M the 16 bytes whose address the lane gives to ldmatrix, of one channel and half of them; of
+// float32, which ldmatrix does not turn, the lane's first.
+static __device__ __forceinline__ u32 part_of(int wg, int thread) {
+  int lane = thread & 31, m = thread / 32 * 16 + (NARROW ? (lane >> 3 & 1) * 8 : lane >> 2), k = NARROW ? (lane >> 4) * 8 + lane % 8 : lane & 3;
+  int panel = (C::split == 1 ? wg * PANELS : 0) + m / (SPAN / G::ELEMENT), byte = m % (SPAN / G::ELEMENT) * G::ELEMENT;
+  return panel * (C::ck * SPAN) + k * SPAN + (byte ^ (k & 7) << 4);
+}
+// A step of K is other rows; 8 rows of M and 4 channels further bits of the address change, too.
+static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) {
+  u32 from = at + i % G::K_STEPS * (32 / G::ELEMENT * SPAN) + i / G::K_STEPS * Base::ENTRY_BYTES;
+  if constexpr (NARROW) {
+    load_matrices_turned(a, from);
+  } else {
+#pragma unroll
+    for (int r = 0; r < 4; r++) a[r] = load_shared_u32((from ^ (r & 1) * 32 ^ (r >> 1) * 64) + (r >> 1) * 4 * SPAN);
   }
-#else
-#if CLAIMED
-  ClaimsOf<true> claims(s.claims);
-#endif
-  Cursor cursor = {0, 1};
+}
+};
+
+// --- one thread fills the ring ----------------------------------------------------------------------------------------
+
+// A stage of the ring holds C::w_stage fragments of a stretch, its last one what is left, so that the code knows where stages begin.
+// C::resident: a chunk is a stage, one behind the other, loaded once; else every tile's weights stream through.
+template <class C>
+__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
+  using G = GatherWork<C>;
+  using W = WeightsOf<C>;
+  constexpr int STEP_BYTES = G::WGS_M * G::FRAGMENT;
+  wait_for_results();                                   // of `pack`
+  if constexpr (C::resident) {
+    if (blockIdx.x >= s.tiles) return;
+    const typename G::Tile t = G::tile_at(blockIdx.x, s);
+    typename W::Source from = W::source_of(memory, t);
+    u32 bytes = G::entries_of(t.variant) * G::STEPS_PER_TAP * STEP_BYTES;
+    if (bytes == 0) return;
 #pragma unroll 1
-  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
-    Tile t = tile_at(index, s);
-    Weights from = weights_of(packed, t);
-#if CLUSTER > 1 && !WEIGHTS_BOX
-    from += (long long)FIRST_CHUNK * entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
-#endif
+    for (int chunk = 0; chunk < G::CHUNKS; chunk++) {
+      W::begin_chunk(from, t, chunk);
+      W::bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
+    }
+  } else {
+    typename G::AloneOrder order(s);
+    CursorOf<C::stages_w> cursor = {0, 1};
 #pragma unroll 1
-#if CLUSTER > 1
-    for (int chunk = FIRST_CHUNK; chunk < END_CHUNK; chunk++) {
-#else
-    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
-#endif
-#if WEIGHTS_BOX
-      begin_chunk(from, t, chunk);
-#endif
+    for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+      const typename G::Tile t = G::tile_at(index, s);
+      typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-      for (int b = 0; b < (STRAIGHT ? 1 : MB); b++) {
-        int left = STRAIGHT ? entries_of(t.variant) : ENTRY[t.variant * (MB + 1) + b + 1] - ENTRY[t.variant * (MB + 1) + b];
-        left *= STEPS_PER_TAP;
+      for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
+        W::begin_chunk(from, t, chunk);
 #pragma unroll 1
-        while (left > 0) {
-          int stretch = STRAIGHT ? left : left >= LONGEST_STRETCH ? LONGEST_STRETCH : STEPS_PER_TAP;
-          left -= stretch;
+        for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
+          int left = G::steps_of(t.variant, b);
 #pragma unroll 1
-          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
-            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
-            barrier_wait(empty + cursor.stage * 8, cursor.parity);
-            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
-#if !WEIGHTS_BOX
-            from += bytes;
-#endif
+          while (left > 0) {
+            int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
+            left -= stretch;
+#pragma unroll 1
+            for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
+              u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
+              barrier_wait(empty + cursor.stage * 8, cursor.parity);
+              W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
+            }
           }
         }
       }
     }
   }
-#endif
-}
-#endif
-
-// A thread's part of a ring's first fragment.
-__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
-#if WEIGHTS_BOX && !GRAD_INPUT
-  // Rows of rows of M: of the warp's 16 the 16 bytes whose address the lane gives to ldmatrix, of one channel and half of them; of
-  // float32, which ldmatrix does not turn, the lane's first.
-  int lane = thread & 31, m = thread / 32 * 16 + (ELEMENT == 2 ? (lane >> 3 & 1) * 8 : lane >> 2), k = ELEMENT == 2 ? (lane >> 4) * 8 + lane % 8 : lane & 3;
-  int panel = (SPLIT == 1 ? wg * PANELS : 0) + m / (SPAN / ELEMENT), byte = m % (SPAN / ELEMENT) * ELEMENT;
-  return panel * (CK * SPAN) + k * SPAN + (byte ^ (k & 7) << 4);
-#elif WEIGHTS_BOX  // rows of CK channels: the 16 bytes whose address it gives to ldmatrix, of one of its warp's 16 rows and half a step
-  int lane = thread & 31;
-  return (SPLIT == 1 ? wg * (64 * ROW_BYTES) : 0) + unit_at(thread / 32 * 16 + lane % 16, lane / 16);
-#else
-  return (SPLIT == 1 ? wg * FRAGMENT : 0) + thread * 16;
-#endif
-}
-// Fragment i of those that begin at `at`.
-__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
-#if WEIGHTS_BOX && !GRAD_INPUT  // a step of K is other rows; 8 rows of M and 4 channels further bits of the address change, too
-  u32 from = at + i % K_STEPS * (32 / ELEMENT * SPAN) + i / K_STEPS * ENTRY_BYTES;
-#if ELEMENT == 2
-  load_matrices_turned(a, from);
-#else
-#pragma unroll
-  for (int r = 0; r < 4; r++) a[r] = load_shared_u32((from ^ (r & 1) * 32 ^ (r >> 1) * 64) + (r >> 1) * 4 * SPAN);
-#endif
-#elif WEIGHTS_BOX  // a step of K is another 32 bytes of the row, and bits of the address, as the swizzle is
-  load_matrices(a, (at ^ (i % K_STEPS * 32)) + i / K_STEPS * ENTRY_BYTES);
-#else
-  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
-#endif
 }
 
-// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
-struct Fragments {
-  u32 ring, full, empty;                               // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;                                       // the stage to be waited for next
-  u32 at;                                              // this thread's part of the first fragment of the stage in hand, or of the stretch
-  u32 in_hand;                                         // the barrier that says that the stage in hand is free
-  bool first;                                          // RESIDENT: the first tile waits for the weights
-  const char* from;
+// --- the consumers' side ----------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-#if !WGMMA
-    from = fragments_of(packed, t) + offset;
-#elif RESIDENT
-    at = ring;
-#endif
+// All ways have `begin` (a tile), `begin_chunk`, `load` (fragment i of a stretch), `end_stretch`, `end` and `skip` (a tile).
+template <class C, bool RING = C::wgmma, bool RESIDENT = C::resident>
+struct Fragments {                                      // before sm_90: straight from memory
+using G = GatherWork<C>;
+int part;                                               // this thread's of a fragment
+const char* from;
+
+__device__ __forceinline__ Fragments(u32, u32, u32, int wg, int thread) : part((C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16) {}
+__device__ __forceinline__ void begin(const char* packed, const typename G::Tile& t) { from = fragments_of<C>(packed, t) + part; }
+__device__ __forceinline__ void begin_chunk(int) {}
+__device__ __forceinline__ void load(u32 (&a)[4], int) {
+  const uint4 v = __ldg((const uint4*)from);
+  a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;
+  from += G::WGS_M * G::FRAGMENT;
+}
+__device__ __forceinline__ void end_stretch(int) {}
+__device__ __forceinline__ void end() {}
+__device__ __forceinline__ void skip(int) {}
+};
+
+template <class C>
+struct Fragments<C, true, true> {                       // resident
+using G = GatherWork<C>;
+using W = WeightsOf<C>;
+u32 ring, full;                                         // this thread's part of its first fragment; barriers
+u32 at;                                                 // of the stretch's first fragment
+bool first;                                             // the first tile waits for the weights
+
+__device__ __forceinline__ Fragments(u32 ring, u32 full, u32, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), first(true) {}
+__device__ __forceinline__ void begin(const char*, const typename G::Tile&) { at = ring; }
+__device__ __forceinline__ void begin_chunk(int chunk) {
+  if (first) barrier_wait(full + chunk * 8, 0);
+}
+__device__ __forceinline__ void load(u32 (&a)[4], int i) { W::load(a, at, i); }
+__device__ __forceinline__ void end_stretch(int steps) { at += steps * (G::WGS_M * G::FRAGMENT); }
+__device__ __forceinline__ void end() { first = false; }
+__device__ __forceinline__ void skip(int) {}
+// The barrier of the stage in hand.
+__device__ __forceinline__ u32 in_hand() const { return 0; }
+};
+
+template <class C>
+struct Fragments<C, true, false> {                      // from the ring
+using G = GatherWork<C>;
+using W = WeightsOf<C>;
+u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
+CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
+u32 at;                                                 // of the first fragment of the stage in hand
+u32 done;                                               // the barrier that says that it is free
+
+__device__ __forceinline__ Fragments(u32 ring, u32 full, u32 empty, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), empty(empty), cursor({0, 0}) {}
+__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {}
+__device__ __forceinline__ void begin_chunk(int) {}
+// A stage is waited for with its first fragment.
+__device__ __forceinline__ void load(u32 (&a)[4], int i) {
+  if (i % C::w_stage == 0) {
+    barrier_wait(full + cursor.stage * 8, cursor.parity);
+    at = ring + cursor.stage * (C::w_stage * G::WGS_M * G::FRAGMENT);
+    done = empty + cursor.stage * 8;
+    cursor.next();
   }
-  __device__ __forceinline__ void begin_chunk(int chunk) {
-    if (WGMMA && RESIDENT && first) barrier_wait(full + chunk * 8, 0);
+  W::load(a, at, i % C::w_stage);
+}
+__device__ __forceinline__ void end_stretch(int) {}
+__device__ __forceinline__ void end() {}
+__device__ __forceinline__ void skip(int variant) {
+  constexpr bool ONE = C::steps == STRAIGHT;
+  constexpr int OF_TAP = (G::STEPS_PER_TAP + C::w_stage - 1) / C::w_stage;  // stages of a tap that is left over
+  int stages = 0;                                       // of a chunk
+  for (int b = 0; b < (ONE ? 1 : G::MB); b++) {
+    int left = G::steps_of(variant, b), longest = ONE ? left : G::LONGEST_STRETCH, whole = longest ? left / longest : 0;
+    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest / G::STEPS_PER_TAP * OF_TAP);
   }
-  __device__ __forceinline__ void end() { first = false; }
-  // Fragment i of a stretch; a stage is waited for with its first.
-  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
-#if !WGMMA
-    const uint4 v = __ldg((const uint4*)from);
-    a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;
-    from += WGS_M * FRAGMENT;
-#elif RESIDENT
-    load_fragment(a, at, i);
-#else
-    if (i % W_STAGE == 0) {
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      in_hand = empty + cursor.stage * 8;
-      cursor.next(STAGES_W);
-    }
-    load_fragment(a, at, i % W_STAGE);
-#endif
-  }
-  __device__ __forceinline__ void end_stretch(int steps) {
-    if (WGMMA && RESIDENT) at += steps * (WGS_M * FRAGMENT);
-  }
-  __device__ __forceinline__ void skip(int variant) {  // a tile
-    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
-      for (int b = 0; b < (STRAIGHT ? 1 : MB); b++) {
-        int left = (STRAIGHT ? entries_of(variant) : ENTRY[variant * (MB + 1) + b + 1] - ENTRY[variant * (MB + 1) + b]) * STEPS_PER_TAP;
-        int longest = STRAIGHT ? left : LONGEST_STRETCH, whole = longest ? left / longest : 0;
-        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE) + (STRAIGHT ? 0 : left % longest / STEPS_PER_TAP * ((STEPS_PER_TAP + W_STAGE - 1) / W_STAGE));
-        for (; stages > 0; stages--) cursor.next(STAGES_W);
-      }
-  }
+  cursor.move(G::chunks_of(variant) * stages);
+}
+__device__ __forceinline__ u32 in_hand() const { return done; }
 };

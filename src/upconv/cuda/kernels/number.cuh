@@ -4,7 +4,7 @@
 enum Precision { TF32, IEEE, FP16, BF16, FP64 };
 
 template <int P>
-struct NumberOf {                                         // float16 and bfloat16
+struct NumberOf {                                       // float16 and bfloat16
   using Type = u16;
   using Bits = u16;                                     // as an integer
   static constexpr int SIZE = 2;

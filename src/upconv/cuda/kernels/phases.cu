@@ -11,96 +11,112 @@
 // Consumers take neighbouring tiles, each from a ring of its own, and never wait for each other. So both write their parts of a sector at
 // about the same time. It is faster than an offset between them, or turns (docs/experiments.md).
 //
-// Constants come as macros (cuda/pixels/phases.py computes them and explains each); sizes of the input are arguments.
-#include "ptx.cuh"
-#define A_SHARED 0
-#include "wgmma.cuh"
-
-#include "numbers.cuh"
-
-#define VEC (16 / ELEMENT)
-#define K_STEPS (CK * ELEMENT / 32)                     // a matrix instruction takes 32 bytes of K
-#define CHUNKS ((CIN + CK - 1) / CK)
-#define PITCH_BYTES (PITCH * ELEMENT)                   // from a channel to the next
-#define ROW_BYTES (CK * PITCH_BYTES)                    // of a row of the source
-#define STAGE_BYTES (ROWS_D * ROWS_H * ROW_BYTES)       // rows are whole 128 bytes, where boxes begin
-#define PAIR_COLUMNS (STEP_W * CO_COLUMNS)              // of a pair's sums
-#define STEP_BYTES (USERS * SHIFT_COLUMNS * 32)         // of weights, of a step of K
-#define WEIGHT_BYTES (CHUNKS * K_STEPS * STEP_BYTES)
-#define THREADS (128 + CONSUMERS * 128)
-
+// Constants are Phases' C (cuda/pixels/phases.py computes them and explains each); sizes of the input are arguments.
 #include "columns.cuh"
-#include "ring.cuh"
-#include "tiles.cuh"
+#include "table.cuh"
 
-#define TABLE(name, values)                                         \
-  __device__ __forceinline__ constexpr int name(int i) {            \
-    constexpr int of[] = values;                                    \
-    return of[i];                                                   \
-  }
-TABLE(source_row, SOURCE_ROWS_AT)                       // a row of the source, from a tile's first
-TABLE(first_user, FIRST_USERS)                          // of a source row; one more at the end
-TABLE(pair_of, USER_PAIRS)                              // a user: a pair that reads a source row
-TABLE(shift_at, SHIFTS_AT)                              // a shift's first column, from a tile's first
-TABLE(shift_width, SHIFT_WIDTHS)                        // columns that it has a tap for
-TABLE(width_before, SHIFT_BEFORE)                       // and those of the shifts before
-TABLE(phase_d, PAIR_PHASES_D)
-TABLE(phase_h, PAIR_PHASES_H)
-TABLE(place_of, PLACES_OF_PHASES)                       // a phase of W's, in the order of columns
+template <class C_>
+struct Phases : PacksUnits<Phases<C_>> {
+using C = C_;
+using Number = NumberOf<C::precision>;
+using Type = typename Number::Type;
+
+static constexpr int ELEMENT = Number::SIZE;
+static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
+static constexpr int VEC = 16 / ELEMENT;
+static constexpr int CONSUMERS = 2;
+static constexpr int MB = C::mb, PAIRS = C::pairs, SHIFTS = C::shifts, CO_COLUMNS = C::co_columns, PASS = C::passed;
+static constexpr int TILE_D = C::tile_d, TILE_H = C::tile_h, TILE_W = C::tile_w, STEP_W = C::step_w;
+static constexpr int K_STEPS = C::chunk * ELEMENT / 32; // a matrix instruction takes 32 bytes of K
+static constexpr int CHUNKS = (C::cin + C::chunk - 1) / C::chunk;
+static constexpr int PITCH_BYTES = C::pitch * ELEMENT;  // from a channel to the next
+static constexpr int ROW_BYTES = C::chunk * PITCH_BYTES;  // of a row of the source
+static constexpr int STAGE_BYTES = C::rows_d * C::rows_h * ROW_BYTES;  // rows are whole 128 bytes, where boxes begin
+static constexpr int PAIR_COLUMNS = STEP_W * CO_COLUMNS;  // of a pair's sums
+static constexpr int STEP_BYTES = C::users * C::shift_columns * 32;  // of weights, of a step of K
+static constexpr int WEIGHT_BYTES = CHUNKS * K_STEPS * STEP_BYTES;
+static constexpr int THREADS = 128 + CONSUMERS * 128;
+using Ring = RingOf<C::stages, STAGE_BYTES>;
+
+// A consumer's buffer: `passed` output channels of its tile's rows, each in units of 16 bytes as they lie in memory, so that neighbouring
+// lanes store neighbours, and parts of units at a row's ends alone. Channels lie 4 words beyond a multiple of 16 apart, for their lanes'
+// banks. Rows of odd lengths begin anywhere in a sector of memory, and a store that covers sectors in part is slow. Units of 16 bytes are
+// faster in most layers than 4 bytes a lane from a sector's begin on (docs/experiments.md).
+static constexpr int RUNS = TILE_D * TILE_H;            // rows of q of a tile
+static constexpr int RUN = TILE_W * STEP_W;             // outputs of one along W
+static constexpr int UNITS = RUN / VEC;                 // whole ones that it may have
+static constexpr int LINE_WORDS = (UNITS + !C::aligned) * 4;  // of a row; aligned: all rows begin at 16 bytes
+static constexpr int CHANNEL_BYTES = ((RUNS * LINE_WORDS + 11) / 16 * 16 + 4) * 4;
+static constexpr int BUFFER_BYTES = PASS * CHANNEL_BYTES;
+static constexpr int OF_WARP = PASS / 4;                // channels that a warp stores
+static constexpr int ROUNDS = (OF_WARP * UNITS + 31) / 32;
+
+static constexpr int RINGS_AT = (WEIGHT_BYTES + 127) / 128 * 128;
+static constexpr int BUFFERS_AT = RINGS_AT + CONSUMERS * C::stages * STAGE_BYTES;
+static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
+static_assert(BARRIERS_AT + 16 * CONSUMERS * C::stages + 8 == C::shared_bytes, "the planner's shared memory is not the kernel's");
+
+struct Sizes {
+  int out_d, out_h, out_w;                              // of the result
+  int tiles_d, tiles_h, tiles_w, tiles;
+};
+
+struct Tile { int n, d, h, w; };                        // image and first place
+
+static __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
+  Tile t;
+  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * TILE_D;
+  t.n = q / s.tiles_d;
+  return t;
+}
 
 // =====================================================================================================================
 // Weights
 // =====================================================================================================================
 
-__constant__ const short USER_TAP[] = USER_TAPS;        // of a user: its tap of D and H
-__constant__ const short COLUMN_TAP[] = COLUMN_TAPS;    // of a shift and a phase: tap of W, or -1
+static constexpr int PACK_UNITS = WEIGHT_BYTES / 16;
+static constexpr int SECOND = C::cout, TAPS_IN_ALL = C::kernel_d * C::kernel_h * C::kernel_w;
 
-// The channel of a step at place `k` of K. Float32: a lane (t = lane % 4) has the places t and t + 4, channels 2t and 2t + 1, so that
-// those of four lanes are in other banks.
-__device__ __forceinline__ constexpr int channel_at(int k) { return ELEMENT == 2 ? k : k % 4 * 2 + k / 4; }
+// The channel of a step at place `k` of K, as places.cuh has it.
+static __device__ __forceinline__ constexpr int channel_at(int k) { return NARROW ? k : k % 4 * 2 + k / 4; }
 
-// [step of K][user][shift][phase of W, output channel][32 bytes of channels, swizzled], zeros where there is none of either; a thread
-// writes 16 bytes. The weight is (CIN, COUT, kernel): contiguous, or channels-last, whose taps are `tap_step` elements apart.
-template <class Weight>
-__device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  let_dependent_begin();                                // `phases`
-  int i = blockIdx.x * PACK_THREADS + threadIdx.x;
-  if (i >= WEIGHT_BYTES / 16) return;
-  int unit = i % 2, column = i / 2 % SHIFT_COLUMNS, user = i / (2 * SHIFT_COLUMNS) % USERS, step = i / (2 * SHIFT_COLUMNS * USERS);
-  int cout = column % CO_COLUMNS, of_w = COLUMN_TAP[column / CO_COLUMNS], tap = USER_TAP[user] * KERNEL_W + of_w;
-  constexpr int KERNEL = KERNEL_D * KERNEL_H * KERNEL_W;
-  u32 v[VEC];
-#pragma unroll
-  for (int e = 0; e < VEC; e++) {
+// [step of K][user][shift][phase of W, output channel][32 bytes of channels, swizzled], zeros where there is none of either. The weight is
+// (C::cin, C::cout, kernel).
+template <class Write>
+static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
+  constexpr int OF_USER = 2 * C::shift_columns;
+  int unit = i % 2, column = i / 2 % C::shift_columns, user = i / OF_USER % C::users, step = i / (OF_USER * C::users);
+  int cout = column % CO_COLUMNS, of_w = constant_at<C::column_taps>(column / CO_COLUMNS);
+  int tap = constant_at<C::user_taps>(user) * C::kernel_w + of_w;
+  write((long long)(i - unit) * 16 + ((unit ^ (column >> 2 & 1)) << 4), [=](int e) -> WeightAt {
     int cin = step * (32 / ELEMENT) + channel_at(unit * VEC + e);
-    int at = cin * (COUT * KERNEL) + (tap_step == 1 ? cout * KERNEL + tap : tap * tap_step + cout);
-    v[e] = cin < CIN && cout < COUT && of_w >= 0 ? operand(weight[at]) : 0;
-  }
-  write_operands(packed + (long long)(i - unit) * 16 + ((unit ^ (column >> 2 & 1)) << 4), v);
+    return {cin < C::cin && cout < C::cout && of_w >= 0, cin, cout, tap};
+  });
 }
-
-#include "columns_pack.cuh"
 
 // =====================================================================================================================
 // Producers: a thread for each consumer, one for the weights
 // =====================================================================================================================
 
-#define FIRST_TILE(consumer) (blockIdx.x * CONSUMERS + (consumer))
-#define TILES_ON (gridDim.x * CONSUMERS)
+static __device__ __forceinline__ int first_tile(int consumer) { return blockIdx.x * CONSUMERS + consumer; }
+static __device__ __forceinline__ int tiles_on() { return gridDim.x * CONSUMERS; }
 
-__device__ __forceinline__ void produce(const TensorMap& map, const Sizes& s, u32 ring, u32 full, u32 empty, int consumer) {
-  Cursor cursor = {0, 1};                               // all are free at first
+static __device__ __forceinline__ void produce(const TensorMap& map, const Sizes& s, const Ring& ring, int consumer) {
+  typename Ring::Cursor cursor = {0, 1};                // all are free at first
 #pragma unroll 1
-  for (int index = FIRST_TILE(consumer); index < s.tiles; index += TILES_ON) {
+  for (int index = first_tile(consumer); index < s.tiles; index += tiles_on()) {
     Tile t = tile_at(index, s);
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
-      u32 to = ring + cursor.stage * STAGE_BYTES, barrier = full + cursor.stage * 8;
-      barrier_wait(empty + cursor.stage * 8, cursor.parity);
-      expect_bytes(barrier, ROWS_D * ROWS_H * ROW_BYTES);
+      u32 to = ring.stage(cursor), barrier = ring.full(cursor);
+      ring.wait_empty(cursor);
+      expect_bytes(barrier, C::rows_d * C::rows_h * ROW_BYTES);
 #pragma unroll 1
-      for (int row = 0; row < ROWS_D * ROWS_H; row++)
-        load_box(to + row * ROW_BYTES, map, t.w + FIRST_W, t.h + FIRST_H + row % ROWS_H, t.d + FIRST_D + row / ROWS_H, chunk * CK, t.n, barrier);
+      for (int row = 0; row < C::rows_d * C::rows_h; row++)
+        load_box(to + row * ROW_BYTES, map, t.w + C::first_w, t.h + C::first_h + row % C::rows_h, t.d + C::first_d + row / C::rows_h,
+                 chunk * C::chunk, t.n, barrier);
     }
   }
 }
@@ -109,191 +125,178 @@ __device__ __forceinline__ void produce(const TensorMap& map, const Sizes& s, u3
 // Consumers
 // =====================================================================================================================
 
-// Rows of 32 bytes, swizzled; groups of 8 lie one behind the other.
-#define DESCRIPTOR(start) ((u64)(256 >> 4) << 32 | (u64)3 << 62 | (u64)1 << 16 | (start))
-
-__device__ __forceinline__ void multiply(float (&d)[PAIR_COLUMNS / 2], int width, const u32 (&a)[4], u64 b) {
-  if (width == WIDTH_0) MULTIPLY_0(d, a, b, "1");
-#if WIDTHS > 1
-  if (width == WIDTH_1) MULTIPLY_1(d, a, b, "1");
-#endif
-#if WIDTHS > 2
-  if (width == WIDTH_2) MULTIPLY_2(d, a, b, "1");
-#endif
-#if WIDTHS > 3
-  if (width == WIDTH_3) MULTIPLY_3(d, a, b, "1");
-#endif
+// The instruction of so many columns, one of C::widths from the I-th on.
+template <int I = 0>
+static __device__ __forceinline__ void multiply(float (&d)[PAIR_COLUMNS / 2], int width, const u32 (&a)[4], u64 b) {
+  if (width == C::widths[I]) WgmmaOf<C::widths[I]>::template multiply<C::precision, false, false, true>(d, a, b);
+  if constexpr (I + 1 < sizeof(C::widths) / sizeof(int)) multiply<I + 1>(d, width, a, b);
 }
 
 // A source row's fragments of a step, for each shift: lanes' q g and g + 8, of channels `channel_at`.
-__device__ __forceinline__ void load_fragments(u32 (&a)[SHIFTS][MB][4], const u32 (&own)[MB], u32 row) {
+static __device__ __forceinline__ void load_fragments(u32 (&a)[SHIFTS][MB][4], const u32 (&own)[MB], u32 row) {
 #pragma unroll
   for (int shift = 0; shift < SHIFTS; shift++)
 #pragma unroll
     for (int m = 0; m < MB; m++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int columns = shift_at(shift) + i % 2 * 8, half = i / 2;
+        const int columns = value_at<C::shifts_at>(shift) + i % 2 * 8, half = i / 2;
         u32 at = own[m] + row + columns * ELEMENT;
-#if ELEMENT == 4
-        a[shift][m][i] = load_shared_u32(at + half * PITCH_BYTES);
-#else
-        a[shift][m][i] = load_shared_u16(at + half * 8 * PITCH_BYTES) | load_shared_u16(at + (half * 8 + 1) * PITCH_BYTES) << 16;
-#endif
+        if constexpr (NARROW)
+          a[shift][m][i] = load_shared_u16(at + half * 8 * PITCH_BYTES) | load_shared_u16(at + (half * 8 + 1) * PITCH_BYTES) << 16;
+        else a[shift][m][i] = load_shared_u32(at + half * PITCH_BYTES);
       }
 #pragma unroll
   for (int i = 0; i < SHIFTS * MB * 4; i++) opaque(a[i / (MB * 4)][i / 4 % MB][i % 4]);
 }
 
 // acc += a source row x the weights of all pairs that read it; `weights`: of the step, as descriptors have it.
-__device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][PAIR_COLUMNS / 2], const u32 (&a)[SHIFTS][MB][4], int row, u32 weights) {
+static __device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][PAIR_COLUMNS / 2], const u32 (&a)[SHIFTS][MB][4], int row, u32 weights) {
   wgmma_fence();
 #pragma unroll
   for (int shift = 0; shift < SHIFTS; shift++)
 #pragma unroll
-    for (int user = 0; user < USERS; user++)            // (bounds that depend on an outer loop's constant are not unrolled)
+    for (int user = 0; user < C::users; user++)         // (bounds that depend on an outer loop's constant are not unrolled)
 #pragma unroll
       for (int m = 0; m < MB; m++)
-        if (user >= first_user(row) && user < first_user(row + 1))
-          multiply(acc[pair_of(user)][m], shift_width(shift), a[shift][m], DESCRIPTOR(weights + (user * SHIFT_COLUMNS + width_before(shift)) * 2));
+        if (user >= value_at<C::first_users>(row) && user < value_at<C::first_users>(row + 1)) {
+          u32 columns = weights + (user * C::shift_columns + value_at<C::columns_before>(shift)) * 2;
+          multiply(acc[value_at<C::user_pairs>(user)][m], value_at<C::shift_widths>(shift), a[shift][m], ROWS_OF<32> | (u64)1 << 16 | columns);
+        }
   wgmma_commit();
 }
 
-// A consumer's buffer: PASS output channels of its tile's rows, each in units of 16 bytes as they lie in memory, so that neighbouring lanes
-// store neighbours, and parts of units at a row's ends alone. Channels lie 4 words beyond a multiple of 16 apart, for their lanes' banks.
-// Rows of odd lengths begin anywhere in a sector of memory, and a store that covers sectors in part is slow. Units of 16 bytes are faster in
-// most layers than 4 bytes a lane from a sector's begin on (docs/experiments.md).
-#define RUNS (TILE_D * TILE_H)                          // rows of q of a tile
-#define RUN (TILE_W * STEP_W)                           // outputs of one along W
-#define UNITS (RUN / VEC)                               // whole ones that it may have
-#define LINE_WORDS ((UNITS + !ALIGNED) * 4)             // of a row; ALIGNED: all rows begin at 16 bytes
-#define CHANNEL_BYTES (((RUNS * LINE_WORDS + 11) / 16 * 16 + 4) * 4)
-#define BUFFER_BYTES (PASS * CHANNEL_BYTES)
-#define OF_WARP (PASS / 4)                              // channels that a warp stores
-#define ROUNDS ((OF_WARP * UNITS + 31) / 32)
+// The buffer gets `passed` channels' outputs of a pair's rows, from channel `first` on; `begin`: where these rows begin in the first channel.
+static __device__ __forceinline__ void fill_buffer(
+    const float (&acc)[MB][PAIR_COLUMNS / 2], int first, const Type* __restrict__ bias, const char* begin, const Sizes& s, u32 plane, u32 buffer,
+    int channel, int warp, int lane) {
+#pragma unroll
+  for (int j = first / 8; j < CO_COLUMNS / 8; j++) {
+    if (j >= (first + PASS) / 8) continue;
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const int of = 8 * j + c;                         // the channel, but for the lane's share
+      float b = bias && (C::cout % 8 == 0 || of + channel < C::cout) ? Number::value(bias[of + channel]) : 0.f;
+      u32 own = buffer + (of - first + channel) * CHANNEL_BYTES + (lane >> 2) * (STEP_W * ELEMENT);
+      u32 phase = (u32)(u64)begin / ELEMENT + (of + channel) * plane;
+#pragma unroll
+      for (int m = 0; m < MB; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          int position = m * 64 + warp * 16 + h * 8, run = position / TILE_W;
+          u32 to = own + run * (LINE_WORDS * 4) + position % TILE_W * (STEP_W * ELEMENT);
+          if (!C::aligned) to += (phase + (u32)(run / TILE_H * C::step_d * s.out_h + run % TILE_H * C::step_h) * s.out_w) % VEC * ELEMENT;
+          float v[STEP_W];
+#pragma unroll
+          for (int u = 0; u < STEP_W; u++) v[u] = acc[m][value_at<C::places_of_phases>(u) * (CO_COLUMNS / 2) + 4 * j + 2 * h + c] + b;
+          store_neighbours(to, v);
+        }
+    }
+  }
+}
 
-__device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][PAIR_COLUMNS / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int wg, int warp, int lane) {
+// Neighbouring outputs, two at a time where they begin at even places.
+static __device__ __forceinline__ void store_neighbours(u32 to, const float (&v)[STEP_W]) {
+#pragma unroll
+  for (int u = 0; u < STEP_W; u++) {
+    if constexpr (STEP_W % 2 || !C::aligned) {
+      if constexpr (NARROW) store_shared_u16(to + u * 2, Number::bits(v[u]));
+      else store_shared_f32(to + u * 4, v[u]);
+    } else if (u % 2) {
+      if constexpr (NARROW) store_shared_u32(to + u * 2 - 2, Number::bits(v[u - 1]) | Number::bits(v[u]) << 16);
+      else store_shared_f32x2(to + u * 4 - 4, v[u - 1], v[u]);
+    }
+  }
+}
+
+// Of a row, from channel `first` on: what the buffer has of it, of which `columns` exist if `row` does; `to_run`: where it begins in the
+// first channel.
+static __device__ __forceinline__ void store_row(int first, char* to_run, u32 of_run, bool row, int columns, u32 plane, int warp, int lane) {
+  u32 v[ROUNDS][4];                                     // all on their way before the first is stored
+  char* to[ROUNDS];
+  bool whole[ROUNDS];
+#pragma unroll
+  for (int k = 0; k < ROUNDS; k++) {
+    int index = lane + k * 32, c = warp * OF_WARP + (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS ? index / UNITS : 0), unit = index % UNITS;
+    to[k] = to_run + (long long)((first + c) * (u64)plane) * ELEMENT;
+    int phase = C::aligned ? 0 : (u32)(u64)to[k] / ELEMENT % VEC;
+    unit += phase > 0;                                  // the one before is whole in no row
+    int at = unit * VEC - phase;                        // of the unit's first element in the row
+    load_shared_128(v[k], of_run + c * CHANNEL_BYTES + unit * 16);
+    to[k] += at * ELEMENT;
+    whole[k] = row && at + VEC <= columns && (C::cout % 8 == 0 || first + c < C::cout) && (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS);
+  }
+#pragma unroll
+  for (int k = 0; k < ROUNDS; k++) store_global_128_if(to[k], v[k], whole[k]);
+  if constexpr (!C::aligned) {                          // a lane for each end of a channel's row
+    int c = warp * OF_WARP + lane / 2 % OF_WARP;
+    char* line = to_run + (long long)((first + c) * (u64)plane) * ELEMENT;
+    int phase = (u32)(u64)line / ELEMENT % VEC, unit = lane % 2 ? (columns + phase) / VEC : 0, at = unit * VEC - phase;
+    // One unit alone may be both ends.
+    bool part = row && lane < 2 * OF_WARP && (C::cout % 8 == 0 || first + c < C::cout) && (lane % 2 ? unit > 0 : phase > 0 || columns < VEC);
+    load_shared_128(v[0], of_run + c * CHANNEL_BYTES + unit * 16);
+    store_some<ELEMENT>(line + at * ELEMENT, v[0], at, 0, columns, part);
+  }
+}
+
+static __device__ __forceinline__ void store(
+    const float (&acc)[PAIRS][MB][PAIR_COLUMNS / 2], const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer,
+    int wg, int warp, int lane) {
   u32 plane = (u32)s.out_d * s.out_h * s.out_w;         // elements of a channel
   int channel = (lane & 3) * 2, columns = s.out_w - t.w * STEP_W;
   columns = columns < RUN ? columns : RUN;              // of a row, that exist
-  y += (long long)t.n * COUT * plane * ELEMENT;
+  y += (long long)t.n * C::cout * plane * ELEMENT;
 #pragma unroll
   for (int pair = 0; pair < PAIRS; pair++) {
-    int first_d = t.d * STEP_D + phase_d(pair), first_h = t.h * STEP_H + phase_h(pair);
+    int first_d = t.d * C::step_d + value_at<C::pair_phases_d>(pair), first_h = t.h * C::step_h + value_at<C::pair_phases_h>(pair);
     char* begin = y + (long long)(((u32)first_d * s.out_h + first_h) * s.out_w + t.w * STEP_W) * ELEMENT;
 #pragma unroll
     for (int first = 0; first < CO_COLUMNS; first += PASS) {
       OPAQUE_2(plane, channel);                         // what follows from them is found here, not kept (spills)
       named_sync(1 + wg, 128);                          // everyone has read what was there before
-#pragma unroll
-      for (int j = first / 8; j < CO_COLUMNS / 8; j++) {
-        if (j >= (first + PASS) / 8) continue;
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-          const int of = 8 * j + c;                     // the channel, but for the lane's share
-          float b = bias && (COUT % 8 == 0 || of + channel < COUT) ? VALUE(bias[of + channel]) : 0.f;
-          u32 own = buffer + (of - first + channel) * CHANNEL_BYTES + (lane >> 2) * (STEP_W * ELEMENT);
-          u32 phase = (u32)(u64)begin / ELEMENT + (of + channel) * plane;
-#pragma unroll
-          for (int m = 0; m < MB; m++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-              int position = m * 64 + warp * 16 + h * 8, run = position / TILE_W;
-              u32 to = own + run * (LINE_WORDS * 4) + position % TILE_W * (STEP_W * ELEMENT);
-              if (!ALIGNED) to += (phase + (u32)(run / TILE_H * STEP_D * s.out_h + run % TILE_H * STEP_H) * s.out_w) % VEC * ELEMENT;
-              float v[STEP_W];
-#pragma unroll
-              for (int u = 0; u < STEP_W; u++) v[u] = acc[pair][m][place_of(u) * (CO_COLUMNS / 2) + 4 * j + 2 * h + c] + b;
-#pragma unroll
-              for (int u = 0; u < STEP_W; u++) {
-#if ELEMENT == 4
-                if (STEP_W % 2 || !ALIGNED) store_shared_f32(to + u * 4, v[u]);
-                else if (u % 2) store_shared_f32x2(to + u * 4 - 4, v[u - 1], v[u]);
-#else
-                if (STEP_W % 2 || !ALIGNED) store_shared_u16(to + u * 2, STORE_BITS(v[u]));
-                else if (u % 2) store_shared_u32(to + u * 2 - 2, STORE_BITS(v[u - 1]) | STORE_BITS(v[u]) << 16);
-#endif
-              }
-            }
-        }
-      }
+      fill_buffer(acc[pair], first, bias, begin, s, plane, buffer, channel, warp, lane);
       named_sync(1 + wg, 128);
 #pragma unroll 1
       for (int run = 0; run < RUNS; run++) {
-        bool row = first_d + run / TILE_H * STEP_D < s.out_d && first_h + run % TILE_H * STEP_H < s.out_h;
-        u32 of_run = buffer + run * (LINE_WORDS * 4);
-        char* to_run = begin + (long long)((u32)(run / TILE_H * STEP_D * s.out_h + run % TILE_H * STEP_H) * s.out_w) * ELEMENT;
-        u32 v[ROUNDS][4];                               // all on their way before the first is stored
-        char* to[ROUNDS];
-        bool whole[ROUNDS];
-#pragma unroll
-        for (int k = 0; k < ROUNDS; k++) {
-          int index = lane + k * 32, c = warp * OF_WARP + (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS ? index / UNITS : 0), unit = index % UNITS;
-          to[k] = to_run + (long long)((first + c) * (u64)plane) * ELEMENT;
-          int phase = ALIGNED ? 0 : (u32)(u64)to[k] / ELEMENT % VEC;
-          unit += phase > 0;                            // the one before is whole in no row
-          int at = unit * VEC - phase;                  // of the unit's first element in the row
-          load_shared_128(v[k], of_run + c * CHANNEL_BYTES + unit * 16);
-          to[k] += at * ELEMENT;
-          whole[k] = row && at + VEC <= columns && (COUT % 8 == 0 || first + c < COUT) && (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS);
-        }
-#pragma unroll
-        for (int k = 0; k < ROUNDS; k++) store_global_128_if(to[k], v[k], whole[k]);
-#if !ALIGNED
-        // A lane for each end of a channel's row.
-        int c = warp * OF_WARP + lane / 2 % OF_WARP;
-        char* line = to_run + (long long)((first + c) * (u64)plane) * ELEMENT;
-        int phase = (u32)(u64)line / ELEMENT % VEC, unit = lane % 2 ? (columns + phase) / VEC : 0, at = unit * VEC - phase;
-        // One unit alone may be both ends.
-        bool part = row && lane < 2 * OF_WARP && (COUT % 8 == 0 || first + c < COUT) && (lane % 2 ? unit > 0 : phase > 0 || columns < VEC);
-        load_shared_128(v[0], of_run + c * CHANNEL_BYTES + unit * 16);
-#pragma unroll
-        for (int e = 0; e < VEC; e++) {
-          bool ok = part && at + e >= 0 && at + e < columns;
-          if (ELEMENT == 4) store_global_if(line + (at + e) * 4, v[0][e * ELEMENT / 4], ok);
-          else store_global_16_if(line + (at + e) * 2, v[0][e * ELEMENT / 4] >> e % 2 * 16, ok);
-        }
-#endif
+        bool row = first_d + run / TILE_H * C::step_d < s.out_d && first_h + run % TILE_H * C::step_h < s.out_h;
+        char* to_run = begin + (long long)((u32)(run / TILE_H * C::step_d * s.out_h + run % TILE_H * C::step_h) * s.out_w) * ELEMENT;
+        store_row(first, to_run, buffer + run * (LINE_WORDS * 4), row, columns, plane, warp, lane);
       }
     }
   }
 }
 
-__device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const Sizes& s, u32 weights, u32 ring, u32 full, u32 empty, u32 buffer, int wg, int thread) {
+static __device__ __forceinline__ void consume(
+    const Type* bias, char* y, const Sizes& s, u32 weights, const Ring& ring, u32 buffer, int wg, int thread) {
   int lane = thread & 31;
-  constexpr int GROUPS = K_STEPS * SOURCE_ROWS;         // of instructions, of a chunk
-  Cursor cursor = {0, 0};
+  constexpr int GROUPS = K_STEPS * C::source_row_count; // of instructions, of a chunk
+  typename Ring::Cursor cursor = {0, 0};
   float acc[PAIRS][MB][PAIR_COLUMNS / 2];
   u32 own[MB];                                          // where a stage has the lane's first channel and q
 #pragma unroll
   for (int m = 0; m < MB; m++) {
     int position = m * 64 + (thread >> 5) * 16, run = position / TILE_W;
-    own[m] = ring + (run / TILE_H * ROWS_H + run % TILE_H) * ROW_BYTES + (lane & 3) * 2 * PITCH_BYTES + (position % TILE_W + (lane >> 2)) * ELEMENT;
+    own[m] = ring.stages + (run / TILE_H * C::rows_h + run % TILE_H) * ROW_BYTES + (lane & 3) * 2 * PITCH_BYTES + (position % TILE_W + (lane >> 2)) * ELEMENT;
   }
 #pragma unroll 1
-  for (int index = FIRST_TILE(wg); index < s.tiles; index += TILES_ON) {
-#pragma unroll
-    for (int i = 0; i < PAIRS * MB * (PAIR_COLUMNS / 2); i++) {
-      float& sum = acc[i / (MB * (PAIR_COLUMNS / 2))][i / (PAIR_COLUMNS / 2) % MB][i % (PAIR_COLUMNS / 2)];
-      sum = 0.f;
-      opaque(sum);
-    }
+  for (int index = first_tile(wg); index < s.tiles; index += tiles_on()) {
+    zero(acc);
     u32 at = weights >> 4;
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
       u32 stage = cursor.stage * STAGE_BYTES;
       u32 a[2][SHIFTS][MB][4];
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      ring.wait_full(cursor);
 #pragma unroll
       for (int group = 0; group < GROUPS; group++) {
-        const int step = group / SOURCE_ROWS, row = group % SOURCE_ROWS;
+        const int step = group / C::source_row_count, row = group % C::source_row_count;
         if (group == 0 && GROUPS % 2) wgmma_wait<0>();  // its registers are read by the last group's instructions
         else wgmma_wait<1>();
-        load_fragments(a[group % 2], own, stage + source_row(row) * ROW_BYTES + step * (32 / ELEMENT) * PITCH_BYTES);
+        load_fragments(a[group % 2], own, stage + value_at<C::source_rows>(row) * ROW_BYTES + step * (32 / ELEMENT) * PITCH_BYTES);
         multiply_row(acc, a[group % 2], row, uniform(at + step * (STEP_BYTES / 16)));
         // Behind the instructions that take what was loaded. The arrival does not wait for loads, and these are late where stores fill the
         // path to memory. Ahead of the instructions it gave wrong outputs on long rows (docs/experiments.md).
-        if (group == GROUPS - 1) give_back(empty + cursor.stage * 8, lane);
+        if (group == GROUPS - 1) give_back(ring.empty(cursor), lane);
       }
       at += K_STEPS * (STEP_BYTES / 16);
     }
@@ -302,48 +305,40 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
   }
 }
 
-// =====================================================================================================================
+static __device__ __forceinline__ Ring ring_of(int consumer, u32 memory) {
+  u32 full = memory + BARRIERS_AT + consumer * (8 * C::stages);
+  return {memory + RINGS_AT + consumer * (C::stages * STAGE_BYTES), full, full + 8 * CONSUMERS * C::stages};
+}
 
-#define RINGS_AT ((WEIGHT_BYTES + 127) / 128 * 128)
-#define BUFFERS_AT (RINGS_AT + CONSUMERS * STAGES * STAGE_BYTES)
-#define BARRIERS_AT (BUFFERS_AT + CONSUMERS * BUFFER_BYTES)
-#define SHARED_BYTES (BARRIERS_AT + 16 * CONSUMERS * STAGES + 8)
-#if SHARED_BYTES_PLANNED != SHARED_BYTES
-#error "the planner's shared memory is not the kernel's"
-#endif
+static __device__ __forceinline__ void run(const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
+  u32 landed = memory + BARRIERS_AT + 16 * CONSUMERS * C::stages;
+  run_block<1, CONSUMERS, 64, 216>(
+      [&] {
+        for (int i = 0; i < CONSUMERS; i++) ring_of(i, memory).init(1, 4);
+        barrier_init(landed, 1);
+      },
+      [&] {
+        int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+        if (threadIdx.x & 31) return;
+        if (warp < CONSUMERS) {
+          produce(map, s, ring_of(warp, memory), warp);
+        } else if (warp == 3) {
+          wait_for_results();                           // of `pack`
+          expect_bytes(landed, WEIGHT_BYTES);
+          copy_packed(memory, packed, WEIGHT_BYTES, landed);
+        }
+      },
+      [&](int consumer, int thread) {
+        barrier_wait(landed, 0);
+        consume(bias, y, s, memory, ring_of(consumer, memory), memory + BUFFERS_AT + consumer * BUFFER_BYTES, consumer, thread);
+      });
+}
+};
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-phases(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
-       const __grid_constant__ TensorMap map) {
+template <class C>
+__global__ void __launch_bounds__(Phases<C>::THREADS, 1)
+phases(const char* __restrict__ packed, const typename Phases<C>::Type* __restrict__ bias, char* __restrict__ y, int out_d, int out_h, int out_w,
+       int tiles_d, int tiles_h, int tiles_w, int tiles, const __grid_constant__ TensorMap map) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const Sizes s = {out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles};
-  u32 base = shared_address(memory), full = base + BARRIERS_AT, empty = full + 8 * CONSUMERS * STAGES, landed = empty + 8 * CONSUMERS * STAGES;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < CONSUMERS * STAGES; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 4);
-    }
-    barrier_init(landed, 1);
-    barriers_begun();
-  }
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role == 0) {
-    fewer_registers<PRODUCER_REGISTERS>();
-    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-    if (threadIdx.x & 31) return;
-    if (warp < CONSUMERS) {
-      produce(map, s, base + RINGS_AT + warp * (STAGES * STAGE_BYTES), full + warp * (8 * STAGES), empty + warp * (8 * STAGES), warp);
-    } else if (warp == 3) {
-      wait_for_results();                               // of `pack`
-      expect_bytes(landed, WEIGHT_BYTES);
-      copy_packed(base, packed, WEIGHT_BYTES, landed);
-    }
-  } else {
-    int wg = role - 1;
-    wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
-    more_registers<CONSUMER_REGISTERS>();
-    barrier_wait(landed, 0);
-    consume(bias, y, s, base, base + RINGS_AT + wg * (STAGES * STAGE_BYTES), full + wg * (8 * STAGES), empty + wg * (8 * STAGES), base + BUFFERS_AT + wg * BUFFER_BYTES, wg, thread);
-  }
+  Phases<C>::run(packed, bias, y, {out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, map, shared_address(memory));
 }

@@ -73,6 +73,11 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 
 // --- clusters: blocks that read each other's shared memory -------------------------------------------------------------
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900       // whose compiler refuses the attribute on any template
+#define CLUSTER_DIMS(blocks)
+#else
+#define CLUSTER_DIMS(blocks) __cluster_dims__(blocks)
+#endif
 #if HAS_ASYNC_PROXY
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }

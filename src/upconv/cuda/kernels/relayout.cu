@@ -3,131 +3,118 @@
 //
 // A block copies TILE_C channels of TILE_P pixels through shared memory: on the one side warps take rows of pixels, whatever
 // their alignment, on the other threads take 16-byte units of channels. Of
-// images of IMAGE pixels, fewer than a tile has, `pixels` are those of all images, one behind the other.
-#include "ptx.cuh"
+// images of `image` pixels, fewer than a tile has, `pixels` are those of all images, one behind the other.
+#include "elements.cuh"
 
-#define THREADS 256
-#define EACH (16 / ELEMENT)                // elements of a unit
-#define UNITS (TILE_C / EACH)
-#define PITCH (TILE_P * ELEMENT / 4 + 1)   // words of a channel, an odd number: units of channels lie in different banks
-#define ROWS (TILE_C / (THREADS / 32))     // of a warp
-#define COLUMNS (TILE_P / 32)              // of a lane
-#if TILE_P * UNITS < THREADS || TILE_P % 64
-#error "a thread has a unit, and a lane words, of each of its rows"
-#endif
-#if ELEMENT == 2
-typedef u16 Element;
-#else
-typedef u32 Element;
-#endif
+template <class C_>
+struct Relayout {
+using C = C_;
+using Element = ElementOf<C::element>;
+static constexpr bool NARROW = C::element == 2;
+static constexpr bool IMAGES = C::image > 0;            // a tile has pixels of several
+static constexpr int TILE_C = C::tile_c, TILE_P = C::tile_p;
+static constexpr int THREADS = 256, WARPS = THREADS / 32;
+static constexpr int EACH = 16 / C::element;            // elements of a unit
+static constexpr int UNITS = TILE_C / EACH;
+static constexpr int PITCH = TILE_P * C::element / 4 + 1;  // words of a channel, an odd number: units of channels lie in different banks
+static constexpr int ROWS = TILE_C / WARPS;             // of a warp
+static constexpr int COLUMNS = TILE_P / 32;             // of a lane
+static constexpr int WORDS = NARROW ? COLUMNS / 2 : COLUMNS;  // of a lane, of a row
+static_assert(TILE_P * UNITS >= THREADS && TILE_P % 64 == 0, "a thread has a unit, and a lane words, of each of its rows");
 
 struct Part {                              // of a tensor, that a block copies
   long long first;                         // element of its image
   int channel, pixel;
 };
 
-// Where a channel's pixel is, in elements, where an image begins or (IMAGE) the tensor.
-__device__ __forceinline__ long long place_of(int channel, int pixel, int channels, int pixels) {
-#if IMAGE
-  return (long long)(pixel / IMAGE) * channels * IMAGE + channel * IMAGE + pixel % IMAGE;
-#else
-  return (long long)channel * pixels + pixel;
-#endif
+// Where a channel's pixel is, in elements, where an image begins or (IMAGES) the tensor.
+static __device__ __forceinline__ long long place_of(int channel, int pixel, int channels, int pixels) {
+  if constexpr (IMAGES) return (long long)(pixel / C::image) * channels * C::image + channel * C::image + pixel % C::image;
+  else return (long long)channel * pixels + pixel;
 }
 
-__device__ __forceinline__ Part part_of(int channels, int pixels) {
+static __device__ __forceinline__ Part part_of(int channels, int pixels) {
   int of_channels = (channels + TILE_C - 1) / TILE_C, of_pixels = (pixels + TILE_P - 1) / TILE_P, rest = blockIdx.x / of_channels;
   return {(long long)(rest / of_pixels) * channels * pixels, (int)(blockIdx.x % of_channels) * TILE_C, rest % of_pixels * TILE_P};
 }
 
-#if ELEMENT == 2
-// Rows are read in words, from that which has their first element: an element lies `odd` places further in the tile.
-#define WORDS_OF_ROW (TILE_P / 2)          // and one where a row begins between words
-__device__ __forceinline__ u32 load_word(const u16* word, bool whole) { return whole ? *(const u32*)word : *word; }
-#endif
+// Rows of 16 bits are read in words, from that which has their first element: an element lies `odd` places further in the tile.
+static __device__ __forceinline__ u32 load_word(const u16* word, bool whole) { return whole ? *(const u32*)word : *word; }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-to_channels_last(const Element* __restrict__ from, Element* __restrict__ to, int channels, int pixels, int width) {
-  __shared__ u32 tile[TILE_C * PITCH];
-  Part at = part_of(channels, pixels);
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#if IMAGE && ELEMENT == 2                  // of an even number of pixels, whose words lie as the tile's
-  u32 v[ROWS][WORDS_OF_ROW / 32];
+// To the tile: a warp's rows, whose words lie as the tile's.
+static __device__ __forceinline__ void bring_rows(u32* tile, const Element* from, const Part& at, int channels, int pixels, int lane, int warp) {
+  constexpr int IN_WORD = NARROW ? 2 : 1;
+  u32 v[ROWS][WORDS];
 #pragma unroll
   for (int i = 0; i < ROWS; i++)
 #pragma unroll
-    for (int j = 0; j < WORDS_OF_ROW / 32; j++) {
-      int c = at.channel + warp + i * 8, p = at.pixel + 2 * (lane + j * 32);
-      v[i][j] = c < channels && p < pixels ? *(const u32*)(from + place_of(c, p, channels, pixels)) : 0;
+    for (int j = 0; j < WORDS; j++) {
+      int c = at.channel + warp + i * WARPS, p = at.pixel + IN_WORD * (lane + j * 32);
+      long long place = NARROW ? 0 : at.first;          // of 16 bits these are images, whose places count from the tensor's
+      v[i][j] = c < channels && p < pixels ? *(const u32*)(from + place + place_of(c, p, channels, pixels)) : 0;
     }
 #pragma unroll
   for (int i = 0; i < ROWS; i++)
 #pragma unroll
-    for (int j = 0; j < WORDS_OF_ROW / 32; j++) tile[(warp + i * 8) * PITCH + lane + j * 32] = v[i][j];
-#elif ELEMENT == 2
-  const Element* first = from + at.first + (long long)at.channel * pixels + at.pixel;
-  u32 v[ROWS][WORDS_OF_ROW / 32 + 1];
+    for (int j = 0; j < WORDS; j++) tile[(warp + i * WARPS) * PITCH + lane + j * 32] = v[i][j];
+}
+
+// The same of 16 bits whose rows may begin between words: one word more.
+static __device__ __forceinline__ void bring_odd_rows(u32* tile, const Element* first, const Part& at, int channels, int pixels, int lane, int warp) {
+  u32 v[ROWS][WORDS + 1];
 #pragma unroll
   for (int i = 0; i < ROWS; i++) {
-    int c = warp + i * 8;
-    const u16* row = first + (long long)c * pixels;
+    int c = warp + i * WARPS;
+    const u16* row = (const u16*)first + (long long)c * pixels;
     int odd = (int)((u64)row >> 1 & 1);
     bool last = at.channel + c == channels - 1;        // whose image may end with the tensor
 #pragma unroll
-    for (int j = 0; j <= WORDS_OF_ROW / 32; j++) {
+    for (int j = 0; j <= WORDS; j++) {
       int p = 2 * (lane + j * 32) - odd;               // of the word's first element
-      bool exists = at.channel + c < channels && at.pixel + p < pixels && p < TILE_P && (j < WORDS_OF_ROW / 32 || lane == 0);
+      bool exists = at.channel + c < channels && at.pixel + p < pixels && p < TILE_P && (j < WORDS || lane == 0);
       v[i][j] = exists ? load_word(row + p, !(last && at.pixel + p + 1 >= pixels)) : 0;
     }
   }
 #pragma unroll
   for (int i = 0; i < ROWS; i++)
 #pragma unroll
-    for (int j = 0; j <= WORDS_OF_ROW / 32; j++)
-      if (j < WORDS_OF_ROW / 32 || lane == 0) tile[(warp + i * 8) * PITCH + lane + j * 32] = v[i][j];
-#else
-  u32 v[ROWS][COLUMNS];
-#pragma unroll
-  for (int i = 0; i < ROWS; i++)
-#pragma unroll
-    for (int j = 0; j < COLUMNS; j++) {
-      int c = at.channel + warp + i * 8, p = at.pixel + lane + j * 32;
-      v[i][j] = c < channels && p < pixels ? from[at.first + place_of(c, p, channels, pixels)] : 0;
-    }
-#pragma unroll
-  for (int i = 0; i < ROWS; i++)
-#pragma unroll
-    for (int j = 0; j < COLUMNS; j++) tile[(warp + i * 8) * PITCH + lane + j * 32] = v[i][j];
-#endif
+    for (int j = 0; j <= WORDS; j++)
+      if (j < WORDS || lane == 0) tile[(warp + i * WARPS) * PITCH + lane + j * 32] = v[i][j];
+}
+
+static __device__ __forceinline__ void to_channels_last(u32* tile, const Element* __restrict__ from, Element* __restrict__ to, int channels, int pixels, int width) {
+  Part at = part_of(channels, pixels);
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int odd = 0, then = 0;                   // of even and of odd channels, which lie `pixels` apart
+  if constexpr (NARROW && !IMAGES) {
+    const Element* first = from + at.first + (long long)at.channel * pixels + at.pixel;
+    bring_odd_rows(tile, first, at, channels, pixels, lane, warp);
+    odd = (int)((u64)first >> 1 & 1), then = odd ^ (pixels & 1);
+  } else {
+    bring_rows(tile, from, at, channels, pixels, lane, warp);
+  }
   __syncthreads();
   int unit = threadIdx.x % UNITS, pixel = threadIdx.x / UNITS;
   if (at.channel + unit * EACH >= width) return;
   to += (at.first / channels + at.pixel) * width + at.channel + unit * EACH;
-#if IMAGE && ELEMENT == 2
-  const int odd = 0, then = 0;
-#elif ELEMENT == 2                         // channels lie `pixels` apart: even ones begin alike, odd ones do
-  int odd = (int)((u64)first >> 1 & 1), then = odd ^ (pixels & 1);
-#endif
 #pragma unroll
   for (int j = 0; j < TILE_P * UNITS / THREADS; j++, pixel += THREADS / UNITS) {
     if (at.pixel + pixel >= pixels) return;
     u32 words[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-#if ELEMENT == 2
-      const u16* own = (const u16*)(tile + (unit * EACH + 2 * i) * PITCH);
-      words[i] = own[pixel + odd] | (u32)own[2 * PITCH + pixel + then] << 16;
-#else
-      words[i] = tile[(unit * EACH + i) * PITCH + pixel];
-#endif
+      if constexpr (NARROW) {
+        const u16* own = (const u16*)(tile + (unit * EACH + 2 * i) * PITCH);
+        words[i] = own[pixel + odd] | (u32)own[2 * PITCH + pixel + then] << 16;
+      } else {
+        words[i] = tile[(unit * EACH + i) * PITCH + pixel];
+      }
     }
     *(uint4*)(to + (long long)pixel * width) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-to_contiguous(const Element* __restrict__ from, Element* __restrict__ to, int channels, int pixels) {
-  __shared__ u32 tile[TILE_C * PITCH];
+static __device__ __forceinline__ void to_contiguous(u32* tile, const Element* __restrict__ from, Element* __restrict__ to, int channels, int pixels) {
   constexpr int OF_THREAD = TILE_P * UNITS / THREADS, STEP = THREADS / UNITS;
   Part at = part_of(channels, pixels);
   int unit = threadIdx.x % UNITS, first = threadIdx.x / UNITS;
@@ -144,12 +131,12 @@ to_contiguous(const Element* __restrict__ from, Element* __restrict__ to, int ch
     const u32 words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-#if ELEMENT == 2
-      own[4 * i * PITCH] = (u16)words[i];
-      own[(4 * i + 2) * PITCH] = (u16)(words[i] >> 16);
-#else
-      own[i * PITCH] = words[i];
-#endif
+      if constexpr (NARROW) {
+        own[4 * i * PITCH] = (u16)words[i];
+        own[(4 * i + 2) * PITCH] = (u16)(words[i] >> 16);
+      } else {
+        own[i * PITCH] = words[i];
+      }
     }
   }
   __syncthreads();
@@ -158,23 +145,43 @@ to_contiguous(const Element* __restrict__ from, Element* __restrict__ to, int ch
   for (int i = 0; i < ROWS; i++)
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++)
-      if (at.channel + warp + i * 8 < channels && at.pixel + lane + j * 32 < pixels)
-        to[at.first + place_of(at.channel + warp + i * 8, at.pixel + lane + j * 32, channels, pixels)] = ((const Element*)(tile + (warp + i * 8) * PITCH))[lane + j * 32];
+      if (at.channel + warp + i * WARPS < channels && at.pixel + lane + j * 32 < pixels)
+        to[at.first + place_of(at.channel + warp + i * WARPS, at.pixel + lane + j * 32, channels, pixels)] = ((const Element*)(tile + (warp + i * WARPS) * PITCH))[lane + j * 32];
 }
 
-// Pixels of `channels` side by side, as pixels of `width`: a thread a unit. `pixels` are those of all images.
-extern "C" __global__ void __launch_bounds__(THREADS)
-widen(const Element* __restrict__ from, Element* __restrict__ to, int channels, int pixels, int width) {
+// A thread's unit: pixels of `channels` side by side, as pixels of `width`. `pixels` are those of all images.
+static __device__ __forceinline__ void widen(const Element* __restrict__ from, Element* __restrict__ to, int channels, int pixels, int width) {
   int index = blockIdx.x * THREADS + threadIdx.x, units = width / EACH, pixel = index / units, first = index % units * EACH;
   if (pixel >= pixels) return;
   from += (long long)pixel * channels + first;
   u32 v[EACH];
 #pragma unroll
   for (int e = 0; e < EACH; e++) v[e] = first + e < channels ? from[e] : 0;
-#if ELEMENT == 2
-  uint4 words = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
-#else
-  uint4 words = make_uint4(v[0], v[1], v[2], v[3]);
-#endif
-  *(uint4*)(to + (long long)index * EACH) = words;
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if constexpr (NARROW) words[i] = v[2 * i] | v[2 * i + 1] << 16;
+    else words[i] = v[i];
+  *(uint4*)(to + (long long)index * EACH) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+};
+
+template <class C>
+__global__ void __launch_bounds__(Relayout<C>::THREADS)
+to_channels_last(const typename Relayout<C>::Element* __restrict__ from, typename Relayout<C>::Element* __restrict__ to, int channels, int pixels, int width) {
+  __shared__ u32 tile[Relayout<C>::TILE_C * Relayout<C>::PITCH];
+  Relayout<C>::to_channels_last(tile, from, to, channels, pixels, width);
+}
+
+template <class C>
+__global__ void __launch_bounds__(Relayout<C>::THREADS)
+to_contiguous(const typename Relayout<C>::Element* __restrict__ from, typename Relayout<C>::Element* __restrict__ to, int channels, int pixels) {
+  __shared__ u32 tile[Relayout<C>::TILE_C * Relayout<C>::PITCH];
+  Relayout<C>::to_contiguous(tile, from, to, channels, pixels);
+}
+
+template <class C>
+__global__ void __launch_bounds__(Relayout<C>::THREADS)
+widen(const typename Relayout<C>::Element* __restrict__ from, typename Relayout<C>::Element* __restrict__ to, int channels, int pixels, int width) {
+  Relayout<C>::widen(from, to, channels, pixels, width);
 }

@@ -11,13 +11,12 @@
 //
 // Constants are Subpixel's C (cuda/pixels/subpixel.py computes them and explains each); sizes of the input are arguments.
 #include "places.cuh"
-#include "ring.cuh"
 
 template <class C_>
-struct Subpixel {
+struct Subpixel : PacksUnits<Subpixel<C_>> {
 using C = C_;
 using Number = NumberOf<C::precision>;
-using Cursor = CursorOf<C::stages>;
+using Type = typename Number::Type;
 
 static constexpr int ELEMENT = Number::SIZE;
 static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
@@ -29,7 +28,6 @@ static constexpr int CK = 128 / ELEMENT;                // channels of a chunk: 
 static constexpr int ROW_PIXELS = 128 / ELEMENT;        // pixels of a row in shared memory, of one channel
 static constexpr int CHUNKS = (C::cin + CK - 1) / CK;
 static constexpr int K_STEPS = 4;                       // of a chunk: a matrix instruction takes 32 bytes of K
-static constexpr int HALF = K_STEPS / 2;
 static constexpr int BOX_BYTES = CK * 128;              // of ROW_PIXELS pixels
 static constexpr int BOXES = PIXELS / ROW_PIXELS;
 static constexpr int WEIGHT_BYTES = COLUMNS * 128;
@@ -38,8 +36,9 @@ static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
 static constexpr int ALL_COLUMNS = C::cout * TAPS;
 static constexpr int BLOCKS_N = (ALL_COLUMNS + COLUMNS - 1) / COLUMNS;
 static constexpr int THREADS = 128 + CONSUMERS * 128;
-static constexpr int BARRIERS_AT = C::stages * STAGE_BYTES;
-static_assert(BARRIERS_AT + 16 * C::stages == C::shared_bytes, "the planner's shared memory is not the kernel's");
+using Ring = RingOf<C::stages, STAGE_BYTES>;
+static constexpr int BARRIERS_AT = Ring::BYTES;
+static_assert(BARRIERS_AT + Ring::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
 
 static __device__ __forceinline__ int channel_of(int column) { return column / C::kernel_w % C::cout; }
 
@@ -61,41 +60,34 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 // =====================================================================================================================
 
 static constexpr int PACK_UNITS = BLOCKS_N * CHUNKS * COLUMNS * 8;
+static constexpr int SECOND = C::cout, TAPS_IN_ALL = TAPS;
 
-// [block][chunk][column][128 bytes of channels, swizzled], zeros where there is none of either; a thread writes 16 bytes. The weight is
-// (C::cin, C::cout, kernel): contiguous, or channels-last, whose taps are `tap_step` elements apart.
-template <class Weight>
-static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  let_dependent_begin();                                // `subpixel`
-  int i = blockIdx.x * PACK_THREADS + threadIdx.x;
-  if (i >= PACK_UNITS) return;
+// [block][chunk][column][128 bytes of channels, swizzled], zeros where there is none of either. The weight is (C::cin, C::cout, kernel).
+template <class Write>
+static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   int unit = i % 8, column = i / 8 % COLUMNS, rest = i / (8 * COLUMNS), chunk = rest % CHUNKS;
   int of = rest / CHUNKS * COLUMNS + column;
   int kw = of % C::kernel_w, cout = of / C::kernel_w % C::cout, tap = of / (C::kernel_w * C::cout) * C::kernel_w + kw;
-  u32 v[VEC];
-#pragma unroll
-  for (int e = 0; e < VEC; e++) {
+  write((long long)(i - unit) * 16 + ((unit ^ (column & 7)) << 4), [=](int e) -> WeightAt {
     int cin = chunk * CK + channel_at<C::precision>(unit * VEC + e);
-    int at = cin * (C::cout * TAPS) + (tap_step == 1 ? cout * TAPS + tap : tap * tap_step + cout);
-    v[e] = cin < C::cin && of < ALL_COLUMNS ? operand<C::precision>(weight[at]) : 0;
-  }
-  write_operands(packed + (long long)(i - unit) * 16 + ((unit ^ (column & 7)) << 4), v);
+    return {cin < C::cin && of < ALL_COLUMNS, cin, cout, tap};
+  });
 }
 
 // =====================================================================================================================
 // Producer: one thread
 // =====================================================================================================================
 
-static __device__ __forceinline__ void produce(const TensorMap& map, const char* __restrict__ packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
-  Cursor cursor = {0, 1};                               // all are free at first
+static __device__ __forceinline__ void produce(const TensorMap& map, const char* __restrict__ packed, const Sizes& s, const Ring& ring) {
+  typename Ring::Cursor cursor = {0, 1};                               // all are free at first
   bool packing = true;
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
-      u32 to = ring + cursor.stage * STAGE_BYTES, barrier = full + cursor.stage * 8;
-      barrier_wait(empty + cursor.stage * 8, cursor.parity);
+      u32 to = ring.stage(cursor), barrier = ring.full(cursor);
+      ring.wait_empty(cursor);
       expect_bytes(barrier, STAGE_BYTES);
 #pragma unroll
       for (int b = 0; b < BOXES; b++)
@@ -113,9 +105,9 @@ static __device__ __forceinline__ void produce(const TensorMap& map, const char*
 // =====================================================================================================================
 
 // Float32: fragments of steps `first` and `first` + 1: lanes' pixels g and g + 8 of a row, of two channels.
-static __device__ __forceinline__ void load_fragments(u32 (&a)[HALF][MB][4], u32 from, int first, int t) {
+static __device__ __forceinline__ void load_fragments(u32 (&a)[2][MB][4], u32 from, int first) {
 #pragma unroll
-  for (int step = 0; step < HALF; step++)
+  for (int step = 0; step < 2; step++)
 #pragma unroll
     for (int m = 0; m < MB; m++)
 #pragma unroll
@@ -178,9 +170,9 @@ static __device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2]
   }
 }
 
-static __device__ __forceinline__ void consume(const typename Number::Type* bias, char* y, const Sizes& s, u32 ring, u32 full, u32 empty, int wg, int thread) {
+static __device__ __forceinline__ void consume(const Type* bias, char* y, const Sizes& s, const Ring& ring, int wg, int thread) {
   int lane = thread & 31;
-  Cursor cursor = {0, 0};
+  typename Ring::Cursor cursor = {0, 0};
   float acc[MB][COLUMNS / 2];
   // Float32: the lane's first pixel within boxes of 32: of warps 0 and 1 the consumer's first, of 2 and 3 the second; its units are
   // swapped by its first channel, 2t, and those of other steps by the same.
@@ -193,8 +185,8 @@ static __device__ __forceinline__ void consume(const typename Number::Type* bias
     u32 behind = 0;                                     // the stage that instructions under way read
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
-      u32 stage = ring + cursor.stage * STAGE_BYTES, weights = uniform(stage + BOXES * BOX_BYTES);
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      u32 stage = ring.stage(cursor), weights = uniform(stage + BOXES * BOX_BYTES);
+      ring.wait_full(cursor);
       if constexpr (NARROW) {
         wgmma_fence();
 #pragma unroll
@@ -202,24 +194,17 @@ static __device__ __forceinline__ void consume(const typename Number::Type* bias
 #pragma unroll
           for (int m = 0; m < MB; m++) {
             u32 pixels = uniform(stage + own) + m * BOX_BYTES + step * 2048;
-            const u32 a[4] = {(pixels >> 4) | 1u << 16, (u32)(GROUPS_OF_8 >> 32)};
-            u64 b = GROUPS_OF_8 | (u64)((weights >> 4 | 1u << 16) + step * 2);
+            const u32 a[4] = {(pixels >> 4) | 1u << 16, (u32)(ROWS_OF<128> >> 32)};
+            u64 b = ROWS_OF<128> | (u64)((weights >> 4 | 1u << 16) + step * 2);
             WgmmaOf<COLUMNS>::template multiply<C::precision, true, false, true>(acc[m], descriptor_of_words(a), b);
           }
         wgmma_commit();
         wgmma_wait<1>();
         give_back(behind, lane);
       } else {
-        u32 a[HALF][MB][4], b[HALF][MB][4];
-        load_fragments(a, stage + own, 0, t);
-        multiply_half<C::precision, COLUMNS>(acc, a, weights, 0);
-        wgmma_wait<1>();
-        give_back(behind, lane);
-        load_fragments(b, stage + own, HALF, t);
-        multiply_half<C::precision, COLUMNS>(acc, b, weights, HALF);
-        wgmma_wait<1>();
+        multiply_row<Subpixel>(acc, 0, stage + own, weights, behind, lane);
       }
-      behind = empty + cursor.stage * 8;
+      behind = ring.empty(cursor);
     }
     wgmma_wait<0>();
     give_back(behind, lane);
@@ -233,32 +218,21 @@ static __device__ __forceinline__ void consume(const typename Number::Type* bias
   }
 }
 
-static __device__ __forceinline__ void run(const char* packed, const typename Number::Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 ring) {
-  u32 full = ring + BARRIERS_AT, empty = full + 8 * C::stages;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < C::stages; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, CONSUMERS * 4);
-    }
-    barriers_begun();
-  }
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-  if (role == 0) {
-    fewer_registers<40>();
-    if (threadIdx.x == 0) produce(map, packed, s, ring, full, empty);
-  } else {
-    more_registers<232>();
-    wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
-    consume(bias, y, s, ring, full, empty, role - 1, threadIdx.x & 127);
-  }
+static __device__ __forceinline__ void run(const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
+  const Ring ring = Ring::at(memory, memory + BARRIERS_AT);
+  run_block<1, CONSUMERS, 40, 232>(
+      [&] { ring.init(1, CONSUMERS * 4); },
+      [&] { if (threadIdx.x == 0) produce(map, packed, s, ring); },
+      [&](int consumer, int thread) {
+        consume(bias, y, s, ring, consumer, thread);
+      });
 }
 };
 
 template <class C>
 __global__ void __launch_bounds__(Subpixel<C>::THREADS, 1)
-subpixel(const char* __restrict__ packed, const typename Subpixel<C>::Number::Type* __restrict__ bias, char* __restrict__ y, int batch, int in_h, int in_w, int pixels, int tiles_p, int tiles,
-         const __grid_constant__ TensorMap map) {
+subpixel(const char* __restrict__ packed, const typename Subpixel<C>::Type* __restrict__ bias, char* __restrict__ y, int batch, int in_h, int in_w,
+         int pixels, int tiles_p, int tiles, const __grid_constant__ TensorMap map) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Subpixel<C>::run(packed, bias, y, {batch, in_h, in_w, pixels, tiles_p, tiles}, map, shared_address(memory));
 }

@@ -1,108 +1,103 @@
 // A strided layer with few output channels as a layer without a stride whose channels are the output's phases: the output's
 // gradient with its phases as channels, weights with their taps by phase, and the weight's gradient back from there.
 //
-// Per axis an output o, with the padding, is q STRIDE + u: phase u of position q; tap t is a STRIDE + u: tap a of phase u.
-// Channel c, phase u is channel c PHASES + u; channels from COUT PHASES to CHANNELS are zeros. OFFSET: o = q STRIDE + u - OFFSET.
-#include "ptx.cuh"
+// Per axis an output o, with the padding, is q stride + u: phase u of position q; tap t is a stride + u: tap a of phase u.
+// Channel c, phase u is channel c PHASES + u; channels from cout PHASES to C's `channels` are zeros. offset: o = q stride + u - offset.
+#include "elements.cuh"
 
-#define THREADS 256
-#define PHASES (STRIDE_D * STRIDE_H * STRIDE_W)
-#if ELEMENT == 2
-typedef u16 Element;
-#else
-typedef u32 Element;
-#endif
+template <class C_>
+struct Unshuffle {
+using C = C_;
+using Element = ElementOf<C::element>;
+static constexpr int THREADS = 256;
+static constexpr int PHASES = C::stride_d * C::stride_h * C::stride_w;
+static constexpr int TAPS_D = (C::kernel_d + C::stride_d - 1) / C::stride_d;  // of a phase
+static constexpr int TAPS_H = (C::kernel_h + C::stride_h - 1) / C::stride_h;
+static constexpr int TAPS_W = (C::kernel_w + C::stride_w - 1) / C::stride_w;
+static constexpr int OF_CHANNEL = C::channels * TAPS_D * TAPS_H * TAPS_W;     // of an input channel, contiguous
+
+struct Sizes { int total, out_d, out_h, out_w, q_d, q_h, q_w; };  // of the result, the layer's output and positions
+struct Strides { long long in, out, d, h, w; };
+
+static __device__ __forceinline__ int index() { return (int)(blockIdx.x * THREADS + threadIdx.x); }
 
 // What `index`, that of an element among `of` along the innermost axis, leaves for the next one.
-__device__ __forceinline__ int split(int& index, int of) {
+static __device__ __forceinline__ int split(int& index, int of) {
   int within = index % of;
   index /= of;
   return within;
 }
 
-// (batch, COUT, out) to (batch, CHANNELS, q), both in one memory format. Fewer than 2^31 elements.
-__device__ __forceinline__ void unshuffle_output(const Element* __restrict__ from, Element* __restrict__ to, int index, int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w) {
-  int rest = index;
-  if (index >= total) return;
-#if CHANNELS_LAST
-  int channel = split(rest, CHANNELS);
-#endif
-  int w = split(rest, q_w), h = split(rest, q_h), d = split(rest, q_d);
-#if !CHANNELS_LAST
-  int channel = split(rest, CHANNELS);
-#endif
+// (batch, cout, out) to (batch, channels, q), both in one memory format. Fewer than 2^31 elements.
+static __device__ __forceinline__ void unshuffle_output(const Element* __restrict__ from, Element* __restrict__ to, int index, const Sizes& s) {
+  int rest = index, channel;
+  if (index >= s.total) return;
+  if constexpr (C::channels_last) channel = split(rest, C::channels);
+  int w = split(rest, s.q_w), h = split(rest, s.q_h), d = split(rest, s.q_d);
+  if constexpr (!C::channels_last) channel = split(rest, C::channels);
   int u = channel % PHASES, c = channel / PHASES;
-  w = w * STRIDE_W + u % STRIDE_W - OFFSET_W;
-  h = h * STRIDE_H + u / STRIDE_W % STRIDE_H - OFFSET_H;
-  d = d * STRIDE_D + u / (STRIDE_W * STRIDE_H) - OFFSET_D;
-  bool exists = c < COUT && (u32)w < (u32)out_w && (u32)h < (u32)out_h && (u32)d < (u32)out_d;
-#if CHANNELS_LAST
-  long long at = ((((long long)rest * out_d + d) * out_h + h) * out_w + w) * COUT + c;
-#else
-  long long at = ((((long long)rest * COUT + c) * out_d + d) * out_h + h) * out_w + w;
-#endif
+  w = w * C::stride_w + u % C::stride_w - C::offset_w;
+  h = h * C::stride_h + u / C::stride_w % C::stride_h - C::offset_h;
+  d = d * C::stride_d + u / (C::stride_w * C::stride_h) - C::offset_d;
+  bool exists = c < C::cout && (u32)w < (u32)s.out_w && (u32)h < (u32)s.out_h && (u32)d < (u32)s.out_d;
+  long long at;
+  if constexpr (C::channels_last) at = ((((long long)rest * s.out_d + d) * s.out_h + h) * s.out_w + w) * C::cout + c;
+  else at = ((((long long)rest * C::cout + c) * s.out_d + d) * s.out_h + h) * s.out_w + w;
   to[index] = exists ? from[at] : (Element)0;
 }
 
-#define KERNEL (KERNEL_D * KERNEL_H * KERNEL_W)
-#define TAPS_D ((KERNEL_D + STRIDE_D - 1) / STRIDE_D)    // of a phase
-#define TAPS_H ((KERNEL_H + STRIDE_H - 1) / STRIDE_H)
-#define TAPS_W ((KERNEL_W + STRIDE_W - 1) / STRIDE_W)
-#define OF_CHANNEL (CHANNELS * TAPS_D * TAPS_H * TAPS_W)  // of an input channel, contiguous
-
-struct Strides { long long in, out, d, h, w; };
-
-// Weights (CIN, COUT, kernel) of any strides to contiguous (CIN, CHANNELS, taps).
+// Weights (cin, cout, kernel) of any strides to contiguous (cin, channels, taps).
 template <class T>
-__device__ __forceinline__ void expand_weights(const T* __restrict__ from, T* __restrict__ to, int index, int total, const Strides& s) {
+static __device__ __forceinline__ void expand_weights(const T* __restrict__ from, T* __restrict__ to, int index, int total, const Strides& s) {
   int rest = index;
   if (index >= total) return;
-  int w = split(rest, TAPS_W), h = split(rest, TAPS_H), d = split(rest, TAPS_D), channel = split(rest, CHANNELS);
+  int w = split(rest, TAPS_W), h = split(rest, TAPS_H), d = split(rest, TAPS_D), channel = split(rest, C::channels);
   int u = channel % PHASES, c = channel / PHASES;
-  w = w * STRIDE_W + u % STRIDE_W;
-  h = h * STRIDE_H + u / STRIDE_W % STRIDE_H;
-  d = d * STRIDE_D + u / (STRIDE_W * STRIDE_H);
-  bool exists = c < COUT && w < KERNEL_W && h < KERNEL_H && d < KERNEL_D;
+  w = w * C::stride_w + u % C::stride_w;
+  h = h * C::stride_h + u / C::stride_w % C::stride_h;
+  d = d * C::stride_d + u / (C::stride_w * C::stride_h);
+  bool exists = c < C::cout && w < C::kernel_w && h < C::kernel_h && d < C::kernel_d;
   to[index] = exists ? from[rest * s.in + c * s.out + d * s.d + h * s.h + w * s.w] : (T)0;
 }
 
-// Their gradient, contiguous (CIN, CHANNELS, taps), to (CIN, COUT, kernel) of any strides.
+// Their gradient, contiguous (cin, channels, taps), to (cin, cout, kernel) of any strides.
 template <class T>
-__device__ __forceinline__ void fold_weights(const T* __restrict__ from, T* __restrict__ to, int index, int total, const Strides& s) {
+static __device__ __forceinline__ void fold_weights(const T* __restrict__ from, T* __restrict__ to, int index, int total, const Strides& s) {
   int rest = index;
   if (index >= total) return;
-  int w = split(rest, KERNEL_W), h = split(rest, KERNEL_H), d = split(rest, KERNEL_D), c = split(rest, COUT);
-  int u = (d % STRIDE_D * STRIDE_H + h % STRIDE_H) * STRIDE_W + w % STRIDE_W;
-  int at = ((c * PHASES + u) * TAPS_D + d / STRIDE_D) * TAPS_H + h / STRIDE_H;
-  to[rest * s.in + c * s.out + d * s.d + h * s.h + w * s.w] = from[rest * OF_CHANNEL + at * TAPS_W + w / STRIDE_W];
+  int w = split(rest, C::kernel_w), h = split(rest, C::kernel_h), d = split(rest, C::kernel_d), c = split(rest, C::cout);
+  int u = (d % C::stride_d * C::stride_h + h % C::stride_h) * C::stride_w + w % C::stride_w;
+  int at = ((c * PHASES + u) * TAPS_D + d / C::stride_d) * TAPS_H + h / C::stride_h;
+  to[rest * s.in + c * s.out + d * s.d + h * s.h + w * s.w] = from[rest * OF_CHANNEL + at * TAPS_W + w / C::stride_w];
+}
+// The output's gradient, by the blocks behind the first, which expand weights; they may be float32 ones of a 16-bit layer.
+template <class T>
+static __device__ __forceinline__ void run(const T* weight, T* expanded, int of_weight, const Strides& strides, const Element* from, Element* to, const Sizes& s) {
+  int before = (of_weight + THREADS - 1) / THREADS * THREADS;
+  if (index() < before) expand_weights(weight, expanded, index(), of_weight, strides);
+  else unshuffle_output(from, to, index() - before, s);  // their sum is below 2^31
+}
+};
+
+#define STRIDES long long s_in, long long s_out, long long s_d, long long s_h, long long s_w
+#define OUTPUTS const typename Unshuffle<C>::Element* __restrict__ from, typename Unshuffle<C>::Element* __restrict__ to, int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w
+#define ENTRY template <class C> __global__ void __launch_bounds__(Unshuffle<C>::THREADS)
+
+ENTRY unshuffle(OUTPUTS) {
+  Unshuffle<C>::unshuffle_output(from, to, Unshuffle<C>::index(), {total, out_d, out_h, out_w, q_d, q_h, q_w});
 }
 
-#define INDEX ((int)(blockIdx.x * THREADS + threadIdx.x))
-#define OUTPUTS const Element* __restrict__ from, Element* __restrict__ to, int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w
-#define UNSHUFFLE(index) unshuffle_output(from, to, index, total, out_d, out_h, out_w, q_d, q_h, q_w)
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-unshuffle(OUTPUTS) {
-  UNSHUFFLE(INDEX);
+// `unshuffle` and weights expanded: one launch less.
+ENTRY unshuffle_and_expand(const typename Unshuffle<C>::Element* __restrict__ weight, typename Unshuffle<C>::Element* __restrict__ expanded, int of_weight, STRIDES, OUTPUTS) {
+  Unshuffle<C>::run(weight, expanded, of_weight, {s_in, s_out, s_d, s_h, s_w}, from, to, {total, out_d, out_h, out_w, q_d, q_h, q_w});
+}
+ENTRY unshuffle_and_expand_float(const u32* __restrict__ weight, u32* __restrict__ expanded, int of_weight, STRIDES, OUTPUTS) {
+  Unshuffle<C>::run(weight, expanded, of_weight, {s_in, s_out, s_d, s_h, s_w}, from, to, {total, out_d, out_h, out_w, q_d, q_h, q_w});
 }
 
-// `unshuffle` and, by the first blocks, weights expanded: one launch less.
-#define UNSHUFFLE_KERNEL(name, T) \
-  extern "C" __global__ void __launch_bounds__(THREADS) \
-  name(const T* __restrict__ weight, T* __restrict__ expanded, int of_weight, long long s_in, long long s_out, long long s_d, long long s_h, long long s_w, OUTPUTS) { \
-    int before = (of_weight + THREADS - 1) / THREADS * THREADS; \
-    if (INDEX < before) expand_weights(weight, expanded, INDEX, of_weight, Strides{s_in, s_out, s_d, s_h, s_w}); \
-    else UNSHUFFLE(INDEX - before); /* their sum is below 2^31 */ \
-  }
-UNSHUFFLE_KERNEL(unshuffle_and_expand, Element)
-
-#define FOLD_KERNEL(name, T) \
-  extern "C" __global__ void __launch_bounds__(THREADS) \
-  name(const T* __restrict__ from, T* __restrict__ to, int total, long long s_in, long long s_out, long long s_d, long long s_h, long long s_w) { \
-    fold_weights(from, to, INDEX, total, Strides{s_in, s_out, s_d, s_h, s_w}); \
-  }
-FOLD_KERNEL(fold, Element)
-#if ELEMENT == 2                                         // float32 weights of a 16-bit layer, as autocast leaves them
-UNSHUFFLE_KERNEL(unshuffle_and_expand_float, u32)
-FOLD_KERNEL(fold_float, u32)
-#endif
+ENTRY fold(const typename Unshuffle<C>::Element* __restrict__ from, typename Unshuffle<C>::Element* __restrict__ to, int total, STRIDES) {
+  Unshuffle<C>::fold_weights(from, to, Unshuffle<C>::index(), total, {s_in, s_out, s_d, s_h, s_w});
+}
+ENTRY fold_float(const u32* __restrict__ from, u32* __restrict__ to, int total, STRIDES) {
+  Unshuffle<C>::fold_weights(from, to, Unshuffle<C>::index(), total, {s_in, s_out, s_d, s_h, s_w});
+}

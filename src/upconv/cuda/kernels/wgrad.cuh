@@ -1,241 +1,261 @@
 // What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
 //
-// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ only in where
-// their chunks begin.
-#include "ptx.cuh"
-#include "numbers.cuh"
+// Rows of x and g in a chunk follow from tile, taps, step (the stride) and dilation; the sets of taps differ only in where their
+// chunks begin.
+#include "number.cuh"
 
-#define VEC (16 / ELEMENT)                 // elements of a 16-byte unit
-#define TAPS (KERNEL_D * KERNEL_H * KERNEL_W)
-#define SET_TAPS (TAPS_D * TAPS_H * TAPS_W)
-#define SETS (SETS_D * SETS_H * SETS_W)
-#define CIN (GROUPS * CIN_G)
-#define COUT (GROUPS * COUT_G)
+template <bool, class A, class B> struct WgradIf { using Type = A; };
+template <class A, class B> struct WgradIf<false, A, B> { using Type = B; };
+template <bool FIRST, class A, class B> using WgradEither = typename WgradIf<FIRST, A, B>::Type;
 
-// Rows of g's tile: every APART-th row between the first and the last (dense), the greatest common divisor of stride and dilation
-// apart; or TAPS rows for each q when that is fewer.
-#define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
-#define SPAN_D SPAN(TILE_D, STEP_D / APART_D, TAPS_D, DIL_D / APART_D)
-#define SPAN_H SPAN(TILE_H, STEP_H / APART_H, TAPS_H, DIL_H / APART_H)
-#define DENSE_D (SPAN_D <= TILE_D * TAPS_D)
-#define DENSE_H (STACKED || SPAN_H <= TILE_H * TAPS_H)
-#if GAPLESS                                // each tap has pixels of its own, one row of them
-#define G_ROWS_D 1
-#define G_ROWS_H 1
-#else
-#define G_ROWS_D (DENSE_D ? SPAN_D : TILE_D * TAPS_D)
-#define G_ROWS_H (STACKED ? TILE_H * STEP_H : DENSE_H ? SPAN_H : TILE_H * TAPS_H)
-#endif
-#define G_COLUMNS SPAN(TILE_W, STEP_W, TAPS_W, DIL_W)
-#define X_ROWS (TILE_N * TILE_D * X_ROWS_H)
-#define CLASS_ROWS ((G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES)
-#define G_ROWS (TILE_N * G_ROWS_D * (ROW_CLASSES * CLASS_ROWS))
-#define ODD(n) ((n) | 1)
-#define G_EXTENT ((G_COLUMNS + VEC - 1 + VEC - 1) / VEC)  // units of a row (NCHW)
-#if CHANNELS_LAST
-// A pitch of 8 words modulo 32 (float32), or of an odd number of units (for ldmatrix).
-#define X_PITCH (ELEMENT == 4 ? (BLOCK_CI + 23) / 32 * 32 + 8 : BLOCK_CI + 8)
-#if BOX_G
-#define G_PITCH BLOCK_CO
-#else
-#define G_PITCH (ELEMENT == 4 ? (BLOCK_CO + 23) / 32 * 32 + 8 : BLOCK_CO + 8)
-#endif
-#define X_BYTES (X_ROWS * TILE_W * X_PITCH * ELEMENT)
-#if BOX_G
-#define G_BYTES (G_BOXES * G_SLAB_BYTES)
-#else
-#define G_BYTES (G_ROWS * G_COLUMNS * G_PITCH * ELEMENT)
-#endif
-#else
-#define X_UNITS ((TILE_W + (ALIGNED_X ? 0 : VEC - 1) + VEC - 1) / VEC)
-#define G_UNITS G_EXTENT
-#define X_PITCH (ODD(X_UNITS) * VEC)
-#if INTERLEAVED
-#define G_PITCH (G_ROW_UNITS * VEC)        // wgrad_boxes.py looks for one with which lanes meet other banks
-#else
-#define G_PITCH (ODD(G_UNITS) * VEC)
-#endif
-#define X_BYTES (X_ROWS * BLOCK_CI * X_PITCH * ELEMENT)
-#define G_BYTES (G_ROWS * BLOCK_CO * G_PITCH * ELEMENT)
-#endif
+// C: the constants of a tiling (cuda/wgrad/wgrad_tiling.py), and which of wgrad_wgmma.cu's ways it takes. Channels are a group's.
+template <class C_>
+struct WgradShape {
+using C = C_;
+using Number = NumberOf<C::precision>;
+using Bits = typename Number::Bits;
+
+static constexpr int ELEMENT = Number::SIZE;
+static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
+static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
+static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
+static constexpr int SET_TAPS = C::taps_d * C::taps_h * C::taps_w;
+static constexpr int SETS = C::sets_d * C::sets_h * C::sets_w;
+static constexpr int CIN = C::groups * C::cin;
+static constexpr int COUT = C::groups * C::cout;
+static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
+static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
+
+// Rows of g's tile: every apart-th row between the first and the last (dense), the greatest common divisor of stride and dilation
+// apart; or a row of each tap for each q when that is fewer.
+static constexpr int Q_STEP_D = C::step_d / C::apart_d, Q_STEP_H = C::step_h / C::apart_h;
+static constexpr int TAP_STEP_D = C::dilation_d / C::apart_d, TAP_STEP_H = C::dilation_h / C::apart_h;
+static constexpr int SPAN_D = (C::tile_d - 1) * Q_STEP_D + (C::taps_d - 1) * TAP_STEP_D + 1;
+static constexpr int SPAN_H = (C::tile_h - 1) * Q_STEP_H + (C::taps_h - 1) * TAP_STEP_H + 1;
+static constexpr bool DENSE_D = SPAN_D <= C::tile_d * C::taps_d;
+static constexpr bool DENSE_H = C::stacked || SPAN_H <= C::tile_h * C::taps_h;
+// From a row of q to the next, and from a tap to the next, in rows of g's tile.
+static constexpr int Q_ROWS_D = DENSE_D ? Q_STEP_D : C::taps_d, Q_ROWS_H = DENSE_H ? Q_STEP_H : C::taps_h;
+static constexpr int TAP_ROWS_D = DENSE_D ? TAP_STEP_D : 1, TAP_ROWS_H = DENSE_H ? TAP_STEP_H : 1;
+// Gapless: each tap has pixels of its own, one row of them.
+static constexpr int G_ROWS_D = C::gapless ? 1 : DENSE_D ? SPAN_D : C::tile_d * C::taps_d;
+static constexpr int G_ROWS_H = C::gapless ? 1 : C::stacked ? C::tile_h * C::step_h : DENSE_H ? SPAN_H : C::tile_h * C::taps_h;
+static constexpr int G_COLUMNS = (C::tile_w - 1) * C::step_w + (C::taps_w - 1) * C::dilation_w + 1;
+static constexpr int STACK = C::stacked ? (C::taps_h + C::step_h - 1) / C::step_h : 1;  // rows of x that may meet a row of g
+static constexpr int X_ROWS_H = C::tile_h + STACK - 1;  // of x's tile in a slice
+static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
+static constexpr int CLASS_ROWS = (G_ROWS_H + C::row_classes - 1) / C::row_classes;
+static constexpr int G_ROWS = C::tile_n * G_ROWS_D * (C::row_classes * CLASS_ROWS);
+static constexpr int G_UNITS = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // of a row (NCHW)
+static constexpr int G_BYTES = G_ROWS * (C::channels_last ? G_COLUMNS : C::block_co) * C::g_pitch * ELEMENT;
+
 struct Sizes {
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
+  int out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;           // chunks per axis
   int chunks, per_split;                   // all of them; of one split
-#if GAPLESS
-  int box_n, box_d, box_h, box_w;          // of a chunk: TILE_W pixels at most
-#endif
 };
 
-struct Chunk { int n, d, h, w; };          // first q
+struct Chunk { int n, d, h, w; };          // its first place
 
-__device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
+struct Work {                              // of a block
+  int group, ci, co;                       // first channels within the group
+  int tap_d, tap_h, tap_w;                 // first tap of the set
+};
+
+static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
   Chunk c;
-#if GAPLESS
-  c.w = i % s.tiles_w * s.box_w;  i /= s.tiles_w;
-  c.h = i % s.tiles_h * s.box_h;  i /= s.tiles_h;
-  c.d = i % s.tiles_d * s.box_d;
-  c.n = i / s.tiles_d * s.box_n;
-#else
-  c.w = i % s.tiles_w * TILE_W;  i /= s.tiles_w;
-  c.h = i % s.tiles_h * TILE_H;  i /= s.tiles_h;
-  c.d = i % s.tiles_d * TILE_D;
-  c.n = i / s.tiles_d * TILE_N;
-#endif
+  c.w = i % s.tiles_w * (C::gapless ? s.in_w : C::tile_w);  i /= s.tiles_w;
+  c.h = i % s.tiles_h * (C::gapless ? s.in_h : C::tile_h);  i /= s.tiles_h;
+  c.d = i % s.tiles_d * (C::gapless ? s.in_d : C::tile_d);
+  c.n = i / s.tiles_d * (C::gapless ? s.batch : C::tile_n);
   return c;
 }
 
-// One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
+// Where g's tile of a chunk begins.
+static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
+  return {c.n, c.d * C::step_d + work.tap_d * C::dilation_d - C::padding_d, c.h * C::step_h + work.tap_h * C::dilation_h - C::padding_h,
+          c.w * C::step_w + work.tap_w * C::dilation_w - C::padding_w};
+}
+
+static __device__ __forceinline__ void take_set(Work& work, int set) {
+  work.tap_w = set % C::sets_w * C::taps_w;
+  work.tap_h = set / C::sets_w % C::sets_h * C::taps_h;
+  work.tap_d = set / (C::sets_w * C::sets_h) * C::taps_d;
+}
+
+// (n, d, h) of row `r` of a tile, in its tensor.
 struct Rows { int n, d, h; };
-__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
-__device__ __forceinline__ Rows g_row(int r) {
+static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
+static __device__ __forceinline__ int g_row_h(int h) { return DENSE_H ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
+static __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d * APART_D : d / TAPS_D * STEP_D + d % TAPS_D * DIL_D,
-          DENSE_H ? h * APART_H : h / TAPS_H * STEP_H + h % TAPS_H * DIL_H};
+  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
+}
+};
+
+// =====================================================================================================================
+// Copies by threads
+// =====================================================================================================================
+
+struct WgradMemory { int batch, d, h, w; };             // a tensor
+
+// g's tile of a WgradShape S, as threads copy it.
+template <class S>
+struct WgradG {
+  static constexpr int ROWS = S::G_ROWS, ROWS_H = S::G_ROWS_H, BLOCK = S::C::block_co, CHANNELS = S::COUT, OF_GROUP = S::C::cout;
+  static constexpr int COLUMNS = S::G_COLUMNS, UNITS = S::G_UNITS, PITCH = S::C::g_pitch;
+  static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
+  static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
+};
+
+// The tile of an operand by so many threads. `at`: where it begins in the tensor; `channel`, of which `left` are the group's.
+template <class S, class Operand, int COPIERS>
+struct WgradCopies {
+using Bits = typename S::Bits;
+using Rows = typename S::Rows;
+using Place = typename S::Chunk;
+static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC, BLOCK = Operand::BLOCK, PITCH = Operand::PITCH, CHANNELS = Operand::CHANNELS;
+
+static __device__ __forceinline__ void copy(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
+  if constexpr (S::C::channels_last) copy_pixels(tensor, memory, at, channel, left, to, thread);
+  else copy_rows(tensor, memory, at, channel, left, to, thread);
 }
 
-// =====================================================================================================================
-// Copies
-// =====================================================================================================================
-
-typedef ELEMENT_BITS bits;
-
-#if CHANNELS_LAST
 // A unit that begins at any element: channels_last pixels of an odd number of channels.
-__device__ __forceinline__ void copy_elements(unsigned char* to, const char* from, int count) {
+static __device__ __forceinline__ void copy_elements(unsigned char* to, const char* from, int count) {
 #pragma unroll 1
-  for (int e = 0; e < VEC; e++) ((bits*)to)[e] = e < count ? ((const bits*)from)[e] : (bits)0;
+  for (int e = 0; e < VEC; e++) ((Bits*)to)[e] = e < count ? ((const Bits*)from)[e] : (Bits)0;
 }
-#endif
 
-template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
-__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
+// channels_last: [row][column][channel].
+static __device__ __forceinline__ void copy_pixels(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
-#if CHANNELS_LAST
-  constexpr int COLUMNS = COLUMNS_OR_UNITS, UNITS = BLOCK / VEC;
-  constexpr bool WHOLE = CHANNELS % VEC == 0 && CHANNELS_G % VEC == 0;
+  constexpr int COLUMNS = Operand::COLUMNS, UNITS = BLOCK / VEC;
+  constexpr bool WHOLE = CHANNELS % VEC == 0 && Operand::OF_GROUP % VEC == 0;
 #pragma unroll 4
-  for (int i = thread; i < ROWS * COLUMNS * UNITS; i += COPIERS) {
+  for (int i = thread; i < Operand::ROWS * COLUMNS * UNITS; i += COPIERS) {
     int unit = i % UNITS, column = i / UNITS % COLUMNS, row = i / (UNITS * COLUMNS);
-    Rows at = IS_X ? x_row(row) : g_row(row);
-    int n = n0 + at.n, d = d0 + at.d, h = h0 + at.h, w = w0 + column;
-    bool in = n < batch && (u32)d < (u32)depth && (u32)h < (u32)height && (u32)w < (u32)width;
+    Rows of = Operand::row(row);
+    int n = at.n + of.n, d = at.d + of.d, h = at.h + of.h, w = at.w + column;
+    bool in = n < memory.batch && (u32)d < (u32)memory.d && (u32)h < (u32)memory.h && (u32)w < (u32)memory.w;
     int offset = ((row * COLUMNS + column) * PITCH + unit * VEC) * ELEMENT, have = in ? left - unit * VEC : 0;
-    const char* from = tensor + ((((long long)n * depth + d) * height + h) * width + w) * (CHANNELS * ELEMENT) + (channel + unit * VEC) * ELEMENT;
+    const char* from = tensor + ((((long long)n * memory.d + d) * memory.h + h) * memory.w + w) * (CHANNELS * ELEMENT) + (channel + unit * VEC) * ELEMENT;
     if (WHOLE || have <= 0) copy16(to_address + offset, have > 0 ? from : tensor, have > 0 ? 16 : 0);
     else copy_elements(to + offset, from, have);
   }
-#else
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. Copies in
-  // parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
-  // A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address arithmetic the bound.
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_D = IS_X ? TILE_D : G_ROWS_D, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
-  long long plane = (long long)depth * height * width;
+}
+
+// NCHW: [row][channel][column]. Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have
+// landed. Copies in parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
+// A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address arithmetic the bound.
+static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
+  u32 to_address = shared_address(to);
+  constexpr int UNITS = Operand::UNITS, ROWS_H = Operand::ROWS_H;
+  long long plane = (long long)memory.d * memory.h * memory.w;
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
     int unit = i % UNITS, c = i / UNITS;
     u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
 #pragma unroll 1
-    for (int r = 0; r < ROWS / ROWS_H; r++) {
-      Rows at = IS_X ? x_row(r * ROWS_H) : g_row(r * ROWS_H);
-      int n = n0 + at.n, d = d0 + at.d;
-      bool slice = n < batch && (u32)d < (u32)depth && c < left;
-      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
+    for (int r = 0; r < Operand::ROWS / ROWS_H; r++) {
+      Rows of = Operand::row(r * ROWS_H);
+      int n = at.n + of.n, d = at.d + of.d;
+      bool slice = n < memory.batch && (u32)d < (u32)memory.d && c < left;
+      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = h0 + (IS_X ? rh : DENSE_H ? rh * APART_H : rh / TAPS_H * STEP_H + rh % TAPS_H * DIL_H);
-        const char* from = base + (long long)h * (width * ELEMENT);
-        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
+        int h = at.h + Operand::row_h(rh);
+        const char* from = base + (long long)h * (memory.w * ELEMENT);
+        int misaligned = (int)((u64)from & 15), first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
         from += unit * 16 - misaligned;
-        bool in = slice && (u32)h < (u32)height && first + VEC > 0 && first < width;
+        bool in = slice && (u32)h < (u32)memory.h && first + VEC > 0 && first < memory.w;
         copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
       }
     }
   }
-#endif
 }
 
-#if !CHANNELS_LAST
-__device__ __forceinline__ bool has_borders(int w0, int columns, int width) { return w0 < 0 || w0 + columns > width; }
+// NCHW: whether rows of the tile reach beyond the image.
+static __device__ __forceinline__ bool has_borders(const WgradMemory& memory, const Place& at) {
+  return at.w < 0 || at.w + Operand::COLUMNS > memory.w;
+}
 
-// Clears elements before column 0 and from column `width` on, in the units that hold such a border.
-template <int ROWS, int BLOCK, int UNITS, int PITCH, int CHANNELS, bool IS_X>
-__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, unsigned char* to, int thread) {
-  u32 plane = (u32)depth * height * width;
+// Clears elements before column 0 and from column `memory.w` on, in the units that hold such a border.
+static __device__ __forceinline__ void clear_borders(const char* tensor, const WgradMemory& memory, const Place& at, int channel, unsigned char* to, int thread) {
+  u32 plane = (u32)memory.d * memory.h * memory.w;
 #pragma unroll 1
-  for (int i = thread; i < ROWS * BLOCK; i += COPIERS) {
+  for (int i = thread; i < Operand::ROWS * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
-    Rows at = IS_X ? x_row(row) : g_row(row);
-    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
-    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;  // elements of column 0 and of the one behind the last
-    bits* line = (bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
-    if (zero > 0 && zero < UNITS * VEC)
+    Rows of = Operand::row(row);
+    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
+    int zero = (int)(first & (VEC - 1)) - at.w, end = zero + memory.w;  // elements of column 0 and of the one behind the last
+    Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
+    if (zero > 0 && zero < Operand::UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
-    if (end > 0 && end < UNITS * VEC)
+    if (end > 0 && end < Operand::UNITS * VEC)
       for (int e = end; e & (VEC - 1); e++) line[e] = 0;
   }
 }
-#endif
+};
 
 // =====================================================================================================================
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
-// slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and the weight is written in
-// whole sectors; of small ones it is one row, and the block's warps divide
-// the slices, since more rows leave blocks idle.
+// slice. Of large weights these are 64 rows (reduce_rows), turned through shared memory, so that slices are read and the weight is
+// written in whole sectors; of small ones it is one row, and the block's warps divide the slices, since more rows leave blocks idle.
 // =====================================================================================================================
 
-#define RUNS 8                             // warps of a block
+constexpr int WGRAD_RUNS = 8;              // warps of a block
 
-#if CI_INNERMOST                           // slices: [tap][COUT][CIN_G], else [tap][CIN][COUT_G]
-#define INNERMOST CIN_G
-#define SLICE_ROWS (COUT * TAPS)
-#else
-#define INNERMOST COUT_G
-#define SLICE_ROWS (CIN * TAPS)
-#endif
+// CI_INNERMOST: slices are [tap][COUT][cin], else [tap][CIN][cout].
+template <class S, bool CI_INNERMOST>
+struct WgradSlices {
+using C = typename S::C;
+using Bits = typename S::Bits;
+static constexpr int RUNS = WGRAD_RUNS, INNERMOST = CI_INNERMOST ? C::cin : C::cout, ROWS = (CI_INNERMOST ? S::COUT : S::CIN) * S::TAPS;
+static constexpr int OF_BLOCK = C::reduce_rows, ROWS_EACH = OF_BLOCK < RUNS ? 1 : OF_BLOCK / RUNS;
+static constexpr int AT_ONCE = OF_BLOCK == 1 ? 8 : 2;   // slices
 
-struct SliceRow {
+struct Strides { long long ci, co, tap; };              // of the weight
+
+struct Row {
   long long from, to;                      // first element in a slice, and in the weight
 };
 
 // Rows are counted as the weight has them.
-__device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long long stride_co, long long stride_tap) {
-#if CI_INNERMOST
-  int group = row / (COUT_G * TAPS), j = row % (COUT_G * TAPS);
-  bool taps_inside = stride_tap <= stride_co;
-  int co = taps_inside ? j / TAPS : j % COUT_G, tap = taps_inside ? j % TAPS : j / COUT_G;
-  return {((long long)tap * COUT + group * COUT_G + co) * CIN_G, group * CIN_G * stride_ci + co * stride_co + tap * stride_tap};
-#else
-  int ci = row / TAPS, tap = row % TAPS;
-  return {((long long)tap * CIN + ci) * COUT_G, ci * stride_ci + tap * stride_tap};
-#endif
+static __device__ __forceinline__ Row row_at(int row, const Strides& strides) {
+  if constexpr (CI_INNERMOST) {
+    int group = row / (C::cout * S::TAPS), j = row % (C::cout * S::TAPS);
+    bool taps_inside = strides.tap <= strides.co;
+    int co = taps_inside ? j / S::TAPS : j % C::cout, tap = taps_inside ? j % S::TAPS : j / C::cout;
+    return {((long long)tap * S::COUT + group * C::cout + co) * C::cin, group * C::cin * strides.ci + co * strides.co + tap * strides.tap};
+  } else {
+    int ci = row / S::TAPS, tap = row % S::TAPS;
+    return {((long long)tap * S::CIN + ci) * C::cout, ci * strides.ci + tap * strides.tap};
+  }
 }
 
-#if ELEMENT == 2                           // for a float32 weight under autocast sums stay what they are
-__device__ __forceinline__ void store_sum(bits* to, float v) { *to = (bits)STORE_BITS(v); }
-__device__ __forceinline__ void store_sum(float* to, float v) { *to = v; }
+static __device__ __forceinline__ void store_sum(Bits* to, float v) { *to = (Bits)S::Number::bits(v); }
+// For a float32 weight under autocast sums stay what they are.
+static __device__ __forceinline__ void store_sum(float* to, float v) { *to = v; }
 
 template <class Out>
-__device__ __forceinline__ void reduce_as(const float* __restrict__ partial, Out* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
-#else
-extern "C" __global__ void __launch_bounds__(32 * RUNS)
-reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
-#endif
-  __shared__ float sums[REDUCE_ROWS < RUNS ? RUNS : REDUCE_ROWS][33];
-  const long long total = (long long)TAPS * CIN * COUT_G;
-  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32, ROWS_EACH = REDUCE_ROWS < RUNS ? 1 : REDUCE_ROWS / RUNS;
+static __device__ __forceinline__ void add(const float* __restrict__ partial, Out* __restrict__ out, int slices, const Strides& strides) {
+  __shared__ float sums[OF_BLOCK < RUNS ? RUNS : OF_BLOCK][33];
+  const long long total = (long long)S::TAPS * S::CIN * C::cout;
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * REDUCE_ROWS;
-  int share = REDUCE_ROWS == 1 ? (slices + RUNS - 1) / RUNS : slices, begin = REDUCE_ROWS == 1 ? warp * share : 0, end = begin + share < slices ? begin + share : slices;
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * OF_BLOCK;
+  int share = OF_BLOCK == 1 ? (slices + RUNS - 1) / RUNS : slices, begin = OF_BLOCK == 1 ? warp * share : 0, end = begin + share < slices ? begin + share : slices;
   long long from[ROWS_EACH];
   float sum[ROWS_EACH];
 #pragma unroll
   for (int k = 0; k < ROWS_EACH; k++) {
-    int row = REDUCE_ROWS == 1 ? first : first + warp + k * RUNS;
-    from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
+    int row = OF_BLOCK == 1 ? first : first + warp + k * RUNS;
+    from[k] = row < ROWS && c < INNERMOST ? row_at(row, strides).from + c : -1;
     sum[k] = 0.f;
   }
-#pragma unroll REDUCE_ROWS == 1 ? 8 : 2
+#pragma unroll AT_ONCE
   for (int i = begin; i < end; i++)
 #pragma unroll
     for (int k = 0; k < ROWS_EACH; k++)
@@ -243,35 +263,33 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
 #pragma unroll
   for (int k = 0; k < ROWS_EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
   __syncthreads();
-  if (REDUCE_ROWS == 1) {
+  if (OF_BLOCK == 1) {
     if (warp) return;
 #pragma unroll
     for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
     sums[0][lane] = sum[0];
     __syncwarp();
   }
-  long long stride_c = CI_INNERMOST ? stride_ci : stride_co;
+  long long stride_c = CI_INNERMOST ? strides.ci : strides.co;
   c -= lane;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
-    if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
-    long long to = slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c;
-#if ELEMENT == 2
+  for (int i = threadIdx.x; i < OF_BLOCK * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
+    int row = stride_c == 1 ? i / 32 : i % OF_BLOCK, column = stride_c == 1 ? i % 32 : i / OF_BLOCK;
+    if (first + row >= ROWS || c + column >= INNERMOST) continue;
+    long long to = row_at(first + row, strides).to + (c + column) * stride_c;
     store_sum(out + to, sums[row][column]);
-#else
-    out[to] = __float_as_uint(sums[row][column]);
-#endif
   }
 }
+};
 
-#if ELEMENT == 2
-extern "C" __global__ void __launch_bounds__(32 * RUNS)
-reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
-  reduce_as(partial, out, slices, stride_ci, stride_co, stride_tap);
+// K: a kernel, whose Slices are added.
+template <class K>
+__global__ void __launch_bounds__(32 * WGRAD_RUNS)
+reduce(const float* __restrict__ partial, typename K::Number::Bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
+  K::Slices::add(partial, out, slices, {stride_ci, stride_co, stride_tap});
 }
-extern "C" __global__ void __launch_bounds__(32 * RUNS)
+template <class K>
+__global__ void __launch_bounds__(32 * WGRAD_RUNS)
 reduce_float(const float* __restrict__ partial, float* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
-  reduce_as(partial, out, slices, stride_ci, stride_co, stride_tap);
+  K::Slices::add(partial, out, slices, {stride_ci, stride_co, stride_tap});
 }
-#endif

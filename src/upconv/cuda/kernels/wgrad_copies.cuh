@@ -1,161 +1,263 @@
-// Who brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: tensor maps, their boxes, classes of rows; x's pixels turned
-// (TURN_X), and cleared where no box has any (GAPLESS). Copies by threads are wgrad.cuh's.
+// Who brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: boxes by one thread, or, for g, all threads by words (wgrad.cuh).
+#include "ring.cuh"
+#include "wgrad_tiles.cuh"
 
 // =====================================================================================================================
-// Copies
+// Boxes
 // =====================================================================================================================
 
-#if CLASSED
+template <class T>
+struct WgradBoxes {
+using C = typename T::C;
+using Sizes = typename T::Sizes;
+using Chunk = typename T::Chunk;
+using Work = typename T::Work;
+using Rows = typename T::Rows;
+using TensorMaps = typename T::TensorMaps;
+
+// --- x ---
+
+static __device__ __forceinline__ int chunk_pixels(const Sizes& s) {
+  if constexpr (C::gapless) return s.batch * s.in_d * s.in_h * s.in_w;
+  else return T::PIXELS;
+}
+
+// A chunk, from its input channel `channel` on.
+static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
+  if constexpr (C::x_one_box) {
+    load_box(to, map, 0, c.w, c.h - T::STACK + 1, c.n, channel / T::X_WIDTH, barrier);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < T::BOXES; i++) {
+      if constexpr (C::channels_last) {
+        load_box(to + i * T::BOX_BYTES, map, channel + i * T::X_WIDTH, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
+      } else {
+        int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
+        load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
+      }
+    }
+  }
+}
+
+// Pixels that are to be turned.
+static __device__ __forceinline__ void load_raw(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  expect_bytes(barrier, chunk_pixels(s) * (C::block_ci * 4));
+  load_box(to, maps.of[0], work.group * C::cin + work.ci, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
+}
+
+// --- g: from its place `at` and output channel `channel` on ---
+
+// Of a tile's rows along H, and of channels, those that begin alike.
 struct Class {
   int index, lead;                         // its map; elements by which its rows begin early
   int phase;                               // of a tile: elements by which its first column begins off 16 bytes
 };
 
-// The class of a row along H and a channel, and a tile of it that begins at column `w`.
-__device__ __forceinline__ Class class_of(int row, int channel, int w, const Sizes& s) {
-  int of_rows = row & (ROW_CLASSES - 1), of_channels = channel & (CHANNEL_CLASSES - 1);
-  int lead = ((u32)of_channels * s.out_d * s.out_h * s.out_w + (u32)of_rows * s.out_w) & (VEC - 1);
-  return {of_channels * ROW_CLASSES + of_rows, lead, (w + lead) & (VEC - 1)};
+// The class of a row and a channel, and a tile of it that begins at column `w`.
+static __device__ __forceinline__ Class class_of(int row, int channel, int w, const Sizes& s) {
+  int of_rows = row & (C::row_classes - 1), of_channels = channel & (C::channel_classes - 1);
+  int lead = ((u32)of_channels * s.out_d * s.out_h * s.out_w + (u32)of_rows * s.out_w) & (T::VEC - 1);
+  return {of_channels * C::row_classes + of_rows, lead, (w + lead) & (T::VEC - 1)};
 }
-#endif
 
-#if !TURN_X
-// A chunk of x, from its input channel `channel` on.
-__device__ __forceinline__ void load_x(const TensorMap* map_x, const Chunk& c, int channel, u32 to, u32 barrier) {
-#if X_ONE_BOX
-  load_box(to, *map_x, 0, c.w, c.h - STACK + 1, c.n, channel / X_WIDTH, barrier);
-#else
+static __device__ __forceinline__ void load_classes(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
 #pragma unroll 1
-  for (int i = 0; i < BOXES; i++) {
-#if CHANNELS_LAST
-    load_box(to + i * BOX_BYTES, *map_x, channel + i * X_WIDTH, c.w, c.h - STACK + 1, c.d, c.n, barrier);
-#else
-    int w = (LINES ? c.h * TILE_W : c.w) + i * (SEGMENT / ELEMENT);
-    load_box(to + i * BOX_BYTES, *map_x, w, channel, LINES ? 0 : c.h - STACK + 1, c.d, c.n, barrier);
-#endif
+  for (int i = 0; i < T::CLASSES; i++) {
+    int row = at.h + i % C::row_classes, first = channel + i / C::row_classes;  // of the class in this chunk
+    Class of = class_of(row, first, at.w, s);
+    load_box(to + i * T::CLASS_BYTES, maps[of.index], at.w + of.lead - of.phase, first / C::channel_classes, (row - (row & (C::row_classes - 1))) / C::row_classes, at.d, at.n, barrier);
   }
-#endif
 }
-#endif
 
-__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-#if GAPLESS
-  const int pixels = s.box_n * s.box_d * s.box_h * s.box_w;
-  expect_bytes(barrier, pixels * (((TURN_X ? 0 : BLOCK_CI) + SET_TAPS * BLOCK_CO) * ELEMENT));
-#else
-  expect_bytes(barrier, (TURN_X ? 0 : X_TILE_BYTES) + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * (G_ONE_BOX ? G_PLANES * PLANE_COLUMNS : G_COLUMNS) * BLOCK_CO * ELEMENT : G_BYTES));
-#endif
-  int channel = work.group * CIN_G + work.ci;
-#if !TURN_X
-  load_x(map_x, c, channel, to, barrier);
-#endif
-#if BOX_G
-  int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
-  channel = work.group * COUT_G + work.co;
-  to += X_TILE_BYTES;
-#if CLASSED
+// Of channels-last tensors a chunk may be a box of any shape, of which a launch tells, and each tap of the set then has g's pixels for
+// it: a strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 or 14 x 14 fill K (with rows of 8 half of it
+// and 87%).
+static __device__ __forceinline__ void load_taps(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
 #pragma unroll 1
-  for (int i = 0; i < CLASSES; i++) {
-    int row = h + i % ROW_CLASSES, first = channel + i / ROW_CLASSES;  // of the class in this chunk
-    Class at = class_of(row, first, w, s);
-    load_box(to + i * CLASS_BYTES, map_g[at.index], w + at.lead - at.phase, first / CHANNEL_CLASSES, (row - (row & (ROW_CLASSES - 1))) / ROW_CLASSES, d, c.n, barrier);
+  for (int i = 0; i < T::G_BOXES * T::SET_TAPS; i++) {
+    int tap = i % T::SET_TAPS, td = tap / (C::taps_h * C::taps_w), th = tap / C::taps_w % C::taps_h, tw = tap % C::taps_w;
+    load_box(to + i / T::SET_TAPS * T::G_SLAB_BYTES + tap * T::PLANE_BYTES, map, channel + i / T::SET_TAPS * T::G_WIDTH, at.w + tw * C::dilation_w, at.h + th * C::dilation_h, at.d + td * C::dilation_d, at.n, barrier);
   }
-#elif GAPLESS
-#pragma unroll 1
-  for (int i = 0; i < G_BOXES * SET_TAPS; i++) {
-    int tap = i % SET_TAPS, td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
-    load_box(to + i / SET_TAPS * G_SLAB_BYTES + tap * PLANE_BYTES, *map_g, channel + i / SET_TAPS * G_WIDTH, w + tw * DIL_W, h + th * DIL_H, d + td * DIL_D, c.n, barrier);
-  }
-#elif G_ONE_BOX && CHANNELS_LAST
-#pragma unroll 1
-  for (int i = 0; i < G_BOXES * G_PLANES; i++)
-    load_box(to + i / G_PLANES * G_SLAB_BYTES + i % G_PLANES * PLANE_BYTES, *map_g, channel + i / G_PLANES * G_WIDTH, w + i % G_PLANES * DIL_W, h, d, c.n, barrier);
-#elif G_LINED
-  load_box(to, *map_g, 0, (w - (w & (G_BEGIN - 1))) / G_BEGIN, channel, 0, c.n, barrier);
-#elif G_ONE_BOX
-  load_box(to, *map_g, w - (w & (VEC - 1)), channel, h, d, c.n, barrier);
-#else
-#pragma unroll 1
-  for (int r = 0; r < G_ROWS; r++) {
-    Rows at = g_row(r);
-#if CHANNELS_LAST
-    for (int i = 0; i < G_BOXES; i++)
-      load_box(to + (i * G_ROWS + r) * G_BOX_BYTES, *map_g, channel + i * G_WIDTH, w, h + at.h, d + at.d, c.n + at.n, barrier);
-#else
-    load_box(to + r * G_BOX_BYTES, *map_g, w - (w & (VEC - 1)), channel, h + at.h, d + at.d, c.n + at.n, barrier);
-#endif
-  }
-#endif
-#endif
 }
 
-// Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
-__device__ __forceinline__ u32 x_at(int k_step) {
-#if K_MAJOR
-  int line = k_step / (LINE_BYTES / 32), within = k_step % (LINE_BYTES / 32) * 32;
-  return within / SEGMENT * BOX_BYTES + line * X_ROW_BYTES + within % SEGMENT;
-#else
-  return k_step * STEP_BYTES;
-#endif
+static __device__ __forceinline__ void load_planes(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
+#pragma unroll 1
+  for (int i = 0; i < T::G_BOXES * C::g_planes; i++)
+    load_box(to + i / C::g_planes * T::G_SLAB_BYTES + i % C::g_planes * T::PLANE_BYTES, map, channel + i / C::g_planes * T::G_WIDTH, at.w + i % C::g_planes * C::dilation_w, at.h, at.d, at.n, barrier);
 }
 
-#if TURN_X
-// Pixels of a strip in the order of K: even ones first, so that a fragment's four lie in different banks of g's swizzled rows
-// (they are two rows apart; where a stride already parts them, in their own order).
-#define STRIP_PIXEL(j) (G_STEP_W % 2 ? (j) % 4 * 2 + (j) / 4 : (j))
-
-__device__ __forceinline__ void load_raw(const TensorMap* map_x, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-#if GAPLESS
-  const int bytes = s.box_n * s.box_d * s.box_h * s.box_w * (BLOCK_CI * 4);
-#else
-  const int bytes = RAW_BYTES;
-#endif
-  expect_bytes(barrier, bytes);
-  load_box(to, *map_x, work.group * CIN_G + work.ci, c.w, c.h - STACK + 1, c.d, c.n, barrier);
-}
-
-// Rows of a pixel's channels to rows of a channel's pixels: a lane takes a channel, four pixels at a time.
-__device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
-#pragma unroll 4
-  for (int i = thread; i < PIXELS / 4 * BLOCK_CI; i += COPIERS) {
-    int c = i % BLOCK_CI, quad = i / BLOCK_CI, strip = quad / 2, half = quad % 2;
-    u32 v[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      int pixel = strip * 8 + (half ? STRIP_PIXEL(j + 4) : STRIP_PIXEL(j));
-      v[j] = load_shared_u32(raw + (pixel * BLOCK_CI + c) * 4);
+static __device__ __forceinline__ void load_rows(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
+#pragma unroll 1
+  for (int r = 0; r < T::G_ROWS; r++) {
+    Rows of = T::g_row(r);
+    if constexpr (C::channels_last) {
+      for (int i = 0; i < T::G_BOXES; i++)
+        load_box(to + (i * T::G_ROWS + r) * T::G_BOX_BYTES, map, channel + i * T::G_WIDTH, at.w, at.h + of.h, at.d + of.d, at.n + of.n, barrier);
+    } else {
+      load_box(to + r * T::G_BOX_BYTES, map, at.w - (at.w & (T::VEC - 1)), channel, at.h + of.h, at.d + of.d, at.n + of.n, barrier);
     }
-    u32 to = tile + x_at(strip) + half * 16 + c * SEGMENT;
-    store_shared_128(to ^ (to >> 7 & (SEGMENT / 16 - 1)) << 4, v[0], v[1], v[2], v[3]);
   }
-  fence_async_shared();  // the tensor cores read by descriptor
 }
-#endif
 
-#if GAPLESS
-// Of channels-last tensors a chunk may be a box of any shape, of which a launch tells, and each tap of the set then has g's pixels for it:
-// a strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 or 14 x 14 fill K (with rows of 8 half of it and 87%).
-
-// Zeros for the pixels of every stage that no box writes, once: a box has fewer than a chunk where no shape of it has as many.
-__device__ __forceinline__ void clear_tails(u32 base, const Sizes& s, int thread) {
-  const int pixels = s.box_n * s.box_d * s.box_h * s.box_w;
-  if (pixels == PIXELS) return;
-#if TURN_X                                  // x's pixels before they are turned
-  constexpr int X_PIXEL = BLOCK_CI * 4, X_PARTS = 1, X_OF_STAGE = 1;
-  const u32 x = base + RAW_AT, x_apart = 0, x_stage = 0;
-#else
-  constexpr int X_PIXEL = SEGMENT, X_PARTS = STAGES * BOXES, X_OF_STAGE = BOXES;
-  const u32 x = base, x_apart = BOX_BYTES, x_stage = STAGE_BYTES;
-#endif
-  constexpr int G_PIXEL = G_PIXEL_BYTES, G_PARTS = G_BOXES * SET_TAPS;
-  for (int i = thread; i < X_PARTS * (PIXELS - pixels) * (X_PIXEL / 16); i += THREADS) {
-    int unit = i % (X_PIXEL / 16), at = i / (X_PIXEL / 16), pixel = pixels + at % (PIXELS - pixels), part = at / (PIXELS - pixels);
-    store_shared_128(x + part / X_OF_STAGE * x_stage + part % X_OF_STAGE * x_apart + pixel * X_PIXEL + unit * 16, 0, 0, 0, 0);
-  }
-  for (int i = thread; i < STAGES * G_PARTS * (PIXELS - pixels) * (G_PIXEL / 16); i += THREADS) {
-    int unit = i % (G_PIXEL / 16), at = i / (G_PIXEL / 16), pixel = pixels + at % (PIXELS - pixels), part = at / (PIXELS - pixels);
-    store_shared_128(base + part / G_PARTS * STAGE_BYTES + X_TILE_BYTES + part % G_PARTS * PLANE_BYTES + pixel * G_PIXEL + unit * 16, 0, 0, 0, 0);
-  }
-  fence_async_shared();  // the tensor cores read by descriptor
+static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
+  if constexpr (T::CLASSED) load_classes(maps, s, at, channel, to, barrier);
+  else if constexpr (C::gapless) load_taps(*maps, at, channel, to, barrier);
+  else if constexpr (T::PLANES) load_planes(*maps, at, channel, to, barrier);
+  else if constexpr (C::lined) load_box(to, *maps, 0, (at.w - (at.w & (T::G_BEGIN - 1))) / T::G_BEGIN, channel, 0, at.n, barrier);
+  else if constexpr (C::g_one_box) load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
+  else load_rows(*maps, at, channel, to, barrier);
 }
-#endif
+
+// --- a chunk ---
+
+// Bytes that `load` brings.
+static __device__ __forceinline__ int bytes_of(const Sizes& s) {
+  if constexpr (C::gapless) return chunk_pixels(s) * (((T::TURN_X ? 0 : C::block_ci) + T::SET_TAPS * C::block_co) * T::ELEMENT);
+  constexpr int COLUMNS = C::g_one_box ? C::g_planes * C::plane_columns : T::G_COLUMNS;
+  constexpr int OF_G = C::channels_last ? T::G_ROWS * COLUMNS * C::block_co * T::ELEMENT : T::G_BYTES;
+  return (T::TURN_X ? 0 : T::X_TILE_BYTES) + (C::box_g ? OF_G : 0);
+}
+
+static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  expect_bytes(barrier, bytes_of(s));
+  if constexpr (!T::TURN_X) load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
+  if constexpr (C::box_g) load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::X_TILE_BYTES, barrier);
+}
+
+// Gapless: zeros for the pixels of every stage that no box writes, once: a box has fewer than a chunk where no shape of it has as many.
+static __device__ __forceinline__ void clear_tails(u32 base, const Sizes& s, int thread) {
+  const int pixels = chunk_pixels(s);
+  if (pixels == T::PIXELS) return;
+  if constexpr (T::TURN_X) clear_tail<C::block_ci * 4, 1, 1>(base + T::RAW_AT, 0, 0, pixels, thread);
+  else clear_tail<T::SEGMENT, C::stages * T::BOXES, T::BOXES>(base, T::STAGE_BYTES, T::BOX_BYTES, pixels, thread);
+  constexpr int PARTS = T::G_BOXES * T::SET_TAPS;
+  clear_tail<T::G_PIXEL_BYTES, C::stages * PARTS, PARTS>(base + T::X_TILE_BYTES, T::STAGE_BYTES, T::PLANE_BYTES, pixels, thread);
+  fence_async_shared();                    // the tensor cores read by descriptor
+}
+
+// Of PARTS that each have a chunk's pixels, OF_STAGE in a stage, the pixels from `pixels` on.
+template <int PIXEL, int PARTS, int OF_STAGE>
+static __device__ __forceinline__ void clear_tail(u32 first, u32 stage, u32 apart, int pixels, int thread) {
+  for (int i = thread; i < PARTS * (T::PIXELS - pixels) * (PIXEL / 16); i += T::THREADS) {
+    int unit = i % (PIXEL / 16), at = i / (PIXEL / 16), pixel = pixels + at % (T::PIXELS - pixels), part = at / (T::PIXELS - pixels);
+    store_shared_128(first + part / OF_STAGE * stage + part % OF_STAGE * apart + pixel * PIXEL + unit * 16, 0, 0, 0, 0);
+  }
+}
+};
+
+// =====================================================================================================================
+// Ways of the warpgroup that copies. ARRIVALS: at a stage's barrier, for each chunk.
+// =====================================================================================================================
+
+// A block's share of the work, and where its ring is.
+template <class T>
+struct WgradBlock {
+  const typename T::TensorMaps& maps;
+  const char* g;
+  typename T::Sizes s;
+  typename T::Work work;
+  int split;
+  unsigned char* memory;
+  u32 base, full, empty, last;             // memory's address; barriers: of stages, and of raw pixels or (handover) of the other block's sums
+
+  __device__ __forceinline__ int begin() const { return split * s.per_split; }
+  __device__ __forceinline__ int end() const { return begin() + s.per_split < s.chunks ? begin() + s.per_split : s.chunks; }
+};
+
+// By boxes alone, of one thread.
+template <class T>
+struct WgradByBoxes {
+  static constexpr int ARRIVALS = 1;
+  static __device__ __forceinline__ bool takes_part(int thread) { return thread == 0; }
+  static __device__ __forceinline__ void begin(const WgradBlock<T>&, int) {}
+  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int) {
+    WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+  }
+};
+
+// x's pixels are turned: TF32 has no form whose rows lie along the pixels' channels.
+template <class T>
+struct WgradByTurning {
+  using C = typename T::C;
+  static constexpr int ARRIVALS = T::COPIERS + 1;
+  static __device__ __forceinline__ bool takes_part(int) { return true; }
+
+  static __device__ __forceinline__ void load_raw(const WgradBlock<T>& block, int i) {
+    WgradBoxes<T>::load_raw(block.maps, block.s, T::chunk_at(i, block.s), block.work, block.base + T::RAW_AT, block.last);
+  }
+  static __device__ __forceinline__ void begin(const WgradBlock<T>& block, int thread) {
+    if (thread == 0 && block.begin() < block.s.chunks) load_raw(block, block.begin());
+  }
+
+  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int i, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int thread) {
+    if (thread == 0) WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+    barrier_wait(block.last, (i - block.begin()) & 1);
+    turn(block.base + T::RAW_AT, shared_address(tile), thread);
+    barrier_arrive(barrier);
+    named_sync<1, T::COPIERS>();           // all have read
+    if (thread == 0 && i + 1 < block.end()) load_raw(block, i + 1);
+  }
+
+  // Rows of a pixel's channels to rows of a channel's pixels: a lane takes a channel, four pixels at a time.
+  static __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
+#pragma unroll 4
+    for (int i = thread; i < T::PIXELS / 4 * C::block_ci; i += T::COPIERS) {
+      int c = i % C::block_ci, quad = i / C::block_ci, strip = quad / 2, half = quad % 2;
+      u32 v[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        int pixel = strip * 8 + (half ? T::strip_pixel(j + 4) : T::strip_pixel(j));
+        v[j] = load_shared_u32(raw + (pixel * C::block_ci + c) * 4);
+      }
+      u32 to = tile + T::x_at(strip) + half * 16 + c * T::SEGMENT;
+      store_shared_128(to ^ (to >> 7 & (T::SEGMENT / 16 - 1)) << 4, v[0], v[1], v[2], v[3]);
+    }
+    fence_async_shared();                  // the tensor cores read by descriptor
+  }
+};
+
+// g by words of all threads, x by boxes.
+template <class T>
+struct WgradByWords {
+  using C = typename T::C;
+  using Copies = WgradCopies<T, WgradG<T>, T::COPIERS>;
+  static constexpr int ARRIVALS = 2 * T::COPIERS + 1;
+  static __device__ __forceinline__ bool takes_part(int) { return true; }
+  static __device__ __forceinline__ void begin(const WgradBlock<T>&, int) {}
+
+  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int thread) {
+    const typename T::Chunk at = T::in_g(c, block.work);
+    if (thread == 0) WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+    const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
+    const int channel = block.work.group * C::cout + block.work.co;
+    Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, tile + T::X_TILE_BYTES, thread);
+    if constexpr (!C::channels_last) {
+      if (Copies::has_borders(memory, at)) {
+        copy_commit();
+        copy_wait<0>();
+        named_sync<1, T::COPIERS>();       // all have landed
+        Copies::clear_borders(block.g, memory, at, channel, tile + T::X_TILE_BYTES, thread);
+      }
+    }
+    arrive_when_copied(barrier);
+    barrier_arrive(barrier);               // what it stored itself
+  }
+};
+
+template <class T>
+using WgradWay = WgradEither<T::TURN_X, WgradByTurning<T>, WgradEither<T::C::box_g, WgradByBoxes<T>, WgradByWords<T>>>;
+
+template <class T>
+__device__ __forceinline__ void wgrad_produce(const WgradBlock<T>& block, int thread) {
+  using Way = WgradWay<T>;
+  if (!Way::takes_part(thread)) return;
+  Way::begin(block, thread);
+  CursorOf<T::C::stages> cursor = {0, 1};  // all are free at first
+  const int end = block.end();
+#pragma unroll 1
+  for (int i = block.begin(); i < end; i++, cursor.next()) {
+    const typename T::Chunk c = T::chunk_at(i, block.s);
+    barrier_wait(block.empty + cursor.stage * 8, cursor.parity);
+    Way::bring(block, i, c, block.memory + cursor.stage * T::STAGE_BYTES, block.full + cursor.stage * 8, thread);
+  }
+}

@@ -1,101 +1,117 @@
 // A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_boxes.py counts it: how x and g lie, stages, sums, steps of K.
+#include "wgrad.cuh"
 
-// x in shared memory. Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT].
-// CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels, or (X_ONE_BOX) one box that brings them in that order.
-#define PIXELS (X_ROWS * TILE_W)
-#if !K_MAJOR
-#define X_WIDTH (BLOCK_CI % 64 == 0 ? 64 : BLOCK_CI % 32 == 0 ? 32 : 16)  // of a swizzled line
-#define SEGMENT (X_WIDTH * ELEMENT)
-#define BOXES (BLOCK_CI / X_WIDTH)
-#define BOX_BYTES (PIXELS * SEGMENT)
-#define X_ROW_BYTES (TILE_W * SEGMENT)     // from one row of the tile to the next
-#define STEP_BYTES (16 * SEGMENT)          // and from one step of K to the next
-#else
-#define LINE_BYTES (TILE_W * (LINES ? TILE_H : 1) * ELEMENT)  // LINES: the image is as wide as a chunk, and its rows one line
-#define SEGMENT (LINE_BYTES < 128 ? LINE_BYTES : 128)
-#define BOXES (LINE_BYTES / SEGMENT)
-#define BOX_BYTES (PIXELS * BLOCK_CI * ELEMENT / BOXES)
-#define X_ROW_BYTES (BLOCK_CI * SEGMENT)
-#define STEP_BYTES 32
-#endif
-#define X_TILE_BYTES (BOXES * BOX_BYTES)
-#if CHANNELS_LAST
-#define G_WIDTH (BLOCK_CO % 64 == 0 && ELEMENT == 2 ? 64 : BLOCK_CO % 32 == 0 ? 32 : 16)  // channels of a box of g, a swizzled row
-#define G_BOXES (BLOCK_CO / G_WIDTH)
-#if G_ONE_BOX
-// GAPLESS: a plane is a tap's pixels. Else: a box brings all rows; PARTED: of a plane, the columns that taps of one remainder by STEP_W read. So a fragment's are neighbours,
-// which meet different banks, and columns that no tap reads stay away. Tap t reads plane t % G_PLANES, PLANE_TAPS columns on for each G_PLANES taps.
-#define G_BOX_BYTES (PLANE_COLUMNS * G_WIDTH * ELEMENT)                     // of a row
-#define PLANE_BYTES ((G_ROWS * G_BOX_BYTES + 127) / 128 * 128)             // where a box may begin
-#define G_SLAB_BYTES (G_PLANES * PLANE_BYTES)                               // of G_WIDTH channels
-#define G_LINE PLANE_COLUMNS                                                // pixels from row to row
-#elif BOX_G
-#define G_BOX_BYTES ((G_COLUMNS * G_WIDTH * ELEMENT + 127) / 128 * 128)  // where a box may begin
-#define G_SLAB_BYTES (G_ROWS * G_BOX_BYTES)
-#define G_LINE (G_BOX_BYTES / (G_WIDTH * ELEMENT))                         // pixels from row to row
-#else
-#define G_LINE G_COLUMNS
-#endif
-#else
-// CLASSED: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
+// C: the constants of a tiling (cuda/wgrad/wgrad_warpgroups.py).
+template <class C_>
+struct WgradTile : WgradShape<C_> {
+using C = C_;
+using S = WgradShape<C>;
+static constexpr int SIZE = S::ELEMENT;
+static constexpr bool LAST = C::channels_last;
+
+// --- rows of M, a unit's taps ------------------------------------------------------------------------------------------
+
+static constexpr int ROWS_PER_SUB = 64 / C::subs;
+static constexpr int NEXT_ROWS = C::interleaved ? 8 / C::subs : 8;  // channels from row g of a warp's sixteen to row g + 8
+static constexpr int NEXT_UNIT = C::interleaved ? C::subs : 1;      // units from one of a lane's to the next
+static constexpr int COPIERS = 128;
+static constexpr int CONSUMERS = C::warpgroups * 128;
+static constexpr int THREADS = COPIERS + CONSUMERS;
+static constexpr int OF_UNIT = C::stacked ? C::taps_h : 1;          // taps of a unit
+static constexpr int UNITS = C::entries / OF_UNIT;                  // of a warpgroup
+static constexpr int SET_UNITS = S::SET_TAPS / OF_UNIT;
+
+// --- x -----------------------------------------------------------------------------------------------------------------
+
+// Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT]. Channels_last of 16 bits: for
+// each X_WIDTH channels a box of the chunk's pixels, or (x_one_box) one box that brings them in that order.
+static constexpr bool TURN_X = LAST && !S::NARROW;      // channels_last float32 is turned by the copying warpgroup
+static constexpr bool K_MAJOR = !LAST || TURN_X;
+static constexpr int PIXELS = S::X_ROWS * C::tile_w;
+static constexpr int X_WIDTH = C::block_ci % 64 == 0 ? 64 : C::block_ci % 32 == 0 ? 32 : 16;  // of a swizzled line
+static constexpr int LINE_BYTES = C::tile_w * (C::lines ? C::tile_h : 1) * SIZE;  // lines: the image is as wide as a chunk, and its rows one line
+static constexpr int SEGMENT = !K_MAJOR ? X_WIDTH * SIZE : LINE_BYTES < 128 ? LINE_BYTES : 128;
+static constexpr int BOXES = K_MAJOR ? LINE_BYTES / SEGMENT : C::block_ci / X_WIDTH;
+static constexpr int BOX_BYTES = K_MAJOR ? PIXELS * C::block_ci * SIZE / BOXES : PIXELS * SEGMENT;
+static constexpr int X_ROW_BYTES = (K_MAJOR ? C::block_ci : C::tile_w) * SEGMENT;  // from one row of the tile to the next
+static constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
+static constexpr int N_WIDTH = C::stacked && !K_MAJOR && C::block_ci > 64 ? 64 : C::block_ci;  // of one matrix instruction; stacked: for each row of x
+static constexpr int NB = C::block_ci / N_WIDTH;
+
+// --- g -----------------------------------------------------------------------------------------------------------------
+
+// NCHW, classed: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
 // those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
-#define G_CHANNELS (BLOCK_CO / CHANNEL_CLASSES)  // of a class
-#define CLASS_BYTES (G_BYTES / CLASSES)
-#define G_BOXES 1
-#define G_BOX_BYTES (G_CHANNELS * G_PITCH * ELEMENT)
-#endif
-#if G_LINED                                // 1-D: the map has a channel's row as lines of 128 bytes, of which a box has some
-#define G_BEGIN (128 / ELEMENT)            // elements at multiples of which boxes begin
-#else
-#define G_BEGIN VEC
-#endif
-#define G_STEP_W (PARTED ? 1 : STEP_W)        // pixels of g's tile from one of q to the next
-// From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
-#if !CHANNELS_LAST
-#define G_PIXEL_BYTES 1
-#define G_ROW_BYTES G_BOX_BYTES
-#elif BOX_G
-#define G_PIXEL_BYTES (G_WIDTH * ELEMENT)
-#define G_ROW_BYTES G_BOX_BYTES
-#else
-#define G_PIXEL_BYTES (G_PITCH * ELEMENT)
-#define G_ROW_BYTES (G_LINE * G_PIXEL_BYTES)
-#endif
-#define STAGE_BYTES ((X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024)
-#define RAW_AT (STAGES * STAGE_BYTES)       // x's pixels before they are turned
-#define RAW_BYTES (TURN_X ? PIXELS * BLOCK_CI * ELEMENT : 0)
-#define BARRIERS_AT (RAW_AT + RAW_BYTES)
-#define SHARED_BYTES (BARRIERS_AT + 16 * STAGES + 16)
-#if SHARED_BYTES_PLANNED != SHARED_BYTES
-#error "the planner's shared memory is not the kernel's"
-#endif
+static constexpr int CLASSES = C::row_classes * C::channel_classes;
+static constexpr bool CLASSED = CLASSES > 1;
+static constexpr int G_CHANNELS = C::block_co / C::channel_classes;  // of a class
+static constexpr int G_BEGIN = C::lined ? 128 / SIZE : S::VEC;       // elements at multiples of which boxes begin
 
-#define ADDS_UP (CLUSTER > 1 || TOGETHER || ALONE)
-#define BY_ROWS (HANDOVER || (ALONE && A_SHARED && !STACKED))  // sums may go from registers to the weight (`put_rows`)
-#if ADDS_UP
+// Channels_last: boxes have G_WIDTH channels, a swizzled row, and the columns of one row; g_one_box: all rows of a plane. Gapless: a
+// plane is a tap's pixels. Parted: a plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours,
+// which meet different banks, and columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each
+// g_planes taps.
+static constexpr bool PLANES = LAST && C::g_one_box;
+static constexpr int G_WIDTH = C::block_co % 64 == 0 && S::NARROW ? 64 : C::block_co % 32 == 0 ? 32 : 16;
+static constexpr int G_BOXES = LAST ? C::block_co / G_WIDTH : 1;
+static constexpr int G_COLUMN_BYTES = G_WIDTH * SIZE;
+static constexpr int G_BOX_BYTES =                                   // of a row
+    !LAST ? G_CHANNELS * C::g_pitch * SIZE : PLANES ? C::plane_columns * G_COLUMN_BYTES : (S::G_COLUMNS * G_COLUMN_BYTES + 127) / 128 * 128;
+static constexpr int PLANE_BYTES = (S::G_ROWS * G_BOX_BYTES + 127) / 128 * 128;  // where a box may begin
+static constexpr int G_SLAB_BYTES = PLANES ? C::g_planes * PLANE_BYTES : S::G_ROWS * G_BOX_BYTES;  // of G_WIDTH channels
+static constexpr int G_LINE = PLANES ? C::plane_columns : C::box_g ? G_BOX_BYTES / G_COLUMN_BYTES : S::G_COLUMNS;  // pixels from row to row
+static constexpr int G_BYTES = LAST && C::box_g ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
+static constexpr int CLASS_BYTES = G_BYTES / CLASSES;
+// From one pixel of g's tile to the next (of NCHW counted in elements), from one of q to the next, and from one row to the next.
+static constexpr int G_PIXEL_BYTES = LAST ? C::g_pitch * SIZE : 1;
+static constexpr int G_STEP_W = C::parted ? 1 : C::step_w;           // in pixels
+static constexpr int G_ROW_BYTES = LAST && !C::box_g ? G_LINE * G_PIXEL_BYTES : G_BOX_BYTES;
+
+// --- stages and sums ---------------------------------------------------------------------------------------------------
+
+static constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
+static constexpr int RAW_AT = C::stages * STAGE_BYTES;               // x's pixels before they are turned
+static constexpr int RAW_BYTES = TURN_X ? PIXELS * C::block_ci * SIZE : 0;
+static constexpr int BARRIERS_AT = RAW_AT + RAW_BYTES;
+static_assert(BARRIERS_AT + 16 * C::stages + 16 == C::shared_bytes, "the planner's shared memory is not the kernel's");
+
+// How sums leave: blocks may add them up, and then take them from registers to the weight (`put_rows`).
+static constexpr bool ADDS_UP = C::cluster > 1 || C::together || C::alone;
+static constexpr bool BY_ROWS = C::handover || (C::alone && C::a_shared && !C::stacked);
 // A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
-// ci of neighbouring lanes 2 rows apart, 8 banks.
-#define SUMS_PITCH (BLOCK_CO + 4)
-#define SUM_AT(tap, ci, co) (((tap) * (BLOCK_CI * SUMS_PITCH + 8) + (ci) * SUMS_PITCH + (co)) * 4)  // taps lie 8 banks apart
-#define SUMS_BYTES SUM_AT(SET_TAPS, 0, 0)
-#if SUMS_BYTES > BARRIERS_AT
-#error "a block's sums do not fit where its stages were"
-#endif
-#endif
+// ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
+static constexpr int SUMS_PITCH = C::block_co + 4;
+static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
+static constexpr int SUMS_BYTES = S::SET_TAPS * SUMS_OF_TAP * 4;
+static_assert(!ADDS_UP || SUMS_BYTES <= BARRIERS_AT, "a block's sums do not fit where its stages were");
+static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
-#define K_STEPS (PIXELS * ELEMENT / 32)    // a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
-#define STEPS (K_STEPS * ENTRIES)
-#define ROW_STEPS (TILE_W * ELEMENT / 32)  // STACKED: of a row
-#define SETS_OF_FRAGMENTS (ELEMENT == 2 && !CHANNELS_LAST && WGS == 3 ? 2 : 3)  // a third set spills there
-#define W_STRIPS (TILE_W / 8)
-#if GAPLESS && TURN_X && STRETCH != STEPS && STRETCH / ENTRIES % 4
-#error "a stretch ends amid a segment of x, where the next one's steps are no sums of places"
-#endif
+// The output channel of a block's row of M: classes follow each other.
+static __device__ __forceinline__ int channel_of(int m) { return LAST ? m : m % G_CHANNELS * C::channel_classes + m / G_CHANNELS; }
 
-// Half precision, NCHW: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (W_RUN of them) have
-// nearly all their words in common, so these are loaded once and shifted in registers.
-#define W_RUN (SET_UNITS == TAPS_W ? UNITS : TAPS_W % UNITS == 0 ? UNITS : UNITS % TAPS_W == 0 ? TAPS_W : 1)
-// Whether a run begins at odd elements, where that is the same for all.
-#define PARITY_KNOWN (ALIGNED_G && STEP_W % 2 == 0 && W_RUN * DIL_W % 2 == 0 && (SETS_W == 1 || TAPS_W * DIL_W % 2 == 0))
-#define RUN_WORDS (((PARITY_KNOWN ? PAD_W % 2 : 1) + (W_RUN - 1) * DIL_W + STEP_W) / 2 + 1)
-#define SHARED_WORDS (ELEMENT == 2 && !CHANNELS_LAST && !INTERLEAVED && W_RUN > 1 && RUN_WORDS < 2 * W_RUN)
+// --- steps of K --------------------------------------------------------------------------------------------------------
+
+static constexpr int K_STEPS = PIXELS * SIZE / 32;      // a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
+static constexpr int STEPS = K_STEPS * C::entries;
+static constexpr int ROW_STEPS = C::tile_w * SIZE / 32;              // stacked: of a row
+static constexpr int FRAGMENTS = S::NARROW && !LAST && C::warpgroups == 3 ? 2 : 3;  // in flight; a third spills there
+static constexpr int W_STRIPS = C::tile_w / 8;
+static_assert(!(C::gapless && TURN_X) || C::unrolled == STEPS || C::unrolled / C::entries % 4 == 0,
+              "an unrolled run ends amid a segment of x, where the next one's steps are no sums of places");
+
+// Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
+static __device__ __forceinline__ u32 x_at(int k_step) {
+  if constexpr (K_MAJOR) {
+    int line = k_step / (LINE_BYTES / 32), within = k_step % (LINE_BYTES / 32) * 32;
+    return within / SEGMENT * BOX_BYTES + line * X_ROW_BYTES + within % SEGMENT;
+  } else {
+    return k_step * (16 * SEGMENT);
+  }
+}
+
+// Turned pixels of a strip in the order of K: even ones first, so that a fragment's four lie in different banks of g's swizzled rows (they
+// are two rows apart; where a stride already parts them, in their own order).
+static __device__ __forceinline__ int strip_pixel(int j) { return G_STEP_W % 2 ? j % 4 * 2 + j / 4 : j; }
+
+struct TensorMaps { TensorMap of[1 + (C::box_g ? CLASSES : 0)]; };   // of x, and of g
+};

@@ -20,22 +20,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape, table
+from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, Words, channels_last, encode, fullest
 from upconv.cuda.compile.launch import Launches, as_run, cluster_fits
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
-from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps, run_beside
+from upconv.cuda.packs import LazyPacks, Unit, layer_text, packing_entries, rows_of_taps, run_beside
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
 from upconv.derived import derived
 from upconv.problem import Problem
 
 _CONSUMERS = 2
-_REGISTERS = 40, 232
-"""Of a producer's thread and a consumer's: together no more than the block begins with."""
-_SPARE = 56
-"""Registers of a consumer's thread for addresses and the like."""
+_MOST_SUMS = 176  # of a consumer's thread, whose addresses and the like take 56 registers
 _MOST_STAGES = 8
 _MOST_COLUMNS = 256
 _MOST_TAPS = 512  # and phases
@@ -191,46 +188,47 @@ class Tile:
         return stores_wide(self.element, self.columns, self.channels[1]) and self.cluster == 1 and short
 
     @property
+    def entry(self) -> str:
+        """The kernel's name."""
+        return "implicit_clusters" if self.cluster > 1 else "implicit"
+
+    @property
     def turnable(self) -> bool:
         """Whether a forward's channels-last weights may come as they lie, whose rows are channels of the result."""
         return self.forward and self.element == 2 and self.columns % _TURNED == 0 and self.channels[1] % 8 == 0
 
-    def macros(self, turned: bool = False) -> dict[str, int | float | str]:
-        """The kernel's constants by macro name; see kernels/implicit.cu. ``turned``: of weights as a forward's lie."""
-        found: dict[str, int | float | str] = {
-            "PRECISION": PRECISIONS[self.problem.precision],
-            "ELEMENT": self.element,
-            "CIN": self.channels[0],
-            "COUT": self.channels[1],
-            "CK": self.chunk,
-            "COLUMNS": self.columns,
-            "MB": self.mb,
-            "HALVES": int(self.halves),
-            "CONSUMERS": _CONSUMERS,
-            "CLUSTER": self.cluster,
-            "STAGES": self.stages,
-            "FORWARD": int(self.forward),
-            "B_TURNED": int(turned),
-            "PACK_CHANNELS": self.pack_channels,
-            "WIDE_STORES": int(self.wide_stores),
-            "TAPS": self.problem.taps,
-            "PHASES": len(self.phases),
-            "MULTIPLY": f"WGMMA_{self.columns}",
-            "PRODUCER_REGISTERS": _REGISTERS[0],
-            "CONSUMER_REGISTERS": _REGISTERS[1],
-            "SHARED_BYTES_PLANNED": self.shared_bytes,
+    def constants(self, turned: bool = False) -> dict[str, jit.Constant]:
+        """The kernel's, see kernels/implicit.cu. ``turned``: of weights as a forward's lie."""
+        found: dict[str, jit.Constant] = {
+            "precision": PRECISIONS[self.problem.precision],
+            "cin": self.channels[0],
+            "cout": self.channels[1],
+            "chunk": self.chunk,
+            "columns": self.columns,
+            "mb": self.mb,
+            "halves": self.halves,
+            "cluster": self.cluster,
+            "stages": self.stages,
+            "forward": self.forward,
+            "turned": turned,
+            "wide_stores": self.wide_stores,
+            "taps": self.problem.taps,
+            "phases": len(self.phases),
+            "shared_bytes": self.shared_bytes,
         }
+        if not self.forward:
+            found["pack_channels"] = self.pack_channels
         taps = [tap for phase in self.phases for tap in phase.taps]
         of_source, of_result = self.steps_between
-        for axis, name in enumerate("DHW"):
-            found[f"STEP_{name}"] = of_source[axis]
-            found[f"TAPS_{name}"] = table(offsets[axis] for _, offsets in taps)
+        for axis, name in enumerate("dhw"):
+            found[f"step_{name}"] = of_source[axis]
+            found[f"taps_{name}"] = tuple(offsets[axis] for _, offsets in taps)
         if len(self.phases) > 1:
-            found["TAPS_OF"] = table(index for index, _ in taps)
-            found["PHASES_TAP"] = table(accumulate((len(phase.taps) for phase in self.phases), initial=0))
-            for axis, name in enumerate("DHW"):
-                found[f"OUT_STEP_{name}"] = of_result[axis]
-                found[f"PHASES_{name}"] = table(phase.first[axis] for phase in self.phases)
+            found["kernel_taps"] = tuple(index for index, _ in taps)
+            found["first_taps"] = tuple(accumulate((len(phase.taps) for phase in self.phases), initial=0))
+            for axis, name in enumerate("dhw"):
+                found[f"out_step_{name}"] = of_result[axis]
+                found[f"phases_{name}"] = tuple(phase.first[axis] for phase in self.phases)
         return found
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
@@ -344,10 +342,13 @@ class Choice(TileChoice[Tile]):
         The first packs weights; the second, of some forwards, takes channels-last ones as they lie.
         """
         t, label = self.tile, f"implicit {layer_text(self.problem)}"
-        packed = Unit(label, jit.source("implicit.cu", t.macros()), ("pack", "implicit"))
+        kernel = f"{t.entry}<{jit.CONFIG}>"
+        packing = packing_entries(f"Implicit<{jit.CONFIG}>", self.problem)
+        packed = Unit(label, jit.instance("implicit.cu", t.constants(), (*packing, kernel)), ("pack", t.entry))
         if not t.turnable:
             return (packed,)
-        return packed, Unit(f"{label} unpacked", jit.source("implicit.cu", t.macros(turned=True)), ("implicit",))
+        turned = jit.instance("implicit.cu", t.constants(turned=True), (kernel,))
+        return packed, Unit(f"{label} unpacked", turned, (t.entry,))
 
     def prepare(self, device: int) -> Prepared:
         """As `gather.Choice.prepare`."""
@@ -383,7 +384,8 @@ class Prepared(LazyPacks):
 
     def _load_implicit(self, unit: Unit) -> Launches:
         codes = f"PP({_SIZES}{'q' * 16})({'q' * 16})"
-        return self._load(unit, "implicit", 128 * (1 + _CONSUMERS), self._tiling.shared_bytes, codes)
+        t = self._tiling
+        return self._load(unit, t.entry, 128 * (1 + _CONSUMERS), t.shared_bytes, codes)
 
     @cached_property
     def _run(self) -> Launches:
@@ -496,7 +498,7 @@ def candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
     row_bytes = next((n for n in (32, 64) if source * element <= n), 128)
     for columns, mb, halves in product(_widths(result), (1, 2, 4), (True, False)):
         t = Tile(layer, columns, mb, row_bytes // element, halves)
-        if t.sums > _REGISTERS[1] - _SPARE:
+        if t.sums > _MOST_SUMS:
             continue
         stages = min(_MOST_STAGES, gpu.shared_bytes // (t.stage_bytes + 16))
         if stages >= 2:

@@ -222,33 +222,31 @@ class Tile:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
         return self
 
-    def macros(self) -> dict[str, int | float | str]:
-        """The kernel's constants by macro name; see kernels/pairs.cu."""
+    def constants(self) -> dict[str, int]:
+        """The kernel's, see kernels/pairs.cu."""
         p = self.problem
-        found: dict[str, int | float | str] = {
-            "PRECISION": PRECISIONS[p.precision],
-            "ELEMENT": self.element,
-            "CIN": p.in_channels,
-            "COUT": p.out_channels,
-            "COLUMNS": self.columns,
-            "MULTIPLY": f"WGMMA_{self.columns}",
-            "MB": self.mb,
-            "GROUP": self.group,
-            "STAGES": self.stages,
-            "CHANNELS": self.channels,
-            "PITCH": self.pitch,
-            "LINE": self.line,
-            "FIRST": f"({self.first})",
-            "LEAD": self.lead,
-            "SLOT": self.slot,
-            "SLOTS_LANE": self.slots_lane,
-            "TOGETHER": int(self.even),
-            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        found = {
+            "precision": PRECISIONS[p.precision],
+            "cin": p.in_channels,
+            "cout": p.out_channels,
+            "columns": self.columns,
+            "mb": self.mb,
+            "group": self.group,
+            "stages": self.stages,
+            "channels": self.channels,
+            "pitch": self.pitch,
+            "line": self.line,
+            "first": self.first,
+            "lead": self.lead,
+            "slot": self.slot,
+            "slots_lane": self.slots_lane,
+            "together": self.even,
+            "shared_bytes": self.shared_bytes,
         }
-        axes = (("KERNEL", p.kernel, 1), ("STEP", p.stride, 1), ("PAD", p.padding, 0), ("DILATION", p.dilation, 1))
+        axes = (("kernel", p.kernel, 1), ("step", p.stride, 1), ("pad", p.padding, 0), ("dilation", p.dilation, 1))
         for name, values, lone in axes:
-            found |= {f"{name}_{axis}": value for axis, value in zip("DHW", _three(values, lone))}
-        for name in ("PAD_W", "DILATION_W"):  # FIRST and LEAD say the former, and the latter is 1
+            found |= {f"{name}_{axis}": value for axis, value in zip("dhw", _three(values, lone))}
+        for name in ("pad_w", "dilation_w"):  # `first` and `lead` say the former, and the latter is 1
             del found[name]
         return found
 

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import permutations, product
+from itertools import accumulate, permutations, product
 from typing import Any, NamedTuple
 
-from upconv.cuda.axes import Unfit, any_size, gather_axes, table
+from upconv.cuda.axes import Unfit, any_size, gather_axes
+from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Words, dense, encode
 from upconv.cuda.gemm.costs import LAUNCH
 from upconv.cuda.gemm.shuffle import Triple
@@ -28,10 +29,7 @@ from upconv.problem import Problem
 
 CONSUMERS = 2
 THREADS = 128 + 128 * CONSUMERS
-_REGISTERS = 64, 216
-"""Of a producer's thread and a consumer's."""
-_SPARE = 48
-"""Registers of a consumer's thread for addresses and the like."""
+_MOST_REGISTERS = 168  # of a consumer's thread for sums and fragments; addresses and the like take 48
 _MOST_STAGES = 8
 _MOST_PHASES = 5
 """Of W: their order is found by trying all."""
@@ -234,12 +232,12 @@ class Tile:
     @property
     def holds_sums(self) -> bool:
         """Whether a consumer's registers do, and fragments twice."""
-        return self.sums + 2 * 4 * len(self.shifts) * self.mb <= _REGISTERS[1] - _SPARE
+        return self.sums + 2 * 4 * len(self.shifts) * self.mb <= _MOST_REGISTERS
 
     def checked(self, shared_limit: int) -> Tile:
         """This, when the kernel can run it."""
         if not self.holds_sums:
-            raise Unfit(f"{self.sums} sums and fragments beside are more than {_REGISTERS[1] - _SPARE} registers")
+            raise Unfit(f"{self.sums} sums and fragments beside are more than {_MOST_REGISTERS} registers")
         if self.widths[-1] > _MOST_COLUMNS:
             raise Unfit(f"{self.widths[-1]} columns are more than an instruction's {_MOST_COLUMNS}")
         if max(self.box) > _MOST_BOX:
@@ -252,64 +250,57 @@ class Tile:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
         return self
 
-    def macros(self) -> dict[str, int | float | str]:
-        """The kernel's constants by macro name; see kernels/phases.cu."""
+    def constants(self) -> dict[str, jit.Constant]:
+        """The kernel's, see kernels/phases.cu."""
         p = self.problem
         (first_d, _), (first_h, _), (first_w, _) = self.span
         rows_d, rows_h = self.source_rows
         users = [user for _, of_row in self.rows for user in of_row]
-        firsts, before = [0], [0]
-        for _, of_row in self.rows:
-            firsts.append(firsts[-1] + len(of_row))
-        for s in self.shifts:
-            before.append(before[-1] + len(s.taps) * self.co_columns)
-
-        found: dict[str, int | float | str] = {
-            "PRECISION": PRECISIONS[p.precision],
-            "ELEMENT": self.element,
-            "CIN": p.in_channels,
-            "COUT": p.out_channels,
-            "CO_COLUMNS": self.co_columns,
-            "CK": self.chunk,
-            "MB": self.mb,
-            "CONSUMERS": CONSUMERS,
-            "STAGES": self.stages,
-            "PITCH": self.pitch,
-            "ROWS_D": rows_d,
-            "ROWS_H": rows_h,
-            "FIRST_D": f"({first_d})",
-            "FIRST_H": f"({first_h})",
-            "FIRST_W": f"({first_w})",
-            "PAIRS": len(self.pairs),
-            "SOURCE_ROWS": len(self.rows),
-            "USERS": self.users,
-            "SHIFTS": len(self.shifts),
-            "SHIFT_COLUMNS": self.shift_columns,
-            "SOURCE_ROWS_AT": table([(d - first_d) * rows_h + h - first_h for (d, h), _ in self.rows]),
-            "FIRST_USERS": table(firsts),
-            "USER_PAIRS": table([user.pair for user in users]),
-            "USER_TAPS": table([user.tap for user in users]),
-            "SHIFTS_AT": table([s.offset - first_w for s in self.shifts]),
-            "SHIFT_WIDTHS": table([len(s.taps) * self.co_columns for s in self.shifts]),
-            "SHIFT_BEFORE": table(before),
-            "COLUMN_TAPS": table([tap for s in self.shifts for tap in s.taps]),
-            "PAIR_PHASES_D": table([d for d, _ in self.pairs]),
-            "PAIR_PHASES_H": table([h for _, h in self.pairs]),
-            "PLACES_OF_PHASES": table([self.order.index(u) for u in range(self.steps[2])]),
-            "ALIGNED": int(self.aligned),
-            "PASS": self.passed,
-            "WIDTHS": len(self.widths),
-            "PRODUCER_REGISTERS": _REGISTERS[0],
-            "CONSUMER_REGISTERS": _REGISTERS[1],
-            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        widths = [len(s.taps) * self.co_columns for s in self.shifts]
+        found: dict[str, jit.Constant] = {
+            "precision": PRECISIONS[p.precision],
+            "cin": p.in_channels,
+            "cout": p.out_channels,
+            "co_columns": self.co_columns,
+            "chunk": self.chunk,
+            "mb": self.mb,
+            "stages": self.stages,
+            "pitch": self.pitch,
+            "rows_d": rows_d,
+            "rows_h": rows_h,
+            "first_d": first_d,
+            "first_h": first_h,
+            "first_w": first_w,
+            "aligned": self.aligned,
+            "passed": self.passed,
+            "widths": self.widths,
+            "shared_bytes": self.shared_bytes,
+            # Rows of the source, from a tile's first, and the first of those that read each; one more at the end.
+            "source_row_count": len(self.rows),
+            "source_rows": tuple((d - first_d) * rows_h + h - first_h for (d, h), _ in self.rows),
+            "first_users": tuple(accumulate((len(of_row) for _, of_row in self.rows), initial=0)),
+            "users": len(users),
+            "user_pairs": tuple(user.pair for user in users),
+            "user_taps": tuple(user.tap for user in users),
+            # A shift's first column of a source row, from a tile's first; its columns, and those of the shifts before.
+            "shifts": len(self.shifts),
+            "shift_columns": sum(widths),
+            "shifts_at": tuple(s.offset - first_w for s in self.shifts),
+            "shift_widths": tuple(widths),
+            "columns_before": tuple(accumulate(widths, initial=0)),
+            # Of a shift and a phase: tap of W, or -1.
+            "column_taps": tuple(tap for s in self.shifts for tap in s.taps),
+            "pairs": len(self.pairs),
+            "pair_phases_d": tuple(d for d, _ in self.pairs),
+            "pair_phases_h": tuple(h for _, h in self.pairs),
+            # A phase of W's, in the order of columns.
+            "places_of_phases": tuple(self.order.index(u) for u in range(self.steps[2])),
         }
-        for i, width in enumerate(self.widths):
-            found |= {f"WIDTH_{i}": width, f"MULTIPLY_{i}": f"WGMMA_{width}"}
         kernel = (1,) * (3 - p.rank) + p.kernel
-        for axis, name in enumerate("DHW"):
-            found[f"TILE_{name}"] = self.shape[axis]
-            found[f"STEP_{name}"] = self.steps[axis]
-            found[f"KERNEL_{name}"] = kernel[axis]
+        for axis, name in enumerate("dhw"):
+            found[f"tile_{name}"] = self.shape[axis]
+            found[f"step_{name}"] = self.steps[axis]
+            found[f"kernel_{name}"] = kernel[axis]
         return found
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------

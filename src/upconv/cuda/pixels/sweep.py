@@ -27,11 +27,12 @@ from upconv.cuda.compile import jit
 from upconv.cuda.compile.launch import as_run
 from upconv.cuda.gemm import gather
 from upconv.cuda.gemm.costs import LAUNCH
+from upconv.cuda.gemm.gather_constants import Constants, pixel_constants, producer_registers
 from upconv.cuda.gemm.gather_search import chunk_sizes, classes_of
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.packs import PACK_THREADS, Unit, layer_text, run_beside
+from upconv.cuda.packs import PACK_THREADS, Unit, layer_text, packing_entries, run_beside
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import stores_wide
 from upconv.derived import derived_from, varied
@@ -64,16 +65,6 @@ _BOXES, _ROW = 45.4, 36.1  # bytes a clock of boxes, and bytes that a pixel's ro
 _STORED, _SLICE_LAST, _TURN_LAST = 47.3, 744.0, 983.0  # bytes a clock; as above
 # Share of the memory's time, or of the slices', whichever is less, that the other does not hide: NCDHW, channels-last.
 _BESIDE = 0.15, 0.466
-
-
-_MACROS = """
-PRECISION ELEMENT PARTS WGMMA CHANNELS_LAST TENSOR_MAP FIRST_D FIRST_H CIN CIN_G TAPS
-GRAD_INPUT CK STAGES_P STAGES_S WEIGHTS_BOX ROWS_D ROWS_H FIRST_W COLUMNS COLUMN_PAD CLASSED ROW_CLASSES CHANNEL_CLASSES
-ROW_PERIOD ROWS_APART WHOLE IMAGE_D IMAGE_H IMAGE_W BOX_PIXELS BOX_UNITS PLANE STRIDED_BOX PLANES RESIDUES
-PLANE_BARRIERS PRODUCER_REGISTERS CONSUMER_REGISTERS TAP_ROWS TAP_INDICES OFFSETS_D OFFSETS_H IN_STEP_D IN_STEP_H
-IN_STEP_W TILE_N TILE_H TILE_W
-"""
-"""The constants of a tile's pixels, as `Tiling.macros` has them."""
 
 
 @dataclass(frozen=True)
@@ -234,27 +225,33 @@ class Sweep:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
         return self
 
-    def macros(self) -> dict[str, int | float | str]:
-        """The kernel's constants by macro name; see kernels/sweep.cu."""
-        names = self.pixels.macros()
-        found = {name: names[name] for name in _MACROS.split()}
-        found |= {
-            "COUT": result_shape(self.problem)[1],
-            "SLOTS": self.slots,
-            "FIRST_SLOT": f"({self.first_slot})",
-            "SLOT_COLUMNS": self.slot_columns,
-            "COLUMNS_OF_B": self.columns,
-            "TAP_ENTRIES": self.entries,
-            "NB": self.nb,
-            "STAGES_W": self.ring_stages,
-            "W_STAGE": self.w_stage,
-            "RESIDENT": int(self.resident),
-            "TURNS": int(self.turns),
-            "WIDE_STORES": int(self.exchanges),
-            "MULTIPLY": f"WGMMA_{self.columns}",
-            "SHARED_BYTES_PLANNED": self.shared_bytes,
+    def constants(self) -> Constants:
+        """The kernel's, see kernels/sweep.cu."""
+        t = self.pixels
+        taps = [tap for blocks in t.entries for block in blocks for tap in block]
+        producers = producer_registers(t)
+        found: Constants = {
+            "grad_input": self.problem.pass_ == "grad-input",
+            "cout": result_shape(self.problem)[1],
+            "slots": self.slots,
+            "first_slot": self.first_slot,
+            "slot_columns": self.slot_columns,
+            "b_columns": self.columns,
+            "taps": t.problem.taps,
+            "tap_entries": self.entries,
+            "tap_rows": tuple(t.shift(offsets) for offsets, _ in taps),
+            "tap_indices": tuple(index for _, indices in taps for index in indices),
+            "nb": self.nb,
+            "stages_w": self.ring_stages,
+            "w_stage": self.w_stage,
+            "resident": self.resident,
+            "turns": self.turns,
+            "wide_stores": self.exchanges,
+            "producer_registers": producers,
+            "consumer_registers": 256 - producers,
+            "shared_bytes": self.shared_bytes,
         }
-        return found
+        return pixel_constants(t) | found
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
@@ -335,14 +332,13 @@ class Choice(family.Defaults):
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile."""
-        return (Unit(f"sweep {layer_text(self.problem)}", jit.source("sweep.cu", self.sweep.macros()), _ENTRIES),)
+        entries = (*packing_entries(f"Sweep<{jit.CONFIG}>", self.problem), f"sweep<{jit.CONFIG}>")
+        source = jit.instance("sweep.cu", self.sweep.constants(), entries)
+        return (Unit(f"sweep {layer_text(self.problem)}", source, ("pack", "sweep")),)
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
         return Prepared(self, device)
-
-
-_ENTRIES = ("pack", "sweep")
 
 
 class Prepared(gather.BoxedPacks):

@@ -99,9 +99,10 @@ def tile(p: Problem, channels: int, size: tuple[int, ...]) -> tuple[int, int, in
 
 def unit(p: Problem, channels: int, pixels: int, image: int) -> Unit:
     """The copying kernels for tiles of so many channels and pixels (`tile`)."""
-    macros = {"ELEMENT": p.dtype.itemsize, "TILE_C": channels, "TILE_P": pixels, "IMAGE": image}
+    constants = {"element": p.dtype.itemsize, "tile_c": channels, "tile_p": pixels, "image": image}
+    entries = ("to_channels_last", "to_contiguous", "widen")
     label = f"relayout of {channels} channels x {pixels} pixels of {8 * p.dtype.itemsize} bits"
-    return Unit(label, jit.source("relayout.cu", macros), ("to_channels_last", "to_contiguous", "widen"))
+    return Unit(label, jit.instance("relayout.cu", constants, [f"{entry}<{jit.CONFIG}>" for entry in entries]), entries)
 
 
 def width(p: Problem, channels: int) -> int:

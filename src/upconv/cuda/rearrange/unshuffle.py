@@ -88,31 +88,31 @@ def unstrided(p: Problem) -> Problem:
     ).with_(pass_=p.pass_)  # fmt: skip
 
 
-def macros(p: Problem) -> dict[str, int]:
-    """The kernels' constants."""
+def constants(p: Problem) -> dict[str, int]:
+    """The kernels', see kernels/unshuffle.cu."""
     q, lead = unstrided(p), 3 - p.rank
     found = {
-        "ELEMENT": p.dtype.itemsize,
-        "CHANNELS_LAST": int(p.layout == "channels_last"),
-        "COUT": p.out_channels,
-        "CHANNELS": q.out_channels,
+        "element": p.dtype.itemsize,
+        "channels_last": p.layout == "channels_last",
+        "cout": p.out_channels,
+        "channels": q.out_channels,
     }
-    for i, axis in enumerate("DHW"):
+    for i, axis in enumerate("dhw"):
         at = i - lead
         stride, kernel, pad, crop = (
             (1, 1, 0, 0) if at < 0 else (p.stride[at], p.kernel[at], p.padding[at], q.padding[at])
         )
-        found |= {f"STRIDE_{axis}": stride, f"KERNEL_{axis}": kernel, f"OFFSET_{axis}": pad - crop * stride}
+        found |= {f"stride_{axis}": stride, f"kernel_{axis}": kernel, f"offset_{axis}": pad - crop * stride}
     return found
 
 
 def unit(p: Problem) -> Unit:
     """The kernels around a layer's."""
     single = ("unshuffle_and_expand_float", "fold_float") if p.dtype.itemsize == 2 else ()
+    entries = ("unshuffle", "unshuffle_and_expand", "fold", *single)
     label = f"unshuffle {str(p).split(' on ')[0]} {8 * p.dtype.itemsize} bits {p.layout}"
-    return Unit(
-        label, jit.source("unshuffle.cu", dict(macros(p))), ("unshuffle", "unshuffle_and_expand", "fold", *single)
-    )
+    named = [f"{entry}<{jit.CONFIG}>" for entry in entries]
+    return Unit(label, jit.instance("unshuffle.cu", constants(p), named), entries)
 
 
 class _Around:

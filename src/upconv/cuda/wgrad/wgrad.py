@@ -41,8 +41,7 @@ from upconv.problem import Problem
 
 WIDEST = 32  # pixels along a side of images that `batches` tries side by side
 _RUNS = 8  # warps of a block of the second step
-_SIZES = "i" * 12  # of the kernels' parameters: images, sizes, counts of chunks
-_CHUNK_BOX = "i" * 4  # and of `gapless` ones: a chunk's box
+_SIZES = "i" * 12  # of the kernels' parameters: images and sizes, of the input and of the output, and counts of chunks
 
 
 @dataclass(frozen=True)
@@ -128,20 +127,32 @@ class Choice(family.Defaults):
         """
         p, t = self.problem, self.tiling
         label = f"wgrad {str(p).split(' on ')[0]} {p.precision} {p.layout}"
-        steps = Unit(label, jit.source(t.file, t.macros()), ("wgrad", "reduce"))
+        steps = two_steps(label, t)
         if not isinstance(t, WarpgroupTiling) or not (self.cluster > 1 or self.together or self.alone):
             return (steps,)
         kind = "alone" if self.alone else "together" if self.together else f"by clusters of {self.cluster}"
-        macros = t.macros(self.cluster, self.together, self.alone, self.hands_over)
-        one = Unit(f"{label} {kind}", jit.source(t.file, macros), ("wgrad",))
+        ways = {"cluster": self.cluster, "together": self.together, "alone": self.alone, "handover": self.hands_over}
+        one = one_step(f"{label} {kind}", t, **ways)
         if not self.hands_over:
             return steps, one
-        macros = t.macros(together=True, handover=True)
-        return steps, one, Unit(f"{label} together", jit.source(t.file, macros), ("wgrad",))
+        return steps, one, one_step(f"{label} together", t, together=True, handover=True)
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
         return Prepared(self, device)
+
+
+def two_steps(label: str, t: AnyTiling) -> Unit:
+    """A tiling's kernel that writes partial sums, and those that add them."""
+    reduces = ("reduce", "reduce_float") if t.element == 2 else ("reduce",)
+    names = f"{t.entry}<{jit.CONFIG}>", *(f"{name}<{t.struct}<{jit.CONFIG}>>" for name in reduces)
+    return Unit(label, jit.instance(t.file, t.constants(), names), (t.entry, "reduce"))
+
+
+def one_step(label: str, t: WarpgroupTiling, **ways: int) -> Unit:
+    """A tiling's kernel that writes the weight, in one of the ways of `WarpgroupTiling.constants`."""
+    entry = "wgrad_cluster" if ways.get("cluster", 1) > 1 else "wgrad_whole"
+    return Unit(label, jit.instance(t.file, t.constants(**ways), (f"{entry}<{jit.CONFIG}>",)), (entry,))
 
 
 class Prepared(family.PreparedWeight):
@@ -155,11 +166,11 @@ class Prepared(family.PreparedWeight):
         counts = t.counts(p)
         chunks = math.prod(counts)
         full = (1,) * (3 - p.rank)
-        sizes = (p.batch, *full, *p.size, *full, *p.out_size, *counts[1:], chunks, -(-chunks // choice.splits))
-        self._codes = _SIZES
-        if isinstance(t, WarpgroupTiling) and t.gapless:
-            sizes, self._codes = (*sizes, *t.tile), _SIZES + _CHUNK_BOX
-        self._sizes, self._shape = as_run(self._codes, sizes), p.weight_shape
+        # A `gapless` kernel is told of a chunk's box in place of the input, which boxes bring.
+        gapless = isinstance(t, WarpgroupTiling) and t.gapless
+        images = t.tile if gapless else (p.batch, *full, *p.size)
+        sizes = (*images, *full, *p.out_size, *counts[1:], chunks, -(-chunks // choice.splits))
+        self._sizes, self._shape = as_run(_SIZES, sizes), p.weight_shape
         self._grid = t.tiles * choice.splits
         self._slices = choice.splits * t.k_slices
         self._maps: dict[tuple[int, bool], Words] = {}
@@ -197,14 +208,15 @@ class Prepared(family.PreparedWeight):
 
     def _launcher(self, unit: Unit, entry: str, codes: str, cooperative: bool = False) -> Launcher:
         kernel = jit.kernel(unit.source, entry, gpu_of(self._device).arch, unit.label)
-        if entry == "wgrad":
+        if entry == unit.entries[0]:
             return Launcher(kernel, self._tiling.threads, self._tiling.shared_bytes, codes, cooperative)
         return Launcher(kernel, 32 * _RUNS, 0, codes)
 
     @cached_property
     def _wgrad(self) -> Launcher:
-        codes = f"PP({self._codes})({'q' * 16 * self._boxes})" if self._boxes else f"PPP({self._codes})"
-        return self._launcher(self._choice.sources()[0], "wgrad", codes)
+        codes = f"PP({_SIZES})({'q' * 16 * self._boxes})" if self._boxes else f"PPP({_SIZES})"
+        unit = self._choice.sources()[0]
+        return self._launcher(unit, unit.entries[0], codes)
 
     @cached_property
     def _reduce(self) -> Launcher:
@@ -214,10 +226,14 @@ class Prepared(family.PreparedWeight):
     def _reduce_float(self) -> Launcher:
         return self._launcher(self._choice.sources()[0], "reduce_float", "PPiqqq")
 
+    def _whole(self, unit: Unit, cooperative: bool = False) -> Launcher:
+        """A kernel that writes the weight."""
+        codes = f"PPPP({_SIZES})qqqi({'q' * 16 * self._boxes})"
+        return self._launcher(unit, unit.entries[0], codes, cooperative)
+
     @cached_property
     def _at_once(self) -> Launcher:
-        codes = f"PPPP({self._codes})qqqi({'q' * 16 * self._boxes})"
-        return self._launcher(self._choice.sources()[-1], "wgrad", codes, cooperative=True)
+        return self._whole(self._choice.sources()[-1], cooperative=True)
 
     @cached_property
     def _one_step(self) -> Launcher | None:
@@ -227,8 +243,7 @@ class Prepared(family.PreparedWeight):
         choice = self._choice
         if choice.cluster == 1 and not choice.alone:
             return None
-        codes = f"{'PPP' if self._hands_over else 'PP'}({self._codes})qqqi({'q' * 16 * self._boxes})"
-        launcher = self._launcher(choice.sources()[1], "wgrad", codes)
+        launcher = self._whole(choice.sources()[1])
         if choice.alone or self._hands_over:
             return launcher
         waves = -(-self._grid // choice.gpu.multiprocessors)
@@ -265,11 +280,12 @@ class Prepared(family.PreparedWeight):
             except TooManyBlocks:  # on this stream, of a part of the GPU; the same sums in the same order follow
                 pass
         if self._one_step is not None:
-            given: tuple[int, ...] = (at_grad, out.data_ptr())
+            handed = 0
             if self._hands_over:
                 sums = x.new_empty_strided((self._sums,), (1,), dtype=torch.float32)
-                given = (*given, sums.data_ptr())
-            self._one_step(self._device, self._grid, (*given, self._sizes, *to, single, maps))
+                handed = sums.data_ptr()
+            pointers = (at_grad, out.data_ptr(), handed, 0)
+            self._one_step(self._device, self._grid, (*pointers, self._sizes, *to, single, maps))
             return
         partial = x.new_empty_strided((self._slices * self._numel,), (1,), dtype=torch.float32)
         args = (at_grad, partial.data_ptr(), self._sizes)

@@ -303,6 +303,10 @@ class BoxedTiling(Tiling):
         return super().g_bytes
 
     @property
+    def g_pitch(self) -> int:
+        return self.g_width if self.channels_last and self.box_g else super().g_pitch
+
+    @property
     def g_pixels(self) -> int:
         """Pixels of a row of g's tile (channels_last)."""
         planes, columns, _ = self.g_planes

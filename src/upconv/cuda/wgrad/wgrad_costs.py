@@ -33,7 +33,7 @@ _STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
 _LATENCY = 588.0  # clocks from a copy's begin to its first bytes
 _STACKED = 0.831, 3.56  # of the matrix instructions' own clocks where rows share one, and clocks of each beside them
 _WARPGROUP_STEP = 35.3  # clocks a step of wgmma costs: the fragment is waited for
-_DRAIN = 93.0, 73.0  # clocks at the end of a stretch of wgmma: of taps one by one; of rows together, or by classes
+_DRAIN = 93.0, 73.0  # clocks at the end of unrolled wgmma: of taps one by one; of rows together, or by classes
 _L2 = 24.0  # bytes a clock and multiprocessor, copied by threads that also multiply
 _LINE = 2.21  # clocks of the tensor copy engine for a line of 128 bytes; a row that takes half of one costs half
 _BOX_L2 = 42.9  # by boxes
@@ -280,10 +280,10 @@ def _warpgroup_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str
     columns = steps * t.block[0] / 2  # clocks of the tensor cores for all of them
     if t.stacked:
         fragments = t.tile[3] * t.element / 32 * t.row_steps * t.warpgroups
-        stretches = t.tile[3] * t.element / 32 / t.stretch
+        drains = t.tile[3] * t.element / 32 / t.unrolled
         matrix = columns * _STACKED[0] + fragments * _STACKED[1]
     else:
-        fragments, stretches = steps, t.k_steps * t.entries / t.stretch
+        fragments, drains = steps, t.k_steps * t.entries / t.unrolled
         matrix = columns * _WGMMA
     shared = (fragments * 16 * _conflict(t) + columns / 2) * _LOAD[1] + (t.g_units * 16 + t.x_bytes) / 128
     if t.box_g:
@@ -300,7 +300,7 @@ def _warpgroup_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str
     bound = max(parts, key=lambda name: parts[name])
     total = max(parts.values()) + _OVERLAP[not t.box_g] * (sum(parts.values()) - max(parts.values()))
     drain = _DRAIN[t.stacked or t.classed]
-    total += fragments / t.warpgroups * _WARPGROUP_STEP / t.warpgroups + stretches * drain
+    total += fragments / t.warpgroups * _WARPGROUP_STEP / t.warpgroups + drains * drain
     total += _CHUNK[2] if t.stacked and t.box_g else 0.0
     if t.stacked or t.classed:  # with two stages a chunk's copies begin when the one before is done with
         total = max(total, (copies + _LATENCY) / (t.stages - 1))

@@ -29,6 +29,10 @@ class Tiling:
 
     file: ClassVar[str] = ""
     """The kernel's source."""
+    struct: ClassVar[str] = ""
+    """Its struct in C++."""
+    entry: ClassVar[str] = ""
+    """What leaves partial sums to a second step."""
 
     problem: Problem
     block: tuple[int, int]
@@ -160,10 +164,7 @@ class Tiling:
     @derived_without("stages", "warpgroups", "split_m")
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
-        rows, columns = self.g_rows, self.spans[2]
-        if self.channels_last:
-            return rows * columns * self._pitch(self.block[1]) * self.element
-        return rows * self.block[1] * self.g_row_units * 16
+        return self.g_rows * (self.spans[2] if self.channels_last else self.block[1]) * self.g_pitch * self.element
 
     def _pitch(self, channels: int) -> int:
         """Elements from one pixel to the next (channels_last)."""
@@ -176,6 +177,11 @@ class Tiling:
         if self.channels_last:
             return rows * columns * -(-self.block[1] // self.vec)
         return rows * self.block[1] * self.units[1]
+
+    @property
+    def g_pitch(self) -> int:
+        """Elements of g's tile from one pixel to the next, or (NCHW) from one channel's row to the next."""
+        return self._pitch(self.block[1]) if self.channels_last else self.g_row_units * self.vec
 
     @property
     def needs_alignment(self) -> bool:
@@ -194,32 +200,30 @@ class Tiling:
         """Rows of a slice of partial sums that a block of the second step takes, 32 channels of each."""
         return 64 if math.prod(self.problem.weight_shape) >= _LARGE else 1
 
-    def macros(self) -> dict[str, int | float | str]:
-        """The kernel's constants."""
-        p = self.problem
-        axes = ("D", "H", "W")
-        found: dict[str, int | float | str] = {
-            "ELEMENT": self.element,
-            "PRECISION": _PRECISIONS[p.precision],
-            "CHANNELS_LAST": int(self.channels_last),
-            "GROUPS": p.groups,
-            "CIN_G": self.channels[0],
-            "COUT_G": self.channels[1],
-            "BLOCK_CI": self.block[0],
-            "BLOCK_CO": self.block[1],
-            "REDUCE_ROWS": self.reduce_rows,
-            "TILE_N": self.tile[0],
+    def constants(self) -> dict[str, int]:
+        """The kernel's."""
+        found = {
+            "precision": _PRECISIONS[self.problem.precision],
+            "channels_last": self.channels_last,
+            "groups": self.problem.groups,
+            "cin": self.channels[0],
+            "cout": self.channels[1],
+            "block_ci": self.block[0],
+            "block_co": self.block[1],
+            "g_pitch": self.g_pitch,
+            "reduce_rows": self.reduce_rows,
+            "tile_n": self.tile[0],
         }
-        for i, axis in enumerate(axes):
+        for i, axis in enumerate("dhw"):
             found |= {
-                f"KERNEL_{axis}": self.kernel[i],
-                f"STEP_{axis}": self.steps[i],
-                f"DIL_{axis}": self.dilation[i],
-                f"PAD_{axis}": self.padding[i],
-                f"TAPS_{axis}": self.taps[i],
-                f"SETS_{axis}": self.sets[i],
-                f"TILE_{axis}": self.tile[1 + i],
-                f"APART_{axis}": self.apart[i],
+                f"kernel_{axis}": self.kernel[i],
+                f"step_{axis}": self.steps[i],
+                f"dilation_{axis}": self.dilation[i],
+                f"padding_{axis}": self.padding[i],
+                f"taps_{axis}": self.taps[i],
+                f"sets_{axis}": self.sets[i],
+                f"tile_{axis}": self.tile[1 + i],
+                f"apart_{axis}": self.apart[i],
             }
         return found
 
@@ -229,6 +233,8 @@ class SyncTiling(Tiling):
     """A tiling of ``wgrad.cu`` (mma.sync): warps divide channels, and what is left of them K."""
 
     file: ClassVar[str] = "wgrad.cu"
+    struct: ClassVar[str] = "WgradSync"
+    entry: ClassVar[str] = "wgrad"
     warp: tuple[int, int] = (16, 8)
     """Input channels x output channels of a warp."""
 
@@ -257,12 +263,15 @@ class SyncTiling(Tiling):
         return self.set_taps * self.warp[0] * self.warp[1] // 32 * (2 if self.promote else 1)
 
     @property
+    def x_pitch(self) -> int:
+        """As `g_pitch`, of x's tile."""
+        return self._pitch(self.block[0]) if self.channels_last else (self.units[0] | 1) * self.vec
+
+    @property
     def x_bytes(self) -> int:
         """Bytes of x's tile in shared memory."""
         n, d, h, w = self.tile
-        if self.channels_last:
-            return n * d * h * w * self._pitch(self.block[0]) * self.element
-        return n * d * h * self.block[0] * (self.units[0] | 1) * 16
+        return n * d * h * (w if self.channels_last else self.block[0]) * self.x_pitch * self.element
 
     @property
     def shared_bytes(self) -> int:
@@ -276,12 +285,12 @@ class SyncTiling(Tiling):
             return n * d * h * w * -(-self.block[0] // self.vec) + self.g_units
         return n * d * h * self.block[0] * self.units[0] + self.g_units
 
-    def macros(self) -> dict[str, int | float | str]:
-        """The kernel's constants."""
-        return super().macros() | {
-            "PROMOTE": int(self.promote),
-            "WARP_M": self.warp[0],
-            "WARP_N": self.warp[1],
-            "ALIGNED_X": int(self.aligned),
-            "SHARED_BYTES_PLANNED": self.shared_bytes,
+    def constants(self) -> dict[str, int]:
+        """The kernel's."""
+        return super().constants() | {
+            "warp_m": self.warp[0],
+            "warp_n": self.warp[1],
+            "aligned_x": self.aligned,
+            "x_pitch": self.x_pitch,
+            "shared_bytes": self.shared_bytes,
         }

@@ -13,7 +13,7 @@ from upconv.derived import derived
 
 COMMON_WIDTHS = (32, 64, 128, 256)  # columns that exported files have
 _MAX_STACK = 5  # rows of x in one instruction's columns
-_STRETCH = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
+_UNROLLED = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class WarpgroupTiling(BoxedTiling):
     """A tiling of ``wgrad_wgmma.cu``: warpgroups divide output channels and taps."""
 
     file: ClassVar[str] = "wgrad_wgmma.cu"
+    struct: ClassVar[str] = "WgradWgmma"
+    entry: ClassVar[str] = "wgrad_wgmma"
     warpgroups: int = 2
     """That multiply; one more copies."""
     split_m: int = 1
@@ -117,18 +119,18 @@ class WarpgroupTiling(BoxedTiling):
         return self.run > 1 and self.run_words < 2 * self.run
 
     @derived
-    def stretch(self) -> int:
-        """Steps of a warpgroup in one stretch of code: as many of K as fit, a power of two.
+    def unrolled(self) -> int:
+        """Steps of a warpgroup that are unrolled: as many of K as fit, a power of two.
 
         ``stacked``: steps of K of every row.
         """
         if self.stacked:
             k = self.tile[3] * self.element // 32
-            while k > 1 and k * self.row_steps > _STRETCH:
+            while k > 1 and k * self.row_steps > _UNROLLED:
                 k //= 2
             return k
         k = self.k_steps
-        while k > 1 and k * self.entries > _STRETCH:
+        while k > 1 and k * self.entries > _UNROLLED:
             k //= 2
         return k * self.entries
 
@@ -167,52 +169,41 @@ class WarpgroupTiling(BoxedTiling):
         """Bytes of a block's sums in shared memory, where its stages were."""
         return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
 
-    def macros(
-        self, cluster: int = 1, together: bool = False, alone: bool = False, handover: bool = False
-    ) -> dict[str, int | float | str]:
-        """The kernel's constants. ``cluster``: splits whose blocks are one; ``together``: they add up in global memory;
-        ``alone``: there is one split (all: `adds_up`). ``handover``: of two splits, as one of the first two says
-        (`hands_over`).
+    def constants(self, cluster: int = 1, together: int = 0, alone: int = 0, handover: int = 0) -> dict[str, int]:
+        """The kernel's. ``cluster``: splits whose blocks are one; ``together``: they add up in global memory;
+        ``alone``: there is one split (all: `adds_up`). ``handover``: of two splits, as one of the first two says.
         """
-        stacks = {self.taps[1] // self.steps[1], self.stack} if self.stacked else {1}
-        found: dict[str, int | float | str] = {}
-        for rows in stacks - {0}:
-            found[f"MULTIPLY_ROWS_{rows}"] = f"WGMMA_{rows * self.row_columns}"
-        return (
-            super().macros()
-            | found
-            | {
-                "CLUSTER": cluster,
-                "TOGETHER": int(together),
-                "ALONE": int(alone),
-                "HANDOVER": int(handover),
-                "WGS": self.warpgroups,
-                "WGS_M": self.split_m,
-                "SUBS": self.subs,
-                "INTERLEAVED": int(self.interleaved),
-                "G_LINED": int(self.lined),
-                "ENTRIES": self.entries,
-                "STAGES": self.stages,
-                "STRETCH": self.stretch,
-                "GAPLESS": int(self.gapless > 0),
-                "ALIGNED_G": int(self.aligned_g),
-                "LINES": int(self.lines),
-                "STACKED": int(self.stacked),
-                "CLASSED": int(self.classed),
-                "ROW_CLASSES": self.classes[0],
-                "CHANNEL_CLASSES": self.classes[1],
-                "BOX_G": int(self.box_g),
-                "G_ONE_BOX": int(self.box_g and self.g_one_box),
-                "X_ONE_BOX": int(self.x_one_box),
-                "PARTED": int(self.parted),
-                "A_SHARED": int(self.a_shared),
-                "G_PLANES": self.g_planes[0],
-                "PLANE_COLUMNS": self.g_planes[1],
-                "PLANE_TAPS": self.g_planes[2],
-                "PRODUCER_REGISTERS": self.registers[0],
-                "CONSUMER_REGISTERS": self.registers[1],
-                "SHARED_BYTES_PLANNED": self.shared_bytes,
-            }
-            | ({"G_ROW_UNITS": self.g_row_units} if self.interleaved else {})
-            | ({"TILE_N": 1, "TILE_D": 1, "TILE_H": 1, "TILE_W": self.gapless} if self.gapless else {})
-        )
+        found = {
+            "cluster": cluster,
+            "together": bool(together),
+            "alone": bool(alone),
+            "handover": bool(handover),
+            "warpgroups": self.warpgroups,
+            "split_m": self.split_m,
+            "subs": self.subs,
+            "interleaved": self.interleaved,
+            "lined": self.lined,
+            "entries": self.entries,
+            "stages": self.stages,
+            "unrolled": self.unrolled,
+            "gapless": self.gapless > 0,
+            "aligned_g": self.aligned_g,
+            "lines": self.lines,
+            "stacked": self.stacked,
+            "row_classes": self.classes[0],
+            "channel_classes": self.classes[1],
+            "box_g": self.box_g,
+            "g_one_box": self.box_g and self.g_one_box,
+            "x_one_box": self.x_one_box,
+            "parted": self.parted,
+            "a_shared": self.a_shared,
+            "g_planes": self.g_planes[0],
+            "plane_columns": self.g_planes[1],
+            "plane_taps": self.g_planes[2],
+            "producer_registers": self.registers[0],
+            "consumer_registers": self.registers[1],
+            "shared_bytes": self.shared_bytes,
+        }
+        if self.gapless:
+            found |= {"tile_n": 1, "tile_d": 1, "tile_h": 1, "tile_w": self.gapless}
+        return super().constants() | found

@@ -1,0 +1,244 @@
+"""Times two checkouts of this project against each other, in one process on one GPU, row by row in turn.
+
+    python benchmarks/checkouts.py OLD --plan rows.json         lists the rows that the two plan differently; no GPU
+    python benchmarks/checkouts.py OLD --rows rows.json --json benchmarks/results/checkouts/h200.json
+    python benchmarks/checkouts.py OLD --cases pix2pix,unet --passes fwd       some layers of suite "cuda" or "field"
+
+OLD is a folder that has ``src/upconv``; the other side is the checkout that this program is of. Each package is copied
+under a name of its own, so that both can be imported. Every call gets a weight that neither side has seen: what one of
+them would keep between calls helps neither. A row that both plan alike has the same kernels, and counts as 1.0 without
+a timing; ``--sample N`` times so many of them all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import torch
+from h200 import FORWARDS, SWEEPS, jobs
+
+from upconv import env
+from upconv.bench import files, suites
+from upconv.bench.timing import clock, operands, precision_flags
+from upconv.problem import PASSES, Pass, Problem
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDS, SECONDS = 40, 0.25
+"""Of a row: so many calls of each side at most, within about so much time."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layer's pass in one of the reports; the suite ``field`` stands beside them under the name of each."""
+
+    report: str
+    case: str
+    problem: Problem
+
+    @property
+    def name(self) -> str:
+        return f"{self.report} {self.case} {self.problem.pass_}"
+
+
+class Checkout:
+    """A package of ``upconv`` under another name."""
+
+    def __init__(self, folder: Path, name: str, place: Path) -> None:
+        self.name = name
+        target = place / name
+        shutil.copytree(folder / "src" / "upconv", target, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in target.rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            path.write_text(re.sub(r"\bupconv\b", name, text), encoding="utf-8")
+
+    def __call__(self, module: str) -> Any:
+        return importlib.import_module(f"{self.name}.{module}")
+
+    def problem(self, p: Problem) -> Any:
+        """The same problem as this package's own value."""
+        return self("problem").Problem(**{field.name: getattr(p, field.name) for field in fields(p)})
+
+    def plan(self, p: Problem) -> Any:
+        planner = self("planner")
+        device = planner.device_of(torch.device("cuda", 0)) if torch.cuda.is_available() else None
+        return planner.plan(self.problem(p), device or planner.Device("cuda", gpu=self("cuda.gpu").H200))
+
+    def chosen(self, p: Problem) -> list[Any]:
+        """The choices of a row's passes; None where PyTorch's operator computes it."""
+        plan = self.plan(p)
+        passes: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight") if p.pass_ == "step" else (p.pass_,)
+        return [plan.selection(pass_).choice for pass_ in passes]
+
+    def describe(self, p: Problem) -> list[str]:
+        """What computes a row, in a line a pass."""
+        lines = ["PyTorch" if c is None else f"{c.family}: {c.summary}" for c in self.chosen(p)]
+        return [re.sub(r", [\d.]+ \w+ of temporaries", "", line) for line in lines]  # which not every commit tells
+
+    def compile(self, p: Problem) -> None:
+        """Brings the row's kernels into the cache."""
+        jit = next(m for name, m in list(sys.modules.items()) if re.fullmatch(rf"{self.name}\.cuda\.(\w+\.)?jit", name))
+        for choice in self.chosen(p):
+            if choice is not None:
+                for unit in (*choice.sources(), *getattr(choice, "packing_sources", ())):
+                    jit.cubin(unit.source, self("cuda.gpu").H200.arch, unit.label)
+
+    def work(self, p: Problem, given: Any) -> Any:
+        """The row's pass as a user calls it, with a weight of its own."""
+        timing = self("bench.timing")
+        own = timing.Operands(*given)._replace(weight=given.weight.clone())
+        return timing.work("ours", self.problem(p), own)
+
+
+def rows(reports: list[str], cases: list[str], passes: list[Pass]) -> Iterator[Row]:
+    """The rows of the reports, and those of suite ``field`` in the same ways; only these cases, if there are some."""
+    for name in reports:
+        for job in jobs(name):
+            yield Row(name, job.case, job.problem)
+        dtype, precision, layout, pass_ = SWEEPS[name]
+        if name.removeprefix("gi-").removeprefix("gw-") in FORWARDS:
+            for case in suites.SUITES["field"]:
+                if case.problem.rank > 1 or layout == "nchw":
+                    how: dict[str, Any] = {"dtype": dtype, "precision": precision, "layout": layout, "pass_": pass_}
+                    yield Row(f"field-{name}", case.name, case.problem.with_(**how))
+
+
+def measure(p: Problem, old: Checkout, new: Checkout) -> dict[str, float]:
+    """Median seconds of each side, and how far apart the results are, by the norm."""
+    device = torch.device("cuda", 0)
+    take, sides = clock(device), {"old": old, "new": new}
+    with precision_flags(p.precision):
+        given = operands(p, device, 0)
+        first = {name: [t.double() for t in side.work(p, given)()] for name, side in sides.items()}
+        apart = max(float((a - b).norm() / a.norm()) for a, b in zip(first["old"], first["new"]))
+        del first
+        for side in sides.values():
+            side.work(p, given)()
+            provisional = next(
+                m for n, m in list(sys.modules.items()) if n.startswith(side.name) and "provisional" in n
+            )
+            provisional.settle()
+        taken: dict[str, list[float]] = {name: [] for name in sides}
+        begin = time.perf_counter()
+        for turn in range(ROUNDS):
+            for name in list(sides)[:: -1 if turn % 2 else 1]:
+                run = sides[name].work(p, given)
+                taken[name].append(take(run))
+            if turn >= 7 and time.perf_counter() - begin > SECONDS:
+                break
+    return {name: median(values[1:]) for name, values in taken.items()} | {"apart": apart}
+
+
+def find(wanted: list[Row], old: Checkout, new: Checkout, sample: int) -> list[dict[str, Any]]:
+    """All rows with both sides' plans; ``time`` says which are to be timed."""
+    found = []
+    for row in wanted:
+        before, after = old.describe(row.problem), new.describe(row.problem)
+        found.append({"row": row.name, "old": before, "new": after, "time": before != after})
+        if len(found) % 200 == 0:
+            print(f"{len(found)} of {len(wanted)} planned", flush=True)
+    alike = [one for one in found if not one["time"]]
+    for one in random.Random(0).sample(alike, min(sample, len(alike))):
+        one["time"] = True
+    return found
+
+
+def compile_all(todo: list[Row], sides: tuple[Checkout, Checkout]) -> None:
+    """Compiles what is to be timed, many at once; a failure is left to the row that needs it."""
+
+    def one(what: tuple[Checkout, Row]) -> None:
+        try:
+            what[0].compile(what[1].problem)
+        except RuntimeError as error:
+            print(f"{what[1].name}: {error}", flush=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(one, [(side, row) for row in todo for side in sides]))
+
+
+def tell(found: list[dict[str, Any]]) -> None:
+    """Prints each report's geometric mean of old over new, and the rows that lost most."""
+    by_report: dict[str, list[float]] = {}
+    for one in found:
+        if "ratio" in one or not one["time"]:
+            by_report.setdefault(one["row"].split()[0], []).append(one.get("ratio", 1.0))
+    for name, ratios in sorted(by_report.items()):
+        print(f"{name:16} {len(ratios):4} rows  {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}")
+    every = [ratio for ratios in by_report.values() for ratio in ratios]
+    print(f"{'all':16} {len(every):4} rows  {math.exp(sum(map(math.log, every)) / len(every)):.3f}")
+    for one in sorted((one for one in found if "ratio" in one), key=lambda one: cast(float, one["ratio"])):
+        if one["ratio"] < 0.87:
+            print(f"{one['ratio']:.2f}  {one['row']}: {one['old']} -> {one['new']}")
+
+
+def main() -> int:
+    """Exit code 1 if a row failed or the sides' results differ by more than rounding."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("--plan", type=Path, help="only plan, and write the rows here")
+    parser.add_argument("--rows", type=Path, help="what --plan wrote")
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    parser.add_argument("--reports", type=lambda text: text.split(","), default=list(SWEEPS))
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--passes", type=lambda text: text.split(","), default=[*PASSES])
+    parser.add_argument("--sample", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after so many")
+    given = parser.parse_args()
+    begin = time.monotonic()
+    wanted = [
+        row
+        for row in rows(given.reports, given.cases, given.passes)
+        if (not given.cases or row.case in given.cases) and row.problem.pass_ in given.passes
+    ]
+    with tempfile.TemporaryDirectory() as place:
+        sys.path.insert(0, place)
+        old, new = Checkout(given.old, "upconv_old", Path(place)), Checkout(ROOT, "upconv_new", Path(place))
+        for side in (old, new):
+            side("cuda.families"), side("bench.timing")
+        found = json.loads(given.rows.read_text()) if given.rows else find(wanted, old, new, given.sample)
+        if given.plan:
+            files.save(found, given.plan)
+            print(f"{sum(one['time'] for one in found)} of {len(found)} rows are to be timed")
+            return 0
+        by_name = {row.name: row for row in wanted}
+        todo = [one for one in found if one["time"] and one["row"] in by_name]
+        compile_all([by_name[one["row"]] for one in todo], (old, new))
+        print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
+        report = {"device": torch.cuda.get_device_name(), "versions": env.versions(), "commit": env.commit()}
+        right = True
+        for one in todo:
+            if time.monotonic() - begin > given.seconds:
+                break
+            try:
+                times = measure(by_name[one["row"]].problem, old, new)
+            except Exception as error:
+                one["failure"], right = f"{type(error).__name__}: {error}".splitlines()[0], False
+                print(f"{one['row']}: {one['failure']}", flush=True)
+                continue
+            one |= {"old_ms": 1e3 * times["old"], "new_ms": 1e3 * times["new"], "apart": times["apart"]}
+            one["ratio"] = times["old"] / times["new"]
+            right &= times["apart"] < 1e-2
+            print(f"{one['ratio']:.3f} {one['row']} ({1e3 * times['new']:.3f} ms, {times['apart']:.1e})", flush=True)
+            if given.json:
+                files.save({**report, "rows": found}, given.json)
+        tell(found)
+    return int(not right)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The device code of exported files: what it compiles to is what the library's kernels do, and nothing is unused."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from upconv.bench.suites import parse_layer
+from upconv.cuda.compile import jit
+from upconv.cuda.gpu import H200
+from upconv.export import device, host
+
+needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+
+# Layers whose passes are served by every family and by both of a family's alignments.
+LAYERS = {
+    "strided": parse_layer("64,64,4,2,1", "4x64x32x32").with_(precision="tf32"),
+    "grouped": parse_layer("32,64,(3,5),(2,3),(1,2),dilation=(2,1),groups=4", "4x32x64x64").with_(precision="tf32"),
+    "3-D": parse_layer("32,32,(3,5,7),2,(1,2,3),output_padding=1,groups=4", "2x32x6x12x24").with_(precision="ieee"),
+    "depthwise": parse_layer("64,64,4,2,1,groups=64", "4x64x33x40").with_(precision="tf32"),
+    "few": parse_layer("16,3,(4,4),stride=2,padding=1", "4x16x64x64").with_(precision="ieee"),
+    "walk": parse_layer("256,256,3,1,1,groups=256", "32x256x64x64").with_(precision="tf32"),
+    "joined": parse_layer("40,64,(3,5),padding=(1,0)", "16x40x64x60").with_(precision="tf32"),
+    "image": parse_layer("56,1,9,stride=3,padding=4,output_padding=2", "2x56x32x32").with_(
+        dtype=torch.bfloat16, precision="bf16", layout="channels_last"
+    ),
+    "bf16": parse_layer("64,48,4,2,1", "8x64x32x32").with_(
+        dtype=torch.bfloat16, precision="bf16", layout="channels_last"
+    ),
+}
+
+
+def text_of(found: tuple[host.Variant, ...]) -> str:
+    """All device code of a file, with its includes."""
+    includes = "".join(f"#include <{name}>\n" for name in device.includes(found))
+    return includes + device.templates(found) + "".join(map(device.constants, found))
+
+
+@pytest.fixture(scope="module", params=LAYERS)
+def found(request: pytest.FixtureRequest) -> tuple[host.Variant, ...]:
+    return host.variants(LAYERS[request.param], H200)
+
+
+@needs_nvrtc
+def test_kernels_compile_to_what_the_librarys_do(found: tuple[host.Variant, ...]) -> None:
+    """Registers and local memory of each; all kernels of the file in one program."""
+    wanted = {v.kernel(entry): v.choice.sources()[0].entries for v in found for entry in v.entries}
+    text = f"// entries: {'; '.join(wanted)}\n{text_of(found)}"
+    needs = sorted(each[:2] for each in jit._resources(jit.cubin(text, "90a")).values())
+    alone = []
+    for v in found:
+        of_source = jit.inspect(jit.cubin(v.source, "90a"))
+        alone += [of_source[entry][:2] for entry in v.entries]
+    assert needs == sorted(alone)
+
+
+def test_everything_that_is_defined_is_used(found: tuple[host.Variant, ...]) -> None:
+    text = re.sub(r'//[^\n]*|"(?:\\.|[^"\\])*"', "", device.templates(found))
+    words = re.findall(r"\w+", text)
+    defined = re.findall(r"^(?:template <[^>]*>\n?\s*)?__device__ [\w &*:<>]*?(\w+)\(", text, re.MULTILINE)
+    assert len(defined) > 5
+    for name in defined:
+        assert words.count(name) > 1, f"{name} is defined and not used"
+    assert 'extern "C"' not in text and "#include" not in text
+
+
+def test_what_only_unused_definitions_use_goes() -> None:
+    text = (
+        "// Of all.\ntypedef int i;\n\n// One.\n__device__ i one() { return 1; }\n\n"
+        "// Two.\n__device__ i two() {\n  return one();\n}\n"
+        "#define THREE(x) \\\n  two(x)\ntemplate <int N>\nstruct Four { i v = THREE(N); };\n"
+        "template <class C>\n__global__ void __launch_bounds__(Four<C::a>::v, (1)) five(i* x) { *x = one(); }\n"
+    )
+    five = device.used(text, {"five"})
+    assert "struct Four" in five and "two" in five  # its bounds name it
+    one = device.used(text.replace("Four<C::a>::v", "7"), {"five"})
+    assert "one()" in one and "typedef" in one and "Of all." in one
+    assert not re.search(r"two|THREE|Four", one)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+@pytest.mark.parametrize("name", ["bf16", "depthwise"])
+def test_nvcc_compiles_it_without_a_word(name: str, tmp_path: Path) -> None:
+    found = host.variants(LAYERS[name], H200)
+    path = tmp_path / "unit.cu"
+    uses = ", ".join(f"(void*){v.kernel(v.entry)}" for v in found)
+    path.write_text(f"{text_of(found)}void* uses[] = {{{uses}}};\n")
+    done = subprocess.run(
+        ["nvcc", "-arch=sm_90a", "-cubin", "-o", str(tmp_path / "unit.cubin"), str(path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+
+
+def test_layers_here_take_every_kind_of_kernel() -> None:
+    kinds = {v.kind for p in LAYERS.values() for v in host.variants(p, H200)}
+    assert kinds == {
+        "Gather", "Joined", "GradWeight", "Direct", "DirectWalk", "DirectGradInput", "StagedGradInput",
+        "StagedGradWeight",
+    }  # fmt: skip
