@@ -20,27 +20,31 @@ from strategies import DTYPES, forward_excess, operands, problems
 from upconv import cpu, reference
 from upconv.bench.suites import SUITES, Case
 from upconv.cuda.compile import jit
-from upconv.cuda.direct import direct
-from upconv.cuda.direct.direct import Choice, Tile, Walk
+from upconv.cuda.direct import direct, tiles, walks
+from upconv.cuda.direct.cells import axes
+from upconv.cuda.direct.direct import Choice
+from upconv.cuda.direct.tiles import Tile
+from upconv.cuda.direct.walks import Walk
 from upconv.cuda.gpu import A100, H200, RTX3090, RTX5090, Gpu
 from upconv.problem import PRECISIONS, Problem
 
 Array = NDArray[np.float64]
 
 
-# --- the kernel's arithmetic in NumPy, from the same macros ----------------------------------------------------------
+# --- the kernel's arithmetic in NumPy, from the same constants -------------------------------------------------------
 
 
 def pack(p: Problem, m: dict[str, int], weight: Array) -> Array:
     """What ``direct_pack`` writes."""
-    row, blocks = direct.weight_row(m), -(-m["CO_GROUP"] // m["CO"])
-    packed = np.zeros((m["GROUPS"], blocks, m["KD"], m["CI"], m["KH"], row))
-    for block, kw, c in product(range(blocks), range(m["KW"]), range(m["CO"])):
-        co = block * m["CO"] + c
-        if co < m["CO_GROUP"]:
-            taps = weight.reshape(m["GROUPS"], m["CI"], m["CO_GROUP"], m["KD"], m["KH"], m["KW"])[:, :, co, :, :, kw]
-            packed[:, block, :, :, :, kw * m["CO"] + c] = taps.transpose(0, 2, 1, 3)
-    assert packed.size == direct.packed_words(m)
+    d, h, w = axes(p)
+    row, blocks = tiles.weight_row(p, m["co_tile"]), -(-m["cout_g"] // m["co_tile"])
+    packed = np.zeros((m["groups"], blocks, d.kernel, m["cin_g"], h.kernel, row))
+    for block, kw, c in product(range(blocks), range(w.kernel), range(m["co_tile"])):
+        co = block * m["co_tile"] + c
+        if co < m["cout_g"]:
+            taps = weight.reshape(m["groups"], m["cin_g"], m["cout_g"], d.kernel, h.kernel, w.kernel)[:, :, co, ..., kw]
+            packed[:, block, :, :, :, kw * m["co_tile"] + c] = taps.transpose(0, 2, 1, 3)
+    assert packed.size == tiles.packed_words(p, m["co_tile"])
     return packed.reshape(-1)
 
 
@@ -48,142 +52,145 @@ class Interpreter:
     """``direct`` block by block, thread by thread, on a shared memory that starts as NaN."""
 
     def __init__(self, p: Problem, tile: Tile) -> None:
-        self.p, self.tile, self.m = p, tile, direct.geometry(p, tile)
-        m = self.m
-        self.weight_words, self.stage_words, self.shared_words = direct.shared_words(m)
-        self.run = m["CELLS"] * m["SW"]
-        self.rows = m["BLOCK_H"] * m["SH"] // m["PHASES_H"]
-        self.units = self.rows * m["BLOCK_X"]
-        self.pitch = m["CELLS"] | 1
-        self.in_rows = m["BLOCK_H"] + m["SPAN_H"]
-        self.in_cols = m["BLOCK_X"] * m["CELLS"] + m["SPAN_W"] + m["LEAD"]
-        self.row_pitch = m["ROW_PITCH"]
+        self.p, self.tile, self.m = p, tile, tiles.constants(p, tile)
+        m, (_, h, w) = self.m, axes(p)
+        self.weight_words, self.stage_words, self.shared_words = tiles.shared_words(p, m)
+        self.run = m["cells"] * w.stride
+        self.rows = m["block_h"] * h.stride // m["phases_h"]
+        self.units = self.rows * m["block_x"]
+        self.pitch = m["cells"] | 1
+        self.in_rows = m["block_h"] + h.span
+        self.in_cols = m["block_x"] * m["cells"] + w.span + m["lead"]
+        self.row_pitch = m["row_pitch"]
         assert self.row_pitch > self.word(self.in_cols - 1)
         self.plane = self.in_rows * self.row_pitch | 1
-        self.weight_channel = m["KH"] * direct.weight_row(m)
+        self.weight_row = tiles.weight_row(p, m["co_tile"])
+        self.weight_channel = h.kernel * self.weight_row
         self.vec = 2 if p.dtype == torch.float64 else 4
         # Sixteen bytes of shared memory at once: weights of a stage, runs in the epilogue.
         assert self.stage_words % self.vec == 0
         assert self.weight_channel % self.vec == 0
-        assert self.run % self.vec or m["RUN_PITCH"] % self.vec == 0
-        assert m["LAST"] or m["RUN_PITCH"] >= self.run
-        assert m["QUADS"] or m["LEAD"] == 0
-        assert m["CO"] % m["PART"] == 0
-        assert m["SPLIT"] == 1 or (m["SLOTS"] == 1 and self.units % 32 == 0)
-        assert m["THREADS"] >= m["SPLIT"] * m["SLOTS"] * self.units
+        assert self.run % self.vec or m["run_pitch"] % self.vec == 0
+        assert m["channels_last"] or m["run_pitch"] >= self.run
+        assert m["quads"] or m["lead"] == 0
+        assert m["co_tile"] % m["part"] == 0
+        assert m["split"] == 1 or (m["slots"] == 1 and self.units % 32 == 0)
+        assert m["threads"] >= m["split"] * m["slots"] * self.units
 
     def __call__(self, x: Array, weight: Array, bias: Array | None) -> Array:
-        d, h, w = direct.axes(self.p)
+        d, h, w = axes(self.p)
         self.x = x.reshape(self.p.batch, -1, d.size, h.size, w.size)
         self.packed = pack(self.p, self.m, weight)
         self.bias = bias
         self.out = np.full((self.p.batch, self.p.out_channels, d.out, h.out, w.out), np.nan)
-        tiles_h, tiles_w, blocks = direct.grid(self.p, self.tile)
+        tiles_h, tiles_w, blocks = tiles.grid(self.p, self.tile)
         for block in range(blocks):
             self.block(block, tiles_h, tiles_w)
         return self.out.reshape(self.p.output_shape)
 
     def word(self, c: int) -> int:
-        return c // self.m["CELLS"] * self.pitch + c % self.m["CELLS"]
+        return c // self.m["cells"] * self.pitch + c % self.m["cells"]
 
     def block(self, at: int, tiles_h: int, tiles_w: int) -> None:
-        m, d = self.m, direct.axes(self.p)[0]
-        couts, groups = -(-m["CO_GROUP"] // m["CO"]), -(-m["GROUPS"] // m["SLOTS"])
+        m, (d, _, _) = self.m, axes(self.p)
+        couts, groups = -(-m["cout_g"] // m["co_tile"]), -(-m["groups"] // m["slots"])
         at, tile_w = divmod(at, tiles_w)
         at, tile_h = divmod(at, tiles_h)
         at, self.cout_block = divmod(at, couts)
         at, group_block = divmod(at, groups)
         self.image, self.od = divmod(at, d.out)
-        self.group = group_block * m["SLOTS"]
-        self.cell_h, self.cell_w = tile_h * m["BLOCK_H"], tile_w * m["BLOCK_X"] * m["CELLS"]
-        self.sums = np.zeros((m["SPLIT"], m["SLOTS"], self.rows, m["PHASES_H"], m["BLOCK_X"], m["CO"], self.run))
-        for kd in range(m["KD"]):
-            reach = self.od + m["PD"] - kd * m["DD"]
-            if reach < 0 or reach % m["SD"] or reach // m["SD"] >= d.size:
+        self.group = group_block * m["slots"]
+        self.cell_h, self.cell_w = tile_h * m["block_h"], tile_w * m["block_x"] * m["cells"]
+        self.sums = np.zeros((m["split"], m["slots"], self.rows, m["phases_h"], m["block_x"], m["co_tile"], self.run))
+        for kd in range(d.kernel):
+            reach = self.od + d.padding - kd * d.dilation
+            if reach < 0 or reach % d.stride or reach // d.stride >= d.size:
                 continue
-            for first in range(0, m["CI"], m["CHUNK"]):
-                self.multiply(self.load(kd, reach // m["SD"], first), min(m["CHUNK"], m["CI"] - first))
+            for first in range(0, m["cin_g"], m["chunk"]):
+                self.multiply(self.load(kd, reach // d.stride, first), min(m["chunk"], m["cin_g"] - first))
         self.store()
 
     def load(self, kd: int, depth: int, first: int) -> Array:
-        m = self.m
+        m, (d, h, w) = self.m, axes(self.p)
         stage = np.full(self.stage_words, np.nan)
-        channels = min(m["CHUNK"], m["CI"] - first)
-        for slot in range(m["SLOTS"]):
-            g = min(self.group + slot, m["GROUPS"] - 1)
-            blocks = -(-m["CO_GROUP"] // m["CO"])
-            start = (((g * blocks + self.cout_block) * m["KD"] + kd) * m["CI"] + first) * self.weight_channel
-            to, count = slot * m["CHUNK"] * self.weight_channel, channels * self.weight_channel
+        channels = min(m["chunk"], m["cin_g"] - first)
+        for slot in range(m["slots"]):
+            g = min(self.group + slot, m["groups"] - 1)
+            blocks = -(-m["cout_g"] // m["co_tile"])
+            start = (((g * blocks + self.cout_block) * d.kernel + kd) * m["cin_g"] + first) * self.weight_channel
+            to, count = slot * m["chunk"] * self.weight_channel, channels * self.weight_channel
             stage[to : to + count] = self.packed[start : start + count]
-        present = (m["GROUPS"] - self.group) * m["CI"] if m["SLOTS"] > 1 else channels
-        row, col = self.cell_h + m["MIN_H"], self.cell_w + m["MIN_W"] - m["LEAD"]
+        present = (m["groups"] - self.group) * m["cin_g"] if m["slots"] > 1 else channels
+        row, col = self.cell_h + h.least, self.cell_w + w.least - m["lead"]
         words = self.weight_words + np.array([self.word(c) for c in range(self.in_cols)])
         iw = col + np.arange(self.in_cols)
         inside = (iw >= 0) & (iw < self.x.shape[4])
-        if m["QUADS"] and m["LAST"]:  # four channels are one load: at a multiple of four in memory, all present or none
-            assert (self.group * m["CI"] + first) % 4 == 0
-            assert m["GROUPS"] * m["CI"] % 4 == 0
+        if m["quads"] and m["channels_last"]:  # four channels are one load: aligned, all present or none
+            assert (self.group * m["cin_g"] + first) % 4 == 0
+            assert m["groups"] * m["cin_g"] % 4 == 0
             assert present % 4 == 0
-            assert m["SLOTS"] * m["CHUNK"] % 4 == 0
-        elif m["QUADS"] and self.x.shape[4] % 4 == 0:  # four columns
+            assert m["slots"] * m["chunk"] % 4 == 0
+        elif m["quads"] and self.x.shape[4] % 4 == 0:  # four columns
             assert col % 4 == 0
             inside = np.repeat(inside[::4], 4)[: self.in_cols]
-        for channel, r in product(range(m["SLOTS"] * m["CHUNK"]), range(self.in_rows)):
+        for channel, r in product(range(m["slots"] * m["chunk"]), range(self.in_rows)):
             line = np.zeros(self.in_cols)
             if channel < present and 0 <= row + r < self.x.shape[3]:
-                source = self.x[self.image, self.group * m["CI"] + first + channel, depth, row + r]
+                source = self.x[self.image, self.group * m["cin_g"] + first + channel, depth, row + r]
                 line[inside] = source[iw[inside]]
             stage[words + channel * self.plane + r * self.row_pitch] = line
         return stage
 
     def multiply(self, stage: Array, channels: int) -> None:
-        m = self.m
+        m, (_, h, _) = self.m, axes(self.p)
         for my_row in range(self.rows):
-            if m["PHASES_H"] > 1:
-                for kh in range(m["KH"]):
-                    t = (kh * m["DH"] - m["PH"]) % m["SH"]
-                    r, left = divmod(t + m["PH"] - kh * m["DH"] - m["MIN_H"] * m["SH"], m["SH"])
-                    assert left == 0 and 0 <= r <= m["SPAN_H"]
+            if m["phases_h"] > 1:
+                for kh in range(h.kernel):
+                    t = (kh * h.dilation - h.padding) % h.stride
+                    r, left = divmod(t + h.padding - kh * h.dilation - h.least * h.stride, h.stride)
+                    assert left == 0 and 0 <= r <= h.span
                     self.multiply_row(stage, channels, my_row, t, kh, my_row + r)
             else:
-                th, jh = divmod(my_row, m["BLOCK_H"])
-                hits = [k for k in range(m["KH"]) if k < m["STEP_KH"] and (th + m["PH"] - k * m["DH"]) % m["SH"] == 0]
-                first_kh = hits[-1] if hits else m["KH"]
-                r = jh + (th + m["PH"] - first_kh * m["DH"] - m["MIN_H"] * m["SH"]) // m["SH"]
-                for step, kh in enumerate(range(first_kh, m["KH"], m["STEP_KH"])):
-                    self.multiply_row(stage, channels, my_row, 0, kh, r - step * m["STEP_ROW"])
+                th, jh = divmod(my_row, m["block_h"])
+                hits = [
+                    k for k in range(h.kernel) if k < m["step_kh"] and (th + h.padding - k * h.dilation) % h.stride == 0
+                ]
+                first_kh = hits[-1] if hits else h.kernel
+                r = jh + (th + h.padding - first_kh * h.dilation - h.least * h.stride) // h.stride
+                for step, kh in enumerate(range(first_kh, h.kernel, m["step_kh"])):
+                    self.multiply_row(stage, channels, my_row, 0, kh, r - step * m["step_row"])
 
     def multiply_row(self, stage: Array, channels: int, my_row: int, t: int, kh: int, r: int) -> None:
-        m = self.m
-        tx = np.arange(m["BLOCK_X"]) * self.pitch
-        for slot, ci in product(range(m["SLOTS"]), range(channels)):
-            line = self.weight_words + (slot * m["CHUNK"] + ci) * self.plane + r * self.row_pitch
-            weights = (slot * m["CHUNK"] + ci) * self.weight_channel + kh * direct.weight_row(m)
-            for kw in range(m["KW"]):
-                u = (kw * m["DW"] - m["PW"]) % m["SW"]
-                shift, left = divmod(u + m["PW"] - kw * m["DW"] - m["MIN_W"] * m["SW"], m["SW"])
-                assert left == 0 and 0 <= shift <= m["SPAN_W"]
-                for cell, c in product(range(m["CELLS"]), range(m["CO"])):
-                    window = stage[line + tx + self.word(cell + shift + m["LEAD"])]
-                    product_ = stage[weights + kw * m["CO"] + c] * window
-                    self.sums[ci % m["SPLIT"], slot, my_row, t, :, c, cell * m["SW"] + u] += product_
+        m, (_, _, w) = self.m, axes(self.p)
+        tx = np.arange(m["block_x"]) * self.pitch
+        for slot, ci in product(range(m["slots"]), range(channels)):
+            line = self.weight_words + (slot * m["chunk"] + ci) * self.plane + r * self.row_pitch
+            weights = (slot * m["chunk"] + ci) * self.weight_channel + kh * self.weight_row
+            for kw in range(w.kernel):
+                u = (kw * w.dilation - w.padding) % w.stride
+                shift, left = divmod(u + w.padding - kw * w.dilation - w.least * w.stride, w.stride)
+                assert left == 0 and 0 <= shift <= w.span
+                for cell, c in product(range(m["cells"]), range(m["co_tile"])):
+                    window = stage[line + tx + self.word(cell + shift + m["lead"])]
+                    product_ = stage[weights + kw * m["co_tile"] + c] * window
+                    self.sums[ci % m["split"], slot, my_row, t, :, c, cell * w.stride + u] += product_
 
     def store(self) -> None:
-        m, (_, h, w) = self.m, direct.axes(self.p)
-        couts = min(m["CO"], m["CO_GROUP"] - self.cout_block * m["CO"])
+        m, (_, h, w) = self.m, axes(self.p)
+        couts = min(m["co_tile"], m["cout_g"] - self.cout_block * m["co_tile"])
         sums = self.sums.sum(0)
-        places = product(range(m["SLOTS"]), range(self.rows), range(m["PHASES_H"]), range(m["BLOCK_X"]), range(couts))
+        places = product(range(m["slots"]), range(self.rows), range(m["phases_h"]), range(m["block_x"]), range(couts))
         for slot, my_row, t, tx, c in places:
-            th, jh = divmod(my_row, m["BLOCK_H"]) if m["PHASES_H"] == 1 else (t, my_row)
-            g, oh = self.group + slot, (self.cell_h + jh) * m["SH"] + th
-            ow = (self.cell_w + tx * m["CELLS"]) * m["SW"]
+            th, jh = divmod(my_row, m["block_h"]) if m["phases_h"] == 1 else (t, my_row)
+            g, oh = self.group + slot, (self.cell_h + jh) * h.stride + th
+            ow = (self.cell_w + tx * m["cells"]) * w.stride
             count = min(self.run, w.out - ow)
-            if g >= m["GROUPS"] or oh >= h.out or count <= 0:
+            if g >= m["groups"] or oh >= h.out or count <= 0:
                 continue
-            channel = g * m["CO_GROUP"] + self.cout_block * m["CO"] + c
+            channel = g * m["cout_g"] + self.cout_block * m["co_tile"] + c
             to = self.out[self.image, channel, self.od, oh, ow : ow + count]
             assert np.isnan(to).all(), "an output is stored twice"
-            if not m["LAST"]:  # a run starts at a multiple of its vectors
+            if not m["channels_last"]:  # a run starts at a multiple of its vectors
                 wide = math.gcd(self.run, w.out, self.vec)
                 assert ((self.image * self.p.out_channels + channel) * h.out * w.out + oh * w.out + ow) % wide == 0
             to[:] = sums[slot, my_row, t, tx, c, :count] + (0 if self.bias is None else self.bias[channel])
@@ -191,64 +198,64 @@ class Interpreter:
 
 def interpret_walk(p: Problem, walk: Walk, x: Array, weight: Array, bias: Array | None) -> Array:
     """``direct_walk``, thread by thread."""
-    m, (_, h, w) = direct.walk_geometry(p, walk), direct.axes(p)
-    last, pieces, ring = m["LAST"], m["PIECES"], m["SPAN_H"] + 1
-    run = m["CELLS"] * m["SW"] // pieces
-    columns = m["KW"] // m["SW"] if pieces > 1 else m["CELLS"] + m["SPAN_W"]
+    _, h, w = axes(p)
+    last, pieces, ring = p.layout == "channels_last", walk.pieces, h.span + 1
+    run = walk.cells * w.stride // pieces
+    columns = w.kernel // w.stride if pieces > 1 else walk.cells + w.span
     x = x.reshape(p.batch, p.groups, h.size, w.size)
-    taps = weight.reshape(p.groups, m["KH"], m["KW"])
+    taps = weight.reshape(p.groups, h.kernel, w.kernel)
     out = np.full((p.batch, p.groups, h.out, w.out), np.nan)
-    runs, strips, threads = direct.walk_grid(p, walk)
-    wide = m["CHANNELS"] if last else math.gcd(run & -run, 16 // p.dtype.itemsize)
-    assert p.groups % m["CHANNELS"] == 0
-    parts = -(-runs * strips // m["THREADS"])
+    runs, strips, threads = walks.grid(p, walk)
+    wide = walk.channels if last else math.gcd(run & -run, 16 // p.dtype.itemsize)
+    assert p.groups % walk.channels == 0
+    parts = -(-runs * strips // walks.THREADS)
     for thread in range(threads):
         at, channel = thread, 0
         if last:
-            at, block = divmod(at, p.groups // m["CHANNELS"])
-            channel = block * m["CHANNELS"]
+            at, block = divmod(at, p.groups // walk.channels)
+            channel = block * walk.channels
             at, cell_w = divmod(at, runs)
             image, cell_h = divmod(at, strips)
         else:  # a block has threads of one channel of one image
-            image, part = divmod(thread // m["THREADS"], parts)
-            cell_h, cell_w = divmod(part * m["THREADS"] + thread % m["THREADS"], runs)
+            image, part = divmod(thread // walks.THREADS, parts)
+            cell_h, cell_w = divmod(part * walks.THREADS + thread % walks.THREADS, runs)
             if cell_h >= strips:
                 continue
             image, channel = divmod(image, p.groups)
         cell_w, piece = divmod(cell_w, pieces)
-        cell_w, cell_h = cell_w * m["CELLS"], cell_h * walk.strip
-        first_col = cell_w + m["MIN_W"]
+        cell_w, cell_h = cell_w * walk.cells, cell_h * walk.strip
+        first_col = cell_w + w.least
         if pieces > 1:  # the columns that all outputs of its vector meet
-            first_col = cell_w + (piece * run + m["PW"]) // m["SW"] - (columns - 1)
-        own = slice(channel, channel + m["CHANNELS"])
-        strip_ = np.zeros((h.size, columns, m["CHANNELS"]))  # what its columns of the input hold
+            first_col = cell_w + (piece * run + w.padding) // w.stride - (columns - 1)
+        own = slice(channel, channel + walk.channels)
+        strip_ = np.zeros((h.size, columns, walk.channels))  # what its columns of the input hold
         for c in range(columns):
             if 0 <= first_col + c < w.size:
                 strip_[:, c] = x[image, own, :, first_col + c].T
-        window = np.full((ring, columns, m["CHANNELS"]), np.nan)
-        for r in range(m["SPAN_H"]):
-            row = cell_h + m["MIN_H"] + r
+        window = np.full((ring, columns, walk.channels), np.nan)
+        for r in range(h.span):
+            row = cell_h + h.least + r
             window[r] = strip_[row] if 0 <= row < h.size else 0
         for step in range(min(walk.strip, h.cells - cell_h)):
             i = step % ring
-            row = cell_h + m["MIN_H"] + m["SPAN_H"] + step
-            window[(i + m["SPAN_H"]) % ring] = strip_[row] if 0 <= row < h.size else 0
-            sums = np.zeros((m["SH"], run, m["CHANNELS"]))
+            row = cell_h + h.least + h.span + step
+            window[(i + h.span) % ring] = strip_[row] if 0 <= row < h.size else 0
+            sums = np.zeros((h.stride, run, walk.channels))
             if bias is not None:
                 sums += bias[own]
-            for kh, kw, c in product(range(m["KH"]), range(m["KW"]), range(m["CELLS"])):
-                t, u = (kh * m["DH"] - m["PH"]) % m["SH"], (kw * m["DW"] - m["PW"]) % m["SW"]
-                r = (t + m["PH"] - kh * m["DH"] - m["MIN_H"] * m["SH"]) // m["SH"]
-                shift = (u + m["PW"] - kw * m["DW"] - m["MIN_W"] * m["SW"]) // m["SW"]
+            for kh, kw, c in product(range(h.kernel), range(w.kernel), range(walk.cells)):
+                t, u = (kh * h.dilation - h.padding) % h.stride, (kw * w.dilation - w.padding) % w.stride
+                r = (t + h.padding - kh * h.dilation - h.least * h.stride) // h.stride
+                shift = (u + w.padding - kw * w.dilation - w.least * w.stride) // w.stride
                 if pieces > 1:
-                    first = piece * run + m["PW"]
-                    j, v = divmod(kw - first % m["SW"], m["SW"])
-                    if kw < first % m["SW"] or v >= run:  # another thread's, or of the next j
+                    first = piece * run + w.padding
+                    j, v = divmod(kw - first % w.stride, w.stride)
+                    if kw < first % w.stride or v >= run:  # another thread's, or of the next j
                         continue
                     u, shift = v, columns - 1 - j
-                sums[t, c * m["SW"] + u] += taps[own, kh, kw] * window[(i + r) % ring, c + shift]
-            for t, v in product(range(m["SH"]), range(run)):
-                oh, ow = (cell_h + step) * m["SH"] + t, cell_w * m["SW"] + piece * run + v
+                sums[t, c * w.stride + u] += taps[own, kh, kw] * window[(i + r) % ring, c + shift]
+            for t, v in product(range(h.stride), range(run)):
+                oh, ow = (cell_h + step) * h.stride + t, cell_w * w.stride + piece * run + v
                 if oh < h.out and ow < w.out:
                     assert np.isnan(out[image, own, oh, ow]).all(), "an output is stored twice"
                     out[image, own, oh, ow] = sums[t, v]
@@ -270,7 +277,7 @@ def check_interpreted(p: Problem, tile: Tile | Walk, seed: int) -> None:
 @settings(max_examples=150 if EVERY else 50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.randoms(use_true_random=False))
 def test_interpreted_tiles_compute_the_layer(p: Problem, rng: random.Random) -> None:
-    candidates = list(direct.tiles(p))
+    candidates = list(tiles.tiles(p))
     assert candidates, "small problems all have tiles"
     check_interpreted(p, rng.choice(candidates), rng.randrange(1000))
 
@@ -281,7 +288,7 @@ def test_interpreted_tiles_of_halves_compute_the_layer(p: Problem, rng: random.R
     """Sizes that are multiples of four, where halves travel four at a time."""
     size = tuple(-(-n // 4) * 4 for n in p.size)
     p = p.with_(dtype=torch.bfloat16, precision="bf16", size=size)
-    check_interpreted(p, rng.choice(list(direct.tiles(p))), rng.randrange(1000))
+    check_interpreted(p, rng.choice(list(tiles.tiles(p))), rng.randrange(1000))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -289,7 +296,7 @@ def test_interpreted_tiles_of_halves_compute_the_layer(p: Problem, rng: random.R
 def test_interpreted_walks_compute_the_layer(p: Problem, rng: random.Random) -> None:
     channels = rng.choice((1, 2, 3, 4, 8))
     p = p.with_(in_channels=channels, out_channels=channels, groups=channels)
-    candidates = list(direct.walks(p))
+    candidates = list(walks.walks(p))
     if candidates:
         check_interpreted(p, rng.choice(candidates), rng.randrange(1000))
 
@@ -300,9 +307,9 @@ def test_wide_runs_beside_tall_windows_are_no_walks(
 ) -> None:
     """Both in registers spilled 56 and 16 bytes."""
     p = Problem.make(1, 4, 4, (40, 8), kernel, stride, padding, groups=4)
-    found = list(direct.walks(p))
+    found = list(walks.walks(p))
     assert found and all(walk.pieces > 1 for walk in found)
-    assert any(walk.pieces == 1 for walk in direct.walks(p.with_(kernel=(4, 32), stride=(1, 16), padding=(0, 0))))
+    assert any(walk.pieces == 1 for walk in walks.walks(p.with_(kernel=(4, 32), stride=(1, 16), padding=(0, 0))))
 
 
 # Upsampling's kernels, by the columns of taps that an output meets, paddings that are vectors, and rows that are none.
@@ -316,7 +323,7 @@ IN_PIECES = (
 
 
 def in_pieces(p: Problem) -> list[Walk]:
-    return [walk for walk in direct.walks(p) if walk.pieces > 1]
+    return [walk for walk in walks.walks(p) if walk.pieces > 1]
 
 
 @pytest.mark.parametrize("p", IN_PIECES, ids=str)
@@ -346,16 +353,16 @@ def test_taps_of_walks_fit_in_shared_memory(
 ) -> None:
     """Pieces make a cell as wide as one likes: what a block keeps of its taps must not grow with it."""
     p = Problem.make(1, 4, 4, (8, 8) if isinstance(kernel, tuple) else (8,), kernel, stride, padding, groups=4)
-    assert not list(direct.walks(p))
+    assert not list(walks.walks(p))
     assert isinstance(direct.choose(p, H200), Choice)
 
 
 def test_walks_are_found_for_depthwise_layers_alone() -> None:
     p = Problem.make(1, 8, 8, (9, 9), 4, 2, 1, groups=8)
-    assert list(direct.walks(p))
-    assert not list(direct.walks(p.with_(groups=4)))
-    assert not list(direct.walks(p.with_(out_channels=16)))
-    assert not list(direct.walks(Problem.make(1, 8, 8, (4, 4, 4), 4, 2, 1, groups=8)))
+    assert list(walks.walks(p))
+    assert not list(walks.walks(p.with_(groups=4)))
+    assert not list(walks.walks(p.with_(out_channels=16)))
+    assert not list(walks.walks(Problem.make(1, 8, 8, (4, 4, 4), 4, 2, 1, groups=8)))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -389,7 +396,7 @@ def test_every_forward_has_a_choice(p: Problem) -> None:
         assert choice.family == "direct"
         assert 0 < choice.seconds < 1
         if isinstance(choice.tile, Tile):
-            assert direct.shared_words(choice.macros())[2] * 8 <= 2 * gpu.shared_bytes
+            assert tiles.shared_words(p, choice.constants())[2] * 8 <= 2 * gpu.shared_bytes
 
 
 @pytest.mark.parametrize(
@@ -409,7 +416,7 @@ def test_geometry_has_no_strip_size() -> None:
     small = Problem.make(2, 4, 4, (40, 40), 4, 2, 1)
     large = small.with_(size=(123, 77), batch=5)
     tile = Tile(4, 2, 8, 4, 1, 4)
-    assert direct.geometry(small, tile) == direct.geometry(large, tile)
+    assert tiles.constants(small, tile) == tiles.constants(large, tile)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +433,7 @@ def test_geometry_without_a_tile_gets_the_general_kernel(p: Problem) -> None:
     choice = direct.choose(p, H200)
     assert isinstance(choice, Choice)
     assert choice.tile is None
-    assert choice.macros()["ANY"] == 1
+    assert choice.entry == "direct_any"
 
 
 def test_refusals_are_sentences() -> None:
@@ -444,18 +451,18 @@ needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.u
 
 
 def check_compiled(choice: Choice, gpu: Gpu) -> None:
-    m, static = choice.macros(), 0
-    if isinstance(choice.tile, Walk) and not m["LAST"]:  # a channel's taps, and the outputs that a warp turns
+    m, static = choice.constants(), 0
+    if isinstance(choice.tile, Walk) and not m["channels_last"]:  # a channel's taps, and the outputs that a warp turns
         vec = 16 // max(4, choice.problem.dtype.itemsize)
-        static = 16 * m["KH"] * -(-m["KW"] // vec)
-        static += m["THREADS"] * m["CELLS"] * m["SW"] // m["PIECES"] * choice.problem.dtype.itemsize
+        static = 16 * m["kernel_h"] * -(-m["kernel_w"] // vec)
+        static += m["threads"] * m["cells"] * m["stride_w"] // m["pieces"] * choice.problem.dtype.itemsize
     for unit in choice.sources():
         found = jit.inspect(jit.cubin(unit.source, gpu.arch, unit.label))
         assert set(found) == set(unit.entries)
         for entry, (registers, local, shared) in found.items():
             assert 0 < registers <= 255
             assert local == 0, f"{entry} of {choice.problem} spills {local} bytes for {choice.tile}"
-            assert shared == (static if entry == "direct_walk" else 0)
+            assert shared == (static if entry == "direct_walk_nchw" else 0)
 
 
 @needs_nvrtc
@@ -511,10 +518,10 @@ def launch(choice: Choice, x: Tensor, w: Tensor, b: Tensor | None, offset: int =
 def test_random_problems_on_the_gpu(p: Problem, rng: random.Random) -> None:
     from upconv.cuda.gpu import gpu
 
-    tile = rng.choice([None, *direct.tiles(p), *direct.walks(p)])
+    tile = rng.choice([None, *tiles.tiles(p), *walks.walks(p)])
     choice = Choice("direct", 1.0, "drawn by a test", "", p, tile)
     if rng.random() < 0.5 or (
-        isinstance(tile, Tile) and direct.shared_words(choice.macros())[2] * 8 > gpu(0).shared_bytes
+        isinstance(tile, Tile) and tiles.shared_words(p, choice.constants())[2] * 8 > gpu(0).shared_bytes
     ):
         chosen = direct.choose(p, gpu(0))
         assert isinstance(chosen, Choice)
@@ -562,7 +569,7 @@ def test_typical_layers_on_the_gpu(case: Problem) -> None:
 def test_cells_in_pieces_on_the_gpu(p: Problem, offset: int) -> None:
     """The sums of one thread a cell, to the last bit."""
     x, w, b, _ = operands(p)
-    (one, *_) = (walk for walk in direct.walks(p) if walk.pieces == 1)
+    (one, *_) = (walk for walk in walks.walks(p) if walk.pieces == 1)
     of_one = launch(Choice("direct", 1.0, "a test's", "", p, one), x, w, b, offset)
     for walk in in_pieces(p)[:3]:
         out = launch(Choice("direct", 1.0, "a test's", "", p, walk), x, w, b, offset)
@@ -587,6 +594,6 @@ def test_weights_of_any_strides_are_packed_alike() -> None:
     prepared = choice.prepare(0)
     w = torch.randn(p.weight_shape, device="cuda")
     strided = torch.empty(tuple(reversed(p.weight_shape)), device="cuda").permute(3, 2, 1, 0).copy_(w)
-    expected = torch.from_numpy(pack(p, choice.macros(), w.double().cpu().numpy())).float()
+    expected = torch.from_numpy(pack(p, choice.constants(), w.double().cpu().numpy())).float()
     for weight in (w, strided, w.contiguous(memory_format=torch.channels_last)):
         assert torch.equal(prepared.pack(weight).cpu(), expected)

@@ -20,7 +20,7 @@ from upconv import planner
 from upconv.bench.suites import SUITES
 from upconv.cuda.axes import MOST_W_SUBS, Axis, Unfit, any_size, gather_axes, multiplied
 from upconv.cuda.compile import jit
-from upconv.cuda.direct import direct
+from upconv.cuda.direct import direct, tile_costs, tiles
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import A100, H200, Gpu
 from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
@@ -55,7 +55,7 @@ class Counted:
         for owner, name in (
             (gather_search, "_fitted"),
             (wgrad_search.Sketch, "timed"),
-            (direct, "_cost"),
+            (tile_costs, "cost"),
         ):
             monkeypatch.setattr(owner, name, self._counting(getattr(owner, name)))
 
@@ -217,10 +217,10 @@ def test_the_direct_search_leaves_out_nothing_that_could_be_best() -> None:
     looked = 0
     for p, gpu in product(suite_layers(11, "fwd"), (H200, A100)):
         layer = p.with_(batch=1, size=tuple(1024 + 2 * pad // s for pad, s in zip(p.padding, p.stride)))
-        for kind in direct._kinds(p):
-            least = direct._least(p, kind, gpu)
-            for tile in list(direct._of_kind(p, kind))[::17]:
-                cost = direct._cost(p, tile, direct._facts(layer, tile), gpu)
+        for kind in tiles.kinds(p):
+            least = tile_costs.least(p, kind, gpu)
+            for tile in list(tiles.of_kind(p, kind))[::17]:
+                cost = tile_costs.cost(p, tile, tile_costs.facts(layer, tile), gpu)
                 if cost is not None:
                     assert 0 < least <= cost.seconds
                     looked += 1
@@ -237,7 +237,7 @@ def test_the_direct_search_ends_where_it_cannot_be_faster() -> None:
 
 
 def _least(p: Problem) -> float:
-    return min(direct._least(p, kind, H200) for kind in direct._kinds(p))
+    return min(tile_costs.least(p, kind, H200) for kind in tiles.kinds(p))
 
 
 def test_planning_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
