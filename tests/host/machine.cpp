@@ -15,6 +15,7 @@ int grid;
 const char* given;
 static std::vector<Fiber*> fibers;                      // kept for the next launch
 static std::vector<std::function<void()>> under_way;    // copies that count at barriers
+static std::unordered_set<size_t> stored;               // addresses of two bytes each, of a launch
 static int running;
 static jmp_buf scheduler, failed;
 static char failure[256];
@@ -155,6 +156,7 @@ const char* launch(void (*with)(), int count, int threads, int shared, const cha
     free_stacks();
     return failure;
   }
+  stored.clear();
   entry = with, given = arguments, grid = count, shared_bytes = shared, late = seed & 1, random_state = seed * 2654435761u + 1, self = nullptr;
   for (int first = 0; first < count; first += together) run_blocks(first, min(together, count - first), threads);
   free_stacks();
@@ -224,6 +226,13 @@ template <class Each> static u32 each_of_box(const TensorMap& m, u32 at, const i
     each(shared_at(swizzled(at + i * element, m.span), element), there ? (unsigned char*)from : nullptr, element);
   }
   return count * element;
+}
+void store_global(void* to, const void* from, size_t bytes, bool ok) {
+  if (!ok) return;
+  if ((size_t)to % bytes) fail("a misaligned store");
+  for (size_t i = 0; i < bytes; i += 2)
+    if (!stored.insert((size_t)to + i).second) fail("an element is stored twice");
+  memcpy(to, from, bytes);
 }
 void store_later(std::function<void()> work) {
   if (late) self->stores.push_back(work);

@@ -152,11 +152,7 @@ static void store_shared_f32x2(u32 a, float v, float w) { machine::store_shared<
 static void store_shared_f32x4(u32 a, float v0, float v1, float v2, float v3) { machine::store_shared<float4>(a, {v0, v1, v2, v3}); }
 
 namespace machine {
-static void store_global(void* to, const void* from, size_t bytes, bool ok) {
-  if (!ok) return;
-  if ((size_t)to % bytes) fail("a misaligned store");
-  memcpy(to, from, bytes);
-}
+void store_global(void* to, const void* from, size_t bytes, bool ok);
 }  // namespace machine
 static void store_global_if(void* to, u32 v, bool ok) { machine::store_global(to, &v, 4, ok); }
 static void store_global_64_if(void* to, const u32 (&v)[4], bool ok) { machine::store_global(to, v, 8, ok); }

@@ -10,4 +10,5 @@
 #include <functional>
 #include <string>
 #include <tuple>
+#include <unordered_set>
 #include <vector>
