@@ -234,9 +234,27 @@ void store_global(void* to, const void* from, size_t bytes, bool ok) {
     if (!stored.insert((size_t)to + i).second) fail("an element is stored twice");
   memcpy(to, from, bytes);
 }
-void store_later(std::function<void()> work) {
+static void store_later(std::function<void()> work) {
   if (late) self->stores.push_back(work);
   else work();
+}
+void store_words(void* to, u32 from, int bytes) {
+  store_later([=] { memcpy(to, shared_at(from, 16), bytes); });
+}
+
+// --- matrix instructions ------------------------------------------------------------------------------------------------
+
+void later(const Product& product, void (*multiply)(const Product&)) {
+  if (!late) return multiply(product);
+  self->products.push_back([=] { multiply(product); }), self->uncommitted_products++;
+}
+void finish_products(size_t groups_left) {
+  Fiber& f = *self;
+  while (f.product_groups.size() > groups_left) {
+    for (size_t i = 0; i < f.product_groups[0]; i++) f.products[i]();
+    f.products.erase(f.products.begin(), f.products.begin() + f.product_groups[0]);
+    f.product_groups.erase(f.product_groups.begin());
+  }
 }
 }  // namespace machine
 
@@ -302,4 +320,8 @@ u32 load_acquire(const u32* from) {
   if (machine::self->spins++ > 1000000) machine::fail("a thread waits for a word that nobody writes");
   machine::yield();
   return *from;
+}
+void wgmma_commit() {
+  machine::self->product_groups.push_back(machine::self->uncommitted_products);
+  machine::self->uncommitted_products = 0;
 }

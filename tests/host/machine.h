@@ -181,10 +181,12 @@ template <class T> static T argument(const char*& from) {
   from += (sizeof v + 7) / 8 * 8;
   return v;
 }
+template <class... A> struct Called {
+  Called(void (*kernel)(A...), A... arguments) { kernel(arguments...); }
+};
 template <class... A> static void call(void (*kernel)(A...)) {
   const char* from = given;
-  std::tuple<A...> arguments{argument<A>(from)...};
-  std::apply(kernel, arguments);
+  Called<A...>{kernel, argument<A>(from)...};           // in braces, so that arguments are taken in their order
 }
 // Runs a grid; `together`: blocks that run at once. Returns what went wrong, or null.
 const char* launch(void (*with)(), int count, int threads, int shared, const char* arguments, int together, int seed);

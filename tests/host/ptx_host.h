@@ -89,16 +89,13 @@ static u32 to_tf32(float v);
 
 namespace machine {
 static u32 swizzled(u32 at, u32 span) { return span ? at ^ (at >> 7 & (span / 16 - 1)) << 4 : at; }
-void store_later(std::function<void()> work);          // a bulk copy out: now, or when it is waited for
+void store_words(void* to, u32 from, int bytes);          // a bulk copy out: now, or when it is waited for
 }  // namespace machine
 
 void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier);
 void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier);
 void store_box(const TensorMap& map, u32 from, int a, int b, int c, int d, int e);
-template <int BYTES> static void store_bulk(void* to, u32 from) {
-  using namespace machine;
-  store_later([=] { memcpy(to, shared_at(from, 16), BYTES); });
-}
+template <int BYTES> static void store_bulk(void* to, u32 from) { machine::store_words(to, from, BYTES); }
 static void bulk_commit() {}
 void bulk_wait();
 static void bulk_wait_read() { bulk_wait(); }
@@ -203,6 +200,13 @@ static u32 bfloat_pair(float low, float high) { return bfloat_bits(low) | bfloat
 // --- matrix instructions ------------------------------------------------------------------------------------------------
 
 namespace machine {
+// A thread's part of a wgmma: by what descriptors say of A, or by rows that it holds.
+struct Product { float* d; int columns; bool adds; u64 a, b; float rows[2][16]; };
+void later(const Product& product, void (*multiply)(const Product&));  // now, or when it is waited for
+void finish_products(size_t groups_left);
+}  // namespace machine
+
+namespace machine {
 #if PRECISION < 2
 static const int K = 8;
 #else
@@ -224,14 +228,6 @@ static void rows_of(const u64 (&shown)[32][4], float (&rows)[2][16]) {
   for (int t = 0; t < 4; t++)
     for (int r = 0; r < 4; r++) numbers_of((u32)shown[4 * g + t][r], rows[r % 2] + K / 8 * (r / 2 * 4 + t));
 }
-static void finish_products(size_t groups_left) {
-  Fiber& f = *self;
-  while (f.product_groups.size() > groups_left) {
-    for (size_t i = 0; i < f.product_groups[0]; i++) f.products[i]();
-    f.products.erase(f.products.begin(), f.products.begin() + f.product_groups[0]);
-    f.product_groups.erase(f.product_groups.begin());
-  }
-}
 }  // namespace machine
 
 static void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
@@ -251,10 +247,7 @@ static void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
     }
 }
 static void wgmma_fence() {}
-static void wgmma_commit() {
-  machine::self->product_groups.push_back(machine::self->uncommitted_products);
-  machine::self->uncommitted_products = 0;
-}
+void wgmma_commit();
 // A warp's lanes go on together, as of all instructions that are `.sync.aligned`: what one gives back none reads any more.
 template <int N> static void wgmma_wait() {
   machine::finish_products(N);

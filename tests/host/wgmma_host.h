@@ -41,23 +41,19 @@ static void multiply_rows(float* d, int columns, const float (&rows)[2][16], u64
       }
     }
 }
-static void later(std::function<void()> product) {
-  if (!late) return product();
-  self->products.push_back(product), self->uncommitted_products++;
+static void multiply_described(const Product& p) {
+  float rows[2][16];
+  const int row = self->thread % 128 / 32 * 16 + self->thread % 32 / 4;
+  for (int h = 0; h < 2; h++) described(p.a, A_TURNED && PRECISION >= 2, row + 8 * h, rows[h]);
+  multiply_rows(p.d, p.columns, rows, p.b, p.adds);
 }
-static void wgmma(float* d, int columns, u64 a, u64 b, bool adds) {
-  later([=] {
-    float rows[2][16];
-    const int row = self->thread % 128 / 32 * 16 + self->thread % 32 / 4;
-    for (int h = 0; h < 2; h++) described(a, A_TURNED && PRECISION >= 2, row + 8 * h, rows[h]);
-    multiply_rows(d, columns, rows, b, adds);
-  });
-}
+static void multiply_held(const Product& p) { multiply_rows(p.d, p.columns, p.rows, p.b, p.adds); }
+static void wgmma(float* d, int columns, u64 a, u64 b, bool adds) { later({d, columns, adds, a, b}, multiply_described); }
 static void wgmma(float* d, int columns, const u32 (&a)[4], u64 b, bool adds) {
   if (A_SHARED) return wgmma(d, columns, (u64)a[1] << 32 | a[0], b, adds);
-  struct { float of[2][16]; } rows;
-  rows_of(exchange({a[0], a[1], a[2], a[3]}), rows.of);
-  later([=] { multiply_rows(d, columns, rows.of, b, adds); });
+  Product p = {d, columns, adds, 0, b};
+  rows_of(exchange({a[0], a[1], a[2], a[3]}), p.rows);
+  later(p, multiply_held);
 }
 }  // namespace machine
 #define WGMMA_8(d, a, b, scale) machine::wgmma(d, 8, a, b, scale[0] == '1')
