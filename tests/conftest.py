@@ -652,9 +652,24 @@ def host_program(main: Path, folder: Path) -> Path:
     return made
 
 
+# All libraries of a process share an exported template's static array, which has the size of the first library's.
+_OF_LIBRARIES = ("-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden")
+
+
+@cache
+def _machine() -> tempfile.TemporaryDirectory[str]:
+    """What all kernels have in common of ``host/machine.h``, compiled: half of what a kernel alone would take."""
+    folder = tempfile.TemporaryDirectory()
+    for name in ("machine.h", "standard.h"):
+        shutil.copy(HOST / name, folder.name)
+    _gxx(*_OF_LIBRARIES, "-x", "c++-header", f"{folder.name}/machine.h", "-o", f"{folder.name}/machine.h.gch")
+    _gxx(*_OF_LIBRARIES, "-c", f"-I{HOST}", str(HOST / "machine.cpp"), "-o", f"{folder.name}/machine.o")
+    return folder
+
+
 def compiled_for_host(main: Path, made: Path) -> Path:
-    """A library of a program whose headers are in its folder or ``host``. It exports only what is marked as visible."""
-    # All libraries of a process share an exported template's static array, which has the size of the first library's.
-    flags = ("-shared", "-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden")
-    _gxx(*flags, f"-I{main.parent}", f"-I{HOST}", str(main), "-o", str(made))
+    """A kernel's library, of a source that ``emulator.for_host`` gives. It exports only what is marked as visible."""
+    machine = Path(_machine().name)
+    heads = ("-include", str(machine / "machine.h"), f"-I{HOST}")
+    _gxx("-shared", *_OF_LIBRARIES, *heads, str(main), str(machine / "machine.o"), "-o", str(made))
     return made

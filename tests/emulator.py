@@ -38,7 +38,7 @@ const char* run_{0}(int grid, int threads, int shared, const char* arguments, in
 
 def for_host(source: str, entries: tuple[str, ...]) -> str:
     """A kernel's source for a C++ compiler, with a function for each entry that runs a grid."""
-    for name in ("ptx", "wgmma", "products"):
+    for name in ("ptx", "products"):
         source = re.sub(_HEADER.format(name), f'#include "{name}_host.h"\n', source, flags=re.DOTALL)
     source = re.sub(
         r"extern __shared__[^;]* memory\[\];", "unsigned char* const memory = machine::dynamic_memory();", source
@@ -87,6 +87,8 @@ class Emulator:
     mutate: Callable[[str], str] = str
     codes: dict[str, Code] = field(default_factory=dict)
     launched: list[str] = field(default_factory=list)
+    counters: list[torch.Tensor] = field(default_factory=list)
+    """Zeros that kernels count in, and leave as zeros."""
 
     def kernel(self, source: str, entry: str, arch: str, label: str = "", keep: bool = True) -> tuple[Code, str]:
         code = self.codes.setdefault(source, Code(self.mutate(source)))
@@ -110,8 +112,11 @@ class _Launcher:
     def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
         e = self._emulator
         e.launched.append(self._entry)
-        alone = self._entry.startswith(("pack", "reduce"))
-        together = grid if self._cooperative else 1 if alone else self._code.cluster
+        together = grid if self._cooperative else self._code.cluster
+        if not self._shared:  # it is a static array, which blocks have in common
+            together = 1
+        elif together == 1:
+            together += e.seed // 2 % 2
         run = self._code.function(self._entry)
         wrong = run(grid, self._threads, self._shared, self._struct.pack(*args), together, e.seed)
         assert wrong is None, f"{self._entry}: {wrong.decode()}"
@@ -158,8 +163,10 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
     found = Emulator(H200)
 
     def counters(self: launch.Counters, like: torch.Tensor) -> int:
-        zeros = self.of_streams.setdefault(0, torch.zeros(self._words, dtype=torch.int32))
-        return zeros.data_ptr()
+        if 0 not in self.of_streams:
+            self.of_streams[0] = torch.zeros(self._words, dtype=torch.int32)
+            found.counters.append(self.of_streams[0])
+        return self.of_streams[0].data_ptr()
 
     monkeypatch.setattr(launch.Counters, "address", counters)
     monkeypatch.setattr(launch.Counters, "known", lambda self: True)

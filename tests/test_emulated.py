@@ -1,7 +1,6 @@
 """Whole kernels on a CPU, from their own source: random layers, random tiles, against the float64 reference.
 
-Numbers are small integers, so that every product and sum is exact and the result has one right value. Copies and matrix
-instructions are done at once, or as late as a kernel lets them; results lie between guards.
+Copies and matrix instructions are done at once, or as late as a kernel lets them.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from conftest import EVERY, needs_gxx
+from emulated import assert_computes, gpus
 from emulator import Emulator, emulator
 from test_gather import DTYPES, draw_shuffle, draw_tiling
 from test_gather import draw_problem as gather_problem
@@ -30,10 +29,9 @@ from test_subpixel import random_problem as subpixel_problem
 from test_sweep import draw_problem as deep_problem
 from test_wgrad import draw_problem as wgrad_problem
 from test_wgrad import tilings, work
-from upconv import reference
-from upconv.cuda.axes import any_size, result_shape, source_shape
+from upconv.cuda.axes import any_size
 from upconv.cuda.gemm import gather, gather_search, joined
-from upconv.cuda.gpu import H200, Gpu
+from upconv.cuda.gpu import H200
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
 from upconv.cuda.wgrad import wgrad, wgrad_costs
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
@@ -42,80 +40,10 @@ from upconv.problem import Precision, Problem, output_length
 pytestmark = needs_gxx
 __all__ = ["emulator"]
 
-GUARD = 64  # elements ahead of a result, and behind it
 MOST = 3e6  # products of a layer at most, padding by the tile included
 
 
-def numbers(shape: tuple[int, ...], p: Problem) -> Tensor:
-    """Small integers; for IEEE numbers of which TF32 has not all bits."""
-    if p.precision == "ieee":
-        return torch.randn(shape, dtype=p.dtype)
-    return torch.randint(-3, 4, shape).to(p.dtype)
-
-
-def laid_out(t: Tensor, p: Problem) -> Tensor:
-    """As the problem's layout has it."""
-    if p.layout == "nchw":
-        return t.contiguous()
-    return t.contiguous(memory_format=torch.channels_last if p.rank == 2 else torch.channels_last_3d)
-
-
-def guarded(shape: tuple[int, ...], p: Problem, beyond: int = 0) -> tuple[Tensor, Tensor]:
-    """A result of NaNs in the problem's layout, so many elements beyond 16 bytes, and the memory around it."""
-    like = laid_out(torch.empty(shape, dtype=p.dtype), p)
-    around = torch.full((like.numel() + beyond + 2 * GUARD,), math.nan, dtype=p.dtype)
-    return around[GUARD:].as_strided(like.shape, like.stride(), GUARD + beyond), around
-
-
-def assert_computes(choice: Any, emulator: Emulator, seed: int) -> None:
-    """What a choice launches gives its pass's result, to the last bit, and stores nothing beside it."""
-    p = choice.problem
-    torch.manual_seed(seed)
-    emulator.seed, emulator.gpu = seed, choice.gpu
-    given, truth = (gradient_of_weight if p.pass_ == "grad-weight" else result)(choice, seed)
-    out, around = given
-    wrong = (out - truth).abs() > 1e-5 * truth.abs().max() if p.precision == "ieee" else out != truth.to(p.dtype)
-    wrong |= out.isnan()
-    about = f"{p} {p.precision} {p.layout}\n{choice}\nseed {seed}"
-    first = wrong.nonzero()[:1].tolist()
-    assert not first, f"{int(wrong.sum())} of {out.numel()} are wrong, the first at {first}: {about}"
-    assert around[:GUARD].isnan().all() and around[-GUARD:].isnan().all(), f"a store beside the result: {about}"
-
-
-def result(choice: Any, seed: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Of a forward or of the gradient for the input: what is launched leaves with its guards, and the reference."""
-    p, prepared = choice.problem, choice.prepare(0)
-    source, weight = laid_out(numbers(source_shape(p), p), p), numbers(p.weight_shape, p)
-    if p.rank > 1 and seed % 3 == 0:
-        weight = laid_out(weight, p.with_(layout="channels_last"))
-    bias = numbers(result_shape(p)[1:2], p) if p.bias and (p.pass_ == "fwd" or prepared.biased) else None
-    anywhere = isinstance(choice, phases.Choice) and not choice.aligned  # the kernel stores to any address
-    out, around = guarded(result_shape(p), p, seed % 8 if anywhere else 0)
-    if getattr(prepared, "packs", False) and seed % 2:
-        prepared.run_packing(source, weight, bias, out)
-    else:
-        prepared.run(source, prepared.pack(weight), bias, out)
-    if p.pass_ == "fwd":
-        return (out, around), reference.forward(p, source, weight, bias)
-    truth = reference.gradients(p, source, torch.zeros(p.input_shape), weight)[0]
-    return (out, around), truth if bias is None else truth + bias.view(1, -1, *(1,) * p.rank)
-
-
-def gradient_of_weight(choice: Any, seed: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """As `result`. By one launch of blocks that wait for each other, where there is such a kernel."""
-    p = choice.problem
-    x, grad = (laid_out(numbers(shape, p), p) for shape in (p.input_shape, p.output_shape))
-    last = p.rank > 1 and seed % 3 == 0
-    out, around = guarded(p.weight_shape, p.with_(layout="channels_last" if last else "nchw"))
-    choice.prepare(0).run(x, grad, out, seed % 4 > 1)
-    return (out, around), reference.gradients(p, grad, x, torch.zeros(p.weight_shape))[1]
-
-
 # --- a family's random choices ---------------------------------------------------------------------------------------
-
-
-def gpus(rng: random.Random) -> Gpu:
-    return replace(H200, multiprocessors=rng.choice((1, 2, 7, 132)))
 
 
 def last_problem(rng: random.Random) -> Problem:

@@ -965,6 +965,14 @@ def test_only_small_weights_are_packed_by_the_kernel() -> None:
     assert isinstance(last, gather.Choice) and last.boxable and not last.packs  # needs no packing
 
 
+def test_blocks_that_pack_are_as_many_as_weights_that_stay() -> None:
+    """A block with a tile of another M-group would multiply its first tile's weights."""
+    many = Problem.make(1, 16, 1024, (4, 4), 6, 6, layout="channels_last", precision="tf32")
+    found = gather.choose(many, H200)
+    assert isinstance(found, gather.Choice) and found.tiling.resident
+    assert found.packs == found.grid == found.tiling.m_groups > H200.multiprocessors
+
+
 WIDE = Problem.make(8, 32, 64, (256, 320), 3, 1, 1).with_(precision="tf32")  # 19 tiles for a multiprocessor
 
 

@@ -71,127 +71,21 @@ struct Fiber {
   size_t uncommitted_products, uncommitted_copies;
 };
 
-static std::vector<Fiber*> fibers;  // kept for the next launch
-static std::vector<Block> blocks;   // that run at once
-static int running, cluster_size;
-static Sync cluster_sync_state;
-static u32 cluster_alive;
-static Fiber* self;
-static jmp_buf scheduler, failed;
-static char failure[256];
-static void (*entry)();
-static bool late;                                       // whether what is asynchronous is done when it is waited for, not at once
-static std::vector<std::function<void()>> under_way;    // copies that count at barriers
-static u32 shared_bytes;
-static int grid;
+extern std::vector<Block> blocks;                       // that run at once
+extern Fiber* self;
+extern Sync cluster_sync_state;
+extern u32 cluster_alive;
+extern bool late;                                       // whether what is asynchronous is done when it is waited for, not at once
+extern u32 shared_bytes;
+extern int grid;
+extern const char* given;                               // a launch's arguments
 
-static u64 random_state = 1;
-static u32 below(u32 n) {
-  random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
-  return (u32)(random_state >> 33) % n;
-}
-
-[[noreturn]] static void fail(const char* what) {
-  snprintf(failure, sizeof failure, "%s (block %d, thread %d)", what, self ? self->block->index : -1, self ? self->thread : -1);
-  _longjmp(failed, 1);
-}
-
-static void yield() {
-  if (!_setjmp(self->at)) _longjmp(scheduler, 1);
-}
-static void release(Sync& s, u32 count) {
-  if (count && s.arrived >= count) s.arrived = 0, s.generation++;
-}
-static void wait_for(const Sync& s, u32 generation) {
-  if (s.generation != generation) return;
-  self->sync = &s, self->generation = generation;
-  yield();
-}
-static void meet(Sync& s, u32 count) {
-  const u32 generation = s.generation;
-  s.arrived++;
-  release(s, count);
-  wait_for(s, generation);
-}
+[[noreturn]] void fail(const char* what);
+void yield();
+void release(Sync& s, u32 count);
+void wait_for(const Sync& s, u32 generation);
+void meet(Sync& s, u32 count);
 static Warp& warp_of() { return self->block->warps[self->thread / 32]; }
-static bool ready(const Fiber& f) {
-  if (f.sync) return f.sync->generation != f.generation;
-  return !f.barrier || (*f.barrier & 1) != f.parity;
-}
-static void fiber_entry() {
-  entry();
-  self->done = true;
-  Block& b = *self->block;
-  Warp& w = b.warps[self->thread / 32];
-  release(w.sync, --w.alive);
-  release(b.all, --b.alive);
-  release(cluster_sync_state, --cluster_alive);
-  if (!self->products.empty()) fail("a thread left before its matrix instructions were done");
-  _longjmp(scheduler, 1);
-}
-__attribute__((noinline)) static void go_on(Fiber& f) {
-  if (_setjmp(scheduler)) return;
-  self = &f;
-  f.sync = nullptr, f.barrier = nullptr;
-  if (f.begun) _longjmp(f.at, 1);
-  f.begun = true;
-  setcontext(&f.context);
-}
-
-static const size_t stack_bytes = 1 << 17;
-// Runs blocks `first` to `first + count` at once, of so many threads.
-static void run_blocks(int first, int count, int threads) {
-  blocks.resize(count);
-  while ((int)fibers.size() < count * threads) fibers.push_back(new Fiber());
-  static std::vector<unsigned char> memory;
-  const size_t pitch = (shared_bytes + 1023) / 1024 * 1024 + 1024;
-  memory.assign(count * pitch + 1024, 0xff);
-  unsigned char* at = memory.data() + (1024 - (size_t)memory.data() % 1024);
-  cluster_alive = count * threads, cluster_sync_state = Sync();
-  for (int b = 0; b < count; b++) {
-    blocks[b] = Block();
-    blocks[b].index = first + b, blocks[b].bytes = at + b * pitch, blocks[b].alive = threads;
-    blocks[b].warps.resize((threads + 31) / 32);
-    for (int t = 0; t < threads; t++) {
-      blocks[b].warps[t / 32].alive++;
-      Fiber& f = *fibers[b * threads + t];
-      if (!f.stack) f.stack = (char*)malloc(stack_bytes);
-      if (!f.stack) fail("no memory for a thread's stack");
-      f.begun = f.done = false, f.block = &blocks[b], f.thread = t, f.sync = nullptr, f.barrier = nullptr, f.spins = 0;
-      f.products.clear(), f.stores.clear(), f.product_groups.clear(), f.copies.clear(), f.copy_groups.clear();
-      f.uncommitted_products = f.uncommitted_copies = 0;
-      getcontext(&f.context);
-      f.context.uc_stack.ss_sp = f.stack, f.context.uc_stack.ss_size = stack_bytes, f.context.uc_link = nullptr;
-      makecontext(&f.context, fiber_entry, 0);
-    }
-  }
-  const int all = count * threads;
-  running = all;
-  under_way.clear();
-  while (running) {
-    bool progress = false;
-    const int begin = below(all), step = below(2) ? 1 : -1;
-    for (int i = 0; i < all; i++) {
-      Fiber& f = *fibers[((begin + i * step) % all + all) % all];
-      if (f.done || !ready(f)) continue;
-      go_on(f);
-      running -= f.done;
-      progress = true;
-    }
-    self = nullptr;
-    if (!progress && under_way.empty() && running) fail("threads wait for each other");
-    if (!under_way.empty() && (!progress || below(8) == 0)) {
-      const size_t i = below(under_way.size());
-      std::function<void()> work = under_way[i];
-      under_way.erase(under_way.begin() + i);
-      work();
-    }
-  }
-  while (!under_way.empty()) {  // nobody waited for these
-    under_way.back()();
-    under_way.pop_back();
-  }
-}
 
 }  // namespace machine
 
@@ -213,13 +107,7 @@ static void __syncwarp() {
 
 namespace machine {
 // Shows the warp `words`, and returns what lanes showed.
-static const u64 (&exchange(const u64 (&words)[4]))[32][4] {
-  Warp& w = warp_of();
-  auto& shown = w.exchanged[w.sync.generation & 1];
-  memcpy(shown[self->thread % 32], words, sizeof words);
-  __syncwarp();
-  return shown;
-}
+const u64 (&exchange(const u64 (&words)[4]))[32][4];
 template <class V> static V exchange_one(V v, int lane) {
   u64 words[4] = {};
   static_assert(sizeof v <= 8, "a value of a register");
@@ -275,13 +163,7 @@ namespace machine {
 static const u32 SHARED_BEGIN = 1024;
 static unsigned char* dynamic_memory() { return self->block->bytes; }
 
-static unsigned char* shared_at(u32 at, u32 bytes) {
-  const Block& b = at >> 24 ? blocks[(at >> 24) - 1] : *self->block;
-  at &= 0xffffff;
-  if (at % (bytes < 16 ? bytes : 16)) fail("a misaligned access to shared memory");
-  if (at < SHARED_BEGIN || at + bytes > SHARED_BEGIN + shared_bytes) fail("an access outside of shared memory");
-  return b.bytes + (at - SHARED_BEGIN);
-}
+unsigned char* shared_at(u32 at, u32 bytes);
 // Of static arrays, which have no bounds here.
 static unsigned char* anywhere(u32 at) { return dynamic_memory() + (int)(at - SHARED_BEGIN); }
 template <class T> static T load_shared(u32 at) {
@@ -300,27 +182,15 @@ template <class T> static T argument(const char*& from) {
   from += (sizeof v + 7) / 8 * 8;
   return v;
 }
-static const char* given;
+template <class... A> struct Called {
+  Called(void (*kernel)(A...), A... arguments) { kernel(arguments...); }
+};
 template <class... A> static void call(void (*kernel)(A...)) {
   const char* from = given;
-  std::tuple<A...> arguments{argument<A>(from)...};
-  std::apply(kernel, arguments);
-}
-// A test runs many kernels, each with stacks of its own: together they would be more than memory.
-static void free_stacks() {
-  for (Fiber* f : fibers) free(f->stack), f->stack = nullptr;
+  Called<A...>{kernel, argument<A>(from)...};           // in braces, so that arguments are taken in their order
 }
 // Runs a grid; `together`: blocks that run at once. Returns what went wrong, or null.
-static const char* launch(void (*with)(), int count, int threads, int shared, const char* arguments, int together, int seed) {
-  if (_setjmp(failed)) {
-    free_stacks();
-    return failure;
-  }
-  entry = with, given = arguments, grid = count, shared_bytes = shared, late = seed & 1, random_state = seed * 2654435761u + 1, self = nullptr;
-  for (int first = 0; first < count; first += together) run_blocks(first, min(together, count - first), threads);
-  free_stacks();
-  return nullptr;
-}
+const char* launch(void (*with)(), int count, int threads, int shared, const char* arguments, int together, int seed);
 }  // namespace machine
 
 static u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - machine::dynamic_memory()) + machine::SHARED_BEGIN; }

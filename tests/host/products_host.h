@@ -33,10 +33,6 @@ template <int P> static void operand_row(u64 of, bool turned, int mn, float* to)
     to[k] = two[0];
   }
 }
-static void later(std::function<void()> product) {
-  if (!late) return product();
-  self->products.push_back(product), self->uncommitted_products++;
-}
 // A thread's own sums: rows g and g + 8 of its warp's 16, columns 2t and 2t + 1 of each 8.
 template <int P> static void add_products(float* d, int columns, const float (&rows)[2][16], u64 b, bool turned, bool adds) {
   const int t = self->thread % 4;
@@ -52,6 +48,13 @@ template <int P> static void add_products(float* d, int columns, const float (&r
       }
     }
 }
+template <int P, bool A_TURNED, bool B_TURNED> static void multiply_described(const Product& p) {
+  float rows[2][16];
+  const int row = self->thread % 128 / 32 * 16 + self->thread % 32 / 4;
+  for (int h = 0; h < 2; h++) operand_row<P>(p.a, A_TURNED, row + 8 * h, rows[h]);
+  add_products<P>(p.d, p.columns, rows, p.b, B_TURNED, p.adds);
+}
+template <int P, bool B_TURNED> static void multiply_rows(const Product& p) { add_products<P>(p.d, p.columns, p.rows, p.b, B_TURNED, p.adds); }
 }  // namespace machine
 
 template <int P> static void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
@@ -75,18 +78,11 @@ static u64 descriptor_of_words(const u32 (&a)[4]) { return (u64)a[1] << 32 | a[0
 
 template <int N> struct WgmmaOf {
   template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> static void multiply(float (&d)[COUNT], u64 a, u64 b) {
-    float* sums = d;
-    machine::later([=] {
-      float rows[2][16];
-      const int row = machine::self->thread % 128 / 32 * 16 + machine::self->thread % 32 / 4;
-      for (int h = 0; h < 2; h++) machine::operand_row<P>(a, A_TURNED, row + 8 * h, rows[h]);
-      machine::add_products<P>(sums, N, rows, b, B_TURNED, ADDS);
-    });
+    machine::later({d, N, ADDS, a, b}, machine::multiply_described<P, A_TURNED, B_TURNED>);
   }
   template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> static void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) {
-    float* sums = d;
-    struct { float of[2][16]; } rows;
-    machine::rows_shown<P>(machine::exchange({a[0], a[1], a[2], a[3]}), rows.of);
-    machine::later([=] { machine::add_products<P>(sums, N, rows.of, b, B_TURNED, ADDS); });
+    machine::Product product = {d, N, ADDS, 0, b};
+    machine::rows_shown<P>(machine::exchange({a[0], a[1], a[2], a[3]}), product.rows);
+    machine::later(product, machine::multiply_rows<P, B_TURNED>);
   }
 };

@@ -14,27 +14,7 @@ static void wait_for_results() {}
 
 namespace machine {
 static u64& mbarrier(u32 at) { return *(u64*)shared_at(at, 8); }
-static void advance(u32 at, int arrivals, int bytes) {
-  u64& b = mbarrier(at);
-  u32 parity = b & 1, count = b >> 1 & 0x7fff, missing = b >> 16 & 0x7fff;
-  int expected = (int)(b >> 32) + bytes;
-  if (!count) fail("a barrier that was not initialised");
-  if ((int)missing < arrivals) fail("a barrier has more arrivals than it waits for");
-  missing -= arrivals;
-  if (!missing && !expected) parity ^= 1, missing = count;
-  b = parity | (u64)count << 1 | (u64)missing << 16 | (u64)(u32)expected << 32;
-}
-// Work that ends with bytes at a barrier: now, or later.
-static void start(std::function<void()> work) {
-  Fiber* by = self;
-  if (!late && below(2)) return work();
-  under_way.push_back([=] {
-    Fiber* now = self;
-    self = by;
-    work();
-    self = now;
-  });
-}
+void advance(u32 at, int arrivals, int bytes);
 }  // namespace machine
 
 static void barrier_init(u32 barrier, int count) { machine::mbarrier(barrier) = (u64)count << 1 | (u64)count << 16; }
@@ -44,13 +24,7 @@ static void expect_bytes(u32 barrier, u32 bytes) {
   machine::advance(barrier, 0, bytes);
   machine::advance(barrier, 1, 0);
 }
-static void barrier_wait(u32 barrier, u32 parity) {
-  const u64& b = machine::mbarrier(barrier);
-  if (!(b >> 1 & 0x7fff)) machine::fail("a barrier that was not initialised");
-  if ((b & 1) != parity) return;
-  machine::self->barrier = &b, machine::self->parity = parity;
-  machine::yield();
-}
+void barrier_wait(u32 barrier, u32 parity);
 static bool barrier_done(u32 barrier, u32 parity) {
   barrier_wait(barrier, parity);
   return true;
@@ -84,23 +58,8 @@ static void barrier_wait_cluster(u32 barrier) { barrier_wait(barrier, 0); }
 // --- copies into shared memory ------------------------------------------------------------------------------------------
 
 namespace machine {
-static void copy_words(u32 to, const void* from, int size, int bytes) {
-  unsigned char* at = anywhere(to);
-  if ((size_t)from % size && bytes) fail("a copy from a misaligned place");
-  auto work = [=] {
-    if (bytes) memcpy(at, from, bytes);
-    memset(at + bytes, 0, size - bytes);
-  };
-  if (!late) return work();
-  self->copies.push_back(work), self->uncommitted_copies++;
-}
-static void finish_copies(Fiber& f, size_t groups_left) {
-  while (f.copy_groups.size() > groups_left) {
-    for (size_t i = 0; i < f.copy_groups[0]; i++) f.copies[i]();
-    f.copies.erase(f.copies.begin(), f.copies.begin() + f.copy_groups[0]);
-    f.copy_groups.erase(f.copy_groups.begin());
-  }
-}
+void copy_words(u32 to, const void* from, int size, int bytes);
+void finish_copies(Fiber& f, size_t groups_left);
 }  // namespace machine
 
 static void copy16(u32 to, const void* from) { machine::copy_words(to, from, 16, 16); }
@@ -115,16 +74,7 @@ static void copy_wait_all() {
   copy_commit();
   copy_wait<0>();
 }
-static void arrive_when_copied(u32 barrier) {
-  using namespace machine;
-  std::vector<std::function<void()>> copies;
-  copies.swap(self->copies);
-  self->copy_groups.clear(), self->uncommitted_copies = 0;
-  start([=] {
-    for (auto& copy : copies) copy();
-    advance(barrier, 1, 0);
-  });
-}
+void arrive_when_copied(u32 barrier);
 
 // --- bulk copies --------------------------------------------------------------------------------------------------------
 
@@ -141,82 +91,15 @@ static u32 to_tf32(float v);
 
 namespace machine {
 static u32 swizzled(u32 at, u32 span) { return span ? at ^ (at >> 7 & (span / 16 - 1)) << 4 : at; }
-// Elements of a box: where they are in shared memory, and in the tensor (null: nowhere).
-template <class Each> static u32 each_of_box(const TensorMap& m, u32 at, const int (&first)[5], Each each) {
-  const u32 element = (u32)m.strides[0];
-  u32 copied[5], count = 1;
-  for (int i = 0; i < 5; i++) copied[i] = (m.box[i] + m.steps[i] - 1) / m.steps[i], count *= copied[i];
-  if (at % 128) fail("a box at a misaligned place");
-  for (int i = 1; i < 5; i++)
-    if (m.dims[i] > 1 && m.strides[i] % 16) fail("a tensor map of misaligned strides");
-  if (m.address % 16) fail("a tensor map of a misaligned tensor");
-  if (copied[0] * element % 16) fail("a box whose rows are not whole units");
-  for (u32 i = 0; i < count; i++) {
-    u32 rest = i;
-    bool there = true;
-    u64 from = m.address;
-    for (int k = 0; k < 5; k++) {
-      const long long c = first[k] + (long long)(rest % copied[k]) * m.steps[k];
-      rest /= copied[k];
-      there &= c >= 0 && c < m.dims[k];
-      from += c * m.strides[k];
-    }
-    each(shared_at(swizzled(at + i * element, m.span), element), there ? (unsigned char*)from : nullptr, element);
-  }
-  return count * element;
-}
+void store_words(void* to, u32 from, int bytes);          // a bulk copy out: now, or when it is waited for
 }  // namespace machine
 
-static void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
-  using namespace machine;
-  if (bytes % 16 || (size_t)from % 16 || to % 16 || !bytes) fail("a bulk copy that is not of whole units");
-  shared_at(to + bytes - 16, 16);
-  start([=] {
-    memcpy(shared_at(to, 16), from, bytes);
-    advance(barrier, 0, -(int)bytes);
-  });
-}
-static void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier) {
-  using namespace machine;
-  const TensorMap* m = &map;
-  start([=] {
-    const int first[5] = {a, b, c, d, e};
-    const u32 bytes = each_of_box(*m, to, first, [&](unsigned char* at, const unsigned char* from, u32 size) {
-      if (from) memcpy(at, from, size);
-      else memset(at, 0, size);
-      float v;
-      if (m->rounded) {
-        memcpy(&v, at, 4);
-        const u32 word = to_tf32(v);
-        memcpy(at, &word, 4);
-      }
-    });
-    advance(barrier, 0, -(int)bytes);
-  });
-}
-static void store_box(const TensorMap& map, u32 from, int a, int b, int c, int d, int e) {
-  using namespace machine;
-  const TensorMap* m = &map;
-  auto work = [=] {
-    const int first[5] = {a, b, c, d, e};
-    each_of_box(*m, from, first, [](const unsigned char* at, unsigned char* to, u32 size) {
-      if (to) memcpy(to, at, size);
-    });
-  };
-  if (late) self->stores.push_back(work);
-  else work();
-}
-template <int BYTES> static void store_bulk(void* to, u32 from) {
-  using namespace machine;
-  auto work = [=] { memcpy(to, shared_at(from, 16), BYTES); };
-  if (late) self->stores.push_back(work);
-  else work();
-}
+void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier);
+void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier);
+void store_box(const TensorMap& map, u32 from, int a, int b, int c, int d, int e);
+template <int BYTES> static void store_bulk(void* to, u32 from) { machine::store_words(to, from, BYTES); }
 static void bulk_commit() {}
-static void bulk_wait() {
-  for (auto& store : machine::self->stores) store();
-  machine::self->stores.clear();
-}
+void bulk_wait();
 static void bulk_wait_read() { bulk_wait(); }
 static void fence_async_shared() {}
 static void fence_async() {}
@@ -268,21 +151,13 @@ static void store_shared_f32x2(u32 a, float v, float w) { machine::store_shared<
 static void store_shared_f32x4(u32 a, float v0, float v1, float v2, float v3) { machine::store_shared<float4>(a, {v0, v1, v2, v3}); }
 
 namespace machine {
-static void store_global(void* to, const void* from, size_t bytes, bool ok) {
-  if (!ok) return;
-  if ((size_t)to % bytes) fail("a misaligned store");
-  memcpy(to, from, bytes);
-}
+void store_global(void* to, const void* from, size_t bytes, bool ok);
 }  // namespace machine
 static void store_global_if(void* to, u32 v, bool ok) { machine::store_global(to, &v, 4, ok); }
 static void store_global_64_if(void* to, const u32 (&v)[4], bool ok) { machine::store_global(to, v, 8, ok); }
 static void store_global_128_if(void* to, const u32 (&v)[4], bool ok) { machine::store_global(to, v, 16, ok); }
 static void store_global_16_if(void* to, u32 v, bool ok) { machine::store_global(to, &v, 2, ok); }
-static u32 load_acquire(const u32* from) {
-  if (machine::self->spins++ > 1000000) machine::fail("a thread waits for a word that nobody writes");
-  machine::yield();
-  return *from;
-}
+u32 load_acquire(const u32* from);
 
 // --- the compiler and registers -----------------------------------------------------------------------------------------
 
@@ -327,63 +202,14 @@ static u32 bfloat_pair(float low, float high) { return bfloat_bits(low) | bfloat
 // --- matrix instructions ------------------------------------------------------------------------------------------------
 
 namespace machine {
-static void finish_products(size_t groups_left) {
-  Fiber& f = *self;
-  while (f.product_groups.size() > groups_left) {
-    for (size_t i = 0; i < f.product_groups[0]; i++) f.products[i]();
-    f.products.erase(f.products.begin(), f.products.begin() + f.product_groups[0]);
-    f.product_groups.erase(f.product_groups.begin());
-  }
-}
+// A thread's part of a wgmma: by what descriptors say of A, or by rows that it holds.
+struct Product { float* d; int columns; bool adds; u64 a, b; float rows[2][16]; };
+void later(const Product& product, void (*multiply)(const Product&));  // now, or when it is waited for
+void finish_products(size_t groups_left);
 }  // namespace machine
 
-#ifdef PRECISION
-namespace machine {
-#if PRECISION < 2
-static const int K = 8;
-#else
-static const int K = 16;
-#endif
-// The numbers of 32 bits as matrix instructions read them: one of TF32, whose low bits they ignore, or two of 16 bits.
-static void numbers_of(u32 word, float* to) {
-#if PRECISION < 2
-  to[0] = __uint_as_float(word & 0xffffe000u);
-#elif PRECISION == 2
-  to[0] = half_value(word & 0xffff), to[1] = half_value(word >> 16);
-#else
-  to[0] = bfloat_value(word & 0xffff), to[1] = bfloat_value(word >> 16);
-#endif
-}
-// Row g and row g + 8 of a warp's 16, from the registers of the lanes that have them.
-static void rows_of(const u64 (&shown)[32][4], float (&rows)[2][16]) {
-  const int g = self->thread % 32 / 4;
-  for (int t = 0; t < 4; t++)
-    for (int r = 0; r < 4; r++) numbers_of((u32)shown[4 * g + t][r], rows[r % 2] + K / 8 * (r / 2 * 4 + t));
-}
-}  // namespace machine
-
-static void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-  using namespace machine;
-  const int g = self->thread % 32 / 4, t = self->thread % 4;
-  const auto& shown = exchange({a[0] | (u64)b0 << 32, a[1] | (u64)b1 << 32, a[2], a[3]});
-  float rows[2][16], columns[2][16];
-  rows_of(shown, rows);
-  for (int c = 0; c < 2; c++)
-    for (int s = 0; s < 4; s++)
-      for (int r = 0; r < 2; r++) numbers_of((u32)(shown[4 * (2 * t + c) + s][r] >> 32), columns[c] + K / 8 * (r * 4 + s));
-  for (int h = 0; h < 2; h++)
-    for (int c = 0; c < 2; c++) {
-      float sum = 0;
-      for (int k = 0; k < K; k++) sum += rows[h][k] * columns[c][k];
-      d[2 * h + c] += sum;
-    }
-}
-#endif
 static void wgmma_fence() {}
-static void wgmma_commit() {
-  machine::self->product_groups.push_back(machine::self->uncommitted_products);
-  machine::self->uncommitted_products = 0;
-}
+void wgmma_commit();
 // A warp's lanes go on together, as of all instructions that are `.sync.aligned`: what one gives back none reads any more.
 template <int N> static void wgmma_wait() {
   machine::finish_products(N);

@@ -9,5 +9,5 @@
 #include <cstring>
 #include <functional>
 #include <string>
-#include <tuple>
+#include <unordered_set>
 #include <vector>

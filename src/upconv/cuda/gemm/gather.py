@@ -88,7 +88,7 @@ class Choice(family.Defaults):
         if not t.packs or self.general or self.seconds > _LONGEST_PACKING:
             return 0
         if grid == t.arguments(self.problem)[-1]:  # whose tiles leave multiprocessors idle: these pack too
-            grid = min(self.gpu.multiprocessors, max(grid, t.pack_blocks))
+            grid = max(grid, min(self.gpu.multiprocessors, t.pack_blocks))
         return grid if t.pack_blocks <= _MOST_PARTS * grid else 0
 
     @property
