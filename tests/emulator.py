@@ -1,6 +1,6 @@
 """Kernels on a CPU, from their own source: a stand-in for the driver, by which a family's launches run on CPU tensors.
 
-``host/machine.h`` is the GPU; ``host/ptx_host.h`` and ``host/products_host.h`` stand for the headers that have PTX.
+``host/machine.h`` is the GPU; ``host/ptx_host.h`` and ``host/wgmma_host.h`` stand for the headers that have PTX.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ const char* run_{0}(int grid, int threads, int shared, const char* arguments, in
 
 def for_host(source: str, entries: tuple[str, ...]) -> str:
     """A kernel's source for a C++ compiler, with a function for each entry that runs a grid."""
-    for name in ("ptx", "products"):
+    for name in ("ptx", "wgmma"):
         source = re.sub(_HEADER.format(name), f'#include "{name}_host.h"\n', source, flags=re.DOTALL)
     source = re.sub(
         r"extern __shared__[^;]* memory\[\];", "unsigned char* const memory = machine::dynamic_memory();", source

@@ -1,7 +1,7 @@
 // What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases), or whose rows of M are (joined):
 // sums, and the operands that descriptors are of.
 #include "packing.cuh"
-#include "products.cuh"
+#include "wgmma.cuh"
 #include "ring.cuh"
 
 // Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.

@@ -1,6 +1,6 @@
 // A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
 #include "gather_work.cuh"
-#include "products.cuh"
+#include "wgmma.cuh"
 
 template <class C>
 struct Columns {

@@ -13,7 +13,7 @@
 // K is split over ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
 // their index: the same bits in every run, without atomics.
 #include "wgrad.cuh"
-#include "products.cuh"
+#include "wgmma.cuh"
 
 // What wgrad_wgmma.cu has besides.
 template <class C>

@@ -1,6 +1,6 @@
 // A warpgroup's multiplications in wgrad_wgmma.cu: fragments of g, from registers or by descriptor, by rows of x.
 #include "wgrad_copies.cuh"
-#include "products.cuh"
+#include "wgmma.cuh"
 
 // What a thread has of M, and a chunk's positions as g's tile has them.
 template <class T>

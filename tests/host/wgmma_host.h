@@ -1,4 +1,4 @@
-// products.cuh for the host: matrix instructions of precision P, wgmma by what descriptors say of shared memory.
+// wgmma.cuh for the host: matrix instructions of precision P, wgmma by what descriptors say of shared memory.
 namespace machine {
 template <int P> constexpr int K_OF = P < FP16 ? 8 : 16;
 
