@@ -77,7 +77,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900       // a host's compiler reads the names, and no more
 #define HAS_ASYNC_PROXY 1  // wgmma and bulk copies read shared memory through another proxy than ordinary stores
 #else
 #define HAS_ASYNC_PROXY 0
@@ -405,11 +405,6 @@ __device__ __forceinline__ float bfloat_value(u32 bits) { return __uint_as_float
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
-// mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K. Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
-#if PRECISION < 2
-#elif PRECISION == 2
-#else
-#endif
 
 // A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
 
@@ -858,45 +853,15 @@ static __device__ __forceinline__ int end_chunk(int variant) {
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
 
-// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases),
-// or whose rows of M are (joined): packing what their operand of weights is, and counting in its descriptors.
+// Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
 
 constexpr int PACK_THREADS = 256;
 
 // The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
 template <class K>
-__global__ void __launch_bounds__(PACK_THREADS) pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+__global__ void __launch_bounds__(PACK_THREADS)
+pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
   K::pack_weights(weight, packed, tap_step);
-}
-
-// Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.
-template <int BYTES>
-constexpr u64 ROWS_OF = (u64)(8 * BYTES >> 4) << 32 | (u64)(BYTES == 32 ? 3 : BYTES == 64 ? 2 : 1) << 62;
-
-// Sums of a tile, ahead of a fence of wgmma (see `opaque`).
-template <int N>
-__device__ __forceinline__ void zero(float (&sums)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    sums[i] = 0.f;
-    opaque(sums[i]);
-  }
-}
-template <class Sums, int N>
-__device__ __forceinline__ void zero(Sums (&sums)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) zero(sums[i]);
-}
-
-// Of 16 bytes of a row's elements, from its element `at` on, those from `low` to `high`.
-template <int ELEMENT>
-__device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high, bool any) {
-#pragma unroll
-  for (int e = 0; e < 16 / ELEMENT; e++) {
-    bool ok = any && at + e >= low && at + e < high;
-    if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
-    else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
-  }
 }
 
 // Weights, from memory to a consumer's registers: fragments in the order in which they are used.
@@ -1412,7 +1377,7 @@ static __device__ __forceinline__ int variant_of(int entry) {
   return variant;
 }
 
-// --- by a kernel of its own: `pack` and `pack_float` of columns.cuh ---------------------------------------------------
+// --- by a kernel of its own: `pack` and `pack_float` of packing.cuh ---------------------------------------------------
 
 template <class Weight>
 static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {

@@ -81,7 +81,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900       // a host's compiler reads the names, and no more
 #define HAS_ASYNC_PROXY 1  // wgmma and bulk copies read shared memory through another proxy than ordinary stores
 #else
 #define HAS_ASYNC_PROXY 0
@@ -413,11 +413,6 @@ __device__ __forceinline__ float bfloat_value(u32 bits) { return __uint_as_float
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
-// mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K. Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
-#if PRECISION < 2
-#elif PRECISION == 2
-#else
-#endif
 
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 
@@ -442,8 +437,7 @@ struct Float32 {
 template <> struct NumberOf<TF32> : Float32 {};
 template <> struct NumberOf<IEEE> : Float32 {};
 
-// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases),
-// or whose rows of M are (joined): packing what their operand of weights is, and counting in its descriptors.
+// Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
 
 constexpr int PACK_THREADS = 256;
 
@@ -465,6 +459,26 @@ __device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
 // An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero.
 struct WeightAt { bool there; int first, second, tap; };
 
+// Writes a unit of a kernel's packed weights. (Not a generic lambda, for which some compilers want an annotation that others refuse.)
+template <class K, class Weight>
+struct UnitWriter {
+  const Weight* weight;
+  char* packed;
+  int tap_step;
+
+  template <class At>
+  __device__ __forceinline__ void operator()(long long place, const At& at) const {
+    u32 v[K::VEC];
+#pragma unroll
+    for (int e = 0; e < K::VEC; e++) {
+      const WeightAt w = at(e);
+      int of = tap_step == 1 ? w.second * K::TAPS_IN_ALL + w.tap : w.tap * tap_step + w.second;
+      v[e] = w.there ? operand<K::C::precision>(weight[w.first * (K::SECOND * K::TAPS_IN_ALL) + of]) : 0;
+    }
+    write_operands(packed + place, v);
+  }
+};
+
 // What a kernel K inherits whose packed weights are units of 16 bytes, each a thread's. It has PACK_UNITS of them, the weight's SECOND
 // dimension, its TAPS_IN_ALL, and `pack_unit(i, write)`, which calls `write(place, at)` with unit i's byte and its elements' `WeightAt`s.
 // The weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
@@ -474,56 +488,15 @@ struct PacksUnits {
   static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
     let_dependent_begin();                              // the kernel
     int i = blockIdx.x * PACK_THREADS + threadIdx.x;
-    if (i >= K::PACK_UNITS) return;
-    K::pack_unit(i, [=](long long place, const auto& at) {
-      u32 v[K::VEC];
-#pragma unroll
-      for (int e = 0; e < K::VEC; e++) {
-        const WeightAt w = at(e);
-        int of = w.first * (K::SECOND * K::TAPS_IN_ALL) + (tap_step == 1 ? w.second * K::TAPS_IN_ALL + w.tap : w.tap * tap_step + w.second);
-        v[e] = w.there ? operand<K::C::precision>(weight[of]) : 0;
-      }
-      write_operands(packed + place, v);
-    });
+    if (i < K::PACK_UNITS) K::pack_unit(i, UnitWriter<K, Weight>{weight, packed, tap_step});
   }
 };
 
 // The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
 template <class K>
-__global__ void __launch_bounds__(PACK_THREADS) pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+__global__ void __launch_bounds__(PACK_THREADS)
+pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
   K::pack_weights(weight, packed, tap_step);
-}
-
-// Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.
-template <int BYTES>
-constexpr u64 ROWS_OF = (u64)(8 * BYTES >> 4) << 32 | (u64)(BYTES == 32 ? 3 : BYTES == 64 ? 2 : 1) << 62;
-
-__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
-
-// Sums of a tile, ahead of a fence of wgmma (see `opaque`).
-template <int N>
-__device__ __forceinline__ void zero(float (&sums)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    sums[i] = 0.f;
-    opaque(sums[i]);
-  }
-}
-template <class Sums, int N>
-__device__ __forceinline__ void zero(Sums (&sums)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) zero(sums[i]);
-}
-
-// Of 16 bytes of a row's elements, from its element `at` on, those from `low` to `high`.
-template <int ELEMENT>
-__device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high, bool any) {
-#pragma unroll
-  for (int e = 0; e < 16 / ELEMENT; e++) {
-    bool ok = any && at + e >= low && at + e < high;
-    if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
-    else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
-  }
 }
 
 // Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
@@ -684,6 +657,41 @@ __device__ __forceinline__ void run_block(const Init& init, const Produce& produ
     wait_for_results();
     more_registers<CONSUMER_REGISTERS>();
     consume(warpgroup - PRODUCERS, thread);
+  }
+}
+
+// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases), or whose rows of M are (joined):
+// sums, and the operands that descriptors are of.
+
+// Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.
+template <int BYTES>
+constexpr u64 ROWS_OF = (u64)(8 * BYTES >> 4) << 32 | (u64)(BYTES == 32 ? 3 : BYTES == 64 ? 2 : 1) << 62;
+
+__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
+
+// Sums of a tile, ahead of a fence of wgmma (see `opaque`).
+template <int N>
+__device__ __forceinline__ void zero(float (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    sums[i] = 0.f;
+    opaque(sums[i]);
+  }
+}
+template <class Sums, int N>
+__device__ __forceinline__ void zero(Sums (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) zero(sums[i]);
+}
+
+// Of 16 bytes of a row's elements, from its element `at` on, those from `low` to `high`.
+template <int ELEMENT>
+__device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high, bool any) {
+#pragma unroll
+  for (int e = 0; e < 16 / ELEMENT; e++) {
+    bool ok = any && at + e >= low && at + e < high;
+    if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
+    else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
   }
 }
 
@@ -2033,7 +2041,7 @@ static __device__ __forceinline__ int variant_of(int entry) {
   return variant;
 }
 
-// --- by a kernel of its own: `pack` and `pack_float` of columns.cuh ---------------------------------------------------
+// --- by a kernel of its own: `pack` and `pack_float` of packing.cuh ---------------------------------------------------
 
 template <class Weight>
 static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {

@@ -388,13 +388,6 @@ def each_plan(request: pytest.FixtureRequest) -> Iterator[list[Problem]]:
         yield forced
 
 
-def host_header() -> str:
-    """``direct.cuh`` for a C++ compiler: conversions are the functions of tests/host."""
-    text = (jit.KERNELS / "direct.cuh").read_text()
-    types = "typedef unsigned short u16;\ntypedef unsigned int u32;\n"
-    return types + text.replace("#pragma once\n", "").replace('#include "ptx.cuh"\n', "")
-
-
 def instance_header(file: str, constants: dict[str, Any], kernel: str) -> str:
     """A kernel's templates for a C++ compiler without ``ptx.cuh``, with K, their instance of the constants."""
     texts = "\n".join(jit.with_includes(file, {"ptx.cuh"}))

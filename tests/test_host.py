@@ -58,7 +58,7 @@ def kernel_files(folder: Path, constants: Mapping[str, jit.Constant], **files: t
     """
     declared = "".join(f"{found[1] or ''}{found[2]};\n" for found in DECLARED.finditer(PTX))
     (folder / "declared.h").write_text(declared)
-    seen = {"ptx.cuh", "products.cuh"}
+    seen = {"ptx.cuh", "wgmma.cuh"}
     text = '#include "names.h"\n' + jit.struct_of(jit.CONFIG, constants)
     for name, wanted in files.items():
         for file in wanted:

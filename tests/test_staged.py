@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import HOST, host_header, host_program, needs_gxx
+from conftest import HOST, host_program, instance_header, needs_gxx
 from strategies import DTYPES, problems
 from test_direct_grad import GPUS, GRADIENTS, SUITE, needs_nvrtc, versions
 from upconv import planner, reference
@@ -26,21 +26,15 @@ from upconv.cuda.direct.staged import Choice, Tile, Unfit
 from upconv.cuda.gpu import H200, Gpu
 from upconv.problem import Problem
 
-KERNELS = jit.KERNELS
-
-
 # --- the kernels, compiled for the host ------------------------------------------------------------------------------
 
 
 def program(tile: Tile, folder: Path) -> Path:
     """The kernels of a tile as a program of their own."""
-    macros = {**tile.macros(), "SHARED_BYTES": tile.shared_bytes}
-    body = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    body += (KERNELS / "staged.cu").read_text().replace('#include "direct.cuh"', "").replace("extern __shared__", "//")
-    heads = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    main = (HOST / "staged.cpp").read_text()
-    (folder / "kernel.h").write_text(host_header() + body[len(heads) :])
-    (folder / "staged.cpp").write_text(heads + main)
+    text = instance_header("staged.cu", tile.constants(), "Staged").replace("extern __shared__", "//")
+    (folder / "kernel.h").write_text(text)
+    heads = f"#define GRAD_WEIGHT {int(tile.weight)}\n#define SHARED_BYTES {tile.shared_bytes}\n"
+    (folder / "staged.cpp").write_text(heads + (HOST / "staged.cpp").read_text())
     return host_program(folder / "staged.cpp", folder)
 
 
@@ -175,7 +169,7 @@ def test_constants_do_not_depend_on_the_size(p: Problem, pass_: str, batch: int,
     tried = {replace(t, problem=p): t for t in staged.tiles(other)}
     for tile in staged.tiles(p):
         same = tried.get(replace(tile, problem=p))
-        assert same is None or same.macros() == tile.macros()
+        assert same is None or same.constants() == tile.constants()
 
 
 def test_the_same_choice_twice() -> None:
@@ -245,7 +239,7 @@ def test_tiles_that_do_not_fit_say_why() -> None:
 def check_compiled(choice: Choice, gpu: Gpu, most: int) -> None:
     p = choice.problem
     (unit,) = choice.sources()
-    assert set(unit.entries) == ({"grad_input"} if p.pass_ == "grad-input" else {"grad_weight", "reduce"})
+    assert set(unit.entries) == ({"grad_input"} if p.pass_ == "grad-input" else {"grad_weight", "reduce_staged"})
     found = jit.inspect(jit.cubin(unit.source, gpu.arch, unit.label))
     assert set(unit.entries) <= set(found)
     for entry in unit.entries:

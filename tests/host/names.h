@@ -1,5 +1,5 @@
 // CUDA's names that the kernels' headers mention and a program has no use for: none of them is called. Those of PTX are in declared.h,
-// which the tests make of ptx.cuh and products.cuh.
+// which the tests make of ptx.cuh and wgmma.cuh.
 #pragma once
 #ifndef __host__
 #define __host__

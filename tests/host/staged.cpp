@@ -1,9 +1,14 @@
 // staged.cu whole, for one tile: argv are its integer arguments behind the pointers, whole units, ranges of
 // tiles and blocks last; the tensors come by standard input as elements of T, and the result leaves so.
+typedef unsigned u32;
+typedef unsigned short u16;
 #include "block.h"
 
 alignas(16) static unsigned char memory[SHARED_BYTES + 64];
 #include "kernel.h"
+typedef K::T T;
+typedef K::Acc Acc;
+static const int CIN = K::CIN, COUT = K::COUT, COUT_G = K::COUT_G, TAPS = K::TAPS;
 
 static std::vector<T> first, second, out;
 static std::vector<Acc> partial;
@@ -21,15 +26,15 @@ static void read(std::vector<T>& to, size_t count) {
 
 #if GRAD_WEIGHT
 static void weight_body() {
-  grad_weight(data(first), data(second), partial.data(), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
+  grad_weight<Config>(data(first), data(second), partial.data(), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
               sizes[7], sizes[8], whole_units, (int)((tiles + splits - 1) / splits));
 }
 static void reduce_body() {
-  reduce(partial.data(), out.data(), splits, (i64)COUT_G * TAPS, TAPS, 1);
+  reduce_staged<K>(partial.data(), out.data(), splits, (i64)COUT_G * TAPS, TAPS, 1);
 }
 #else
 static void input_body() {
-  grad_input(data(first), data(second), data(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
+  grad_input<Config>(data(first), data(second), data(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
              sizes[7], sizes[8], whole_units);
 }
 #endif
