@@ -390,9 +390,9 @@ def test_blocks_claim_tiles_where_the_librarys_do() -> None:
     assert f"at::zeros({{{host._claims(found['forward'])}}}" in text
     run, unaligned = (text.split(f"void run_{name}(")[1].split("\n}")[0] for name in ("forward", "forward_unaligned"))
     assert "out.data_ptr(), counters(x));" in run
-    assert "counters" not in unaligned
+    assert "counters(" not in unaligned
     few = source(p.with_(batch=2))
-    assert "counters" not in few and "claimed = true" in text and "claimed = true" not in few
+    assert "at::zeros" not in few and "claimed = true" in text and "claimed = true" not in few
 
 
 JOINED = {

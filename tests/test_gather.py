@@ -1067,9 +1067,9 @@ def test_which_blocks_claim_tiles() -> None:
         found = gather.choose(p, gpu, **how)
         assert isinstance(found, gather.Choice)
         units, t = found.sources(), found.tiling
-        assert all(("#define CLAIMED 1\n" in unit.source) is found.claimed for unit in units)
+        assert all(("bool claimed = true;" in unit.source) is found.claimed for unit in units)
         bytes_ = t.shared_bytes + (192 if found.claimed else 0)
-        assert all(f"#define SHARED_BYTES_PLANNED {bytes_}\n" in unit.source for unit in units)
+        assert all(f"int shared_bytes = {bytes_};" in unit.source for unit in units)
         assert bytes_ <= gpu.shared_bytes
         return found.claimed
 
@@ -1085,7 +1085,7 @@ def test_which_blocks_claim_tiles() -> None:
         assert claimed(p)
         found = gather.choose(p, H200)
         assert isinstance(found, gather.Choice)
-        assert all(f"#define LAST_ROUNDS {found.last_rounds}\n" in unit.source for unit in found.sources())
+        assert all(f"int last_rounds = {found.last_rounds};" in unit.source for unit in found.sources())
         return found.last_rounds
 
     assert last_rounds(unet4.with_(**last)) == last_rounds(unet4.with_(pass_="grad-input", **last)) == 4, (

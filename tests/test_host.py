@@ -505,7 +505,7 @@ def test_weights_are_packed(
 
 
 def test_blocks_that_pack_have_the_kernels_threads() -> None:
-    assert f"constexpr int PACK_THREADS = {PACK_THREADS};\n" in (KERNELS / "columns.cuh").read_text()
+    assert f"constexpr int PACK_THREADS = {PACK_THREADS};\n" in (KERNELS / "packing.cuh").read_text()
 
 
 @pytest.mark.parametrize("seed", seeds(12, 24))  # each split with weights that stay and that do not, twice

@@ -281,7 +281,7 @@ def test_copies_are_launched_around_the_inner_kernel(p: Problem, stubs: Stubs, m
         assert stubs.names() == ["to_channels_last", "pack", "gather", "to_contiguous"]
         assert [stubs.launched[i][1] for i in (0, -1)] == blocks[::-1] and stubs.launched[2][2]
     else:
-        assert stubs.names()[:3] == ["to_channels_last", "to_channels_last", "wgrad"]
+        assert stubs.names()[:2] == ["to_channels_last"] * 2 and stubs.names()[2].startswith("wgrad")
         assert [grid for _, grid, _ in stubs.launched[:2]] == blocks
     assert not stubs.loaded
 

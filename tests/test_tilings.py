@@ -71,7 +71,7 @@ def test_tilings_come_back_from_json(case: str, precision: Any, layout: Any, pas
     assert timed[0] == found[0][1] and len({tilings.kind(t) for t in timed}) == len(timed) > 3
     for t in timed:
         again = tilings.from_json(p, json.loads(json.dumps(tilings.as_json(t))), H200)
-        assert again == t and again.macros() == t.macros()
+        assert again == t
     assert any(t.shuffle is not None for t in timed) == (case == "fsrcnn")
     assert any(t.whole is not None for t in timed) == (case == "dcgan1")
 

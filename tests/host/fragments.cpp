@@ -5,6 +5,7 @@
 using C = Config;
 using T = WgradTile<C>;
 using F = WgradFragments<T>;
+#include "machine.cpp"
 using machine::below;
 
 static long long checked;
