@@ -104,10 +104,25 @@ def original(p: Problem) -> Problem:
     )  # fmt: skip
 
 
-def result(choice: Any, seed: int, way: Way) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Of a forward or of the gradient for the input: what is launched leaves with its guards, and the reference."""
+def assert_infinities_reach_no_others(choice: Any, emulator: Emulator, way: Way) -> None:
+    """Nothing but a tap's own pixels and channels is multiplied, not even by 0, which would make an infinity NaN."""
+    torch.manual_seed(0)
+    random.seed(0)
+    emulator.seed, emulator.gpu = 0, choice.gpu
+    (out, _), truth = result(choice, 0, way, infinite=True)
+    assert 0 < truth.isfinite().sum() < truth.numel() and torch.equal(out.isfinite(), truth.isfinite()), str(choice)
+
+
+def result(choice: Any, seed: int, way: Way, infinite: bool = False) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Of a forward or of the gradient for the input: what is launched leaves with its guards, and the reference.
+
+    ``infinite``: of a source with an infinity.
+    """
     p, prepared = original(choice.problem), choice.prepare(0)
     x, w = laid_out(numbers(source_shape(p), p), p), laid_out(numbers(p.weight_shape, p), p, way.last)
+    if infinite:
+        for _ in range(3):  # some pixels may be read by no tap
+            x[-1, -1][tuple(random.randrange(n) for n in x.shape[2:])] = math.inf
     bias = numbers(result_shape(p)[1:2], p) if p.bias and (p.pass_ == "fwd" or prepared.biased) else None
     anywhere = isinstance(choice, phases.Choice) and not choice.aligned  # the kernel stores to any address
     like = laid_out(torch.empty(result_shape(p), dtype=p.dtype), p)
@@ -130,7 +145,7 @@ def result(choice: Any, seed: int, way: Way) -> tuple[tuple[Tensor, Tensor], Ten
 
 def gradient_of_weight(choice: Any, seed: int, way: Way) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """As `result`."""
-    p = choice.problem
+    p = original(choice.problem)
     x, grad = (laid_out(numbers(shape, p), p) for shape in (p.input_shape, p.output_shape))
     like = torch.empty(p.weight_shape, dtype=torch.float32 if way.single else p.dtype)
     out, around = guarded(laid_out(like, p, way.last))
@@ -151,13 +166,22 @@ class Case:
     """Products of its tiles."""
 
 
-def fewest(cases: Iterable[Case], modes: Mapping[str, Callable[[Case], bool]]) -> list[Case]:
-    """Few cases that together have every mode: the cheapest of those with the most that none before has, in turn."""
+def fewest(layers: Iterable[Iterable[Case]], modes: Mapping[str, Callable[[Case], bool]]) -> list[Case]:
+    """Few cases that together have every mode, of the first layers that do.
+
+    That is the cheapest of those with the most modes that none before has, in turn.
+    """
+    have, left = [], set(modes)
+    for layer in layers:
+        if not left:
+            break
+        new = [(case, {name for name, fits in modes.items() if fits(case)}) for case in layer]
+        have += new
+        left -= {name for _, own in new for name in own}
+    assert not left, f"no case has {sorted(left)}"
     found, left = [], set(modes)
-    have = [(case, {name for name, fits in modes.items() if fits(case)}) for case in cases]
     while left:
         case, own = max(have, key=lambda one: len(one[1] & left) / (1 + one[0].work / 5e7))
-        assert own & left, f"no case has {sorted(left)}"
         found.append(case)
         left -= own
     return found

@@ -128,12 +128,12 @@ static void run_blocks(int first, int count, int threads) {
     under_way.pop_back();
   }
 }
-// Shows the warp `words`, and returns what lanes showed.
-const u64 (&exchange(const u64 (&words)[4]))[32][4] {
+const u64 (&exchange(const u64 (&words)[4], u32 lanes))[32][4] {
   Warp& w = warp_of();
-  auto& shown = w.exchanged[w.sync.generation & 1];
+  Sync& sync = lanes == ~0u ? w.sync : w.of_some[__builtin_ctz(lanes)];
+  auto& shown = (lanes == ~0u ? w.exchanged : w.of_some_exchanged)[sync.generation & 1];
   memcpy(shown[self->thread % 32], words, sizeof words);
-  __syncwarp();
+  meet(sync, lanes == ~0u ? w.alive : __builtin_popcount(lanes));
   return shown;
 }
 unsigned char* shared_at(u32 at, u32 bytes) {

@@ -40,6 +40,8 @@ struct Warp {
   Sync sync;
   u32 alive = 0;
   u64 exchanged[2][32][4];  // what lanes show each other, by the parity of the barrier behind which it is read
+  Sync of_some[32];         // some of the lanes alone, by the first of them
+  u64 of_some_exchanged[2][32][4];
 };
 
 struct Block {
@@ -106,22 +108,24 @@ static void __syncwarp() {
 }
 
 namespace machine {
-// Shows the warp `words`, and returns what lanes showed.
-const u64 (&exchange(const u64 (&words)[4]))[32][4];
-template <class V> static V exchange_one(V v, int lane) {
+// Shows the lanes of a mask `words`, and returns what they showed.
+const u64 (&exchange(const u64 (&words)[4], u32 lanes = ~0u))[32][4];
+template <class V> static V exchange_one(V v, int lane, u32 lanes) {
   u64 words[4] = {};
   static_assert(sizeof v <= 8, "a value of a register");
   memcpy(words, &v, sizeof v);
-  memcpy(&v, exchange(words)[lane & 31], sizeof v);
+  memcpy(&v, exchange(words, lanes)[lane & 31], sizeof v);
   return v;
 }
 }  // namespace machine
 
 // `width`: lanes of a group, whose own `lane` is meant.
-template <class V> static V __shfl_sync(u32, V v, int lane, int width = 32) {
-  return machine::exchange_one(v, (machine::self->thread & 31 & -width) | (lane & (width - 1)));
+template <class V> static V __shfl_sync(u32 lanes, V v, int lane, int width = 32) {
+  return machine::exchange_one(v, (machine::self->thread & 31 & -width) | (lane & (width - 1)), lanes);
 }
-template <class V> static V __shfl_xor_sync(u32, V v, int mask) { return machine::exchange_one(v, (machine::self->thread ^ mask) & 31); }
+template <class V> static V __shfl_xor_sync(u32 lanes, V v, int mask) {
+  return machine::exchange_one(v, (machine::self->thread ^ mask) & 31, lanes);
+}
 static u32 __ballot_sync(u32, bool vote) {
   u64 words[4] = {vote};
   const auto& shown = machine::exchange(words);

@@ -1,0 +1,343 @@
+"""Every mode of the grad-weight kernels, run from their source on a CPU: random layers that together have them all."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain, product
+from typing import Any
+
+import pytest
+
+from conftest import needs_gxx
+from emulated import Case, Way, assert_computes, fewest
+from emulator import Emulator, emulator
+from test_wgrad import DTYPES, AnyTiling, draw_problem, other_size, serves, tilings
+from upconv.cuda.gpu import H200
+from upconv.cuda.wgrad import wgrad, wgrad_costs
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
+from upconv.problem import Problem
+
+pytestmark = needs_gxx
+__all__ = ["emulator"]
+
+PARTS = 4  # tests that divide the cases
+MOST = 6e7  # products of a case's tiles
+SEEDS = range(2000)
+FIRST = (
+    51, 68, 91, 98, 109, 141, 156, 162, 195, 223, 255, 272, 314, 351, 362, 428, 431, 471, 485, 495,
+    517, 519, 570, 585, 595, 630, 642, 755, 794, 913, 977, 1025, 1029, 1049, 1176,
+)  # fmt: skip
+"""Of the seeds a few whose layers have every mode. Others are drawn where these do no longer."""
+
+
+# --- layers and tilings ----------------------------------------------------------------------------------------------
+
+
+def strided(p: Problem, rng: random.Random) -> dict[str, Any]:
+    """Neighbouring taps of a wide stride, of rows and of lines."""
+    kernel, stride, padding = rng.choice(((2, 2, 0), (4, 2, 1), (8, 4, 2), (16, 8, 4)))
+    size = (64,) if p.rank == 1 else (*p.size[:-1], rng.choice((16, 24)))
+    lead = (1,) * (p.rank - 1)
+    axes = {"kernel": (*lead, kernel), "stride": (*lead, stride), "padding": (*(0,) * len(lead), padding)}
+    more = {"dilation": (1,) * p.rank, "output_padding": (0,) * p.rank, "out_channels": p.groups * rng.choice((32, 72))}
+    return {"layout": "nchw", "size": size, **axes, **more}
+
+
+def columns(p: Problem, rng: random.Random) -> dict[str, Any]:
+    """Columns of taps, whose rows of x follow each other."""
+    kernel, stride = rng.choice(((3, 1), (4, 1), (5, 1), (4, 2), (5, 3), (3, 2)))
+    size = (*(rng.randint(1, 5) for _ in p.size[1:]), rng.choice((16, 24)))
+    axes = {"kernel": (*[2] * (p.rank - 2), kernel, rng.randint(1, 3)), "stride": (*[1] * (p.rank - 2), stride, 1)}
+    more = {"dilation": (1,) * p.rank, "padding": (0,) * p.rank, "output_padding": (0,) * p.rank}
+    channels = {"groups": 1, "in_channels": rng.choice((16, 24, 40, 64)), "out_channels": rng.choice((16, 32, 64))}
+    return {"size": size, **axes, **more, **channels} if p.rank > 1 else {}
+
+
+def wide(p: Problem, rng: random.Random) -> dict[str, Any]:
+    """Input channels that fill no power of two, and many."""
+    channels = {"in_channels": rng.choice((48, 40, 70, 80, 96, 256, 320)), "out_channels": 32, "groups": 1}
+    axes = {"kernel": (1, 3, 2), "stride": (1, rng.choice((1, 3)), 3), "size": (1, 3, 16), "padding": (0, 1, 0)}
+    axes |= {"dilation": (1, 1, 1), "output_padding": (0, 0, 0)}
+    return channels | {name: of[3 - p.rank :] for name, of in axes.items()}
+
+
+def classed(p: Problem, rng: random.Random) -> dict[str, Any]:
+    """Rows that begin off 16 bytes, at few places."""
+    kind, width, height = rng.choice((("tf32", 24, 8), ("tf32", 32, 7), ("bf16", 32, 6), ("fp16", 64, 5)))
+    axes = {"kernel": (2, 3, 3), "size": (2, height, width), "padding": (0, 1, 0), "stride": (1, 1, 1)}
+    axes |= {"dilation": (1, 1, 1), "output_padding": (0, 0, 0)}
+    more = {"in_channels": p.groups * 16, "out_channels": p.groups * rng.choice((32, 48)), "layout": "nchw"}
+    kinds = {"precision": kind, "dtype": DTYPES[kind]}
+    return {name: of[3 - p.rank :] for name, of in axes.items()} | more | kinds
+
+
+def last(p: Problem, rng: random.Random) -> dict[str, Any]:
+    """Channels that boxes want, strides by remainders, and small images."""
+    channels = p.groups * rng.choice((16, 40, 64, 128)), p.groups * rng.choice((16, 32, 64))
+    found: dict[str, Any] = {"in_channels": channels[0], "out_channels": channels[1]}
+    if rng.random() < 0.5:
+        found["size"] = tuple(rng.choice((3, 4, 7, 14)) for _ in p.size)
+    return found | {"layout": "channels_last" if p.rank > 1 else "nchw"}
+
+
+def narrow(p: Problem, rng: random.Random) -> dict[str, Any]:
+    """Images as wide as a chunk."""
+    return {"size": (*(rng.randint(1, 6) for _ in p.size[1:]), rng.choice((8, 16, 32))), "layout": "nchw"}
+
+
+def exchanged(p: Problem, rng: random.Random) -> dict[str, Any]:
+    """Blocks of two splits that hand over sums, and weights of many elements."""
+    kernel, stride = rng.choice(((2, 2), (2, 1), (4, 2)))
+    channels = rng.choice((64, 64, 128, 192)), rng.choice((64, 128, 192))
+    kind = rng.choice(("fp16", "bf16", "bf16", "tf32"))
+    layout = "channels_last" if kind != "tf32" else rng.choice(("nchw", "channels_last"))
+    lead = (1,) * (p.rank - 2)
+    axes = {
+        "kernel": (*lead, kernel, kernel),
+        "stride": (*lead, stride, stride),
+        "size": (*lead, rng.choice((3, 8, 16)), 8),
+    }
+    more = {"dilation": (1,) * p.rank, "padding": (0,) * p.rank, "output_padding": (0,) * p.rank, "groups": 1}
+    kinds = {"precision": kind, "dtype": DTYPES[kind], "layout": layout}
+    kinds |= {"in_channels": channels[0], "out_channels": channels[1]}
+    return {**axes, **more, **kinds} if p.rank > 1 else {}
+
+
+Draw = Callable[[Problem, random.Random], dict[str, Any]]
+DRAWS: tuple[Draw, ...] = (
+    lambda p, rng: {}, strided, columns, wide, classed, last, last, last, narrow, exchanged, exchanged,
+)  # fmt: skip
+
+
+def draw_layer(draw: Draw, rng: random.Random) -> Problem | None:
+    p = draw_problem(rng)
+    try:
+        p = p.with_(**draw(p, rng))
+    except ValueError:  # no output
+        return None
+    return (p.abreast or p) if draw is last and p.rank == 2 and rng.random() < 0.15 else p
+
+
+def work(t: AnyTiling, p: Problem) -> float:
+    """Products of a problem's chunks."""
+    chunk = t.gapless if isinstance(t, WarpgroupTiling) and t.gapless else math.prod(t.tile)
+    return float(wgrad_costs.chunks_of(t, p) * chunk * t.tiles * math.prod(t.block) * t.set_taps)
+
+
+def cases(seed: int) -> Iterator[Case]:
+    """Those of a random layer."""
+    rng = random.Random(f"modes of wgrad, {seed}")
+    p = draw_layer(DRAWS[seed % len(DRAWS)], rng)
+    if p is None:
+        return
+    every = tilings(p)
+    for t in rng.sample(every, min(len(every), 40)):
+        q = other_size(p, rng) if rng.random() < 0.5 and not p.batch_as_width else p
+        if not serves(t, p, q):
+            continue
+        t = wgrad_costs.boxed(t, q)
+        if work(t, q) > MOST:
+            continue
+        count = math.prod(t.counts(q))
+        splits = min(count, rng.choice((1, 2, 2, 3, 3, 5, 9, 20)))
+        splits = -(-count // -(-count // splits))  # none without work
+        chip = replace(H200, multiprocessors=rng.choice((7, 132, 132, t.tiles * splits)))  # the last: few clusters
+        choice = wgrad.Choice(t, q, chip, splits, 1e-5, "")
+        single = q.dtype.itemsize == 2 and rng.random() < 0.3
+        way = Way(q.rank > 1 and rng.random() < 0.5, single, once=rng.random() < 0.5)
+        yield Case(choice, way, work(t, q))
+
+
+# --- modes -----------------------------------------------------------------------------------------------------------
+
+OfTiling = dict[str, Callable[[Any], bool]]
+OfCase = dict[str, Callable[[Case], bool]]
+
+NCHW: OfTiling = {
+    "g by threads": lambda t: not t.box_g,
+    "g by a box": lambda t: t.box_g and t.g_one_box and not (t.classed or t.lined),
+    "g by boxes of rows": lambda t: t.box_g and not t.g_one_box,
+    "g in lines": lambda t: t.lined,
+    "x in lines": lambda t: t.lines,
+    "x in lines, several boxes": lambda t: t.lines and t.tile[3] * t.tile[2] * t.element > t.segment,
+    "words that taps share": lambda t: t.shared_words,
+    "words that taps share, g by boxes": lambda t: t.shared_words and t.box_g,
+    "words that taps of a column share": lambda t: t.shared_words and t.stacked,
+    "rows apart": lambda t: max(t.apart[:2]) > 1 and t.box_g,
+}
+LAST: OfTiling = {
+    "x turned": lambda t: t.turned,
+    "both by descriptors": lambda t: t.a_shared,
+    "both by descriptors, columns of taps": lambda t: t.a_shared and t.stacked,
+    "g by threads": lambda t: not t.box_g,
+    "g by a box": lambda t: t.box_g and t.g_one_box and not t.parted,
+    "g by boxes of rows": lambda t: t.box_g and not t.g_one_box,
+    "columns of g by three remainders or more": lambda t: t.parted and not t.gapless and t.g_planes[0] > 2,
+    "columns of g by two remainders": lambda t: t.parted and not t.gapless and t.g_planes[0] == 2,
+    "columns of g that no tap reads": lambda t: t.parted and t.g_pixels < t.spans[2],
+    "g by a box, no descriptors": lambda t: t.element == 2 and t.box_g and not t.a_shared,
+    "x by one box": lambda t: t.x_one_box,
+    "chunks without gaps, 16 bits": lambda t: t.gapless and t.element == 2,
+    "chunks without gaps, turned": lambda t: t.gapless and t.turned,
+    "chunks without gaps that are not full": lambda t: t.gapless > math.prod(t.tile),
+    "a batch as width": lambda t: t.problem.batch_as_width,
+}
+SYNC: OfTiling = {
+    "several slices": lambda t: t.k_slices > 1,
+    "sums that leave after each chunk": lambda t: t.promote,
+    "columns of 8": lambda t: t.element == 2 and t.warp[1] == 8,
+    "columns of 16 and more": lambda t: t.element == 2 and t.warp[1] > 8,
+    "several taps": lambda t: t.set_taps > 1,
+    "several sets": lambda t: math.prod(t.sets) > 1,
+}
+
+
+def wgmma(case: Case) -> WarpgroupTiling | None:
+    t = case.choice.tiling
+    return t if isinstance(t, WarpgroupTiling) else None
+
+
+def numbered() -> OfTiling:
+    """Of wgmma, modes that differ by numbers."""
+    found: OfTiling = {
+        "several sets of taps": lambda t: math.prod(t.sets) > 1,
+        "several groups": lambda t: t.problem.groups > 1,
+        "stretches of a chunk": lambda t: not t.stacked and t.stretch < t.k_steps * t.entries,
+    }
+    for stack, layout in product((2, 3, 4, 5), ("nchw", "channels_last")):
+        found[f"{stack} rows of x in an instruction, {layout}"] = lambda t, n=stack, layout=layout: (
+            t.stacked and t.stack == n and t.problem.layout == layout
+        )
+    values = {"subs": (1, 2, 4), "warpgroups": (2, 3), "split_m": (1, 2, 3), "segment": (32, 64, 128)}
+    for name, n in ((name, n) for name, every in values.items() for n in every):
+        found[f"{name} {n}"] = lambda t, a=name, n=n: getattr(t, a) == n
+    for subs in (2, 4, 8):
+        found[f"{subs} neighbours in M"] = lambda t, n=subs: t.interleaved and t.subs == n
+    for size in (2, 4):
+        found[f"neighbours in M of {size} bytes"] = lambda t, n=size: t.interleaved and t.element == n
+        found[f"classes of {size} bytes"] = lambda t, n=size: t.classed and t.element == n
+    for width in (32, 48, 64, 80, 96, 128, 160, 256):
+        found[f"{width} columns"] = lambda t, n=width: t.block[0] == n
+    for width in (16, 32, 64):
+        found[f"boxes of {width} channels of g"] = lambda t, n=width: t.channels_last and t.box_g and t.g_width == n
+        found[f"boxes of {width} channels of x"] = lambda t, n=width: (
+            t.channels_last and not t.turned and t.x_width == n
+        )
+    for axis in (0, 1):
+        found[f"several classes of {('rows', 'channels')[axis]}"] = lambda t, i=axis: t.classed and t.classes[i] > 1
+    return found
+
+
+def end(case: Case) -> str:
+    """How a case's sums become the weight's gradient."""
+    c = case.choice
+    if case.way.once and (c.together or c.hands_over) and c.gpu.multiprocessors >= c.tiling.tiles * c.splits:
+        return "handed over together" if c.hands_over else "together"
+    if c.cluster > 1:
+        return "handed over by clusters" if c.hands_over else "by clusters"
+    return "alone" if c.alone else "steps"
+
+
+def ends() -> OfCase:
+    every = ("steps", "by clusters", "together", "alone", "handed over together", "handed over by clusters")
+    found: OfCase = {}
+    for how in every:
+        for name, way in (("contiguous", (False, False)), ("channels_last", (True, False)), ("float32", (None, True))):
+            found[f"{how}, {name}"] = lambda case, how=how, way=way: (
+                wgmma(case) is not None and end(case) == how and case.way.single == way[1]
+                and way[0] in (None, case.way.last)
+            )  # fmt: skip
+    found["mma.sync, rows off 16 bytes"] = lambda case: (
+        wgmma(case) is None and case.choice.problem.layout == "nchw" and not case.choice.tiling.aligned
+    )
+    for dtype in DTYPES:
+        found[f"steps of mma.sync, {dtype}"] = lambda case, kind=dtype: (
+            wgmma(case) is None and case.choice.problem.precision == kind
+        )
+    found |= {
+        "slices of float32 of mma.sync": lambda case: wgmma(case) is None and case.way.single,
+        "many elements turned": lambda case: end(case) == "steps" and case.choice.tiling.reduce_rows > 1,
+        "many elements together": lambda case: end(case) == "together" and case.choice.tiling.reduce_rows > 1,
+        "few sums of each block together": lambda case: end(case) == "together" and few_sums(case),
+        "clusters of more than two": lambda case: end(case) == "by clusters" and case.choice.cluster > 2,
+        "clusters of an odd number of tiles": lambda case: (
+            end(case) == "by clusters" and case.choice.tiling.channel_tiles[0] % 2 == 1
+        ),
+        "clusters of an even number of tiles": lambda case: (
+            end(case) == "by clusters" and case.choice.tiling.channel_tiles[0] % 2 == 0
+        ),
+        "rows from registers": lambda case: rows(case) and end(case) == "alone",
+        "rows from registers, handed over": lambda case: rows(case) and "handed" in end(case),
+        "float32 in channels_last, handed over": lambda case: (
+            "handed" in end(case) and case.way.single and case.way.last
+        ),
+        "columns of stride 1, handed over": lambda case: "handed" in end(case) and not case.choice.tiling.parted,
+        "few chunks handed over": lambda case: "handed" in end(case) and chunks(case) < 4,
+        "odd numbers of chunks, handed over": lambda case: "handed" in end(case) and chunks(case) in (5, 7, 9, 11),
+        "even numbers of chunks, handed over": lambda case: "handed" in end(case) and chunks(case) in (6, 8, 10, 12),
+        "two tiles of each channels, handed over": lambda case: "handed" in end(case) and channel_tiles(case) == (2, 2),
+        "three tiles of channels, handed over": lambda case: "handed" in end(case) and 3 in channel_tiles(case),
+        "channels off four in channels_last": lambda case: (
+            end(case) in ("alone", "by clusters", "together")
+            and case.way.last
+            and case.choice.tiling.channels[1] % 4 > 0
+        ),
+    }
+    return found
+
+
+def few_sums(case: Case) -> bool:
+    """Whether lanes divide the splits of a quad of sums."""
+    t, share = wgmma(case), -(-math.prod(case.choice.tiling.block) // 4 // case.choice.splits)
+    return t is not None and t.reduce_rows == 1 and t.set_taps * share <= t.warpgroups * 64
+
+
+def chunks(case: Case) -> int:
+    return math.prod(case.choice.tiling.counts(case.choice.problem))
+
+
+def channel_tiles(case: Case) -> tuple[int, int]:
+    found: tuple[int, int] = case.choice.tiling.channel_tiles
+    return found
+
+
+def rows(case: Case) -> bool:
+    """Whether sums go from registers to rows of the weight."""
+    t, p = wgmma(case), case.choice.problem
+    if t is None or not case.way.last or case.way.single or p.out_channels // p.groups % 8:
+        return False
+    return t.a_shared and not t.stacked
+
+
+def modes() -> OfCase:
+    tables: list[tuple[str, OfTiling, Callable[[Any], bool]]] = [
+        ("wgmma: ", numbered(), lambda t: isinstance(t, WarpgroupTiling)),
+        ("wgmma, NCHW: ", NCHW, lambda t: isinstance(t, WarpgroupTiling) and not t.channels_last),
+        ("wgmma, channels_last: ", LAST, lambda t: isinstance(t, WarpgroupTiling) and t.channels_last),
+        ("mma.sync, NCHW: ", SYNC, lambda t: not isinstance(t, WarpgroupTiling) and not t.channels_last),
+        ("mma.sync, channels_last: ", SYNC, lambda t: not isinstance(t, WarpgroupTiling) and t.channels_last),
+    ]
+    return ends() | {
+        head + name: lambda case, one=one, fits=fits: fits(case.choice.tiling) and one(case.choice.tiling)
+        for head, table, fits in tables
+        for name, one in table.items()
+    }
+
+
+MODES = modes()
+
+
+def few() -> list[Case]:
+    """A few cases that have all modes."""
+    return fewest((cases(seed) for seed in chain(FIRST, SEEDS)), MODES)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_mode(part: int, emulator: Emulator) -> None:
+    """At once and late."""
+    for case in few()[part::PARTS]:
+        for seed in (0, 3):
+            assert_computes(case.choice, emulator, seed, case.way)
