@@ -205,7 +205,7 @@ def numbered() -> OfTiling:
     found: OfTiling = {
         "several sets of taps": lambda t: math.prod(t.sets) > 1,
         "several groups": lambda t: t.problem.groups > 1,
-        "stretches of a chunk": lambda t: not t.stacked and t.stretch < t.k_steps * t.entries,
+        "chunks unrolled in parts": lambda t: not t.stacked and t.unrolled < t.k_steps * t.entries,
     }
     for stack, layout in product((2, 3, 4, 5), ("nchw", "channels_last")):
         found[f"{stack} rows of x in an instruction, {layout}"] = lambda t, n=stack, layout=layout: (
