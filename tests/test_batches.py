@@ -1,7 +1,7 @@
 """Batches of small images as other problems: one image whose width is the batch, in channels_last.
 
-The tilings of these are those of any 3-D problem, which tests/test_gather.py and tests/test_wgrad.py interpret. Here is
-what differs: where the tensors' elements lie, which of the problems is chosen, and kernels on a GPU.
+The tilings of these are those of any 3-D problem: test_emulated.py and the tests of modes have what they compute.
+Here is what differs: where the tensors' elements lie, which of the problems is chosen, and kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 import random
 import zlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,12 @@ import torch
 from torch import Tensor
 
 import upconv
-from conftest import assert_accurate, needs_gxx, seeds, tf32_magnitude
-from test_host import epilogue, tiles
+from conftest import assert_accurate, tf32_magnitude
 from upconv import planner, reference
 from upconv.cuda import families
 from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.compile import boxes
 from upconv.cuda.gemm import gather, gather_search
-from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gpu import A100, H200, gpu
 from upconv.cuda.pixels import implicit
 from upconv.cuda.rearrange import batches, relayout
@@ -182,20 +179,6 @@ def test_boxes_find_the_elements_of_images(size: tuple[int, int]) -> None:
     np.testing.assert_array_equal(seen[0], images.transpose(1, 2, 0, 3))
     plain = boxes.channels_last(batch, channels, size, 8)
     assert plain == boxes.dense((channels, size[1], size[0], 1, batch), 8)
-
-
-@needs_gxx
-@pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
-@pytest.mark.parametrize("seed", seeds(3, 6))  # one of each precision
-def test_every_output_arrives_at_its_image(seed: int, pass_: Pass, tmp_path: Path) -> None:
-    rng = random.Random(f"{seed} {pass_}")
-    precision: Precision = ("tf32", "bf16", "fp16")[seed % 3]  # type: ignore[assignment]
-    q = abreast(layer(rng.choice(list(LAYERS)), precision, pass_))
-    every = list(gather_search.candidates(any_size(q), H200))
-    kinds = {(t.split, t.subs, t.sub, t.paired): t for t in rng.sample(every, len(every))}
-    tiling = rng.choice(list(kinds.values()))
-    assert constants(tiling)["batch_as_width"] is True and tiling.tensor_map
-    assert tiles(epilogue(tiling, tmp_path), seed, 60) > 500
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from test_sweep import draw_problem as deep_problem
 from test_wgrad import draw_problem as wgrad_problem
 from test_wgrad import tilings, work
 from upconv.cuda.axes import any_size
+from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gpu import H200
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
@@ -194,6 +195,54 @@ def test_two_kernels_have_no_shared_array_in_common(emulator: Emulator) -> None:
         kernel = emulator.kernel(ARRAY_OF_A_TEMPLATE.format(size), "where", "")
         emulator.launcher(kernel, 32, 0, "P")(0, 1, (place.data_ptr(),))
     assert places[0] != places[1]
+
+
+TURNED_BOTH = """
+#include "ptx_host.h"
+// movmatrix: a lane has two neighbours of row lane / 4 of a matrix, then of its transpose.
+static u32 transposed(u32 v) {
+  const auto& shown = machine::exchange({v});
+  const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4 * 2;
+  u32 found = 0;
+  for (int j = 0; j < 2; j++) found |= (u32)(shown[(column + j) * 4 + row / 2][0] >> 16 * (row % 2) & 0xffff) << 16 * j;
+  return found;
+}
+// Before Hopper, of ptx.cuh.
+template <int N> static void store_turned(u32 a, const u32 (&v)[N]) {
+BODY
+}
+template <int N> static void store(u32* out) {
+  const int lane = threadIdx.x & 31, row = 1024 + lane * 7 % (8 * N) * 16;
+  u32 v[N];
+  for (int i = 0; i < N; i++) v[i] = (lane * N + i) * 0x20001 + 0x10000;
+  store_turned(row, v);
+  store_matrices_turned(row + 1024, v);
+  __syncwarp();
+  for (int i = lane; i < 32 * N; i += 32)
+    for (int way = 0; way < 2; way++) out[way * 128 + i] = load_shared_u32(1024 + way * 1024 + i * 4);
+}
+extern "C" void both(u32* out) { store<4>(out), store<2>(out + 256); }
+"""
+
+
+def test_matrices_are_turned_alike_before_hopper(emulator: Emulator) -> None:
+    """Of what the emulator has in place of ``ptx.cuh`` this has two forms."""
+    text = (jit.KERNELS / "ptx.cuh").read_text()
+    body = text[text.index("void store_matrices_turned") :]
+    body = body[body.index("#else\n") + 6 : body.index("#endif")]
+    for pattern, call in (
+        (r'asm volatile\("movmatrix[^"]*" : "=r"\(turned\) : "r"\((.*?)\)\);', r"turned = transposed(\1);"),
+        (
+            r'asm volatile\("st.shared.u32[^"]*" ::"r"\((.*?)\), "r"\((.*?)\) : "memory"\);',
+            r"store_shared_u32(\1, \2);",
+        ),
+    ):
+        body, found = re.subn(pattern, call, body)
+        assert found == 1
+    out = torch.zeros(2, 2, 128, dtype=torch.int32)
+    kernel = emulator.kernel(TURNED_BOTH.replace("BODY", body), "both", "")
+    emulator.launcher(kernel, 32, 4096, "P")(0, 1, (out.data_ptr(),))
+    assert torch.equal(out[:, 0], out[:, 1]) and len(out[0, 0].unique()) == 128 and len(out[1, 0].unique()) == 65
 
 
 # --- what random draws seldom meet -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The gather-GEMM family: its geometry in an interpreter, its packing, its compiled kernels."""
+"""The gather-GEMM family: its tilings, its compiled kernels, its choices (what it computes: test_gather_modes.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import random
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -16,14 +15,12 @@ import pytest
 import torch
 
 from conftest import EVERY, Stubs, by_turns, seeds
-from gather_interpreter import Floats, Interpreter
-from upconv import reference
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import packs
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.compile import jit, launch
 from upconv.cuda.gemm import costs, gather, gather_search
-from upconv.cuda.gemm.gather_constants import Constants, constants
+from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gemm.shuffle import Shuffle, countable, ways
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
@@ -127,76 +124,6 @@ def draw_shuffle(p: Problem, rng: random.Random) -> Shuffle | None:
     return rng.choice(found) if found else None
 
 
-def truth_of(p: Problem, source: Floats, weight: Floats, bias: Floats | None = None) -> torch.Tensor:
-    """The pass's result in float64."""
-    x, w = torch.from_numpy(source), torch.from_numpy(weight)
-    if p.pass_ == "fwd":
-        return reference.forward(p, x, w, None if bias is None else torch.from_numpy(bias))
-    return reference.gradients(p, x, torch.zeros(p.input_shape), w)[0]
-
-
-def check(tiling: Tiling, p: Problem, seed: int, found: Constants | None = None) -> None:
-    """The interpreted tiling stores every result once, and what it stores is the pass's, in float64."""
-    numbers = np.random.default_rng(seed)
-    x, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
-    b = numbers.standard_normal(p.out_channels) if p.bias else None
-    interpreter = Interpreter(tiling, found)
-    out, stores = interpreter(p, x, w, b)
-    assert (stores == 1).all(), f"elements stored {np.unique(stores)} times"
-    truth = truth_of(p, x, w, b)
-    if tiling.parts == 2:  # three products of four: without that of the low parts, which is a layer of its own
-        truth = truth - truth_of(p, *(interpreter.split(a)[1] for a in (x, w)))
-    scale = max(1.0, truth.abs().max().item())
-    error = (torch.from_numpy(out) - truth).abs().max().item()
-    assert error <= 1e-12 * scale, f"error {error} on {scale}"
-
-
-@pytest.mark.parametrize("seed", seeds(4, 20))
-def test_random_tilings_compute_their_layers(seed: int) -> None:
-    rng = random.Random(seed)
-    done = 0
-    while done < 100:
-        p = draw_problem(rng)
-        tiling = draw_tiling(p, rng)
-        if tiling is None:
-            continue
-        try:
-            check(tiling, p, done)
-        except AssertionError as error:
-            raise AssertionError(f"{p}, bias {p.bias}, {p.precision}: {error}\n{tiling}") from error
-        done += 1
-
-
-def draw_shuffled(rng: random.Random) -> tuple[Problem, Tiling]:
-    """A strided layer of few output channels, and a tiling in which phases are rows of M."""
-    while True:
-        p = draw_problem(rng)
-        if max(p.dilation) > 1:
-            continue
-        p = p.with_(groups=1, in_channels=rng.choice((1, 3, 17)), pass_="fwd", bias=rng.random() < 0.5)
-        p = p.with_(out_channels=rng.choice((1, 1, 2, 3, 5, 9)))
-        shuffle = draw_shuffle(p, rng)
-        tiling = None if shuffle is None else draw_tiling(p, rng, shuffle)
-        if tiling is not None:
-            return p, tiling
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_phases_as_rows(seed: int) -> None:
-    """Strided layers of few channels, whose channels and phases are rows of M: with a lead, and with zeros ahead."""
-    rng = random.Random(seed)
-    ways_met = set()
-    for done in range(60):
-        p, tiling = draw_shuffled(rng)
-        assert tiling.shuffle is not None
-        try:
-            check(tiling, p, done)
-        except AssertionError as error:
-            raise AssertionError(f"{p}, bias {p.bias}, {p.precision}: {error}\n{tiling}") from error
-        ways_met.add((tiling.shuffle.ahead, any(tiling.shuffle.leads), p.layout))
-    assert len(ways_met) == 6
-
-
 def test_many_phases_are_planned_in_seconds() -> None:
     """512 phases: 1.3 s, which took 111 while each tiling counted the taps of each phase anew."""
     p = Problem.make(1, 32, 16, (16, 16, 16), 8, 8)
@@ -215,23 +142,6 @@ def test_phases_are_rows_where_32_bits_count_them() -> None:
     assert not isinstance(chosen, str) and chosen.tiling.shuffle is None
     chosen = gather.choose(row.with_(precision="bf16", bias=False, size=(1, 2**20)), H200)
     assert not isinstance(chosen, str) and chosen.tiling.shuffle is not None
-
-
-def test_strided_boxes() -> None:
-    """Gradients of channels-last strided layers, where the tensor copy engine steps over pixels."""
-    rng = random.Random(0)
-    by_columns = by_rows = 0
-    while by_columns < 60 or by_rows < 20:
-        p = draw_problem(rng)
-        if p.pass_ != "grad-input" or p.rank == 1:
-            continue
-        p = p.with_(groups=1, in_channels=rng.choice((3, 70)), out_channels=8, layout="channels_last")
-        tiling = draw_tiling(p, rng)
-        if tiling is None or max(tiling.box_steps) == 1 or not tiling.tensor_map:
-            continue
-        check(tiling, p, by_columns)
-        by_columns += tiling.strided_box
-        by_rows += max(tiling.box_steps[2:4]) > 1
 
 
 def test_two_lines_at_a_time_where_one_tile_reads_both() -> None:
@@ -274,7 +184,6 @@ def test_planes_that_come_one_by_one() -> None:
             continue
         planes = [[tiling.plane_of(offsets) for offsets, _ in block] for (block,) in tiling.entries]
         assert all(found == sorted(found) and {*found} == {*range(len(tiling.planes))} for found in planes)
-        check(tiling, p, done[1])
         done[sum(len(firsts) > 1 for firsts, _, _ in tiling.bands)] += 1
 
 
@@ -317,77 +226,6 @@ def test_tensors_of_rows_that_begin_anywhere() -> None:
             break
 
 
-def test_tiles_of_whole_images() -> None:
-    """Small images, whose pixels come without a halo."""
-    rng = random.Random(0)
-    done = several = 0
-    while done < 80:
-        p = draw_problem(rng)
-        size = tuple(rng.choice((4, 8, 16) if p.rank > 1 else (4, 8, 32)) for _ in p.size)
-        try:
-            p = p.with_(size=size, layout="nchw")
-        except ValueError:
-            continue
-        every = list(gather_search.candidates(any_size(p), H200, size=p.size))
-        if not every:
-            continue
-        tiling = rng.choice(every)
-        assert tiling.whole == (1,) * (3 - p.rank) + source_shape(p)[2:]
-        assert math.prod(tiling.whole) * tiling.element % 16 == 0, "channels begin at 16 bytes"
-        check(tiling, p, done)
-        done += 1
-        several += tiling.whole_pixels > tiling.box_pixels
-    assert several
-
-
-def test_far_taps_with_unrolled_rows() -> None:
-    """Tiles that hold only the rows that some tap reads, where a step of q is more than a row."""
-    rng = random.Random(0)
-    done = 0
-    while done < 60:
-        d, kernel, dilation = rng.choice(((), (3,))), rng.randint(2, 3), rng.randint(8, 20)
-        p = Problem.make(
-            rng.randint(1, 2),
-            3,
-            5,
-            (*d, rng.randint(5, 30), rng.randint(1, 70)),
-            (*(2 for _ in d), kernel, rng.randint(1, 2)),
-            rng.choice((1, 1, 2)),
-            dilation=(*(1 for _ in d), dilation, 1),
-            precision="tf32",
-            layout=rng.choice(("nchw", "channels_last")),
-        )
-        tiling = Tiling(p, (1, 64), (1, 1, 2, 64), 0, 8, unroll=(1, rng.choice((2, 3)), 1), stages_s=2, run_groups=1)
-        rows = tiling.rows[1]
-        if len(rows) < rows[-1] - rows[0] + 1:
-            assert tiling.in_steps[1] > 1
-            check(tiling, p, done)
-            done += 1
-
-
-def test_infinities_reach_only_the_outputs_that_read_them() -> None:
-    """Nothing but a tap's own pixels and channels is multiplied, not even by 0, which would make an infinity NaN.
-
-    Where sub-positions share a block (`subs` > 1) its rows do multiply the union of their taps' pixels; so do phases as
-    rows, of which none are drawn here.
-    """
-    rng = random.Random(0)
-    grouped = 0
-    for i in range(150):
-        p = draw_problem(rng)
-        tiling = draw_tiling(p, rng)
-        if tiling is None or tiling.subs > 1:
-            continue
-        grouped += p.groups > 1 and tiling.cin_g % tiling.chunk > 0
-        numbers = np.random.default_rng(i)
-        x, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
-        x.reshape(-1)[numbers.integers(x.size)] = np.nan
-        out, _ = Interpreter(tiling)(p, x, w, None)
-        truth = truth_of(p, x, w)
-        assert np.array_equal(np.isnan(out), truth.isnan().numpy()), f"{p}\n{tiling}"
-    assert grouped > 10
-
-
 def test_constants_do_not_depend_on_the_size() -> None:
     """One compiled kernel serves a layer at every batch and image size."""
     for seed in range(200):
@@ -402,97 +240,6 @@ def test_constants_do_not_depend_on_the_size() -> None:
 
 def vars_of(tiling: Tiling) -> dict[str, object]:
     return {name: getattr(tiling, name) for name in tiling.__dataclass_fields__}
-
-
-def test_one_tiling_serves_other_sizes() -> None:
-    rng = random.Random(1)
-    for _ in range(20):
-        p = draw_problem(rng)
-        tiling = draw_tiling(p, rng)
-        if tiling is not None:
-            check(tiling, p.with_(batch=p.batch % 3 + 1, size=tuple(n + rng.randint(0, 9) for n in p.size)), 0)
-
-
-# --- operands of the matrix instructions -----------------------------------------------------------------------------
-
-
-def operand_a(tiling: Tiling, w: Floats, group: int, cout_block: int, variant: int) -> Iterator[Floats]:
-    """An M-group's A for every (chunk, entry), rows of both warpgroups below each other, from the tiling itself."""
-    p, rows = tiling.problem, tiling.rows_per_sub
-    if p.pass_ == "fwd":
-        flat = w.reshape(p.groups, tiling.cin_g, tiling.cout_g, p.taps)[group]
-    else:
-        flat = w.reshape(p.groups, tiling.cout_g, tiling.cin_g, p.taps)[group].swapaxes(0, 1)
-    entries = [taps for block in tiling.entries[variant] for _, taps in block]
-    for chunk, taps in product(range(tiling.chunks), entries):
-        a = np.zeros((tiling.wgs_m * 64, tiling.chunk))
-        channels = flat[chunk * tiling.chunk : (chunk + 1) * tiling.chunk]
-        for wg, (i, tap) in product(range(tiling.wgs_m), enumerate(taps)):
-            first = (cout_block * tiling.wgs_m + wg) * rows
-            values = channels[:, first : first + rows, tap].T
-            if tap >= 0 and values.size:
-                a[wg * 64 + i * rows : wg * 64 + i * rows + len(values), : values.shape[1]] = values
-        yield a
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_packed_weights_are_operand_a(seed: int) -> None:
-    """Read back in the documented order of registers, packed words are the weights, each for its row and k."""
-    rng = random.Random(seed)
-    for _ in range(8):
-        p = draw_problem(rng)
-        tiling = draw_tiling(p, rng)
-        if tiling is None:
-            continue
-        interpreter = Interpreter(tiling)
-        w = np.arange(1.0, np.prod(p.weight_shape) + 1).reshape(p.weight_shape) / 16
-        packed = interpreter.pack(w)
-        words = 0
-        for group, block, variant in product(range(p.groups), range(tiling.cout_blocks), range(len(tiling.variants))):
-            if not tiling.variant_entries[variant]:
-                continue
-            found = interpreter.matrices(packed, group, block, variant)
-            words += found.size * p.dtype.itemsize // 4
-            expected = np.stack(list(operand_a(tiling, w, group, block, variant)))
-            for part, values in enumerate(interpreter.split(expected)):
-                assert np.array_equal(found[part].reshape(expected.shape), values)
-        assert words == packed.shape[0] == tiling.packed_words
-
-
-@pytest.mark.parametrize("element,row_bytes", list(product((2, 4), (32, 64, 128))))
-def test_ldmatrix_gives_operand_b(element: int, row_bytes: int) -> None:
-    """Two groups of eight pixel rows, swizzled, through ldmatrix, are B in the documented order of registers.
-
-    PTX ISA, "ldmatrix" (x4: lanes 8i to 8i + 7 give the rows of matrix i, and lane L gets of each matrix the 32 bits
-    L % 4 of row L / 4), and the fragments of B of mma.m16n8k8 (.tf32) and mma.m16n8k16.
-    """
-    per_unit, first_row, group_rows = 16 // element, 5, 11
-    pixels = np.arange(32 * row_bytes // element).reshape(32, -1)
-    shared = np.full(32 * row_bytes // element, -1)
-
-    def unit_at(p: int, unit: int) -> int:
-        swizzle = {32: p >> 2 & 1, 64: p >> 1 & 3, 128: p & 7}[row_bytes]
-        return p * row_bytes + ((unit ^ swizzle) << 4)
-
-    for p, unit in product(range(32), range(row_bytes // 16)):
-        at = unit_at(p, unit) // element
-        shared[at : at + per_unit] = pixels[p, unit * per_unit : (unit + 1) * per_unit]
-    for k_step in range(row_bytes // 32):
-        rows = []
-        for lane in range(32):
-            matrix = lane >> 3
-            p = first_row + (matrix >> 1) * group_rows + (lane & 7)
-            at = unit_at(p, k_step * 2 + (matrix & 1)) // element
-            rows.append(shared[at : at + per_unit])
-        for column_group in range(2):
-            columns = pixels[first_row + column_group * group_rows :][:8]
-            for lane, word in product(range(32), range(2)):
-                register = rows[8 * (2 * column_group + word) + lane // 4].reshape(4, -1)[lane % 4]
-                if element == 4:
-                    ks = [lane % 4 + 4 * word]
-                else:
-                    ks = [lane % 4 * 2 + 8 * word, lane % 4 * 2 + 1 + 8 * word]
-                assert register.tolist() == columns[lane >> 2, [k_step * (32 // element) + k for k in ks]].tolist()
 
 
 # --- what is compiled ------------------------------------------------------------------------------------------------
@@ -646,23 +393,6 @@ def case_id(value: object) -> str:
     return value.name if isinstance(value, Gpu) else f"{value} {value.precision}"  # type: ignore[attr-defined]
 
 
-def small(tiling: Tiling, chosen_for: Problem) -> Problem:
-    """The layer on few tiles, with borders inside of a tile and across several."""
-    p, lead, strides = tiling.problem, 3 - tiling.problem.rank, (1, 1, 1)
-    if tiling.shuffle is not None:
-        p, strides = tiling.shuffle.layer, tiling.shuffle.strides
-    if tiling.whole is not None:
-        return chosen_for.with_(batch=min(chosen_for.batch, tiling.tile[0] + 1))
-    size = []
-    for i, n in enumerate(p.size):
-        step = tiling.out_steps[lead + i] * strides[lead + i]
-        outputs = tiling.tile[1 + lead + i] * step + step // 2 + 1
-        inputs = -(-outputs // p.stride[i]) + 1 if p.pass_ == "fwd" else outputs
-        size.append(max(min(n, 2), min(n, inputs)))
-    batch = min(p.batch, tiling.tile[0] + (tiling.tile[0] > 1))
-    return p.with_(batch=batch, size=tuple(size))
-
-
 def refused(p: Problem, gpu: Gpu) -> bool:
     """Layers of the suites that have no tiling: depthwise ones, and those whose halo is too large.
 
@@ -686,14 +416,13 @@ def least_bytes(p: Problem) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("p,gpu", sample(), ids=case_id)
-def test_chosen_tilings_compute_their_layers(p: Problem, gpu: Gpu) -> None:
+def test_choices_are_sound(p: Problem, gpu: Gpu) -> None:
     choice = gather.choose(p, gpu)
     if isinstance(choice, str):
         assert refused(p, gpu), choice
         return
     assert choice.tiling.checked(gpu.shared_bytes).wgmma == (gpu is H200)
     assert choice.seconds >= least_bytes(p) / gpu.bandwidth
-    check(choice.tiling, small(choice.tiling, p), 0)
 
 
 @needs_nvrtc

@@ -11,7 +11,7 @@ import torch
 
 from conftest import HOPPER, assert_accurate, by_turns
 from one_mapped_gpu import operands, poisoned
-from test_gather import check, check_compiled, needs_nvrtc
+from test_gather import check_compiled, needs_nvrtc
 from test_gather_gpu import PRECISIONS, _layer
 from upconv.cuda.axes import Unfit, any_size, source_shape
 from upconv.cuda.gemm import gather, gather_search
@@ -42,21 +42,6 @@ def problem(name: str, precision: Precision) -> Problem:
 
 def tilings(p: Problem, chip: Gpu) -> list[Tiling]:
     return list(gather_search.candidates(any_size(p), chip, size=p.size, beside=True))
-
-
-@pytest.mark.parametrize("name", list(LAYERS))
-def test_tilings_compute_their_layers(name: str) -> None:
-    """The interpreter stores every output once, for several batches."""
-    found = 0
-    for turn, precision in enumerate(("tf32", "bf16", "ieee")):
-        p = problem(name, precision)
-        every = tilings(p, H200)
-        found += len(every)
-        kinds = {(t.split, t.tile, t.wide): t for t in random.Random(name).sample(every, len(every))}
-        for i, t in by_turns(enumerate(list(kinds.values())[:3]), 2, turn):
-            assert t.beside * t.period <= 64 < (t.beside + 1) * t.period
-            check(t, p.with_(batch=(1, t.beside, 2 * t.beside + 1)[i]), i)
-    assert found
 
 
 FEW = (

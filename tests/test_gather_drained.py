@@ -1,18 +1,15 @@
-"""Results that the copy engine stores: which are, where their map has them, and the kernel's source on the host."""
+"""Results that the copy engine stores: which are, where their map has them, and their compiled kernels."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import by_turns, diagonal, needs_gxx
-from test_host import KERNELS, epilogue, tiles
+from conftest import by_turns
 from upconv.cuda.axes import Unfit, any_size, result_shape
 from upconv.cuda.compile import boxes, jit
 from upconv.cuda.gemm import gather, gather_search
@@ -21,10 +18,7 @@ from upconv.cuda.gpu import H200
 from upconv.problem import Problem
 
 FORWARD = Problem.make(4, 32, 64, (8, 24), 4, 2, 1, dtype=torch.float16)
-STRIDES = {1: 3, 2: 4, 4: 5}  # along W, and a kernel
 NEVER = {3: 3, 5: 5, 6: 7, 8: 8}
-KINDS = ("rows", "short runs", "rows of two runs", "patches", "pairs", "channels halved", "images", "few channels")
-NONE = ((1, "images"), (1, "short runs"), (2, "short runs"), (4, "rows of two runs"), (4, "pairs"))
 
 
 def tilings(p: Problem) -> list[Tiling]:
@@ -33,43 +27,6 @@ def tilings(p: Problem) -> list[Tiling]:
         *gather_search.candidates(layer, H200, classes=gather_search.classes_of(p), drained=True),
         *gather_search.candidates(layer, H200, size=p.size, drained=True),
     ]
-
-
-def is_kind(t: Tiling, kind: str) -> bool:
-    return {
-        "rows": t.sub == (1, 64) and t.runs == 8,
-        "short runs": t.sub == (1, 64) and t.runs < 8,
-        "rows of two runs": t.sub == (1, 64) and t.nb > 1,
-        "patches": t.sub == (8, 8) and not t.paired,
-        "pairs": t.paired,
-        "channels halved": t.split == 1,
-        "images": t.tile[0] > 1,
-        "few channels": True,
-    }[kind]
-
-
-@needs_gxx
-@pytest.mark.parametrize(("stride", "kind"), [of for of in diagonal(STRIDES, KINDS) if of not in NONE])
-def test_the_kernels_source_stores_every_output(stride: int, kind: str, tmp_path: Path) -> None:
-    """Compiled for the host: lanes' words, the swizzle, boxes, and a buffer that is used again."""
-    channels = 40 if kind == "few channels" else 200
-    dtype = torch.bfloat16 if stride == 2 else torch.float16
-    found: list[Tiling] = []
-    for rows, size in product((1, 2), ((8, 8), (16, 16), (20, 40))):
-        p = Problem.make(4, 32, channels, size, (3, STRIDES[stride]), (rows, stride), 1, dtype=dtype)
-        found += [t for t in tilings(p) if is_kind(t, kind)]
-    spans = {t.out_span: t for t in found}  # rows of boxes of every width
-    assert spans and (kind != "channels halved" or len(spans) > 1)
-    for i, t in enumerate(spans.values()):
-        (tmp_path / str(i)).mkdir()
-        assert tiles(epilogue(t, tmp_path / str(i)), i, 60) > 500
-
-
-def test_the_kernel_ends_when_its_stores_have() -> None:
-    """The host's harness waits for them in its place."""
-    text = (KERNELS / "gather.cu").read_text()
-    end = text[text.index("consume(given.packed, given.bias, maps.of[MAPS_OF<C>]") :]
-    assert end.index("bulk_wait();") < end.index("} else {")
 
 
 @pytest.mark.parametrize("stride", NEVER)

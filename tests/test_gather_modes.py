@@ -119,7 +119,7 @@ def searched(p: Problem, what: str, rng: random.Random) -> list[Tiling]:
     elif what == "drained":
         if not gather_search.drains(p):
             return []
-        how["drained"] = True
+        how = rng.choice((how, {"size": p.size})) | {"drained": True}
     return list(gather_search.candidates(any_size(p), H200, **how))
 
 
@@ -274,6 +274,8 @@ DRAINED: OfTiling = {
     "pairs": lambda t: t.paired,
     "channels halved": lambda t: t.split == 1,
     "images": lambda t: t.tile[0] > 1,
+    "short runs": lambda t: t.sub == (1, 64) and t.runs < 8,
+    "rows of two runs": lambda t: t.sub == (1, 64) and t.nb > 1,
 }
 
 

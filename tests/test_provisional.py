@@ -24,7 +24,7 @@ import torch
 import upconv
 from conftest import assert_accurate, by_turns
 from one_mapped_gpu import operands, poisoned
-from test_gather import DTYPES, check, check_compiled, needs_nvrtc, small
+from test_gather import DTYPES, check_compiled, needs_nvrtc
 from upconv.bench.suites import SUITES
 from upconv.cuda import engine, packs
 from upconv.cuda.compile import cache, jit, launch, provisional
@@ -365,14 +365,6 @@ def test_only_long_code_has_a_quick_form() -> None:
     assert short.quick is None
     (unit, *_) = short.sources()
     assert unit.quick is not None and unit.quick() is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ("kb65-tf32-nchw-fwd", "kb72-tf32-channels_last-fwd", *CASES[8:10]))
-def test_quick_forms_compute_their_layers(case: str) -> None:
-    choice = chosen(case)
-    assert choice.quick is not None
-    check(choice.quick.tiling, small(choice.quick.tiling, choice.problem), 0)
 
 
 @needs_nvrtc

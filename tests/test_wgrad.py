@@ -1,4 +1,4 @@
-"""The grad-weight family on tensor cores: its geometry in an interpreter, its compiled kernels, its choices."""
+"""The grad-weight family on tensor cores: candidates, kernels and choices. What it computes: test_wgrad_modes.py."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import random
 import re
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from conftest import EVERY, Stubs, by_turns, diagonal
+from conftest import EVERY, Stubs, by_turns
 from upconv.bench.suites import SUITES
 from upconv.cuda.compile import jit, launch
 from upconv.cuda.compile.boxes import fullest
@@ -24,7 +23,6 @@ from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
 from upconv.cuda.wgrad.wgrad_tiling import WARPS, SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Precision, Problem, output_length
-from wgrad_interpreter import Floats, Interpreter
 
 DTYPES = {"tf32": torch.float32, "ieee": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 AnyTiling = SyncTiling | WarpgroupTiling
@@ -83,44 +81,6 @@ def other_size(p: Problem, rng: random.Random) -> Problem:
     return p.with_(batch=rng.randint(1, 5), size=tuple(size))
 
 
-def truth_of(p: Problem, x: Floats, g: Floats) -> torch.Tensor:
-    """The weight's gradient by PyTorch in float64.
-
-    An output padding beyond the stride gives the gradient's convolution positions that no input has, which PyTorch
-    refuses: the input is lengthened by zeros there.
-    """
-    more = [op // s for op, s in zip(p.output_padding, p.stride)]
-    size = tuple(n + extra for n, extra in zip(p.size, more))
-    longer = np.zeros((p.batch, p.in_channels, *size))
-    longer[(..., *(slice(n) for n in p.size))] = x
-    padding = tuple(op - extra * s for op, extra, s in zip(p.output_padding, more, p.stride))
-    found = torch.ops.aten.convolution_backward(
-        torch.from_numpy(g), torch.from_numpy(longer), torch.zeros(p.weight_shape, dtype=torch.float64), None,
-        p.stride, p.padding, p.dilation, True, padding, p.groups, [False, True, False],
-    )[1]  # fmt: skip
-    assert found is not None
-    return found.reshape(p.in_channels, p.out_channels // p.groups, -1)
-
-
-def check(tiling: AnyTiling, p: Problem, rng: random.Random) -> None:
-    """The interpreted tiling stores every partial sum once, and their sum is the gradient, in float64."""
-    tiling = wgrad_costs.boxed(tiling, p)
-    numbers = np.random.default_rng(rng.randrange(1 << 30))
-    x, g = numbers.standard_normal(p.input_shape), numbers.standard_normal(p.output_shape)
-    interpreter = Interpreter(tiling)
-    chunks = math.prod(tiling.counts(p))
-    splits = min(chunks, rng.choice((1, 2, 3, 5)))
-    bases = (0, 0) if tiling.needs_alignment else (rng.randrange(8), rng.randrange(8))
-    out, stores = interpreter(p, x, g, splits, bases)
-    about = f"{p} {p.precision}\n{tiling}\n{splits} splits, bases {bases}"
-    assert (stores == 1).all(), f"partial sums stored {np.unique(stores)} times: {about}"
-    truth = truth_of(p, x, g)
-    if interpreter.parts == 2:  # three products of four: without that of the low parts, which is a layer of its own
-        truth = truth - truth_of(p, *(interpreter.split_parts(a)[1] for a in (x, g)))
-    error = (torch.from_numpy(out) - truth).abs().max().item()
-    assert error <= 1e-11 * max(1.0, truth.abs().max().item()), f"error {error}: {about}"
-
-
 def serves(t: AnyTiling, p: Problem, q: Problem) -> bool:
     """Whether a tiling of a layer at one size serves it at another."""
     if not isinstance(t, WarpgroupTiling):
@@ -130,7 +90,7 @@ def serves(t: AnyTiling, p: Problem, q: Problem) -> bool:
 
 
 def work(tiling: AnyTiling, p: Problem) -> int:
-    """What interpreting costs, in elements of operands."""
+    """What a tiling brings to multiply, in elements of operands."""
     tiling = wgrad_costs.boxed(tiling, p)
     taps = tiling.set_taps * tiling.block[1] + tiling.block[0]
     return math.prod(tiling.counts(p)) * tiling.tiles * math.prod(tiling.tile) * taps
@@ -140,71 +100,6 @@ def work(tiling: AnyTiling, p: Problem) -> int:
 def layer(seed: int) -> tuple[Problem, tuple[AnyTiling, ...]]:
     p = draw_problem(random.Random(seed))
     return p, tuple(tilings(p))
-
-
-@pytest.mark.parametrize("warpgroups", [False, True], ids=["mma.sync", "wgmma"])
-@pytest.mark.parametrize("first", range(0, 80 if EVERY else 30, 10))
-def test_interpreted_tilings_compute_the_gradient(first: int, warpgroups: bool) -> None:
-    """Ten layers, each at two sizes, by a tiling of mma.sync or two of wgmma."""
-    done = 0
-    for seed in range(first, first + 10):
-        rng = random.Random(f"{seed} {warpgroups}")
-        p, every = layer(seed)
-        own = [t for t in every if isinstance(t, WarpgroupTiling) == warpgroups]
-        for q in (p, other_size(p, rng)):
-            fit = [t for t in own if serves(t, p, q)]
-            few = (t for t in rng.sample(fit, min(60, len(fit))) if t.tiles <= 30 and work(t, q) < 3e6)
-            for tiling in islice(few, 2 if warpgroups else 1):
-                check(tiling, q, rng)
-                done += 1
-    assert done >= 8
-
-
-@pytest.mark.parametrize("precision,width", [("tf32", 8), ("tf32", 16), ("bf16", 8), ("bf16", 16), ("bf16", 32)])
-def test_rows_of_narrow_images_are_one_line(precision: Precision, width: int) -> None:
-    """Images as wide as a chunk, at heights that are no multiple of its rows; half precision then has 8 columns too."""
-    rng = random.Random(f"{precision} {width}")
-    done = 0
-    while done < 6:
-        p = draw_problem(rng)
-        if p.rank == 1 or p.precision != "tf32" or p.layout != "nchw":
-            continue
-        heights = tuple(rng.randint(1, 11) for _ in p.size[:-1])
-        try:
-            p = p.with_(size=(*heights, width), dtype=DTYPES[precision], precision=precision)
-        except ValueError:  # no output
-            continue
-        own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.lines]
-        assert all(t.tile[3] == width and t.segment > width * t.element for t in own)
-        few = (t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 3e6)
-        for tiling in islice(few, 1):
-            check(tiling, p, rng)
-            done += 1
-
-
-@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
-def test_chunks_without_gaps(precision: Precision) -> None:
-    """Boxes of any shape, some with fewer pixels than a chunk; of small and odd images, strides and dilations."""
-    rng = random.Random(f"gapless {precision}")
-    done, short = 0, 0
-    while done < (16 if EVERY else 8):
-        p = draw_problem(rng)
-        if p.layout != "channels_last" or p.precision != precision:
-            continue
-        size = tuple(rng.choice((n, 4, 7, 14)) for n in p.size)
-        try:
-            p = p.with_(size=size)
-        except ValueError:  # no output
-            continue
-        own = [wgrad_costs.boxed(t, p) for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.gapless]
-        assert all(
-            math.prod(t.tile) <= t.gapless and wgrad_costs.chunks_of(t, p) == math.prod(t.counts(p)) for t in own
-        )
-        few = [t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 3e6]
-        for tiling in few[:2]:
-            check(tiling, p, rng)
-            done, short = done + 1, short + (math.prod(tiling.tile) < tiling.gapless)
-    assert short
 
 
 def test_boxes_of_chunks_fill_them() -> None:
@@ -222,85 +117,6 @@ def test_boxes_of_chunks_fill_them() -> None:
         shapes = product(*(range(1, n + 1) for n in sides))
         fit = (s for s in shapes if math.prod(s) <= pixels)
         assert count == min(math.prod(-(-n // of) for n, of in zip(sides, s)) for s in fit)
-
-
-@pytest.mark.parametrize(
-    "precision,layout,kernel_step",
-    diagonal(("tf32", "bf16"), ("nchw", "channels_last"), ((3, 1), (5, 1), (4, 2), (5, 3), (3, 2))),
-)
-def test_rows_of_x_side_by_side(precision: Precision, layout: Layout, kernel_step: tuple[int, int]) -> None:
-    """Columns of taps in one instruction: of every stride along H, in two and three dimensions, at odd heights."""
-    kernel, step = kernel_step
-    rng = random.Random(f"{precision} {layout} {kernel} {step}")
-    done, stacks = 0, set()
-    while done < 4:
-        rank = rng.choice((2, 2, 3))
-        size = [rng.randint(1, 9) for _ in range(rank - 1)]
-        p = Problem.make(
-            rng.randint(1, 3), rng.choice((16, 24, 40, 64)), rng.choice((16, 32, 40)),
-            (*size, rng.choice((16, 24, 40))), (*[2] * (rank - 2), kernel, rng.randint(1, 4)),
-            (*[1] * (rank - 2), step, rng.randint(1, 2)), (*[0] * (rank - 2), rng.randint(0, 1), rng.randint(0, 1)),
-            dtype=DTYPES[precision], precision=precision, layout=layout, pass_="grad-weight",
-        )  # fmt: skip
-        own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.stacked]
-        assert all(t.stack == -(-t.taps[1] // step) > 1 and t.halo == t.stack - 1 for t in own)
-        few = [t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 3e6]
-        for tiling in few[:2]:
-            check(tiling, p, rng)
-            stacks.add(tiling.stack)
-            done += 1
-    assert stacks
-
-
-@pytest.mark.parametrize("precision", ["tf32", "bf16"])
-@pytest.mark.parametrize(
-    "kernel,stride,padding,size", [(2, 2, 0, (3, 16)), (4, 2, 1, (2, 24)), (8, 4, 2, (64,)), (16, 8, 4, (64,))]
-)
-def test_taps_that_are_neighbours_in_m(
-    precision: Precision, kernel: int, stride: int, padding: int, size: tuple[int, ...]
-) -> None:
-    """Of each number of them, by boxes of rows and of lines; lanes meet banks as seldom as the plan says."""
-    rng = random.Random(f"{precision} {kernel}")
-    p = Problem.make(
-        2, 40, 72, size, kernel, stride, padding, dtype=DTYPES[precision], precision=precision, pass_="grad-weight"
-    )
-    own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.interleaved]
-    few = {(t.subs, t.lined, t.split_m): t for t in rng.sample(own, len(own)) if work(t, p) < 3e6}
-    assert {subs for subs, *_ in few} == {n for n in (2, 4, 8) if kernel % n == 0}
-    assert any(lined for _, lined, _ in few) == (len(size) == 1)
-    for t in few.values():
-        check(t, p, rng)
-    for t in by_turns(own, 3):
-        a, _ = Interpreter(t).wgmma_a  # [warpgroup, entry, step, row of M, k], in elements
-        rows, k = np.arange(8)[:, None], np.arange(4) * (1 if t.element == 4 else 2)
-        words = (a[0, 0, 0][rows, k] + -p.padding[-1] % t.vec) * t.element // 4
-        banks = np.unique(words) % 32
-        assert np.bincount(banks).max() <= t.conflicts
-
-
-@pytest.mark.parametrize(
-    "cin,layout,precision,width",
-    [
-        (48, "nchw", "tf32", 48), (48, "channels_last", "tf32", 48), (48, "nchw", "bf16", 48),
-        (48, "channels_last", "bf16", 48), (40, "nchw", "fp16", 48), (70, "nchw", "tf32", 80),
-        (80, "channels_last", "tf32", 80), (96, "channels_last", "bf16", 96), (320, "nchw", "bf16", 160),
-        (320, "channels_last", "fp16", 160), (320, "nchw", "tf32", 160),
-    ],
-)  # fmt: skip
-def test_blocks_as_wide_as_a_layer(cin: int, layout: Layout, precision: Precision, width: int) -> None:
-    """Input channels that fill no power of two are a block's columns; by boxes of each width, rows alone, together."""
-    rng = random.Random(f"{cin} {layout} {precision}")
-    p = Problem.make(
-        2, cin, 32, (3, 16), (3, 2), (1, 2), (1, 0), dtype=DTYPES[precision], precision=precision, layout=layout,
-        pass_="grad-weight",
-    )  # fmt: skip
-    own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.block[0] == width]
-    few = {(t.stacked, t.x_width): t for t in rng.sample(own, len(own)) if work(t, p) < 3e6}
-    # Rows of x follow each other in an instruction where a row is no more than a swizzled line.
-    together = (layout == "nchw" or precision == "tf32") and 2 * width <= 256
-    assert {stacked for stacked, _ in few} == ({False, True} if together else {False})
-    for t in few.values():
-        check(t, p, rng)
 
 
 @pytest.mark.parametrize(
@@ -326,90 +142,6 @@ def test_wide_blocks_are_not_turned() -> None:
     found = {t.block[0] for t in tilings(p) if isinstance(t, WarpgroupTiling)}
     assert found == {64, 128}
     assert 160 in {t.block[0] for t in tilings(p.with_(layout="nchw")) if isinstance(t, WarpgroupTiling)}
-
-
-@pytest.mark.parametrize("precision,width,height", [("tf32", 24, 8), ("tf32", 32, 7), ("bf16", 32, 6), ("fp16", 64, 5)])
-def test_rows_off_16_bytes_come_by_classes(precision: Precision, width: int, height: int) -> None:
-    """Boxes of two and four classes of rows, and of channels; of groups, and of sets of taps at any place."""
-    rng = random.Random(f"{precision} {width} {height}")
-    done = 0
-    for _ in range(40):
-        rank, groups = rng.choice((1, 2, 2, 3)), rng.choice((1, 1, 2))
-        outer = [rng.randint(1, 3)] * (rank == 3), [rng.randint(1, 2)] * (rank == 3)
-        p = Problem.make(
-            rng.randint(1, 2), groups * rng.choice((16, 24)), groups * rng.choice((32, 48)),
-            (*outer[0], *[height] * (rank > 1), width),
-            (*outer[1], *[rng.randint(2, 4)] * (rank > 1), rng.randint(2, 4)), 1,
-            (*[0] * (rank == 3), *[rng.randint(0, 1)] * (rank > 1), 0), 0, 1, groups,
-            dtype=DTYPES[precision], precision=precision, pass_="grad-weight",
-        )  # fmt: skip
-        own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.classed]
-        assert not own or wgrad_search.classes_of(p) != (1, 1)
-        few = [t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 2e6]
-        for tiling in few[:1]:
-            assert tiling.box_g and tiling.classes == wgrad_search.classes_of(p)
-            check(tiling, p, rng)
-            done += 1
-        if done == 6:
-            break
-    assert done >= 5
-
-
-# Ways in which g comes to shared memory and x is laid out there: (precision, layout, step along W, output channels).
-WAYS = [
-    *(("tf32", "channels_last", step, cout) for step, cout in product((1, 2), (16, 32))),
-    *(("bf16", "channels_last", step, cout) for step, cout in ((1, 16), (1, 32), (1, 64), (1, 20), (2, 64))),
-    *((precision, "nchw", step, 24) for precision, step in product(("tf32", "fp16"), (1, 2))),
-]
-
-
-@pytest.mark.parametrize("precision,layout,step,cout", WAYS)
-def test_every_way_of_copying(precision: Precision, layout: Layout, step: int, cout: int) -> None:
-    """wgmma's tilings by boxes and by threads, of every width of a box."""
-    rng = random.Random(f"{precision} {layout} {step} {cout}")
-    p = Problem.make(
-        2, 32, cout, (5, 16), 2 + step, (1, step), (1, 1), dtype=DTYPES[precision], precision=precision, layout=layout,
-        pass_="grad-weight",
-    )  # fmt: skip
-    own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling)]
-    ways = {}
-    for t in rng.sample(own, len(own)):
-        if work(t, p) < 1e6:
-            ways[t.box_g, t.g_width if layout == "channels_last" else 0, t.segment] = t
-    aligned = cout % 8 == 0 if layout == "channels_last" else p.out_size[-1] * p.dtype.itemsize % 16 == 0
-    assert {box for box, *_ in ways} == {aligned}
-    if layout == "channels_last" and aligned:
-        assert min(width for _, width, _ in ways) == min(cout // 16 * 16, 32 if precision == "tf32" else 64)
-    for t in ways.values():
-        check(t, p, rng)
-
-
-@pytest.mark.parametrize("precision", ("tf32", "bf16"))
-def test_columns_of_g_by_their_remainder(precision: Precision) -> None:
-    """channels_last with strides: a plane for each remainder that a tap reads, and a box for all rows of it."""
-    rng = random.Random(precision)
-    seen: set[tuple[int, bool, bool]] = set()
-    done = 0
-    while done < (36 if EVERY else 28):
-        step, dilation, rank = rng.choice((2, 2, 3, 4, 5)), rng.choice((1, 1, 2, 3)), rng.choice((2, 2, 3))
-        depth = rank - 2
-        p = Problem.make(
-            rng.randint(1, 2), rng.choice((16, 40)), rng.choice((16, 32, 64)),
-            (*[3] * depth, rng.randint(3, 6), rng.randint(8, 20)),
-            (*[2] * depth, rng.randint(1, 3), rng.randint(1, 4)),
-            (*[rng.choice((1, 2))] * depth, rng.choice((1, 2)), step),
-            0, 0, (*[1] * depth, 1, dilation),
-            dtype=DTYPES[precision], precision=precision, layout="channels_last", pass_="grad-weight",
-        )  # fmt: skip
-        own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.box_g and t.parted and not t.gapless]
-        few = [t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 1e6]
-        for tiling in few[:2]:
-            planes, columns, _ = tiling.g_planes
-            assert tiling.boxes >= planes and planes * columns <= tiling.spans[2] + step
-            check(tiling, p, rng)
-            seen.add((planes, tiling.stacked, tiling.g_pixels < tiling.spans[2]))
-            done += 1
-    assert len({planes for planes, *_ in seen}) >= 3 and any(fewer for *_, fewer in seen)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
