@@ -331,9 +331,8 @@ class Prepared:
             fresh: what packs the weight is the last kernel on this stream, or in this call: launches may overlap.
             claim: the call may allocate what outlives it, and is not captured in a graph.
         """
-        values = at_x, at, at_bias, at_out = [
-            x.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-        ]  # fmt: skip
+        at_x, at, at_out = x.data_ptr(), packed.data_ptr(), out.data_ptr()
+        values = [at_x, at, 0 if bias is None else bias.data_ptr(), at_out]
         key = packed.stride(), packed.dtype, None if bias is None else bias.dtype, claim, (at_x | at | at_out) & 15
         program = self._known.get(key)
         if program is not None:
