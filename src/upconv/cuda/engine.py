@@ -20,7 +20,6 @@ from upconv import cpu, forks
 from upconv.cuda import weights
 from upconv.cuda.family import Prepared, PreparedWeight, Unit
 from upconv.cuda.gpu import current_device as _current_device
-from upconv.cuda.prepared import Prepared as Recorded
 from upconv.problem import Pass, is_channels_last
 
 if TYPE_CHECKING:
@@ -288,7 +287,7 @@ class Runner:
         fresh = False
         if packed is None:
             weight = weight.resolve_neg()
-            if isinstance(self.prepared, Recorded):
+            if self.prepared.recorded:
                 self.prepared.run(x, weight, bias, out, not capturing, lasting and not capturing)
                 return
             if self.packs and lasting and rounded is None and not capturing:

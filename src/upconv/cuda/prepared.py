@@ -238,6 +238,7 @@ class Prepared:
     """A choice for ``fwd`` or ``grad-input`` on a device."""
 
     packs = claims = False
+    recorded = True
 
     def __init__(self, choice: Packs, device: int) -> None:
         self.choice, self._device = choice, device
