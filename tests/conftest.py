@@ -31,14 +31,14 @@ from torch import Tensor
 
 import upconv
 from upconv import autograd, cpu, dispatch, planner
-from upconv.cuda import engine, packs
+from upconv.cuda import engine, launches, packs, prepared
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch
 from upconv.cuda.direct import direct_grad, staged
-from upconv.cuda.gemm import gather, joined
+from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import H200, gpu
-from upconv.cuda.pixels import implicit, pairs, phases, subpixel
+from upconv.cuda.pixels import implicit
 from upconv.cuda.rearrange import relayout, unshuffle
 from upconv.cuda.wgrad import wgrad
 from upconv.planner import Candidate, Device, Plan
@@ -436,6 +436,8 @@ class Stubs:
     """Of each launch."""
     encoded: list[int] = field(default_factory=list)
     """Addresses that tensor maps were encoded for; a map's words are its address."""
+    act: Callable[[tuple[Any, ...]], object] = field(default=lambda args: None)
+    """What a launch does with its arguments."""
 
     def pop(self) -> tuple[str, int, bool, tuple[Any, ...]]:
         """The last launch and its arguments."""
@@ -536,6 +538,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
             found.launched.append((self.name, grid, dependent))
             found.arguments.append(tuple(value for _, value in arguments_of(self.codes, args)))
+            found.act(found.arguments[-1])
 
         def clusters(self, device: int, blocks: int) -> int:
             return 132
@@ -550,15 +553,15 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
-    for module in (packs, wgrad, staged, direct_grad, relayout, unshuffle):
+    for module in (packs, prepared, wgrad, staged, direct_grad, relayout, unshuffle):
         monkeypatch.setattr(module, "Launcher", Launcher)
-    for module in (packs, gather, wgrad, staged, direct_grad, relayout, unshuffle):
+    for module in (packs, prepared, gather, wgrad, staged, direct_grad, relayout, unshuffle):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for module in (gather, implicit):
         monkeypatch.setattr(module, "cluster_fits", lambda device, blocks: True)
-    for module in (packs, wgrad):
+    for module in (packs, prepared, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (packs, gather, wgrad, joined, subpixel, implicit, pairs, phases):
+    for module in (packs, launches, gather, wgrad, implicit):
         monkeypatch.setattr(module, "encode", encode)
     return found
 
