@@ -36,8 +36,8 @@ _FEW_ROW = 32  # pixels in a row of the input below which the correlation of few
 _LEAST_RESULTS = 8  # output channels of the correlation that fill a vector
 # Multiplications per output from which that padding sets the time, not the pass over the results.
 _FEW_CHANNELS_WORK = {"nchw": 200, "channels_last": 400}
-# Where oneDNN's float32 sum for the bias takes a fifth of a step at least: output channels of a group from which it is
-# slower than torch.sum, elements from which the calls themselves do not matter, and multiplications per output up to it.
+# Where oneDNN's float32 sum for the bias takes a fifth of a step: output channels of a group from which it is slower
+# than torch.sum, elements from which the calls do not matter, and multiplications per output up to which it shows.
 _SPLIT_CHANNELS, _SPLIT_OUTPUT, _SPLIT_WORK = 32, 1 << 20, 128
 # Multiplications per output up to which the scalar bias loop takes a third of the time at least.
 _BIAS_WORK = {torch.float32: 150, torch.bfloat16: 256, torch.float16: 256}
