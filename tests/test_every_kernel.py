@@ -39,6 +39,10 @@ Kind = tuple[Precision, Layout, Pass]
 
 CUDA_CORES = ("direct", "staged")
 CUDA_CORE_ENTRIES = ("direct", "direct_walk", "grad_input", "grad_weight")
+ENTRIES = dict.fromkeys(CUDA_CORES, CUDA_CORE_ENTRIES) | {
+    "wgrad": ("wgrad", "wgrad_wgmma", "wgrad_whole", "wgrad_cluster"),
+}
+"""The kernels that multiply, of a family that has others than one of its own name."""
 OPERANDS = {"tf32": "tf32", "ieee": "tf32", "bf16": "bf16", "fp16": "f16"}
 """What matrix instructions call a precision's operands; IEEE's are sums of several TF32 ones."""
 MATRIX = re.compile(r"(?<![.\w])(wgmma\.mma_async|mma\.sync)\.[.\w]*\.f32\.(\w+)\.\2\b")
@@ -136,7 +140,7 @@ def compiled(source: str, arch: str) -> Compiled:
 
 def multiplies(entry: str, choice: Any) -> bool:
     """Whether an entry is a choice's kernel itself; others pack, copy or add up."""
-    return entry == choice.family or (choice.family in CUDA_CORES and entry in CUDA_CORE_ENTRIES)
+    return entry in ENTRIES.get(choice.family, (choice.family,))
 
 
 def instruction(choice: Any, gpu: Gpu) -> str | None:
