@@ -290,6 +290,7 @@ class Choice(OneMappedChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     family = "joined"
+    entry = "joined"
     threads = THREADS
     biased = True
 
@@ -310,6 +311,9 @@ class Choice(OneMappedChoice[Tile]):
     def long_code(self) -> bool:
         """Several stages of weights are several copies of the straight code; the quick form has a loop over them."""
         return self.tile.taps > self.tile.taps_of_stage
+
+    def _instance(self, kernel: str) -> str:
+        return f"joined<{jit.CONFIG}>"
 
     def tensor_map(self, address: int) -> Words:
         return tensor_map(self.tile, self.problem, address)

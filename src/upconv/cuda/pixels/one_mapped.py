@@ -21,6 +21,8 @@ class OneMappedChoice(TileChoice[T]):
     """A tile for a problem whose kernel is ``<family>.cu``'s entry ``<family>``."""
 
     family: ClassVar[str]
+    entry: ClassVar[str] = "pixels"
+    """The kernel, and its file."""
     threads: ClassVar[int]
     """Of a block."""
     biased: ClassVar[bool] = False
@@ -57,15 +59,19 @@ class OneMappedChoice(TileChoice[T]):
         unit = self._unit(self.tile.constants())
         return (replace(unit, quick=self._quick) if self.long_code else unit,)
 
+    def _instance(self, kernel: str) -> str:
+        """The entry for a kernel's struct."""
+        return f"{self.entry}<{kernel}>"
+
     def _quick(self) -> Unit:
         """The same to the last bit, compiled fast."""
         return self._unit(self.tile.constants() | {"quick": True}).passing()
 
     def _unit(self, constants: dict[str, Any]) -> Unit:
         kernel = f"{self.family.capitalize()}<{jit.CONFIG}>"
-        entries = (*packing_entries(kernel, self.problem), f"{self.family}<{jit.CONFIG}>")
-        source = jit.instance(f"{self.family}.cu", constants, entries)
-        return Unit(f"{self.family} {layer_text(self.problem)}", source, ("pack", self.family))
+        entries = (*packing_entries(kernel, self.problem), self._instance(kernel))
+        source = jit.instance(f"{self.entry}.cu", constants, entries)
+        return Unit(f"{self.family} {layer_text(self.problem)}", source, ("pack", self.entry))
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -82,7 +88,7 @@ class Prepared(Packs):
         self._load_packing(unit)
         sizes = t.arguments(p)
         integers = "i" * len(sizes)
-        self._run = self._load(unit, choice.family, choice.threads, t.shared_bytes, f"PPP({integers}{'q' * 16})")
+        self._run = self._load(unit, choice.entry, choice.threads, t.shared_bytes, f"PPP({integers}{'q' * 16})")
         self._grid, self._sizes, self._aligned = choice.grid, as_run(integers, sizes), choice.aligned
         self.biased = choice.biased
         self._map = choice.tensor_map

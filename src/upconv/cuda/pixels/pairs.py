@@ -234,7 +234,7 @@ class Tile(Base):
 
     def arguments(self, p: Problem) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
-        return p.batch, *triple(p.size), self.groups_w(p), self.all_groups(p), self.tiles(p)
+        return *triple(p.size), self.groups_w(p), self.all_groups(p), 0, self.tiles(p)
 
 
 @lru_cache(maxsize=256)

@@ -23,7 +23,7 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.pixels.choosing import Chooser, countable
 from upconv.cuda.pixels.columns import PRECISIONS
 from upconv.cuda.pixels.one_mapped import OneMappedChoice
-from upconv.cuda.pixels.tile import MOST_COUNTED, SPAN, THREADS, fitted, of_axes
+from upconv.cuda.pixels.tile import MOST_COUNTED, SPAN, THREADS, fitted, of_axes, triple
 from upconv.cuda.pixels.tile import Tile as Base
 from upconv.problem import Problem
 
@@ -95,9 +95,8 @@ class Tile(Base):
 
     def arguments(self, p: Problem) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
-        h, w = (1, 1, *p.size)[-2:]
         pixels = math.prod(p.size)
-        return p.batch, h, w, pixels, -(-pixels // self.pixels), self.tiles(p)
+        return *triple(p.size), pixels, -(-pixels // self.pixels), 0, self.tiles(p)
 
 
 class Choice(OneMappedChoice[Tile]):
