@@ -3,7 +3,7 @@
 // A mode M is a template over its constants C. It has
 //   Sums               a consumer's thread's; Sizes, whose last is `tiles`; Maps, of the copy engine
 //   Ring, ring_of      whose stages a producer fills and consumers read
-//   first_tile, step   of the tiles of a block, or of a consumer that has tiles of its own
+//   READERS            consumers that read a stage; OWN_TILES: each consumer has tiles and a ring of its own
 //   Loader             begin(tile): stages of a tile; load(i, stage, barrier): what the i-th of them gets, whose bytes count at a barrier
 //   Consumer           at(stage): where it is, ahead of the wait; begin(sums, tile): stages of a tile; multiply(sums, at, held);
 //                      store(sums, tile)
@@ -19,6 +19,7 @@ struct PixelsOf {
   static constexpr int ELEMENT = Number::SIZE, VEC = 16 / ELEMENT;
   static constexpr bool NARROW = ELEMENT == 2;          // of 16 bits
   static constexpr int CONSUMERS = 2, THREADS = 128 + CONSUMERS * 128;
+  static __device__ __forceinline__ void init(u32) {}   // barriers beside the rings'
 };
 
 // What a launch gives.
@@ -80,7 +81,10 @@ template <class M>
 __device__ __forceinline__ void run(const Work<M>& work) {
   const typename M::Ring ring = M::ring_of(work.memory, 0);
   run_block<1, M::CONSUMERS, M::PRODUCER_REGISTERS, M::CONSUMER_REGISTERS>(
-      [&] { M::init(work.memory); },
+      [&] {
+        for (int i = 0; i < M::CONSUMERS / M::READERS; i++) M::ring_of(work.memory, i).init(1, 4 * M::READERS);
+        M::init(work.memory);
+      },
       [&] { M::produce(work); },
       [&](int wg, int thread) { consume<M>(work, M::OWN_TILES ? M::ring_of(work.memory, wg) : ring, wg, thread); });
 }

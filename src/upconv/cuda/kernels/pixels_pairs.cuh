@@ -31,6 +31,7 @@ static constexpr int WEIGHTS_AT = (GROUPS * BOX_PLACE + 1023) / 1024 * 1024;
 static constexpr int BLOCKS_N = (C::cout + COLUMNS - 1) / COLUMNS;
 static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static constexpr bool HOLDS = true, OWN_TILES = false;
+static constexpr int READERS = CONSUMERS;
 using Sums = float[MB][COLUMNS / 2];
 using Maps = TensorMap;
 using Ring = RingOf<C::stages, WEIGHTS_AT + WEIGHT_BYTES>;
@@ -124,7 +125,6 @@ struct Loader {
 };
 
 static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + Ring::BYTES); }
-static __device__ __forceinline__ void init(u32 memory) { ring_of(memory, 0).init(1, CONSUMERS * 4); }
 static __device__ __forceinline__ void produce(const Work<Pairs>& work) {
   if (threadIdx.x < 32) ::produce<Pairs>(work, Loader(work, threadIdx.x));
 }

@@ -33,6 +33,7 @@ static constexpr int STEP_BYTES = C::users * C::shift_columns * 32;  // of weigh
 static constexpr int WEIGHT_BYTES = CHUNKS * K_STEPS * STEP_BYTES;
 static constexpr int PRODUCER_REGISTERS = 64, CONSUMER_REGISTERS = 216;
 static constexpr bool HOLDS = false, OWN_TILES = true;
+static constexpr int READERS = 1;
 using Sums = float[PAIRS][MB][PAIR_COLUMNS / 2];
 using Maps = TensorMap;
 using Ring = RingOf<C::stages, STAGE_BYTES>;
@@ -121,10 +122,7 @@ static __device__ __forceinline__ Ring ring_of(u32 memory, int consumer) {
   return {memory + RINGS_AT + consumer * (C::stages * STAGE_BYTES), full, full + 8 * CONSUMERS * C::stages};
 }
 
-static __device__ __forceinline__ void init(u32 memory) {
-  for (int i = 0; i < CONSUMERS; i++) ring_of(memory, i).init(1, 4);
-  barrier_init(landed(memory), 1);
-}
+static __device__ __forceinline__ void init(u32 memory) { barrier_init(landed(memory), 1); }
 
 static __device__ __forceinline__ void produce(const Work<Phases>& work) {
   int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);

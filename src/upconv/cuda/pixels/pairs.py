@@ -2,8 +2,8 @@
 
 Such a gradient is a convolution with strides. `gather` makes its places columns of N, for which float32 ones must be
 turned in shared memory, whose traffic bounds it. Here they are rows of M, which lanes read as they lie, two
-neighbouring taps at a time (``kernels/pairs.cu``); columns are input channels, and K has each channel of the output
-once for every tap.
+neighbouring taps at a time (``kernels/pixels_pairs.cuh``); columns are input channels, and K has each channel of the
+output once for every tap.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 
 from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Words, dense, encode
+from upconv.cuda.compile.boxes import dense
 from upconv.cuda.gemm.costs import LAUNCH
 from upconv.cuda.gpu import MAX_BOX, Gpu
+from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choosing import Chooser, countable
 from upconv.cuda.pixels.columns import PRECISIONS
 from upconv.cuda.pixels.one_mapped import OneMappedChoice
@@ -188,7 +189,7 @@ class Tile(Base):
             yield f"{self.mb} x 64 x {self.columns} sums are more than registers hold"
 
     def constants(self) -> dict[str, jit.Constant]:
-        """The kernel's, see kernels/pairs.cu."""
+        """The kernel's, see kernels/pixels_pairs.cuh."""
         p = self.problem
         own: dict[str, jit.Constant] = {
             "columns": self.columns,
@@ -274,21 +275,22 @@ class Choice(OneMappedChoice[Tile]):
         )
 
     @property
-    def packing(self) -> tuple[Any, ...]:
+    def packed_as(self) -> tuple[Any, ...]:
         t = self.tile
         return t.columns, t.chunk, t.slot, t.slots_lane, self.problem.precision
 
-    def tensor_map(self, address: int) -> Words:
-        return tensor_map(self.tile, self.problem, address)
+    @property
+    def source_map(self) -> Map:
+        return source_map(self.tile, self.problem)
 
 
-def tensor_map(t: Tile, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over g with a group's box, as 16 signed words. float32 is rounded to TF32 on its way."""
+def source_map(t: Tile, p: Problem) -> Map:
+    """A ``CUtensorMap`` over g with a group's box. float32 is rounded to TF32 on its way."""
     d, h, w = triple(p.out_size)
     if t.line:
         h, w = w // t.line, t.line
     tensor = dense((w, h, d, p.out_channels, p.batch), t.element)
-    return encode(tensor, address, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
+    return Map("source", tensor, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 `gather` fills the 64 rows of a matrix instruction with output channels; a layer of 32 has two phases there, whose taps'
 union is multiplied, and its pixels are turned in shared memory. Here places of the input are rows, and a phase's output
-channels columns (``kernels/phases.cu``): what is multiplied has a tap, but for phases of W that stand in for others.
+channels columns (``kernels/pixels_phases.cuh``): what is multiplied has a tap, but for phases of W that stand in for
+others.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any, NamedTuple
 
 from upconv.cuda.axes import any_size, gather_axes
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Words, dense, encode
+from upconv.cuda.compile.boxes import dense
 from upconv.cuda.gemm.costs import LAUNCH
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX, Gpu
+from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import PRECISIONS
 from upconv.cuda.pixels.one_mapped import OneMappedChoice
@@ -224,7 +226,7 @@ class Tile(Base):
             yield f"matrix instructions have {len(self.widths)} widths, more than the kernel's {_MOST_WIDTHS}"
 
     def constants(self) -> dict[str, jit.Constant]:
-        """The kernel's, see kernels/phases.cu."""
+        """The kernel's, see kernels/pixels_phases.cuh."""
         (first_d, _), (first_h, _), (first_w, _) = self.span
         rows_d, rows_h = self.source_rows
         users = [user for _, of_row in self.rows for user in of_row]
@@ -309,7 +311,7 @@ class Choice(OneMappedChoice[Tile]):
         )
 
     @property
-    def packing(self) -> tuple[Any, ...]:
+    def packed_as(self) -> tuple[Any, ...]:
         t, p = self.tile, self.problem
         return t.chunks * t.k_steps, p.precision, p.stride, p.padding, p.dilation
 
@@ -317,15 +319,16 @@ class Choice(OneMappedChoice[Tile]):
     def aligned(self) -> bool:
         return self.tile.aligned
 
-    def tensor_map(self, address: int) -> Words:
-        return tensor_map(self.tile, self.problem, address)
+    @property
+    def source_map(self) -> Map:
+        return source_map(self.tile, self.problem)
 
 
-def tensor_map(t: Tile, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over the input with a tile's box, as 16 signed words. float32 is rounded to TF32 on its way."""
+def source_map(t: Tile, p: Problem) -> Map:
+    """A ``CUtensorMap`` over the input with a tile's box. float32 is rounded to TF32 on its way."""
     d, h, w = triple(p.size)
     tensor = dense((w, h, d, p.in_channels, p.batch), t.element)
-    return encode(tensor, address, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
+    return Map("source", tensor, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
