@@ -31,7 +31,7 @@ from torch import Tensor
 
 import upconv
 from upconv import autograd, cpu, dispatch, planner
-from upconv.cuda import engine, launches, packs, prepared
+from upconv.cuda import engine, launches, prepared
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch
@@ -545,15 +545,15 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
-    for module in (packs, prepared, wgrad, staged, direct_grad, relayout, unshuffle):
+    for module in (prepared, wgrad, staged, direct_grad, relayout, unshuffle):
         monkeypatch.setattr(module, "Launcher", Launcher)
-    for module in (packs, prepared, gather, wgrad, staged, direct_grad, relayout, unshuffle):
+    for module in (prepared, wgrad, staged, direct_grad, relayout, unshuffle):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for module in (gather, implicit):
         monkeypatch.setattr(module, "cluster_fits", lambda device, blocks: True)
-    for module in (packs, prepared, wgrad):
+    for module in (prepared, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (packs, launches, gather, wgrad, implicit):
+    for module in (launches, wgrad):
         monkeypatch.setattr(module, "encode", encode)
     return found
 

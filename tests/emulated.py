@@ -19,7 +19,9 @@ from emulator import Emulator
 from upconv import reference
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import H200, Gpu
+from upconv.cuda.launches import Given
 from upconv.cuda.pixels import phases
+from upconv.cuda.prepared import Prepared
 from upconv.problem import Problem
 
 GUARD = 64  # elements ahead of a result, and behind it
@@ -129,14 +131,13 @@ def result(choice: Any, seed: int, way: Way, infinite: bool = False) -> tuple[tu
     out, around = guarded(like, seed % 8 if anywhere else 0)
     source, weight = given(x, p), given(w, p, way.single)
     rounded = None if bias is None else given(bias, p, True) if way.single else bias
-    if getattr(prepared, "packs", False) and way.packing:
-        prepared.run_packing(source, weight, bias, out)
+    if way.packing and getattr(choice, "packs", 0):
+        prepared.run(source, weight, bias, out, claim=True)
     else:
-        if hasattr(prepared, "load_packed") and not prepared._boxes(weight):
-            prepared.load_packed()  # of one source, which is compiled once
+        if isinstance(prepared, Prepared) and (form := prepared._form(weight)) is not None:
+            prepared._program(Given(form, way.single))  # of one source, which is compiled once
         packed = prepared.pack(weight, rounded) if way.single and bias is not None else prepared.pack(weight)
-        claim = {"claim": way.once} if getattr(prepared, "claims", False) else {}
-        prepared.run(source, packed, rounded, out, **claim)
+        prepared.run(source, packed, rounded, out, claim=way.once)
     if p.pass_ == "fwd":
         return (out, around), reference.forward(p, x, w, bias)
     truth = reference.gradients(p, x, torch.zeros(p.input_shape), w)[0]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from conftest import compiled_for_host
-from upconv.cuda import launches, packs, prepared
+from upconv.cuda import launches, prepared
 from upconv.cuda.compile import jit, launch
 from upconv.cuda.compile.boxes import Five, Tensor5, Words
 from upconv.cuda.gemm import gather
@@ -172,14 +172,14 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
     monkeypatch.setattr(launch.Counters, "known", lambda self: True)
     monkeypatch.setattr(jit, "kernel", found.kernel)
     monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
-    for module in (packs, prepared, wgrad, relayout, unshuffle):
+    for module in (prepared, wgrad, relayout, unshuffle):
         monkeypatch.setattr(module, "Launcher", found.launcher)
-    for module in (packs, prepared, gather, wgrad, relayout, unshuffle):
+    for module in (prepared, wgrad, relayout, unshuffle):
         monkeypatch.setattr(module, "gpu_of", lambda device: found.gpu)
     for module in (gather, implicit):
         monkeypatch.setattr(module, "cluster_fits", lambda device, blocks: True)
-    for module in (packs, prepared, wgrad):
+    for module in (prepared, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (packs, launches, gather, wgrad, implicit):
+    for module in (launches, wgrad):
         monkeypatch.setattr(module, "encode", encode)
     return found
