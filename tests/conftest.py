@@ -237,6 +237,11 @@ def assert_close(ours: Tensor, theirs: Tensor, length: int = 64) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
+def assert_sentence(reason: str) -> None:
+    """What says why something is not done."""
+    assert len(reason) > 15 and not reason.endswith(".") and "\n" not in reason, reason
+
+
 # --- the same call on both -------------------------------------------------------------------------------------------
 
 
