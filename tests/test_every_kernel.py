@@ -21,7 +21,7 @@ from conftest import EVERY, by_turns
 from test_gather import needs_nvrtc
 from upconv import planner
 from upconv.bench.suites import SUITES, Case
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import LAYOUTS, Layout, Pass, Precision
@@ -133,9 +133,9 @@ def compiled(source: str, arch: str) -> Compiled:
     """Kept, since layers, precisions and passes share sources; without machine code and PTX, which are megabytes."""
     code, text, log = jit.built(source, arch)
     _, *entries = re.split(r"\.entry\s+(\w+)", text)
-    entries[::2] = map(jit.entry_of, entries[::2])
+    entries[::2] = map(elf.entry_of, entries[::2])
     matrix = {name: set(MATRIX.findall(body)) for name, body in zip(entries[::2], entries[1::2])}
-    return Compiled(jit.inspect(code), matrix, jit.serialised(log))
+    return Compiled(elf.inspect(code), matrix, nvrtc.serialised(log))
 
 
 def multiplies(entry: str, choice: Any) -> bool:

@@ -28,7 +28,7 @@ from upconv.bench.timing import precision_flags
 from upconv.cli import app
 from upconv.cuda import launches, prepared
 from upconv.cuda.axes import result_shape
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import driver, jit
 from upconv.cuda.direct import direct, direct_grad, staged
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES
@@ -514,8 +514,8 @@ def encoded(monkeypatch: pytest.MonkeyPatch, tensor_map: Callable[..., Any], *ar
         seen.extend(given)
         return type("Map", (), {"opaque": (0,) * 16})
 
-    monkeypatch.setattr(jit, "_driver", FakeDriver)
-    monkeypatch.setattr(jit, "_drive", drive)
+    monkeypatch.setattr(driver, "bindings", FakeDriver)
+    monkeypatch.setattr(driver, "drive", drive)
     tensor_map(*arguments)
     kind, five, _, dims, pitches, box, steps, _, swizzle, *_ = seen
     assert five == 5
