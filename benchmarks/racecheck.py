@@ -38,6 +38,7 @@ from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
+from upconv.cuda.pixels.tile import CONSUMERS
 from upconv.cuda.rearrange import relayout
 from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
@@ -211,7 +212,7 @@ def run_quick(p: Problem) -> None:
     run_prepared(quick.prepare(0), p)
 
 
-def run_sweep(p: Problem, wanted: Callable[[sweep.Sweep], bool]) -> None:
+def run_sweep(p: Problem, wanted: Callable[[sweep.Tile], bool]) -> None:
     """The first sweep of a kind."""
     found = next(s for s in sweep.candidates(p, gpu(0)) if wanted(s))
     prepared = sweep.Choice(found, p, gpu(0), 0.0, "").prepare(0)
@@ -256,7 +257,7 @@ def run_phases(p: Problem, stages: int) -> None:
     chip = replace(gpu(0), multiprocessors=2)
     tile = next(t for t in phases.candidates(p, chip) if t.chunks > 1 and t.stages >= stages)
     choice = phases.Choice(replace(tile, stages=stages), p, chip, 0.0, "")
-    if tile.tiles(p) < 2 * phases.CONSUMERS * choice.grid:
+    if tile.tiles(p) < 2 * CONSUMERS * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
     prepared = choice.prepare(0)
     run_prepared(prepared, p)

@@ -95,11 +95,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "cpu":
         yield "cpu"
         return
-    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before = convolutions.fp32_precision
-    convolutions.fp32_precision = "ieee"
+    settings: list[Any] = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn]  # type: ignore[attr-defined]
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:  # torch.export refuses different ones
+        setting.fp32_precision = "ieee"
     yield str(request.param)
-    convolutions.fp32_precision = before
+    for setting, value in zip(settings, before):
+        setting.fp32_precision = value
 
 
 @pytest.fixture(autouse=True)

@@ -66,7 +66,7 @@ def words(tile: pairs.Tile, thread: NDArray[np.int64], step: int, i: int, half: 
         return channel * pitch + slot * (step % steps_w * lane_slots + of % lane_slots) + m["lead"]
 
     position, t = tile.mb * 64 + thread // 32 * 16, thread & 3
-    box_place = -(-tile.channels * pitch * element // 128) * 128 // element
+    box_place = -(-tile.chunk * pitch * element // 128) * 128 // element
     at = position // group * box_place + (position % group + thread // 4 % 8) * step_w
     at += slot_at(0, t * (2 if element == 2 and slot == 1 else 1)) + slot_at(step, 0) - slot_at(0, 0)
     at += i * (box_place if group == 8 else 8 * step_w)
@@ -137,8 +137,8 @@ def test_tiles_that_do_not_fit_say_why() -> None:
     p = layer()
     for t, reason in (
         (pairs.Tile(p, 256, 2, 32, 1), "2 x 64 x 256 sums are more than registers hold"),
-        (pairs.Tile(p, 128, 1, 32, 1, stages=1), "a stage is given back while the next is read"),
-        (pairs.Tile(p, 256, 1, 32, 1, 0, 6), "the tile takes 307296 bytes of shared memory, the device has 232448"),
+        (pairs.Tile(p, 128, 1, 32, 1, stages=1), "a ring has a stage that is read, and one that is filled"),
+        (pairs.Tile(p, 256, 1, 32, 1, stages=6), "the tile takes 307296 bytes of shared memory, the device has 232448"),
         (pairs.Tile(p, 64, 4, 8, 1), "64 groups are more than a warp's lanes"),
     ):
         with pytest.raises(Unfit, match=re.escape(reason)):

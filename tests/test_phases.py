@@ -26,6 +26,7 @@ from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.pixels import phases
 from upconv.cuda.pixels.phases import Tile
+from upconv.cuda.pixels.tile import CONSUMERS
 from upconv.problem import Precision, Problem, output_length
 
 __all__ = ["emulator"]
@@ -152,7 +153,7 @@ def test_lanes_that_meet_in_shared_memory_have_different_banks() -> None:
             assert len(set(words % 32)) == len(set(words)) == (32 if t.element == 4 else 16)
             channel = t.buffer_bytes // t.passed
             assert channel % 64 == 16
-            first = (lane & 3) * 2 * channel + (lane >> 2) * t.steps[2] * t.element  # in bytes
+            first = (lane & 3) * 2 * channel + (lane >> 2) * t.strides[2] * t.element  # in bytes
             together = 32 if t.element == 2 else 16  # lanes; 64 bits each pass half a warp at a time
             stored = {int(at) // 4 + i for at in first[:together] for i in range(32 // together)}
             assert len({word % 32 for word in stored}) == len(stored) == 32
@@ -231,7 +232,7 @@ def test_counts_of_32_bits_are_not_exceeded() -> None:
     for fewer in (p.with_(batch=1, size=(2**15, 2**14)), p.with_(batch=2**31 // 32**2 - 1)):
         found = phases.choose(fewer, H200)
         assert isinstance(found, phases.Choice)
-        assert max(found.tile.arguments(fewer)) + phases.CONSUMERS * found.grid < 2**31
+        assert max(found.tile.arguments(fewer)) + CONSUMERS * found.grid < 2**31
 
 
 def kb73(precision: Precision) -> Problem:
@@ -251,7 +252,7 @@ def test_kb73_comes_from_phases_in_tf32_alone() -> None:
     )
     others = [c for name, c in families.choose(p, H200).items() if name != "phases"]
     assert all(weighed(found.choice) < weighed(c) for c in others if not isinstance(c, str))
-    t, grid, tiles = found.choice.tile, found.choice.grid, -(-found.choice.tile.tiles(p) // phases.CONSUMERS)
+    t, grid, tiles = found.choice.tile, found.choice.grid, -(-found.choice.tile.tiles(p) // CONSUMERS)
     assert 100 < grid <= 132 and -(-tiles // grid) == -(-tiles // 132), "as soon done as by all multiprocessors"
     assert not t.aligned and t.shared_bytes <= H200.shared_bytes
     for precision in EACH[1:]:
@@ -268,8 +269,8 @@ def test_what_registers_and_shared_memory_cannot_hold_is_unfit() -> None:
         (Tile(few, (1, 1, 256), 8), "boxes have at most 256 elements along a dimension"),
         (Tile(few, (1, 1, 64), 264), "boxes have at most 256 elements along a dimension"),
         (Tile(five, (1, 1, 64), 8), "matrix instructions have 5 widths, more than the kernel's 4"),
-        (Tile(few, (1, 1, 64), 8, 1), "a ring has one stage that is read, and one that is filled"),
-        (Tile(layer, (1, 1, 64), 16, 8), r"the tile takes \d+ bytes of shared memory, the device has 232448"),
+        (Tile(few, (1, 1, 64), 8, stages=1), "a ring has a stage that is read, and one that is filled"),
+        (Tile(layer, (1, 1, 64), 16, stages=8), r"the tile takes \d+ bytes of shared memory, the device has 232448"),
     ):
         with pytest.raises(Unfit, match=reason):
             t.checked(H200.shared_bytes)

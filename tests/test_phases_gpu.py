@@ -18,6 +18,7 @@ from test_gather_gpu import PRECISIONS
 from upconv import planner
 from upconv.cuda.gpu import gpu
 from upconv.cuda.pixels import phases
+from upconv.cuda.pixels.tile import CONSUMERS
 from upconv.problem import Problem
 
 pytestmark = HOPPER
@@ -89,7 +90,7 @@ def test_many_tiles_of_a_block_around_short_rings(precision: str, stages: int) -
     outs = []
     for blocks in (gpu(0).multiprocessors, 7, 1):
         choice = phases.Choice(t, p, replace(gpu(0), multiprocessors=blocks), 0.0, "")
-        assert choice.grid <= blocks and t.tiles(p) > phases.CONSUMERS * choice.grid
+        assert choice.grid <= blocks and t.tiles(p) > CONSUMERS * choice.grid
         prepared, out = choice.prepare(0), poisoned(p)
         prepared.run(x, prepared.pack(weight), bias, out)
         outs.append(out)

@@ -66,17 +66,22 @@ def _differences(found: Any, wanted: Any) -> list[str]:
 @pytest.mark.parametrize("chunk", seeds(6, 60))
 def test_random_layers(chunk: int, device: str) -> None:
     count = 50 if device == "cpu" else 10  # on a GPU each compiles kernels
-    wrong, values = [], 0
+    wrong = []
     for seed in range(chunk * count, (chunk + 1) * count):
         wanted = draw(seed, Lab("stock", device))
-        values += isinstance(wanted, list) and isinstance(wanted[1], torch.Tensor)
         lines = _differences(draw(seed, Lab("layers", device)), wanted)
         if device == "cpu":
             with forced_plans("any", "split"):
                 lines += _differences(draw(seed, Lab("layers", device)), wanted)
         wrong += [f"seed {seed}: {line}" for line in lines]
     assert not wrong, "\n".join(wrong)
-    assert values >= count // 3, "nearly all are errors"
+
+
+@pytest.mark.filterwarnings("ignore:.*complex.*")
+def test_random_layers_are_not_nearly_all_errors(device: str) -> None:
+    """About half of the draws have values. A quarter of 100 is more than four standard deviations below."""
+    drawn = [draw(seed, Lab("stock", device)) for seed in range(100)]
+    assert sum(isinstance(one, list) and isinstance(one[1], torch.Tensor) for one in drawn) >= 25
 
 
 def _calls(way: str, device: str) -> list[Any]:

@@ -81,9 +81,9 @@ def test_what_is_refused_and_why() -> None:
 def test_tiles_that_do_not_fit_say_why() -> None:
     p = layer()
     for t, reason in (
-        (subpixel.Tile(p, 256, 2, 2), "2 x 64 x 256 sums are more than registers hold"),
-        (subpixel.Tile(p, 128, 1, 1), "a stage is given back while the next is read"),
-        (subpixel.Tile(p, 256, 1, 5), "the tile takes 245840 bytes of shared memory, the device has 232448"),
+        (subpixel.Tile(p, 256, 2), "2 x 64 x 256 sums are more than registers hold"),
+        (subpixel.Tile(p, 128, 1, stages=1), "a ring has a stage that is read, and one that is filled"),
+        (subpixel.Tile(p, 256, 1, stages=5), "the tile takes 245840 bytes of shared memory, the device has 232448"),
     ):
         with pytest.raises(Unfit, match=re.escape(reason)):
             t.checked(H200.shared_bytes)

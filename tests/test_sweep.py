@@ -21,7 +21,6 @@ from upconv.cuda.family import weighed
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.pixels import sweep
-from upconv.cuda.pixels.sweep import Sweep
 from upconv.problem import Layout, Pass, Precision, Problem, output_length
 
 NO_TILE = "no tile of this layer fits in registers, shared memory and one stretch of code"
@@ -106,11 +105,11 @@ def test_what_registers_and_shared_memory_cannot_hold_is_unfit() -> None:
     p = parse_layer("16,16,3,bias=False", "1x16x8x8x8").with_(precision="tf32")
     layer = any_size(p)
     for s, reason in (
-        (Sweep(layer, 3, (9, 16), 1, 8), "9 rows of 18 pixels are more than 128"),
-        (Sweep(layer, 3, (4, 16), 8, 8), "8 x 64 x 48 sums are more than registers hold"),
-        (Sweep(layer, 3, (4, 16), 2, 16, w_stage=3), "a stage of the ring has parts of taps"),
+        (sweep.Tile(layer, 3, (9, 16), 1, 8), "9 rows of 18 pixels are more than 128"),
+        (sweep.Tile(layer, 3, (4, 16), 8, 8), "8 x 64 x 48 sums are more than registers hold"),
+        (sweep.Tile(layer, 3, (4, 16), 2, 16, w_stage=3), "a stage of the ring has parts of taps"),
         (
-            Sweep(layer, 3, (4, 16), 2, 8, stages_p=60),
+            sweep.Tile(layer, 3, (4, 16), 2, 8, stages=60),
             "the tile takes .* bytes of shared memory, the device has 232448",
         ),
     ):
@@ -136,7 +135,7 @@ def test_counts_of_32_bits_are_not_exceeded() -> None:
     p = Problem.make(2 * 10**9, 2, 8, (1, 1, 4), (5, 1, 3), 1, (2, 0, 0), precision="tf32")
     assert sweep.choose(p, H200) == NO_TILE
     fewer = sweep.choose(p.with_(batch=10**7), H200)
-    assert isinstance(fewer, sweep.Choice) and fewer.sweep.arguments(fewer.problem, 132)[-1] < 2**30
+    assert isinstance(fewer, sweep.Choice) and fewer.tile.arguments(fewer.problem, 132)[-1] < 2**30
 
 
 def test_segments_keep_blocks_busy() -> None:
@@ -177,7 +176,7 @@ def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
     assert all(local == 0 for _, local, _ in found.values()), choice.summary
     types = {"tf32": "f32.tf32.tf32", "bf16": "f32.bf16.bf16", "fp16": "f32.f16.f16"}[p.precision]
     assert set(re.findall(r"wgmma\.mma_async\S*\.(m64n\d+)k\d+\." + re.escape(types), text)) == {
-        f"m64n{choice.sweep.columns}"
+        f"m64n{choice.tile.columns}"
     }
     assert "cp.async.bulk.tensor" in text and jit.serialised(log) is None
 
@@ -195,7 +194,7 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     p = p.with_(precision="tf32" if dtype is torch.float32 else "bf16")
     choice = sweep.choose(p, H200)
     assert isinstance(choice, sweep.Choice)
-    prepared, s = choice.prepare(0), choice.sweep
+    prepared, s = choice.prepare(0), choice.tile
     weight = torch.randn(p.weight_shape, dtype=dtype)
     packed = stubs.assert_packs(prepared, weight, s.packed_words, s.pack_blocks)
     x, out = (torch.randn(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape))
@@ -227,7 +226,7 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
 def test_a_channels_last_result_off_16_bytes_is_copied(stubs: Stubs) -> None:
     p = Problem.make(2, 8, 5, (4, 6, 16), (3, 3, 5), 1, 1, bias=True, dtype=torch.float32)
     choice = sweep.choose(p.with_(precision="tf32", layout="channels_last"), H200)
-    assert isinstance(choice, sweep.Choice) and choice.sweep.channels_last
+    assert isinstance(choice, sweep.Choice) and choice.tile.channels_last
     prepared = choice.prepare(0)
     x, out = (
         torch.randn(shape).contiguous(memory_format=torch.channels_last_3d) for shape in (p.input_shape, p.output_shape)
@@ -245,7 +244,7 @@ def test_what_is_read_behind_the_last_tile_is_shared_memory() -> None:
     """A ring of weights lies there, which a tile of few rows for many positions would read beyond."""
     layer = any_size(Problem.make(1, 8, 8, (4, 40, 120), 3, precision="tf32", layout="channels_last"))
     for rows, fits in ((1, False), (56, True)):
-        s = Sweep(layer, 3, (rows, 16), 8, 8, w_stage=3)
+        s = sweep.Tile(layer, 3, (rows, 16), 8, 8, w_stage=3)
         if fits:
             assert s.checked(H200.shared_bytes) is s
             continue

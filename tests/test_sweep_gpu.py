@@ -66,7 +66,7 @@ def test_sweeps(name: str, precision: str, layout: str, pass_: Pass) -> None:
         magnitude = tf32_magnitude(magnitude, products)
     every = list(sweep.candidates(p, chip))
     rng = random.Random(zlib.crc32(str(p).encode()))
-    chosen: list[sweep.Sweep] = []
+    chosen: list[sweep.Tile] = []
     for kind in (lambda s: s.turns, lambda s: s.resident and not s.turns, lambda s: not s.resident):
         for slots in {s.slots for s in every}:
             found = [s for s in every if s.slots == slots and kind(s)]

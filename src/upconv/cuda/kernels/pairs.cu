@@ -26,17 +26,17 @@ static constexpr int MB = C::mb, COLUMNS = C::columns, GROUP = C::group;
 static constexpr int PLACES = CONSUMERS * MB * 64;
 static constexpr int GROUPS = PLACES / GROUP;
 static constexpr int K_STEPS = 4;                       // of a row of weights: a matrix instruction takes 32 bytes of K
-static constexpr int CHUNKS = (C::cout + C::channels - 1) / C::channels;  // of channels of g, whose taps along W are ROWS_B rows of weights
-static constexpr int ROWS_B = C::channels * C::kernel_w * ELEMENT / 128;
+static constexpr int CHUNKS = (C::cin + C::chunk - 1) / C::chunk;  // of channels of g, whose taps along W are ROWS_B rows of weights
+static constexpr int ROWS_B = C::chunk * C::kernel_w * ELEMENT / 128;
 static constexpr int TAPS = C::kernel_d * C::kernel_h;  // stages of a chunk, which have a row of g each
 static constexpr int STAGES_K = CHUNKS * TAPS;          // of a tile
-static constexpr int BOX_BYTES = C::channels * C::pitch * ELEMENT;
+static constexpr int BOX_BYTES = C::chunk * C::pitch * ELEMENT;
 static constexpr int BOX_PLACE = (BOX_BYTES + 127) / 128 * 128;  // where boxes may begin
 static constexpr int PIXEL_BYTES = GROUPS * BOX_PLACE;  // of a stage
 static constexpr int WEIGHT_BYTES = ROWS_B * COLUMNS * 128;  // of a stage
 static constexpr int STAGE_BYTES = (PIXEL_BYTES + 1023) / 1024 * 1024 + WEIGHT_BYTES;
 static constexpr int WEIGHTS_AT = STAGE_BYTES - WEIGHT_BYTES;
-static constexpr int ALL_COLUMNS = C::cin;
+static constexpr int ALL_COLUMNS = C::cout;
 static constexpr int BLOCKS_N = (ALL_COLUMNS + COLUMNS - 1) / COLUMNS;
 static constexpr int THREADS = 128 + CONSUMERS * 128;
 using Ring = RingOf<C::stages, STAGE_BYTES>;
@@ -74,20 +74,20 @@ static __device__ __forceinline__ int first_group(int tile) { return tile / BLOC
 // =====================================================================================================================
 
 static constexpr int PACK_UNITS = BLOCKS_N * STAGES_K * ROWS_B * COLUMNS * 8;
-static constexpr int SECOND = C::cout, TAPS_IN_ALL = TAPS * C::kernel_w;
+static constexpr int SECOND = C::cin, TAPS_IN_ALL = TAPS * C::kernel_w;
 
 // [block][chunk][row of the kernel][row of weights][column][128 bytes of K, swizzled], zeros where there is no such channel. The weight is
-// (C::cin, C::cout, kernel).
+// (C::cout, C::cin, kernel).
 template <class Write>
 static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   int unit = i % 8, column = i / 8 % COLUMNS, rest = i / (8 * COLUMNS), row = rest % ROWS_B, tap = rest / ROWS_B % TAPS;
-  int chunk = rest / (ROWS_B * TAPS) % CHUNKS, cin = rest / (ROWS_B * STAGES_K) * COLUMNS + column;
+  int chunk = rest / (ROWS_B * TAPS) % CHUNKS, result = rest / (ROWS_B * STAGES_K) * COLUMNS + column;
   write((long long)(i - unit) * 16 + ((unit ^ (column & 7)) << 4), [=](int e) -> WeightAt {
     constexpr int OF_STEP = 32 / ELEMENT;
     int k = unit * VEC + e, step = row * K_STEPS + k / OF_STEP, place = k % OF_STEP;
     int slot = C::slot == 1 ? place : NARROW ? place / 2 : place % 4, second = C::slot == 1 ? 0 : NARROW ? place % 2 : place / 4;
-    int cout = chunk * C::channels + channel_of(step, slot), kw = tap_of(step, slot) + second;
-    return {cin < C::cin && cout < C::cout, cin, cout, tap * C::kernel_w + kw};
+    int source = chunk * C::chunk + channel_of(step, slot), kw = tap_of(step, slot) + second;
+    return {result < C::cout && source < C::cin, result, source, tap * C::kernel_w + kw};
   });
 }
 
@@ -116,7 +116,7 @@ static __device__ __forceinline__ void produce(const TensorMap& map, const char*
         if (lane == 0) expect_bytes(barrier, GROUPS * BOX_BYTES + WEIGHT_BYTES);
         __syncwarp();
         if (lane < GROUPS)
-          load_box(to + lane * BOX_PLACE, map, w, h + tap % C::kernel_h * C::dilation_h, d + tap / C::kernel_h * C::dilation_d, chunk * C::channels,
+          load_box(to + lane * BOX_PLACE, map, w, h + tap % C::kernel_h * C::dilation_h, d + tap / C::kernel_h * C::dilation_d, chunk * C::chunk,
                    group.n, barrier);
         if (lane == 0) {
           if (packing) wait_for_results();              // of `pack`
@@ -176,7 +176,7 @@ static __device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2]
       int position = (wg * MB + m) * 64 + (thread >> 5) * 16 + (h + odd) * 8, index = first_group(tile) + position / GROUP;
       Group group = group_at(index, s);
       int w = group.w + position % GROUP + (lane >> 2) - odd;
-      long long row = (long long)group.n * C::cin * plane + (group.d * s.in_h + group.h) * s.in_w;
+      long long row = (long long)group.n * C::cout * plane + (group.d * s.in_h + group.h) * s.in_w;
       at[m][h] = index < s.groups && w < s.in_w ? row + w : -1;
     }
   int first = block_of(tile) * COLUMNS + lane % 4 * 2;
@@ -193,7 +193,7 @@ static __device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2]
       if constexpr (PAIRED) exchange(v, odd);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        bool column = C::cin % COLUMNS == 0 || of + c < C::cin;
+        bool column = C::cout % COLUMNS == 0 || of + c < C::cout;
 #pragma unroll
         for (int h = 0; h < STORES; h++) {
           char* place = channel + ((long long)c * plane + at[m][h]) * ELEMENT;

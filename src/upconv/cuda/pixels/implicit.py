@@ -24,19 +24,20 @@ from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, Words, channels_last, encode, fullest
 from upconv.cuda.compile.launch import Launches, as_run, cluster_fits
+from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
 from upconv.cuda.packs import LazyPacks, Unit, layer_text, packing_entries, rows_of_taps, run_beside
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
+from upconv.cuda.pixels.tile import CONSUMERS, THREADS, fitted, of_axes, triple
+from upconv.cuda.pixels.tile import Tile as Base
 from upconv.derived import derived
 from upconv.problem import Problem
 
-_CONSUMERS = 2
 _MOST_SUMS = 176  # of a consumer's thread, whose addresses and the like take 56 registers
-_MOST_STAGES = 8
 _MOST_COLUMNS = 256
 _MOST_TAPS = 512  # and phases
-_MOST_COUNTED = 2**30  # tiles, which the kernel counts in 32 bits, a grid beyond the last
+_MOST_TILES = 2**30  # which the kernel counts in 32 bits, a grid beyond the last
 _SIZES = "i" * 14  # `Tile.arguments`
 _CLUSTERS = 2, 4, 8
 _SMALL, _LARGE = 40e-6, 80e-6  # seconds, up to which and from which on the model hopes otherwise (`Choice.margin`)
@@ -62,7 +63,7 @@ class Phase(NamedTuple):
 @lru_cache(maxsize=256)
 def phases(p: Problem) -> tuple[Phase, ...]:
     """A layer's at any size, those of most taps first; a gradient for the input has one, of all taps."""
-    axes, (_, of_h, of_w) = gather_axes(p), (1,) * (3 - p.rank) + p.kernel
+    axes, (_, of_h, of_w) = gather_axes(p), triple(p.kernel)
     found = []
     for first in product(*(range(axis.out_step) for axis in axes)):
         each = product(*(axis.at(at) for axis, at in zip(axes, first)))
@@ -72,10 +73,9 @@ def phases(p: Problem) -> tuple[Phase, ...]:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A tile's constants for one layer at any size; its box of pixels is a problem's own."""
+class Tile(Base):
+    """As `Base`; its box of pixels is a problem's own. A stage has a step's pixels and weights."""
 
-    problem: Problem
     columns: int
     """Of a matrix instruction: channels of the result, a multiple of 8."""
     mb: int
@@ -84,24 +84,8 @@ class Tile:
     """Source channels of a step."""
     halves: bool
     """Whether both consumers share a tile, each with half of its pixels; else they take whole tiles in turn."""
-    stages: int = 2
-    """Of the ring, a step's pixels and weights each."""
     cluster: int = 1
     """Blocks that share a tile's steps and add up their sums."""
-
-    @property
-    def element(self) -> int:
-        return self.problem.dtype.itemsize
-
-    @property
-    def channels(self) -> tuple[int, int]:
-        """The source's and the result's."""
-        return source_shape(self.problem)[1], result_shape(self.problem)[1]
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Along D, H, W."""
-        return (1,) * (3 - self.problem.rank) + self.problem.stride
 
     @property
     def row_bytes(self) -> int:
@@ -125,7 +109,7 @@ class Tile:
     @property
     def rows(self) -> int:
         """Pixels of a tile, at most."""
-        return 64 * self.mb * (_CONSUMERS if self.halves else 1)
+        return 64 * self.mb * (CONSUMERS if self.halves else 1)
 
     @property
     def forward(self) -> bool:
@@ -146,17 +130,12 @@ class Tile:
         return self.rows * self.row_bytes + -(-self.columns * self.row_bytes // 1024) * 1024
 
     @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 16)
-
-    @property
     def sums(self) -> int:
         """Of a consumer's thread."""
         return self.mb * self.columns // 2
 
     @property
     def packed_words(self) -> int:
-        """32-bit words of the packed weights."""
         return math.prod(self.problem.weight_shape) * self.element // 4
 
     @property
@@ -172,7 +151,7 @@ class Tile:
         return next(n for n in (64, 32, 16, 8) if n * self.problem.taps <= _SQUARE**2)
 
     @property
-    def steps_between(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def steps_between(self) -> tuple[Triple, Triple]:
         """Pixels of the source, and of the result, from one of a tile to the next along D, H and W."""
         one = (1, 1, 1)
         return (one, self.strides) if self.forward else (self.strides, one)
@@ -197,37 +176,36 @@ class Tile:
         """Whether a forward's channels-last weights may come as they lie, whose rows are channels of the result."""
         return self.forward and self.element == 2 and self.columns % _TURNED == 0 and self.channels[1] % 8 == 0
 
+    def faults(self) -> Iterator[str]:
+        if self.sums > _MOST_SUMS:
+            yield f"{self.mb} x 64 x {self.columns} sums are more than registers hold"
+
     def constants(self, turned: bool = False) -> dict[str, jit.Constant]:
         """The kernel's, see kernels/implicit.cu. ``turned``: of weights as a forward's lie."""
-        found: dict[str, jit.Constant] = {
-            "precision": PRECISIONS[self.problem.precision],
-            "cin": self.channels[0],
-            "cout": self.channels[1],
+        found: dict[str, jit.Constant] = super().constants() | {
             "chunk": self.chunk,
             "columns": self.columns,
             "mb": self.mb,
             "halves": self.halves,
             "cluster": self.cluster,
-            "stages": self.stages,
             "forward": self.forward,
             "turned": turned,
             "wide_stores": self.wide_stores,
             "taps": self.problem.taps,
             "phases": len(self.phases),
-            "shared_bytes": self.shared_bytes,
         }
         if not self.forward:
             found["pack_channels"] = self.pack_channels
         taps = [tap for phase in self.phases for tap in phase.taps]
         of_source, of_result = self.steps_between
+        found |= of_axes("step", of_source)
         for axis, name in enumerate("dhw"):
-            found[f"step_{name}"] = of_source[axis]
             found[f"taps_{name}"] = tuple(offsets[axis] for _, offsets in taps)
         if len(self.phases) > 1:
             found["kernel_taps"] = tuple(index for index, _ in taps)
             found["first_taps"] = tuple(accumulate((len(phase.taps) for phase in self.phases), initial=0))
+            found |= of_axes("out_step", of_result)
             for axis, name in enumerate("dhw"):
-                found[f"out_step_{name}"] = of_result[axis]
                 found[f"phases_{name}"] = tuple(phase.first[axis] for phase in self.phases)
         return found
 
@@ -270,24 +248,24 @@ class Tile:
         """
         blocks, of = max(1, gpu.multiprocessors // self.column_blocks), len(self.phases)
         # From tile to tile a block's phase moves on by as much as the blocks leave beyond whole rounds, or one more.
-        turn = _MOST_COUNTED if math.gcd(blocks, of) == 1 else max(1, blocks // of)
+        turn = _MOST_TILES if math.gcd(blocks, of) == 1 else max(1, blocks // of)
         if self.sorted(p, gpu):
-            return _MOST_COUNTED, _MOST_COUNTED
+            return _MOST_TILES, _MOST_TILES
         if p.rank < 3 and self.even:
             return 4, turn
         if p.rank < 3:
             apart = blocks % (8 * of)  # a block's next tile, among those of eight places
             stays = -(-8 // apart) if apart else 0  # tiles of a block until its phase is another
             rounds = self.tiles(p) // gpu.multiprocessors // of
-            return (8, _MOST_COUNTED) if apart and math.gcd(apart, 8 * of) <= 8 and rounds >= stays else (1, turn)
+            return (8, _MOST_TILES) if apart and math.gcd(apart, 8 * of) <= 8 and rounds >= stays else (1, turn)
         if math.prod(p.weight_shape) > math.prod(source_shape(p)):
-            return blocks, _MOST_COUNTED
+            return blocks, _MOST_TILES
         return 1, turn
 
     def arguments(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
         count, box = self._fullest(p)
-        sides = (p.batch, *(1,) * (3 - p.rank), *result_shape(p)[2:])
+        sides = (p.batch, *triple(result_shape(p)[2:]))
         steps = (1, *self.steps_between[1])
         counts = tuple(-(-n // (of * step)) for n, of, step in zip(sides, box, steps))
         assert math.prod(counts) == count
@@ -385,7 +363,7 @@ class Prepared(LazyPacks):
     def _load_implicit(self, unit: Unit) -> Launches:
         codes = f"PP({_SIZES}{'q' * 16})({'q' * 16})"
         t = self._tiling
-        return self._load(unit, t.entry, 128 * (1 + _CONSUMERS), t.shared_bytes, codes)
+        return self._load(unit, t.entry, THREADS, t.shared_bytes, codes)
 
     @cached_property
     def _run(self) -> Launches:
@@ -492,24 +470,18 @@ def _widths(result: int) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
     """A layer's tiles, for all sizes."""
-    found: list[Tile] = []
     source, result = source_shape(layer)[1], result_shape(layer)[1]
     element = layer.dtype.itemsize
     row_bytes = next((n for n in (32, 64) if source * element <= n), 128)
-    for columns, mb, halves in product(_widths(result), (1, 2, 4), (True, False)):
-        t = Tile(layer, columns, mb, row_bytes // element, halves)
-        if t.sums > _MOST_SUMS:
-            continue
-        stages = min(_MOST_STAGES, gpu.shared_bytes // (t.stage_bytes + 16))
-        if stages >= 2:
-            found.append(replace(t, stages=stages))
+    shapes = product(_widths(result), (1, 2, 4), (row_bytes // element,), (True, False))
+    found = fitted((Tile(layer, *shape) for shape in shapes), gpu)
     # Weights as they lie spare a training step their packing (docs/experiments.md).
-    return tuple([t for t in found if t.turnable] or found)
+    return tuple(t for t in found if t.turnable) or found
 
 
 def _clustered(t: Tile, p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """With clusters that share its steps, where tiles leave multiprocessors idle and sums have room in the ring."""
-    tiles, sums = t.tiles(p), _CONSUMERS * 128 * t.sums * 4
+    tiles, sums = t.tiles(p), CONSUMERS * 128 * t.sums * 4
     for cluster in _CLUSTERS:
         fits = t.halves and sums <= t.stages * t.stage_bytes
         if fits and 2 * cluster <= t.steps[0] and tiles <= gpu.clusters(cluster):
@@ -589,7 +561,7 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     if t.halves:
         clocks = loops + waves * stored
     else:
-        clocks = max(loops, -(-waves // _CONSUMERS) * (loops / waves + stored)) + stored + c.shared * waves * stored
+        clocks = max(loops, -(-waves // CONSUMERS) * (loops / waves + stored)) + stored + c.shared * waves * stored
     if t.cluster > 1:
         clocks += c.cluster[0] + t.rows * t.columns / c.cluster[1]
     seconds = clocks / gpu.clock
@@ -613,7 +585,7 @@ def _unwanted(p: Problem, gpu: Gpu) -> str | None:
 def _countable(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Tiles for one of a problem's, and those of clusters."""
     every = (t for whole in candidates(any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
-    return (t for t in every if t.tiles(p) < _MOST_COUNTED)
+    return (t for t in every if t.tiles(p) < _MOST_TILES)
 
 
 choose = Chooser(

@@ -10,34 +10,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from upconv.cuda.axes import Unfit, any_size
+from upconv.cuda.axes import any_size
+from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Words, dense, encode
 from upconv.cuda.gemm.costs import LAUNCH
-from upconv.cuda.gpu import Gpu
-from upconv.cuda.packs import PACK_THREADS
+from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.pixels.choosing import Chooser, countable
 from upconv.cuda.pixels.columns import PRECISIONS
 from upconv.cuda.pixels.one_mapped import OneMappedChoice
+from upconv.cuda.pixels.tile import MOST_COUNTED, SPAN, THREADS, fitted, of_axes, triple
+from upconv.cuda.pixels.tile import Tile as Base
 from upconv.derived import derived
 from upconv.problem import Problem
 
-THREADS = 384
 _COLUMNS = (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 104, 96, 88, 80, 64, 48, 32)
 """Many, since such a layer has so few places that a GPU's last wave of tiles is often half empty."""
 _GROUPS = (64, 32, 16, 8)
 _MOST_GROUPS = 32  # the producer's lanes bring one each
 _MOST_ROWS = 4  # of a stage's weights
 _MOST_REGISTERS = 184  # of a consumer's thread for sums and fragments
-_MOST_STAGES = 8
-_MOST_BOX = 256
-_SPAN = 128  # bytes of a row of weights in shared memory
-_MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
 # The model's constants, of 14 layers in TF32 and bfloat16 by 9 tiles each on an H100, of which it misses 9% on average,
 # and whose fastest tile its own is 2% behind.
 _TENSOR = 0.85  # of a clock for two columns of an instruction: the clock under load is above the nominal one
@@ -51,14 +47,9 @@ _TILE = 600.0  # clocks of a tile beside
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+class Tile(Base):
+    """As `Base`; a stage has a row of g, of some channels, for each group, and its weights."""
 
-    Raises, on `checked`:
-        Unfit: the kernel cannot run it.
-    """
-
-    problem: Problem
     columns: int
     """Of a tile: input channels."""
     mb: int
@@ -69,26 +60,15 @@ class Tile:
     """Of a stage's weights: 128 bytes of K each."""
     line: int = 0
     """Elements of 128 bytes, where boxes are of whole ones (1-D); 0: boxes are of the row's elements."""
-    stages: int = 2
-    """Of the ring, whose stages have a row of g, of some channels, for each group, and its weights."""
 
     @property
-    def element(self) -> int:
-        return self.problem.dtype.itemsize
-
-    @property
-    def kernel(self) -> tuple[int, int, int]:
-        """Along D, H and W, as further on."""
-        return _three(self.problem.kernel, 1)
-
-    @property
-    def channels(self) -> int:
+    def chunk(self) -> int:
         """Of g in a stage."""
-        return self.rows * _SPAN // (self.element * self.kernel[2])
+        return self.rows * SPAN // (self.element * self.kernel[2])
 
     @property
     def chunks(self) -> int:
-        return -(-self.problem.out_channels // self.channels)
+        return -(-self.problem.out_channels // self.chunk)
 
     @property
     def even(self) -> bool:
@@ -149,7 +129,7 @@ class Tile:
     def box(self) -> tuple[int, int, int, int, int]:
         """A group's, of the copy engine: W, H, D, channels, images."""
         w, h = (self.line, self.pitch // self.line) if self.line else (self.pitch, 1)
-        return w, h, 1, self.channels, 1
+        return w, h, 1, self.chunk, 1
 
     @property
     def places(self) -> int:
@@ -173,12 +153,7 @@ class Tile:
 
     @property
     def packed_words(self) -> int:
-        """32-bit words of the packed weights."""
         return self.blocks * self.stages_k * self.weight_bytes // 4
-
-    @property
-    def pack_blocks(self) -> int:
-        return -(-self.packed_words // 4 // PACK_THREADS)
 
     @property
     def box_bytes(self) -> int:
@@ -187,7 +162,7 @@ class Tile:
     @property
     def weight_bytes(self) -> int:
         """Of a stage."""
-        return self.rows * self.columns * _SPAN
+        return self.rows * self.columns * SPAN
 
     @property
     def box_lines(self) -> int:
@@ -200,40 +175,26 @@ class Tile:
         pixels = self.groups * (-(-self.box_bytes // 128) * 128)  # boxes begin at whole 128 bytes
         return -(-pixels // 1024) * 1024 + self.weight_bytes
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 16)
-
-    def checked(self, shared_limit: int) -> Tile:
-        """This, when the kernel can run it."""
-        if self.channels * self.kernel[2] * self.element != self.rows * _SPAN:
-            raise Unfit(f"{self.rows} rows of weights are no whole channels of {self.kernel[2]} taps")
-        if max(self.box) > _MOST_BOX:
-            raise Unfit(f"{self.group} places have {self.pitch} elements of a row, more than a box")
-        if self.line and self.group * self.problem.stride[-1] % self.line:
-            raise Unfit(f"{self.group} places are no whole lines")
+    def faults(self) -> Iterator[str]:
+        if self.chunk * self.kernel[2] * self.element != self.rows * SPAN:
+            yield f"{self.rows} rows of weights are no whole channels of {self.kernel[2]} taps"
+        if max(self.box) > MAX_BOX:
+            yield f"{self.group} places have {self.pitch} elements of a row, more than a box"
+        if self.line and self.group * self.strides[2] % self.line:
+            yield f"{self.group} places are no whole lines"
         if self.groups > _MOST_GROUPS:
-            raise Unfit(f"{self.groups} groups are more than a warp's lanes")
+            yield f"{self.groups} groups are more than a warp's lanes"
         if self.mb * (self.columns // 2 + 16) > _MOST_REGISTERS:
-            raise Unfit(f"{self.mb} x 64 x {self.columns} sums are more than registers hold")
-        if self.stages < 2:
-            raise Unfit("a stage is given back while the next is read")
-        if self.shared_bytes > shared_limit:
-            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
-        return self
+            yield f"{self.mb} x 64 x {self.columns} sums are more than registers hold"
 
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, jit.Constant]:
         """The kernel's, see kernels/pairs.cu."""
         p = self.problem
-        found = {
-            "precision": PRECISIONS[p.precision],
-            "cin": p.in_channels,
-            "cout": p.out_channels,
+        own: dict[str, jit.Constant] = {
             "columns": self.columns,
             "mb": self.mb,
             "group": self.group,
-            "stages": self.stages,
-            "channels": self.channels,
+            "chunk": self.chunk,
             "pitch": self.pitch,
             "line": self.line,
             "first": self.first,
@@ -241,14 +202,18 @@ class Tile:
             "slot": self.slot,
             "slots_lane": self.slots_lane,
             "together": self.even,
-            "shared_bytes": self.shared_bytes,
         }
-        axes = (("kernel", p.kernel, 1), ("step", p.stride, 1), ("pad", p.padding, 0), ("dilation", p.dilation, 1))
-        for name, values, lone in axes:
-            found |= {f"{name}_{axis}": value for axis, value in zip("dhw", _three(values, lone))}
-        for name in ("pad_w", "dilation_w"):  # `first` and `lead` say the former, and the latter is 1
-            del found[name]
-        return found
+        axes = {
+            "kernel": self.kernel,
+            "step": self.strides,
+            "pad": triple(p.padding, 0),
+            "dilation": triple(p.dilation),
+        }
+        return (
+            super().constants()
+            | own
+            | {key: of for name, values in axes.items() for key, of in of_axes(name, values).items()}
+        )
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
@@ -269,13 +234,7 @@ class Tile:
 
     def arguments(self, p: Problem) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
-        return p.batch, *_three(p.size, 1), self.groups_w(p), self.all_groups(p), self.tiles(p)
-
-
-def _three(values: tuple[int, ...], lone: int) -> tuple[int, int, int]:
-    """Along D, H and W, with what an axis has that is not there."""
-    d, h, w = (lone,) * (3 - len(values)) + values
-    return d, h, w
+        return p.batch, *triple(p.size), self.groups_w(p), self.all_groups(p), self.tiles(p)
 
 
 @lru_cache(maxsize=256)
@@ -310,14 +269,14 @@ class Choice(OneMappedChoice[Tile]):
         t = self.tile
         return (
             f"pixels as rows, taps in pairs: wgmma {t.problem.precision}, tile of {t.groups} x {t.group} places x "
-            f"{t.columns} columns, {t.stages} stages of {t.channels} channels, {t.shared_bytes // 1024} KB shared, "
+            f"{t.columns} columns, {t.stages} stages of {t.chunk} channels, {t.shared_bytes // 1024} KB shared, "
             f"grid {self.grid}"
         )
 
     @property
     def packing(self) -> tuple[Any, ...]:
         t = self.tile
-        return t.columns, t.channels, t.slot, t.slots_lane, self.problem.precision
+        return t.columns, t.chunk, t.slot, t.slots_lane, self.problem.precision
 
     def tensor_map(self, address: int) -> Words:
         return tensor_map(self.tile, self.problem, address)
@@ -325,7 +284,7 @@ class Choice(OneMappedChoice[Tile]):
 
 def tensor_map(t: Tile, p: Problem, address: int) -> Words:
     """A ``CUtensorMap`` over g with a group's box, as 16 signed words. float32 is rounded to TF32 on its way."""
-    d, h, w = _three(p.out_size, 1)
+    d, h, w = triple(p.out_size)
     if t.line:
         h, w = w // t.line, t.line
     tensor = dense((w, h, d, p.out_channels, p.batch), t.element)
@@ -349,7 +308,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "the kernel is for strides along the width"
     if p.out_size[-1] * p.dtype.itemsize % 16:
         return "rows begin at places off 16 bytes, where no box does"
-    if max(math.prod(p.size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= _MOST_COUNTED:
+    if max(math.prod(p.size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= MOST_COUNTED:
         return "the kernel counts a channel's places, and packed weights, in 32 bits"
     return None
 
@@ -362,17 +321,10 @@ def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
 @lru_cache(maxsize=256)
 def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
     """A layer's tiles for all sizes."""
-    found = []
-    lines = (0, _SPAN // layer.dtype.itemsize) if layer.rank == 1 else (0,)
+    lines = (0, SPAN // layer.dtype.itemsize) if layer.rank == 1 else (0,)
     shapes = product(_COLUMNS, (1, 2, 4), _GROUPS, range(1, _MOST_ROWS + 1), lines)
-    for columns, mb, group, rows, line in shapes:
-        if columns >= 2 * layer.in_channels > 2 * _COLUMNS[-1]:
-            continue
-        t = Tile(layer, columns, mb, group, rows, line)
-        with suppress(Unfit):
-            stages = min(gpu.shared_bytes // (t.stage_bytes + 16), _MOST_STAGES)
-            found.append(replace(t, stages=stages).checked(gpu.shared_bytes))
-    return tuple(found)
+    few = layer.in_channels <= _COLUMNS[-1]
+    return fitted((Tile(layer, *shape) for shape in shapes if few or shape[0] < 2 * layer.in_channels), gpu)
 
 
 # --- the cost model --------------------------------------------------------------------------------------------------

@@ -9,34 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, permutations, product
 from typing import Any, NamedTuple
 
-from upconv.cuda.axes import Unfit, any_size, gather_axes
+from upconv.cuda.axes import any_size, gather_axes
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Words, dense, encode
 from upconv.cuda.gemm.costs import LAUNCH
 from upconv.cuda.gemm.shuffle import Triple
-from upconv.cuda.gpu import Gpu
-from upconv.cuda.packs import PACK_THREADS
+from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import PRECISIONS
 from upconv.cuda.pixels.one_mapped import OneMappedChoice
+from upconv.cuda.pixels.tile import CONSUMERS, MOST_COUNTED, THREADS, fitted, of_axes, triple
+from upconv.cuda.pixels.tile import Tile as Base
 from upconv.derived import derived
 from upconv.problem import Problem
 
-CONSUMERS = 2
-THREADS = 128 + 128 * CONSUMERS
 _MOST_REGISTERS = 168  # of a consumer's thread for sums and fragments; addresses and the like take 48
-_MOST_STAGES = 8
 _MOST_PHASES = 5
 """Of W: their order is found by trying all."""
 _MOST_WIDTHS = 4
 _MOST_COLUMNS = 256
-_MOST_BOX = 256
-_MOST_COUNTED = 2**31  # what the kernel counts in 32 bits
 
 
 class Shift(NamedTuple):
@@ -75,26 +71,15 @@ class User(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+class Tile(Base):
+    """As `Base`; each consumer has a ring, whose stages have a chunk of the rows of its tile."""
 
-    Raises, on `checked`:
-        Unfit: the kernel cannot run it.
-    """
-
-    problem: Problem
     shape: Triple
     """q of a consumer's tile, along D, H and W."""
     chunk: int
     """Input channels of a stage of the ring."""
-    stages: int = 2
-    """Of a consumer's ring."""
     aligned: bool = False
     """Whether the output's rows begin at 16 bytes."""
-
-    @property
-    def element(self) -> int:
-        return self.problem.dtype.itemsize
 
     @property
     def vec(self) -> int:
@@ -110,11 +95,6 @@ class Tile:
         """Columns of a phase: output channels, filled up to a multiple of 8."""
         return -(-self.problem.out_channels // 8) * 8
 
-    @derived
-    def steps(self) -> Triple:
-        d, h, w = gather_axes(self.problem)
-        return d.out_step, h.out_step, w.out_step
-
     @property
     def order(self) -> tuple[int, ...]:
         """Phases of W as columns have them."""
@@ -124,10 +104,15 @@ class Tile:
     def shifts(self) -> tuple[Shift, ...]:
         return shifts_of(self.problem)[1]
 
+    @property
+    def row_columns(self) -> int:
+        """Columns of all phases of W."""
+        return self.strides[2] * self.co_columns
+
     @derived
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """Phases of D and H."""
-        return tuple(product(range(self.steps[0]), range(self.steps[1])))
+        return tuple(product(range(self.strides[0]), range(self.strides[1])))
 
     @derived
     def rows(self) -> tuple[tuple[tuple[int, int], tuple[User, ...]], ...]:
@@ -201,12 +186,7 @@ class Tile:
 
     @property
     def packed_words(self) -> int:
-        """32-bit words of the packed weights."""
         return self.weight_bytes // 4
-
-    @property
-    def pack_blocks(self) -> int:
-        return -(-self.weight_bytes // 16 // PACK_THREADS)
 
     @property
     def passed(self) -> int:
@@ -216,55 +196,43 @@ class Tile:
     @property
     def buffer_bytes(self) -> int:
         """Of a consumer's outputs on their way to memory."""
-        words = self.shape[2] * self.steps[2] * self.element // 4 + 4 * (not self.aligned)
+        words = self.shape[2] * self.strides[2] * self.element // 4 + 4 * (not self.aligned)
         return self.passed * ((math.prod(self.shape[:2]) * words + 11) // 16 * 16 + 4) * 4
 
-    @property
-    def shared_bytes(self) -> int:
+    def shared_with(self, stages: int) -> int:
         weights = -(-self.weight_bytes // 128) * 128
-        return weights + CONSUMERS * (self.stages * (self.stage_bytes + 16) + self.buffer_bytes) + 8
+        return weights + CONSUMERS * (super().shared_with(stages) + self.buffer_bytes) + 8
 
     @property
     def sums(self) -> int:
         """A consumer's thread's."""
-        return len(self.pairs) * self.mb * self.steps[2] * self.co_columns // 2
+        return len(self.pairs) * self.mb * self.row_columns // 2
 
     @property
     def holds_sums(self) -> bool:
         """Whether a consumer's registers do, and fragments twice."""
         return self.sums + 2 * 4 * len(self.shifts) * self.mb <= _MOST_REGISTERS
 
-    def checked(self, shared_limit: int) -> Tile:
-        """This, when the kernel can run it."""
+    def faults(self) -> Iterator[str]:
         if not self.holds_sums:
-            raise Unfit(f"{self.sums} sums and fragments beside are more than {_MOST_REGISTERS} registers")
+            yield f"{self.sums} sums and fragments beside are more than {_MOST_REGISTERS} registers"
         if self.widths[-1] > _MOST_COLUMNS:
-            raise Unfit(f"{self.widths[-1]} columns are more than an instruction's {_MOST_COLUMNS}")
-        if max(self.box) > _MOST_BOX:
-            raise Unfit(f"boxes have at most {_MOST_BOX} elements along a dimension")
+            yield f"{self.widths[-1]} columns are more than an instruction's {_MOST_COLUMNS}"
+        if max(self.box) > MAX_BOX:
+            yield f"boxes have at most {MAX_BOX} elements along a dimension"
         if len(self.widths) > _MOST_WIDTHS:
-            raise Unfit(f"matrix instructions have {len(self.widths)} widths, more than the kernel's {_MOST_WIDTHS}")
-        if self.stages < 2:
-            raise Unfit("a ring has one stage that is read, and one that is filled")
-        if self.shared_bytes > shared_limit:
-            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
-        return self
+            yield f"matrix instructions have {len(self.widths)} widths, more than the kernel's {_MOST_WIDTHS}"
 
     def constants(self) -> dict[str, jit.Constant]:
         """The kernel's, see kernels/phases.cu."""
-        p = self.problem
         (first_d, _), (first_h, _), (first_w, _) = self.span
         rows_d, rows_h = self.source_rows
         users = [user for _, of_row in self.rows for user in of_row]
         widths = [len(s.taps) * self.co_columns for s in self.shifts]
-        found: dict[str, jit.Constant] = {
-            "precision": PRECISIONS[p.precision],
-            "cin": p.in_channels,
-            "cout": p.out_channels,
+        own: dict[str, jit.Constant] = {
             "co_columns": self.co_columns,
             "chunk": self.chunk,
             "mb": self.mb,
-            "stages": self.stages,
             "pitch": self.pitch,
             "rows_d": rows_d,
             "rows_h": rows_h,
@@ -274,7 +242,6 @@ class Tile:
             "aligned": self.aligned,
             "passed": self.passed,
             "widths": self.widths,
-            "shared_bytes": self.shared_bytes,
             # Rows of the source, from a tile's first, and the first of those that read each; one more at the end.
             "source_row_count": len(self.rows),
             "source_rows": tuple((d - first_d) * rows_h + h - first_h for (d, h), _ in self.rows),
@@ -294,20 +261,16 @@ class Tile:
             "pair_phases_d": tuple(d for d, _ in self.pairs),
             "pair_phases_h": tuple(h for _, h in self.pairs),
             # A phase of W's, in the order of columns.
-            "places_of_phases": tuple(self.order.index(u) for u in range(self.steps[2])),
+            "places_of_phases": tuple(self.order.index(u) for u in range(self.strides[2])),
         }
-        kernel = (1,) * (3 - p.rank) + p.kernel
-        for axis, name in enumerate("dhw"):
-            found[f"tile_{name}"] = self.shape[axis]
-            found[f"step_{name}"] = self.steps[axis]
-            found[f"kernel_{name}"] = kernel[axis]
-        return found
+        axes = of_axes("tile", self.shape) | of_axes("step", self.strides) | of_axes("kernel", self.kernel)
+        return super().constants() | own | axes
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
     def places(self, p: Problem) -> Triple:
         """q along D, H and W of a problem of this layer."""
-        d, h, w = (-(-n // step) for n, step in zip((1,) * (3 - p.rank) + p.out_size, self.steps))
+        d, h, w = (-(-n // step) for n, step in zip(triple(p.out_size), self.strides))
         return d, h, w
 
     def counts(self, p: Problem) -> Triple:
@@ -320,7 +283,7 @@ class Tile:
 
     def arguments(self, p: Problem) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
-        return (*(1,) * (3 - p.rank), *p.out_size, *self.counts(p), self.tiles(p))
+        return *triple(p.out_size), *self.counts(p), self.tiles(p)
 
 
 class Choice(OneMappedChoice[Tile]):
@@ -340,7 +303,7 @@ class Choice(OneMappedChoice[Tile]):
         t = self.tile
         return (
             f"pixels as rows, phases as columns: wgmma {t.problem.precision}, {CONSUMERS} tiles of "
-            f"{'x'.join(map(str, t.shape))} (DxHxW of q), {len(t.pairs)} x {t.steps[2] * t.co_columns} columns, rings "
+            f"{'x'.join(map(str, t.shape))} (DxHxW of q), {len(t.pairs)} x {t.row_columns} columns, rings "
             f"of {t.stages} of {t.chunk} channels, weights resident, {t.shared_bytes // 1024} KB shared, "
             f"grid {self.grid}"
         )
@@ -360,7 +323,7 @@ class Choice(OneMappedChoice[Tile]):
 
 def tensor_map(t: Tile, p: Problem, address: int) -> Words:
     """A ``CUtensorMap`` over the input with a tile's box, as 16 signed words. float32 is rounded to TF32 on its way."""
-    d, h, w = (1,) * (3 - p.rank) + p.size
+    d, h, w = triple(p.size)
     tensor = dense((w, h, d, p.in_channels, p.batch), t.element)
     return encode(tensor, address, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
 
@@ -390,7 +353,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "of one tap for each output there is no row that several phases read"
     if p.size[-1] * p.dtype.itemsize % 16:
         return "boxes want rows of whole 16 bytes"
-    if math.prod(p.out_size) >= _MOST_COUNTED or p.batch * math.prod(p.size) >= _MOST_COUNTED:
+    if math.prod(p.out_size) >= MOST_COUNTED or p.batch * math.prod(p.size) >= MOST_COUNTED:
         return "the kernel counts a channel's elements, and tiles, in 32 bits"
     return None
 
@@ -407,23 +370,12 @@ def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
 @lru_cache(maxsize=256)
 def _candidates(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tile, ...]:
     """A layer's tiles for all sizes whose rows begin alike."""
-    found: list[Tile] = []
     element = layer.dtype.itemsize
     if layer.in_channels * layer.taps * layer.out_channels * element > gpu.shared_bytes:
         return ()
     heights = (1, 2, 4, 8) if layer.rank > 1 else (1,)
-    for h, w in product(heights, (16, 32, 64, 128)):
-        if h * w % 64:
-            continue
-        t = Tile(layer, (1, h, w), 32 // element, aligned=aligned)
-        if not t.holds_sums:
-            continue
-        stages = (gpu.shared_bytes - replace(t, stages=0).shared_bytes) // (CONSUMERS * (t.stage_bytes + 16))
-        try:
-            found.append(replace(t, stages=min(stages, _MOST_STAGES)).checked(gpu.shared_bytes))
-        except Unfit:
-            continue
-    return tuple(found)
+    shapes = [(1, h, w) for h, w in product(heights, (16, 32, 64, 128)) if h * w % 64 == 0]
+    return fitted((Tile(layer, shape, 32 // element, aligned) for shape in shapes), gpu)
 
 
 # --- the cost model --------------------------------------------------------------------------------------------------
@@ -448,7 +400,7 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     loads = len(t.rows) * (len(t.shifts) * t.mb * _SHIFT[t.element] + _ROW)
     multiplied = t.chunks * t.k_steps * (matrix + loads / 2)
     passes = len(t.pairs) * t.co_columns / t.passed
-    outputs = t.passed * math.prod(t.shape) * t.steps[2]
+    outputs = t.passed * math.prod(t.shape) * t.strides[2]
     beside = _PASS + (math.prod(t.shape[:2]) - 1) * _RUN
     stored = passes * (beside + outputs * _STORED[t.element, t.aligned])
     bodies = {"tensor cores": multiplied, "stores": stored}
@@ -470,7 +422,7 @@ def _why_none(p: Problem, gpu: Gpu) -> str:
 
 choose = Chooser(
     refusal,
-    lambda p, gpu: (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - 2 * gpu.multiprocessors),
+    lambda p, gpu: (t for t in candidates(p, gpu) if t.tiles(p) < MOST_COUNTED - 2 * gpu.multiprocessors),
     estimate,
     Choice,
     general="exported files have no host code for phases as columns",

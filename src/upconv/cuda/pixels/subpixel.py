@@ -10,27 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from upconv.cuda.axes import Unfit
+from upconv.cuda.axes import any_size
+from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Tensor5, Words, encode
 from upconv.cuda.gemm.costs import LAUNCH
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.packs import PACK_THREADS
 from upconv.cuda.pixels.choosing import Chooser, countable
 from upconv.cuda.pixels.columns import PRECISIONS
 from upconv.cuda.pixels.one_mapped import OneMappedChoice
+from upconv.cuda.pixels.tile import MOST_COUNTED, SPAN, THREADS, fitted, of_axes
+from upconv.cuda.pixels.tile import Tile as Base
 from upconv.problem import Problem
 
-THREADS = 384
 _COLUMNS = (256, 192, 128, 96, 64, 32)
 _MOST_SUMS = 128  # of a consumer's thread, whose fragments and addresses take 96 registers
-_MOST_STAGES = 8
-_SPAN = 128  # bytes of a row in shared memory: a column's channels, a channel's pixels
-_MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
 # The model's constants, of 10 layers by 6 tiles on an H200, of which it misses 5% on average. By bytes of an element,
 # of one subtile of pixels and of more: share of the tensor cores' rate, bytes a clock of stores, which nothing hides.
 _EFFICIENCY = {4: (0.885, 0.93), 2: (0.75, 0.84)}
@@ -41,29 +39,18 @@ _TILE = 900.0  # clocks of a tile beside
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+class Tile(Base):
+    """As `Base`; a stage has a chunk of pixels and of weights."""
 
-    Raises, on `checked`:
-        Unfit: the kernel cannot run it.
-    """
-
-    problem: Problem
     columns: int
     """Of a tile: kernel rows, output channels and taps of W."""
     mb: int
     """Subtiles of 64 pixels that a consumer accumulates."""
-    stages: int = 2
-    """Of the ring, whose stages have a chunk of pixels and of weights."""
-
-    @property
-    def element(self) -> int:
-        return self.problem.dtype.itemsize
 
     @property
     def chunk(self) -> int:
         """Input channels of a chunk, and pixels of a row in shared memory."""
-        return _SPAN // self.element
+        return SPAN // self.element
 
     @property
     def chunks(self) -> int:
@@ -86,45 +73,19 @@ class Tile:
 
     @property
     def packed_words(self) -> int:
-        """32-bit words of the packed weights."""
-        return self.blocks * self.chunks * self.columns * _SPAN // 4
-
-    @property
-    def pack_blocks(self) -> int:
-        return -(-self.packed_words // 4 // PACK_THREADS)
+        return self.blocks * self.chunks * self.columns * SPAN // 4
 
     @property
     def stage_bytes(self) -> int:
-        return (self.pixels + self.columns) * _SPAN
+        return (self.pixels + self.columns) * SPAN
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 16)
-
-    def checked(self, shared_limit: int) -> Tile:
-        """This, when the kernel can run it."""
+    def faults(self) -> Iterator[str]:
         if self.mb * self.columns // 2 > _MOST_SUMS:
-            raise Unfit(f"{self.mb} x 64 x {self.columns} sums are more than registers hold")
-        if self.stages < 2:
-            raise Unfit("a stage is given back while the next is read")
-        if self.shared_bytes > shared_limit:
-            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
-        return self
+            yield f"{self.mb} x 64 x {self.columns} sums are more than registers hold"
 
-    def constants(self) -> dict[str, int]:
-        """The kernel's, see kernels/subpixel.cu."""
-        p = self.problem
-        kernel = (1,) * (3 - p.rank) + p.kernel
-        found = {
-            "precision": PRECISIONS[p.precision],
-            "cin": p.in_channels,
-            "cout": p.out_channels,
-            "columns": self.columns,
-            "mb": self.mb,
-            "stages": self.stages,
-            "shared_bytes": self.shared_bytes,
-        }
-        return found | {f"kernel_{name}": of for name, of in zip("dhw", kernel)}
+    def constants(self) -> dict[str, jit.Constant]:
+        own = {"columns": self.columns, "mb": self.mb}
+        return super().constants() | own | of_axes("kernel", self.kernel)
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
@@ -168,7 +129,7 @@ def tensor_map(t: Tile, p: Problem, address: int) -> Words:
     channel = math.prod(p.size) * t.element
     image = p.in_channels * channel
     tensor = Tensor5(0, (math.prod(p.size), p.in_channels, p.batch, 1, 1), (channel, image, image, image))
-    return encode(tensor, address, p.dtype, (t.chunk, t.chunk, 1, 1, 1), (1,) * 5, _SPAN, p.precision == "tf32")
+    return encode(tensor, address, p.dtype, (t.chunk, t.chunk, 1, 1, 1), (1,) * 5, SPAN, p.precision == "tf32")
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -189,30 +150,21 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "the kernel stores two taps of a row together"
     if math.prod(p.size) * p.dtype.itemsize % 16:
         return "channels begin at places off 16 bytes, where no box does"
-    if max(math.prod(p.out_size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= _MOST_COUNTED:
+    if max(math.prod(p.out_size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= MOST_COUNTED:
         return "the kernel counts a channel's outputs, and packed weights, in 32 bits"
     return None
 
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every tile worth a look for a layer."""
-    return iter(_candidates(p.with_(batch=1, size=(1024,) * p.rank, bias=False), gpu))
+    return iter(_candidates(any_size(p), gpu))
 
 
 @lru_cache(maxsize=256)
 def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
     """A layer's tiles for all sizes."""
-    found = []
-    for columns, mb in product(_COLUMNS, (1, 2, 4)):
-        t = Tile(layer, columns, mb)
-        if columns >= 2 * t.all_columns > 2 * _COLUMNS[-1]:
-            continue
-        try:
-            stages = min(gpu.shared_bytes // (t.stage_bytes + 16), _MOST_STAGES)
-            found.append(replace(t, stages=stages).checked(gpu.shared_bytes))
-        except Unfit:
-            continue
-    return tuple(found)
+    every = (Tile(layer, columns, mb) for columns, mb in product(_COLUMNS, (1, 2, 4)))
+    return fitted((t for t in every if t.columns < 2 * t.all_columns or t.all_columns <= _COLUMNS[-1]), gpu)
 
 
 # --- the cost model --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ sums move through the registers as a block walks along D (``kernels/sweep.cu``).
 a walk's ends and of the tile's borders.
 
 The pixels' side, a slice with its halo in shared memory and who brings it, is that of a `Tiling` of the layer without
-its taps along D (`Sweep.slice`); with one slot, of the layer itself.
+its taps along D (`Tile.slice`); with one slot, of the layer itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from itertools import product
 
 from torch import Tensor
 
-from upconv.cuda import family
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.launch import as_run
@@ -32,9 +31,10 @@ from upconv.cuda.gemm.gather_search import chunk_sizes, classes_of
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.packs import PACK_THREADS, Unit, layer_text, packing_entries, run_beside
+from upconv.cuda.packs import Unit, layer_text, packing_entries, run_beside
 from upconv.cuda.pixels.choosing import Chooser
-from upconv.cuda.pixels.columns import stores_wide
+from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
+from upconv.cuda.pixels.tile import Tile as Base
 from upconv.derived import derived_from, varied
 from upconv.problem import Problem
 
@@ -68,17 +68,12 @@ _BESIDE = 0.15, 0.466
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+class Tile(Base):
+    """As `Base`, whose stages are of the ring of pixels."""
 
-    Raises, on `checked`:
-        Unfit: the kernel cannot run it.
-    """
-
-    problem: Problem
     slots: int
     """Output slices whose sums a thread holds: as many as the kernel has along D, or 1."""
-    tile: tuple[int, int]
+    shape: tuple[int, int]
     """Outputs of a tile along H and W."""
     nb: int
     """Subtiles of 64 pixel rows that a consumer accumulates."""
@@ -86,7 +81,6 @@ class Sweep:
     """Input channels of a chunk."""
     classes: tuple[int, int] | None = (1, 1)
     """As `Tiling.classes`."""
-    stages_p: int = 2
     stages_s: int = 2
     stages_w: int = 2
     w_stage: int = 8
@@ -98,7 +92,7 @@ class Sweep:
     def turns(self) -> bool:
         """Whether consumers multiply in turn, and one stores while the other multiplies: where all of a slice's chunks
         stay, and one more."""
-        return self.resident and self.stages_p > self.pixels.chunks
+        return self.resident and self.stages > self.pixels.chunks
 
     @property
     def channels_last(self) -> bool:
@@ -120,15 +114,15 @@ class Sweep:
             kernel=(1, *p.kernel[1:]), padding=(0, *p.padding[1:]), output_padding=(0, *p.output_padding[1:])
         )
 
-    @derived_from("problem", "slots", "tile", "chunk", "classes", "stages_p", "stages_s")
+    @derived_from("problem", "slots", "shape", "chunk", "classes", "stages", "stages_s")
     def pixels(self) -> Tiling:
         """The tiling of a tile's pixels; its M means nothing."""
-        return varied(self._chunk_pixels, stages_p=self.stages_p, stages_s=self.stages_s)
+        return varied(self._chunk_pixels, stages_p=self.stages, stages_s=self.stages_s)
 
-    @derived_from("problem", "slots", "tile", "chunk", "classes")
+    @derived_from("problem", "slots", "shape", "chunk", "classes")
     def _chunk_pixels(self) -> Tiling:
         """`pixels` with whatever stages: what follows from the others is found here, once for all of them."""
-        t = Tiling(self.slice, (1, 64), (1, 1, *self.tile), 0, self.chunk, classes=self.classes)
+        t = Tiling(self.slice, (1, 64), (1, 1, *self.shape), 0, self.chunk, classes=self.classes)
         _ = t.pixels, t.tensor_map, t.strided_box
         return t
 
@@ -163,12 +157,7 @@ class Sweep:
 
     @property
     def packed_words(self) -> int:
-        """32-bit words of the packed weights."""
         return self.pixels.chunks * self.chunk_steps * self.columns * 8
-
-    @property
-    def pack_blocks(self) -> int:
-        return -(-self.packed_words // 4 // PACK_THREADS)
 
     @property
     def _read_behind(self) -> int:
@@ -187,43 +176,39 @@ class Sweep:
 
     @property
     def shared_bytes(self) -> int:
-        return self.shared_with(self.stages_p, self.stages_s, self.ring_stages)
+        return self.shared_of(self.stages, self.stages_s, self.ring_stages)
 
-    def shared_with(self, stages_p: int, stages_s: int, ring_stages: int) -> int:
-        """`shared_bytes` of the sweep with other stages."""
+    def shared_of(self, stages_p: int, stages_s: int, ring_stages: int) -> int:
+        """`shared_bytes` of the tile with other stages."""
         t = self.pixels
         part = -(-t.pixels * t.row_bytes // 1024) * 1024
         ring = self.ring_bytes(ring_stages)
         if self.channels_last:
             return stages_p * part + ring + 16 * (stages_p + ring_stages)
-        units = (self.tile[1] + 2 * t.vec - 2) // t.vec
+        units = (self.shape[1] + 2 * t.vec - 2) // t.vec
         lines = (self.nb * 64 + t.pitch - 2) // t.pitch + 1
         buffers = 2 * 8 * (-(-lines * units // 4) * 64 + 16)
         barriers = 16 * (stages_p + ring_stages + stages_s)
         return stages_p * part + ring + stages_s * t.slot_bytes + buffers + barriers
 
-    def checked(self, shared_limit: int) -> Sweep:
-        """This, when the kernel can run it."""
-        t, (h, w) = self.pixels, self.tile
+    def faults(self) -> Iterator[str]:
+        t, (h, w) = self.pixels, self.shape
         if (h - 1) * t.pitch + w > self.nb * 128:
-            raise Unfit(f"{h} rows of {t.pitch} pixels are more than {self.nb * 128}")
+            yield f"{h} rows of {t.pitch} pixels are more than {self.nb * 128}"
         if self.columns > _MOST_COLUMNS or self.nb * self.columns // 2 > _MOST_SUMS:
-            raise Unfit(f"{self.nb} x 64 x {self.columns} sums are more than registers hold")
+            yield f"{self.nb} x 64 x {self.columns} sums are more than registers hold"
         if self.chunk_steps * self.nb > _MOST_INSTRUCTIONS:
-            raise Unfit(f"{self.chunk_steps} steps of {self.nb} instructions are too long a stretch")
+            yield f"{self.chunk_steps} steps of {self.nb} instructions are too long a stretch"
         if self.w_stage != self.chunk_steps if self.resident else self.stages_w < 2:
-            raise Unfit("resident weights have a stage for each chunk, a ring at least two")
+            yield "resident weights have a stage for each chunk, a ring at least two"
         if self.w_stage % t.k_steps:
-            raise Unfit("a stage of the ring has parts of taps")
+            yield "a stage of the ring has parts of taps"
         if t.pixels > MAX_PIXELS:
-            raise Unfit(f"the tile has {t.pixels} pixels with its halo, more than {MAX_PIXELS}")
+            yield f"the tile has {t.pixels} pixels with its halo, more than {MAX_PIXELS}"
         if not t.tensor_map or t.strided_box:
-            raise Unfit("a tile is several boxes" if self.channels_last else "boxes do not bring these rows")
+            yield "a tile is several boxes" if self.channels_last else "boxes do not bring these rows"
         if self.channels_last and self._read_behind > self.ring_bytes(self.ring_stages):
-            raise Unfit("what is read behind the last tile is not all of the kernel's shared memory")
-        if self.shared_bytes > shared_limit:
-            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
-        return self
+            yield "what is read behind the last tile is not all of the kernel's shared memory"
 
     def constants(self) -> Constants:
         """The kernel's, see kernels/sweep.cu."""
@@ -258,7 +243,7 @@ class Sweep:
     def counts(self, p: Problem, multiprocessors: int) -> tuple[int, int, int, int]:
         """Images, segments of a walk along D, and tiles along H and W, of a problem of this layer."""
         d, h, w = result_shape(p)[2:]
-        rows, columns = -(-h // self.tile[0]), -(-w // self.tile[1])
+        rows, columns = -(-h // self.shape[0]), -(-w // self.shape[1])
         return p.batch, _segments(p.batch * rows * columns, d, self.slots, multiprocessors), rows, columns
 
     def walk(self, p: Problem, multiprocessors: int) -> int:
@@ -287,18 +272,8 @@ def _segments(walks: int, slices: int, slots: int, multiprocessors: int) -> int:
     return min(range(1, min(slices, 256) + 1), key=lambda n: (steps(n), n))
 
 
-@dataclass(frozen=True)
-class Choice(family.Defaults):
-    """A sweep for a problem on a GPU, and what the model thinks of it."""
-
-    sweep: Sweep
-    """Of the layer at any size; its own problem's size and batch mean nothing."""
-    problem: Problem
-    gpu: Gpu
-    seconds: float
-    """The model's estimate."""
-    bound: str
-    """What limits it, by the model."""
+class Choice(TileChoice[Tile]):
+    """A tile for a problem on a GPU, and what the model thinks of it."""
 
     family = "sweep"
 
@@ -306,26 +281,22 @@ class Choice(family.Defaults):
     def margin(self) -> float:
         """The gather-GEMM's model is too high where nothing is unrolled. With this margin, and that of unrolled
         tilings, the choice between both loses least over timed layers."""
-        return 1.1 if self.sweep.channels_last else 1.15
-
-    @property
-    def packing_seconds(self) -> float:
-        return family.packing_seconds(self.problem, self.gpu)
+        return 1.1 if self.tile.channels_last else 1.15
 
     @property
     def grid(self) -> int:
         """Blocks of a launch."""
-        return self.sweep.grid(self.problem, self.gpu.multiprocessors)
+        return self.tile.grid(self.problem, self.gpu.multiprocessors)
 
     @property
     def summary(self) -> str:
-        s = self.sweep
+        s = self.tile
         weights = "resident" if s.resident else f"ring of {s.stages_w} x {s.w_stage} steps"
         slices = s.walk(self.problem, self.gpu.multiprocessors)
         walk = f"walks of {slices} slices" if s.slots > 1 else "slice by slice"
         consumers = "in turn" if s.turns else "pixels halved"
         return (
-            f"pixels as rows: wgmma {s.problem.precision}, tile {s.tile[0]}x{s.tile[1]} (HxW), {walk}, {s.columns} "
+            f"pixels as rows: wgmma {s.problem.precision}, tile {s.shape[0]}x{s.shape[1]} (HxW), {walk}, {s.columns} "
             f"columns, chunk of {s.chunk} channels, {consumers}, weights {weights}, {s.shared_bytes // 1024} KB "
             f"shared, grid {self.grid}"
         )
@@ -333,7 +304,7 @@ class Choice(family.Defaults):
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile."""
         entries = (*packing_entries(f"Sweep<{jit.CONFIG}>", self.problem), f"sweep<{jit.CONFIG}>")
-        source = jit.instance("sweep.cu", self.sweep.constants(), entries)
+        source = jit.instance("sweep.cu", self.tile.constants(), entries)
         return (Unit(f"sweep {layer_text(self.problem)}", source, ("pack", "sweep")),)
 
     def prepare(self, device: int) -> Prepared:
@@ -347,7 +318,7 @@ class Prepared(gather.BoxedPacks):
     biased = True
 
     def __init__(self, choice: Choice, device: int) -> None:
-        s, p = choice.sweep, choice.problem
+        s, p = choice.tile, choice.problem
         super().__init__(s.pixels, p, device, s.packed_words, s.pack_blocks)
         (unit,) = choice.sources()
         self._load_packing(unit)
@@ -385,7 +356,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "pixels as rows want both operands by descriptors, which wgmma alone takes"
     if p.rank != 3 or p.batch_as_width:
         return "walks are for 3-D layers, whose images are not side by side"
-    if p.pass_ not in ("fwd", "grad-input") or p.precision not in ("tf32", "fp16", "bf16"):
+    if p.pass_ not in ("fwd", "grad-input") or p.precision not in PRECISIONS:
         return f"pass {p.pass_} in {p.precision} is none of the kernel's"
     if max(p.stride) > 1 or p.groups > 1 or p.dilation[0] > 1:
         return "the kernel walks without strides, groups or a dilation along the depth"
@@ -399,18 +370,18 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
 
 
 def _classes(p: Problem) -> tuple[int, int] | None:
-    """`Sweep.classes` of a problem's source."""
+    """`Tile.classes` of a problem's source."""
     return classes_of(p) if p.layout == "nchw" else (1, 1)
 
 
-def candidates(p: Problem, gpu: Gpu) -> Iterator[Sweep]:
+def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every sweep worth a look for a layer at its own size."""
     classes = _classes(p)
     if classes is None:
         return
     h, w = result_shape(p)[3:]
     for s in _candidates(any_size(p), gpu, classes):
-        rows, width = s.tile
+        rows, width = s.shape
         # In NCHW a second tile's boxes begin at 16 bytes, too.
         aligned = s.channels_last or width >= w or width % s.pixels.vec == 0
         if aligned and (width == _WIDTHS[0] or width - 8 < w) and (s.nb == 1 or rows < h + classes[0]):
@@ -418,13 +389,13 @@ def candidates(p: Problem, gpu: Gpu) -> Iterator[Sweep]:
 
 
 @lru_cache(maxsize=256)
-def _candidates(layer: Problem, gpu: Gpu, classes: tuple[int, int]) -> tuple[Sweep, ...]:
+def _candidates(layer: Problem, gpu: Gpu, classes: tuple[int, int]) -> tuple[Tile, ...]:
     """A layer's sweeps for all sizes of one alignment: searched once, then one millisecond for each size."""
     chunks = chunk_sizes(layer)
     walks = layer.kernel[0] > 1 and layer.padding[0] < layer.kernel[0]
     found = []
     for slots, nb, width in product((1, layer.kernel[0]) if walks else (1,), _SUBTILES, _WIDTHS):
-        base = Sweep(layer, slots, (1, width), nb, chunks[0], classes)
+        base = Tile(layer, slots, (1, width), nb, chunks[0], classes)
         if base.columns > _MOST_COLUMNS or nb * base.columns // 2 > _MOST_SUMS:
             continue
         # What `checked` would refuse, before there are tiles for it: two thirds of all.
@@ -434,46 +405,46 @@ def _candidates(layer: Problem, gpu: Gpu, classes: tuple[int, int]) -> tuple[Swe
         if rows < 1:
             continue
         for chunk in short:
-            shaped = varied(base, tile=(rows, width), chunk=chunk)
+            shaped = varied(base, shape=(rows, width), chunk=chunk)
             if shaped.pixels.pixels > MAX_PIXELS:
                 continue
             found += [s for resident in (True, False) if (s := _fitted(varied(shaped, resident=resident), gpu))]
     return tuple(found)
 
 
-def _fitted(s: Sweep, gpu: Gpu) -> Sweep | None:
+def _fitted(s: Tile, gpu: Gpu) -> Tile | None:
     """The sweep with as many stages as shared memory allows; None when it does not fit at all."""
     steps, k_steps = s.chunk_steps, s.pixels.k_steps
     wanted = max(1, 24 // s.nb)  # instructions of a stage
     taps = max(1, min(s.entries, wanted // k_steps))
     w_stage = steps if s.resident else taps * k_steps
-    s = varied(s, w_stage=w_stage, stages_p=2, stages_s=2, stages_w=3)
+    s = varied(s, w_stage=w_stage, stages=2, stages_s=2, stages_w=3)
     try:
         s.checked(gpu.shared_bytes)
     except Unfit:
         return None
     every = s.pixels.chunks + 1
-    changes = [{"stages_p": every}] if s.resident and every <= _MOST_STAGES else []
+    changes = [{"stages": every}] if s.resident and every <= _MOST_STAGES else []
     # With a third tile consumers part: one stores while the other multiplies (docs/experiments.md).
     if s.channels_last:  # what is on its way has no other place
-        changes += [{"stages_p": 3}, {"stages_w": 4}, {"stages_p": 4}, {"stages_w": 6}, {"stages_p": 6}]
+        changes += [{"stages": 3}, {"stages_w": 4}, {"stages": 4}, {"stages_w": 6}, {"stages": 6}]
     else:
-        changes += [{"stages_p": 3}, {"stages_s": 3}, {"stages_w": 4}, {"stages_s": 4}, {"stages_w": 6}]
-    stages = {"stages_p": 2, "stages_s": 2, "stages_w": 3}
+        changes += [{"stages": 3}, {"stages_s": 3}, {"stages_w": 4}, {"stages_s": 4}, {"stages_w": 6}]
+    stages = {"stages": 2, "stages_s": 2, "stages_w": 3}
     for change in changes:
-        if (s.resident and "stages_w" in change) or change.get("stages_p", math.inf) <= stages["stages_p"]:
+        if (s.resident and "stages_w" in change) or change.get("stages", math.inf) <= stages["stages"]:
             continue
         more = stages | change
         ring = s.ring_stages if s.resident else more["stages_w"]
-        if s.shared_with(more["stages_p"], more["stages_s"], ring) <= gpu.shared_bytes:
+        if s.shared_of(more["stages"], more["stages_s"], ring) <= gpu.shared_bytes:
             stages = more
-    return varied(s, stages_p=stages["stages_p"], stages_s=stages["stages_s"], stages_w=stages["stages_w"])
+    return varied(s, stages=stages["stages"], stages_s=stages["stages_s"], stages_w=stages["stages_w"])
 
 
 # --- the cost model --------------------------------------------------------------------------------------------------
 
 
-def estimate(s: Sweep, p: Problem, gpu: Gpu) -> tuple[float, str]:
+def estimate(s: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     """(seconds, what bounds them) of a problem by a sweep."""
     clocks, bound = _last_clocks(s) if s.channels_last else _clocks(s)
     counts = s.counts(p, gpu.multiprocessors)
@@ -488,7 +459,7 @@ def estimate(s: Sweep, p: Problem, gpu: Gpu) -> tuple[float, str]:
     return max(memory, seconds) + beside * min(memory, seconds) + LAUNCH, bound
 
 
-def _clocks(s: Sweep) -> tuple[float, str]:
+def _clocks(s: Tile) -> tuple[float, str]:
     """(clocks of a slice, what bounds them) in NCDHW."""
     t = s.pixels
     instructions = t.chunks * s.chunk_steps * 2 * s.nb
@@ -505,11 +476,11 @@ def _clocks(s: Sweep) -> tuple[float, str]:
     body = max(
         parts["tensor cores"] / _EFFICIENCY, parts["shared memory"] / _EFFICIENCY, parts["producers"], parts["L2"]
     )
-    store = s.slot_columns / 8 * s.nb * _STORE * max(1.0, _SHORT[t.element] / s.tile[1])
+    store = s.slot_columns / 8 * s.nb * _STORE * max(1.0, _SHORT[t.element] / s.shape[1])
     return max(body, body / 2 + store) + _TURN if s.turns else body + store + _SLICE, bound
 
 
-def _last_clocks(s: Sweep) -> tuple[float, str]:
+def _last_clocks(s: Tile) -> tuple[float, str]:
     """The same in channels_last."""
     t = s.pixels
     streamed = 0 if s.resident else s.packed_words * 4
@@ -517,10 +488,10 @@ def _last_clocks(s: Sweep) -> tuple[float, str]:
     parts = {
         "tensor cores": t.chunks * s.chunk_steps * 2 * s.nb * max(s.columns / 2, _ISSUE) + stages * _STAGE,
         "L2": (t.chunks * t.pixels * (t.row_bytes + _ROW) + streamed) / _BOXES,
-        "latency": max(t.chunks * _WAITS[0] / s.stages_p, 0 if s.resident else stages * _WAITS[1] / s.stages_w),
+        "latency": max(t.chunks * _WAITS[0] / s.stages, 0 if s.resident else stages * _WAITS[1] / s.stages_w),
     }
     bound = max(parts, key=lambda name: parts[name])
-    body, store = parts[bound], math.prod(s.tile) * t.cout_g * t.element / _STORED
+    body, store = parts[bound], math.prod(s.shape) * t.cout_g * t.element / _STORED
     return max(body, body / 2 + store) + _TURN_LAST if s.turns else body + store + _SLICE_LAST, bound
 
 
