@@ -4,7 +4,8 @@
     python benchmarks/cpu_neighbours.py --threads 2 --busy           # the same with neighbours
 
 Only what upconv computes by a plan of its own is timed: ours, PyTorch and PyTorch once more, in turn in one process.
-``ratio`` is PyTorch's time over ours, ``noise`` PyTorch's over its own second time, both of medians.
+``ratio`` is PyTorch's time over ours, ``noise`` PyTorch's over its own second time, both of medians. All rows are timed
+in several rounds, minutes apart, and the row is the round of the median ratio: what else the machine does passes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from upconv.bench.suites import SUITES
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu"
 REPEATS = timing.Repeats(0.4, 7, 60)
+ROUNDS = 3
 
 
 @contextmanager
@@ -78,13 +80,17 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     kind = "busy" if given.busy else "quiet"
-    rows = []
+    todo = list(jobs())
+    rounds: list[list[dict[str, Any]]] = []
     with neighbours((os.cpu_count() or 1) if given.busy else 0):
-        for job in jobs():
-            row = measured(job)
-            if row is not None:
-                rows.append(row)
-                print(*(f"{v:.2f}" if isinstance(v, float) else v for v in row.values()), flush=True)
+        for _ in range(ROUNDS):
+            rounds.append([])
+            for job in todo:
+                row = measured(job)
+                if row is not None:
+                    rounds[-1].append(row)
+                    print(*(f"{v:.2f}" if isinstance(v, float) else v for v in row.values()), flush=True)
+    rows = [sorted(several, key=lambda row: row["ratio"])[ROUNDS // 2] for several in zip(*rounds)]
     told = {
         "device": torch.backends.cpu.get_cpu_capability(), "threads": given.threads, "neighbours": kind,
         "versions": {"torch": torch.__version__}, "commit": env.commit(), "date": date.today().isoformat(),

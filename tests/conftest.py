@@ -31,14 +31,14 @@ from torch import Tensor
 
 import upconv
 from upconv import autograd, cpu, dispatch, planner
-from upconv.cuda import engine, packs
+from upconv.cuda import engine, launches, packs, prepared
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch
 from upconv.cuda.direct import direct_grad, staged
-from upconv.cuda.gemm import gather, joined
+from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import H200, gpu
-from upconv.cuda.pixels import implicit, pairs, phases, subpixel
+from upconv.cuda.pixels import implicit
 from upconv.cuda.rearrange import relayout, unshuffle
 from upconv.cuda.wgrad import wgrad
 from upconv.planner import Candidate, Device, Plan
@@ -242,6 +242,11 @@ def assert_close(ours: Tensor, theirs: Tensor, length: int = 64) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
+def assert_sentence(reason: str) -> None:
+    """What says why something is not done."""
+    assert len(reason) > 15 and not reason.endswith(".") and "\n" not in reason, reason
+
+
 # --- the same call on both -------------------------------------------------------------------------------------------
 
 
@@ -400,6 +405,14 @@ def instance_header(file: str, constants: dict[str, Any], kernel: str) -> str:
 # --- kernels without a GPU, graphs with one --------------------------------------------------------------------------
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
+    """Puts these in the place of what modules of kernels import by the names (their launchers, their tensor maps)."""
+    for module in [one for name, one in sys.modules.items() if name.startswith("upconv.cuda.")]:
+        if not module.__name__.startswith("upconv.cuda.compile."):
+            for name in names.keys() & vars(module).keys():
+                monkeypatch.setattr(module, name, names[name])
+
+
 def arguments_of(letters: str, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
     """A launch's arguments one by one, each with its letter, runs of them taken apart (`Launcher`)."""
     for run, given in zip(re.findall(r"\(\w*\)|\w", letters), args, strict=True):
@@ -428,6 +441,8 @@ class Stubs:
     """Of each launch."""
     encoded: list[int] = field(default_factory=list)
     """Addresses that tensor maps were encoded for; a map's words are its address."""
+    act: Callable[[tuple[Any, ...]], object] = field(default=lambda args: None)
+    """What a launch does with its arguments."""
 
     def pop(self) -> tuple[str, int, bool, tuple[Any, ...]]:
         """The last launch and its arguments."""
@@ -528,6 +543,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
             found.launched.append((self.name, grid, dependent))
             found.arguments.append(tuple(value for _, value in arguments_of(self.codes, args)))
+            found.act(found.arguments[-1])
 
         def clusters(self, device: int, blocks: int) -> int:
             return 132
@@ -542,15 +558,15 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
-    for module in (packs, wgrad, staged, direct_grad, relayout, unshuffle):
+    for module in (packs, prepared, wgrad, staged, direct_grad, relayout, unshuffle):
         monkeypatch.setattr(module, "Launcher", Launcher)
-    for module in (packs, gather, wgrad, staged, direct_grad, relayout, unshuffle):
+    for module in (packs, prepared, gather, wgrad, staged, direct_grad, relayout, unshuffle):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for module in (gather, implicit):
         monkeypatch.setattr(module, "cluster_fits", lambda device, blocks: True)
-    for module in (packs, wgrad):
+    for module in (packs, prepared, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (packs, gather, wgrad, joined, subpixel, implicit, pairs, phases):
+    for module in (packs, launches, gather, wgrad, implicit):
         monkeypatch.setattr(module, "encode", encode)
     return found
 
@@ -648,7 +664,10 @@ def host_program(main: Path, folder: Path) -> Path:
 
 
 # All libraries of a process share an exported template's static array, which has the size of the first library's.
-_OF_LIBRARIES = ("-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden")
+# What a GPU traps and a CPU does not, machine.cpp's handlers do: misaligned accesses, indexes beyond an array.
+_OF_LIBRARIES = (
+    "-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden", "-fsanitize=alignment,bounds", "-fno-sanitize-recover=all",
+)  # fmt: skip
 
 
 @cache

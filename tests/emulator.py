@@ -17,15 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import compiled_for_host
-from upconv.cuda import packs
+from conftest import compiled_for_host, stand_in
 from upconv.cuda.compile import jit, launch
 from upconv.cuda.compile.boxes import Five, Tensor5, Words
-from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import H200, Gpu
-from upconv.cuda.pixels import implicit, pairs, phases, subpixel
-from upconv.cuda.rearrange import relayout, unshuffle
-from upconv.cuda.wgrad import wgrad
 
 _HEADER = r'#line 1 "{}\.cuh"\n.*?\n(?=#line )'
 _CALL = """
@@ -172,14 +167,12 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
     monkeypatch.setattr(launch.Counters, "known", lambda self: True)
     monkeypatch.setattr(jit, "kernel", found.kernel)
     monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
-    for module in (packs, wgrad, relayout, unshuffle):
-        monkeypatch.setattr(module, "Launcher", found.launcher)
-    for module in (packs, gather, wgrad, relayout, unshuffle):
-        monkeypatch.setattr(module, "gpu_of", lambda device: found.gpu)
-    for module in (gather, implicit):
-        monkeypatch.setattr(module, "cluster_fits", lambda device, blocks: True)
-    for module in (packs, wgrad):
-        monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (packs, gather, wgrad, subpixel, implicit, pairs, joined, phases):
-        monkeypatch.setattr(module, "encode", encode)
+    stand_in(
+        monkeypatch,
+        Launcher=found.launcher,
+        gpu_of=lambda device: found.gpu,
+        cluster_fits=lambda device, blocks: True,
+        bind=lambda device: None,
+        encode=encode,
+    )
     return found

@@ -5,173 +5,55 @@ Copies and matrix instructions are done at once, or as late as a kernel lets the
 
 from __future__ import annotations
 
-import math
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from conftest import EVERY, needs_gxx
-from emulated import assert_computes, gpus
+from drawn import DTYPES, FAMILIES, LAYOUTS, SCALAR, choices, gpus, wgrad_tilings
 from emulator import Emulator, emulator
-from test_gather import DTYPES, draw_shuffle, draw_tiling
-from test_gather import draw_problem as gather_problem
-from test_joined import random_problem as joined_problem
-from test_pairs import random_problem as pairs_problem
-from test_phases import draw_problem as phases_problem
-from test_phases import draw_tile as phases_tile
-from test_subpixel import random_problem as subpixel_problem
-from test_sweep import draw_problem as deep_problem
-from test_wgrad import draw_problem as wgrad_problem
-from test_wgrad import tilings, work
+from results import Place, assert_computes, laid_out, numbers
+from upconv.cuda import bias
 from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
-from upconv.cuda.gemm import gather, gather_search, joined
+from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import H200
-from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
 from upconv.cuda.wgrad import wgrad, wgrad_costs
-from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
-from upconv.problem import Precision, Problem, output_length
+from upconv.problem import Layout, Precision, Problem
 
 pytestmark = needs_gxx
 __all__ = ["emulator"]
 
-MOST = 3e6  # products of a layer at most, padding by the tile included
-
-
-# --- a family's random choices ---------------------------------------------------------------------------------------
-
-
-def last_problem(rng: random.Random) -> Problem:
-    """A small channels-last layer's gradient for the input."""
-    rank = rng.choice((2, 2, 3))
-    kernel = [rng.choice((1, 2, 3, 3, 4, 5)) for _ in range(rank)]
-    stride = [rng.choice((1, 2, 2, 3, 5)) for _ in range(rank)]
-    dilation = [rng.choice((1, 1, 2, 3)) for _ in range(rank)]
-    size = [rng.choice((1, 3, 8, 9, 20) if axis else (1, 2, 5)) for axis in range(3 - rank, 3)]
-    axes = list(zip(size, kernel, stride, dilation))
-    padding = [rng.randint(0, min((output_length(n, k, s, 0, 0, e) - 1) // 2, (k - 1) * e)) for n, k, s, e in axes]
-    output_padding = [rng.randrange(max(s, e)) for s, e in zip(stride, dilation)]
-    precision: Precision = rng.choice(("tf32", "fp16", "bf16"))
-    return Problem.make(
-        rng.randint(1, 3), rng.choice((1, 7, 8, 24)), rng.choice((8, 16, 40)), size, kernel, stride, padding,
-        output_padding, dilation, dtype=DTYPES[precision], precision=precision, layout="channels_last",
-        pass_="grad-input",
-    )  # fmt: skip
-
-
-def implicit_choice(rng: random.Random) -> Any:
-    p = last_problem(rng)
-    if rng.random() < 0.5:
-        p = p.with_(pass_="fwd", in_channels=rng.choice((8, 16, 40)), out_channels=rng.choice((7, 24, 64, 120)))
-    if implicit.refusal(p, H200) is not None:
-        return None
-    every = implicit.candidates(any_size(p), H200)
-    tiles = [t for whole in every for t in (whole, *implicit._clustered(whole, p, H200))]
-    tile = rng.choice(tiles)
-    work = tile.tiles(p) * max(tile.steps) * tile.rows * tile.columns * tile.chunk
-    return implicit.Choice(tile, p, gpus(rng), 1e-5, "") if work < MOST * 10 else None
-
-
-def subpixel_choice(rng: random.Random) -> Any:
-    p = subpixel_problem(rng)
-    tile = rng.choice(list(subpixel.candidates(p, H200)))
-    return subpixel.Choice(tile, p, gpus(rng), 1e-5, "")
-
-
-def pairs_choice(rng: random.Random) -> Any:
-    p = pairs_problem(rng)
-    tile = rng.choice([t for t in pairs.candidates(p, H200) if t.serves(p)])
-    return pairs.Choice(tile, p, gpus(rng), 1e-5, "")
-
-
-def sweep_choice(rng: random.Random) -> Any:
-    p = deep_problem(rng)
-    every = list(sweep.candidates(p, H200))
-    return sweep.Choice(rng.choice(every), p, gpus(rng), 1e-5, "") if every else None
-
-
-def joined_choice(rng: random.Random) -> Any:
-    p = joined_problem(rng)
-    return joined.Choice(rng.choice(list(joined.candidates(p, H200))), p, gpus(rng), 1e-5, "")
-
-
-def joined_rows_choice(rng: random.Random) -> Any:
-    """TF32 has another way to turn rows of pixels. Here a block has several tiles, a slice several weight stages."""
-    choice = joined_choice(rng)
-    t, p = choice.tile, choice.problem
-    if p.precision != "tf32" or p.rank == 1 or t.taps == t.taps_of_stage or not 6 <= t.tiles(p) <= 20:
-        return None
-    return replace(choice, gpu=replace(H200, multiprocessors=2))
-
-
-def phases_choice(rng: random.Random) -> Any:
-    p = phases_problem(rng)
-    tile = phases_tile(p, rng)
-    return None if tile is None else phases.Choice(tile, p, gpus(rng), 1e-5, "")
-
-
-def gather_choice(rng: random.Random) -> Any:
-    """A tiling drawn at random, or one of a search's: at any size, at the layer's own, or stored by the copy engine."""
-    p = gather_problem(rng)
-    shuffle = draw_shuffle(p, rng) if rng.random() < 0.2 else None
-    if rng.random() < 0.4:
-        tiling = draw_tiling(p, rng, shuffle)
-    else:
-        channels = p.groups * rng.choice((4, 8, 16, 40))
-        p = p.with_(size=(*p.size[:-1], rng.choice((8, 16, 24))), padding=(0,) * p.rank, in_channels=channels)
-        classes = gather_search.classes_of(p) if p.layout == "nchw" else (1, 1)
-        ways = ({"classes": classes}, {"size": p.size}, {"classes": classes, "drained": True})
-        every = list(islice(gather_search.candidates(any_size(p), H200, **rng.choice(ways)), 300))
-        tiling = rng.choice(every) if every else None
-    if tiling is None or (p.layout == "nchw" and tiling.tensor_map and tiling.classes != gather_search.classes_of(p)):
-        return None  # rows that boxes do not bring
-    return gather.Choice(tiling, p, gpus(rng), rng.choice((1e-6, 1e-3)), "")
-
-
-def wgrad_choice(rng: random.Random, warpgroups: bool) -> Any:
-    p = wgrad_problem(rng)
-    every = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) == warpgroups]
-    few = [t for t in rng.sample(every, min(20, len(every))) if t.tiles <= 12 and work(t, p) < 1e6]
-    if not few:
-        return None
-    tiling = wgrad_costs.boxed(few[0], p)
-    splits = min(math.prod(tiling.counts(p)), rng.choice((1, 2, 3, 5)))
-    return wgrad.Choice(tiling, p, gpus(rng), splits, 1e-5, "")
-
-
-FAMILIES: dict[str, Callable[[random.Random], Any]] = {
-    "implicit": implicit_choice,
-    "subpixel": subpixel_choice,
-    "pairs": pairs_choice,
-    "sweep": sweep_choice,
-    "joined": joined_choice,
-    "joined TF32": joined_rows_choice,
-    "phases": phases_choice,
-    "gather": gather_choice,
-    "wgrad by mma.sync": lambda rng: wgrad_choice(rng, False),
-    "wgrad by wgmma": lambda rng: wgrad_choice(rng, True),
-}
-
-
-def choices(family: str) -> Iterator[Any]:
-    """A family's random choices, in a seed's order."""
-    rng = random.Random(f"emulated {family}")
-    while True:
-        if (choice := FAMILIES[family](rng)) is not None:
-            yield choice
-
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_layers_by_random_tiles(family: str, emulator: Emulator) -> None:
-    for seed, choice in zip(range(60 if EVERY else 3 if family[0] in "gw" else 2), choices(family)):
+    for seed, (choice, p) in zip(range(60 if EVERY else 3), choices(family)):
         for late in (0, 1):
-            assert_computes(choice, emulator, 2 * seed + late)
+            assert_computes(choice, emulator, 2 * seed + late, p=p)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("precision", SCALAR)
+def test_gradients_for_the_bias(precision: Precision, layout: Layout, emulator: Emulator) -> None:
+    """By one launch and by two, of 16 bits also for float32; from images of pixels off 16 bytes."""
+    rng = random.Random(f"bias {precision} {layout}")
+    for size in ((7, 9), (1, 1), (64, 67), (5, 131), (150, 290)):
+        channels = rng.choice((8, 24, 2048 + 64) if layout == "channels_last" else (1, 3, 8))
+        p = Problem.make(
+            rng.randint(1, 3), 1, channels if size[0] < 100 else 8, size, 1, dtype=DTYPES[precision],
+            precision=precision, layout=layout,
+        )  # fmt: skip
+        emulator.gpu, emulator.seed = gpus(rng, H200), rng.randrange(4)
+        grad = laid_out(numbers(p.output_shape, p), p)
+        runner, given = bias.BiasRunner(p, 0), Place(emulator).given(grad, rng.choice((0, 1, 3)))
+        for dtype, lasting in product({p.dtype, torch.float32} if p.dtype.itemsize == 2 else {p.dtype}, (False, True)):
+            assert torch.equal(runner(given, dtype, lasting), grad.double().sum((0, 2, 3)).to(dtype)), (p, dtype)
 
 
 # --- the emulator itself ---------------------------------------------------------------------------------------------
@@ -264,7 +146,7 @@ def chunks_of_a_cluster(rng: random.Random) -> Any:
 
 def sums_that_are_handed_over(rng: random.Random) -> Any:
     p = Problem.make(1, 64, 64, (16, 16), 2, 2, layout="channels_last", pass_="grad-weight", **HALVES)
-    every = [wgrad_costs.boxed(t, p) for t in tilings(p)]
+    every = [wgrad_costs.boxed(t, p) for t in wgrad_tilings(p, H200)]
     tiling = rng.choice([t for t in every if wgrad_costs.hands_over(t, 2, H200)])
     return wgrad.Choice(tiling, p, H200, 2, 1e-5, "")
 
@@ -283,6 +165,8 @@ def test_what_random_draws_seldom_meet(ways: Callable[[random.Random], Any], emu
 
 # --- faults ----------------------------------------------------------------------------------------------------------
 
+NOTICED = r"are wrong|wait for each other|arrivals|left before|outside|misaligned"
+MOST_TRIES = 40  # choices of a family, among which a fault must show
 FULL = r"barrier_wait\(full \+ (cursor\.)?stage \* 8, (cursor\.)?parity\);"
 OF_RING = r"ring\.wait_full\(cursor\);"
 FAULTS = {
@@ -299,6 +183,30 @@ FAULTS = {
     "phases: a shift's place": ("phases", r"= value_at<C::shifts_at>\(shift\)", "= value_at<C::shifts_at>(shift) + 1"),
     "wgrad: no wait for copies": ("wgrad by mma.sync", r"copy_wait<1>\(\);", ""),
     "wgrad: a tap's shift": ("wgrad by wgmma", r"taps\.at\[u\] = ([^;]*);", r"taps.at[u] = \1 + 1;"),
+    "direct: a tap's row": ("direct", r"r -= C::step_row", "r -= 0"),
+    "direct: no barrier behind copies": (
+        "direct",
+        r"next \+ WEIGHT_WORDS, held, vector\);\s*__syncthreads\(\);",
+        "next + WEIGHT_WORDS, held, vector);",
+    ),
+    "direct: an unaligned vector": ("direct", r" && \(unsigned long long\)x % \(4 \* sizeof\(T\)\) == 0", ""),
+    "direct_any: a remainder": ("direct", r"reach_w % C::stride_w \|\| ", ""),
+    "direct_grad: a border": ("direct", r"if \(\(u32\)w >= \(u32\)s\.out_w\) continue;", "if (w >= s.out_w) continue;"),
+    "direct_walk: a row of the window": ("direct walks", r"window\[r \+ 1\]\[c\];", "window[r][c];"),
+    "staged: no barrier ahead of a tile": (
+        "staged",
+        r"__syncthreads\(\); +// the (last slice|tile before) has been read",
+        "",
+    ),
+    "staged: a tap's row": ("staged", r"kh \* C::dilation_h\) \* ROW_PITCH", "kh) * ROW_PITCH"),
+    "unshuffle: a phase": ("unshuffle", r"u % C::stride_w - C::offset_w", "u % C::stride_w"),
+    "unshuffle: where gradients are folded": ("unshuffle", r"\+ h % C::stride_h\)", "+ w % C::stride_h)"),
+    "relayout: no barrier": (
+        "relayout",
+        r"bring_rows\(tile, from, at, channels, pixels, lane, warp\);\s*\}\s*__syncthreads\(\);",
+        "bring_rows(tile, from, at, channels, pixels, lane, warp); }",
+    ),
+    "relayout: odd rows": ("relayout", r"then = odd \^ \(pixels & 1\)", "then = odd"),
 }
 """By what: a family, a pattern of its source and what is put there."""
 
@@ -314,8 +222,8 @@ def test_a_fault_is_noticed(what: str, emulator: Emulator) -> None:
         return changed
 
     emulator.mutate = mutate
-    with pytest.raises(AssertionError, match=r"are wrong|wait for each other|arrivals|left before|outside"):
-        for seed, choice in zip(range(3), choices(family)):
+    with pytest.raises(AssertionError, match=NOTICED):
+        for seed, (choice, p) in zip(range(MOST_TRIES), choices(family)):
             for late in (0, 1):
-                assert_computes(choice, emulator, 2 * seed + late)
+                assert_computes(choice, emulator, 2 * seed + late, p=p)
     assert any(planted)

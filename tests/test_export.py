@@ -26,7 +26,7 @@ from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
-from upconv.cuda import packs
+from upconv.cuda import launches, packs, prepared
 from upconv.cuda.axes import result_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct, direct_grad, staged
@@ -287,13 +287,13 @@ made: list[Recorder] = []
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     made.clear()
-    for family in (packs, direct, wgrad, direct_grad, staged):
+    for family in (packs, prepared, direct, wgrad, direct_grad, staged):
         monkeypatch.setattr(family, "Launcher", Recorder)
-    for family in (packs, gather, direct, wgrad, direct_grad, staged):
+    for family in (packs, prepared, gather, direct, wgrad, direct_grad, staged):
         monkeypatch.setattr(family, "gpu_of", lambda device: H200)
-    for family in (packs, gather, joined, wgrad):
+    for family in (launches, gather, wgrad):
         monkeypatch.setattr(family, "encode", lambda *arguments, **named: bytes(128))
-    for family in (packs, wgrad):
+    for family in (packs, prepared, wgrad):
         monkeypatch.setattr(family, "bind", lambda device: None)
     monkeypatch.setattr(wgrad, "alone", lambda t, splits, gpu: False)  # files have the two steps
     monkeypatch.setattr(jit, "kernel", lambda text, entry, arch, label, keep=True: entry)
@@ -553,7 +553,8 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str, monkeypatch: pytest.
                 sizes = [p.batch, d, h, w] if v.pass_ == "fwd" else [p.batch, od, oh, ow]
                 q = p.with_(pass_=v.pass_)
                 wanted = encoded(monkeypatch, *(
-                    (real_joined_map, c.tile, q, 0) if v.kind == "Joined" else (real_gather_map, c.tiling, q, 0)
+                    (joined.source_map(c.tile, q).encoded, 0) if v.kind == "Joined"
+                    else (real_gather_map, c.tiling, q, 0)
                 ))  # fmt: skip
             of = {"x": torch.empty(p.input_shape), "grad": torch.empty(p.output_shape)}
             dims = [eval(text, {"sizes": sizes, **of}) for text in match[4].split(", ")]
@@ -565,7 +566,7 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str, monkeypatch: pytest.
             assert (f"CU_TENSOR_MAP_DATA_TYPE_{match[3]}", dims, pitches, box, steps, match[7]) == wanted
 
 
-real_gather_map, real_joined_map, real_wgrad_map = gather.tensor_map, joined.tensor_map, wgrad.tensor_maps
+real_gather_map, real_wgrad_map = gather.tensor_map, wgrad.tensor_maps
 
 
 # --- autograd, with PyTorch's operators in the kernels' place --------------------------------------------------------

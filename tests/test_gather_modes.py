@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from conftest import needs_gxx
-from emulated import Case, Way, assert_computes, assert_infinities_reach_no_others, fewest
 from emulator import Emulator, emulator
+from results import Case, Way, assert_computes, assert_infinities_reach_no_others, fewest
 from test_gather import DTYPES, PASSES, draw_problem, draw_tiling
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.gemm import gather, gather_search

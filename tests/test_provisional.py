@@ -26,12 +26,12 @@ from conftest import assert_accurate, by_turns
 from one_mapped_gpu import operands, poisoned
 from test_gather import DTYPES, check_compiled, needs_nvrtc
 from upconv.bench.suites import SUITES
-from upconv.cuda import engine, packs
+from upconv.cuda import engine, prepared
 from upconv.cuda.compile import cache, jit, launch, provisional
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import H200
-from upconv.cuda.packs import Unit
+from upconv.cuda.launches import Launch, Unit
 from upconv.problem import Problem
 from upconv.replay import replays
 
@@ -270,18 +270,21 @@ def test_what_is_loaded_of_a_unit(cold: Path, monkeypatch: pytest.MonkeyPatch) -
         return label
 
     monkeypatch.setattr(jit, "kernel", kernel)
-    monkeypatch.setattr(packs, "Launcher", lambda *given: given)
-    monkeypatch.setattr(packs, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(prepared, "Launcher", lambda *given: given)
+    monkeypatch.setattr(prepared, "gpu_of", lambda device: H200)
     unit = Unit("it", final, ("pack", "run"), lambda: Unit("it", quick, ("pack", "run")).passing())
-    prepared = packs.Packs(Problem.make(1, 4, 4, (5, 5), 3), 0, 0, 0)
-    prepared._load(unit, "pack", 1, 0, "P")
-    run = prepared._load(unit, "run", 1, 0, "P")
+
+    def load(entry: str) -> Any:
+        return prepared.loaded(Launch(unit, entry, 1, 1, 0, ()), "P", 0)
+
+    load("pack")
+    run = load("run")
     assert isinstance(run, Provisional) and loaded == [("it, quick", "pack"), ("it, quick", "run")]
     run.settle()
     assert loaded.pop() == ("it", "run") and cache.contents().entries == 1  # the quick form is not on disk
     for in_memory in (jit._cubins, {}):  # the same process, and another
         monkeypatch.setattr(jit, "_cubins", in_memory)
-        assert not isinstance(prepared._load(unit, "run", 1, 0, "P"), Provisional)
+        assert not isinstance(load("run"), Provisional)
         assert loaded.pop() == ("it", "run")
 
 
@@ -430,13 +433,16 @@ def test_quick_joined_rows_compute_the_same_to_the_last_bit(
     p, terms = choice.problem, choice.tile.channels[0] * choice.problem.taps
     x, weight, bias, truth, magnitude = operands(p, terms)
     prepared = choice.prepare(0)
-    assert isinstance(prepared._run, Provisional)
+    prepared.load()
+    assert any(isinstance(one, Provisional) for one in prepared._launchers.values())
     outs = [poisoned(p) for _ in range(2)]
     for out in outs:
         prepared.run(x, prepared.pack(weight), bias, out)
         provisional.settle()
     provisional._jobs.clear()
-    assert not isinstance(choice.prepare(0)._run, Provisional)
+    again = choice.prepare(0)
+    again.load()
+    assert not any(isinstance(one, Provisional) for one in again._launchers.values())
     assert_accurate(outs[0], truth, magnitude, terms)
     assert torch.equal(*outs)
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from conftest import needs_gxx
-from emulated import Case, Way, assert_computes, fewest
 from emulator import Emulator, emulator
+from results import Case, Way, assert_computes, fewest
 from test_wgrad import DTYPES, AnyTiling, draw_problem, other_size, serves, tilings
 from upconv.cuda.gpu import H200
 from upconv.cuda.wgrad import wgrad, wgrad_costs

@@ -11,7 +11,7 @@ Sync cluster_sync_state;
 u32 cluster_alive;
 bool late;
 u32 shared_bytes;
-int grid;
+int grid, block_size;
 const char* given;
 static std::vector<Fiber*> fibers;                      // kept for the next launch
 static std::vector<std::function<void()>> under_way;    // copies that count at barriers
@@ -30,6 +30,11 @@ static u32 below(u32 n) {
 [[noreturn]] void fail(const char* what) {
   snprintf(failure, sizeof failure, "%s (block %d, thread %d)", what, self ? self->block->index : -1, self ? self->thread : -1);
   _longjmp(failed, 1);
+}
+
+extern "C" {  // of -fsanitize=alignment and bounds
+void __ubsan_handle_type_mismatch_v1_abort(void*, void*) { fail("a misaligned access"); }
+void __ubsan_handle_out_of_bounds_abort(void*, void*) { fail("an index outside of an array"); }
 }
 
 void yield() {
@@ -127,6 +132,9 @@ static void run_blocks(int first, int count, int threads) {
     under_way.back()();
     under_way.pop_back();
   }
+  for (const Block& b : blocks)
+    for (size_t i = shared_bytes; i < pitch; i++)
+      if (b.bytes[i] != 0xff) fail("a store behind a block's shared memory");
 }
 const u64 (&exchange(const u64 (&words)[4], u32 lanes))[32][4] {
   Warp& w = warp_of();
@@ -157,7 +165,7 @@ const char* launch(void (*with)(), int count, int threads, int shared, const cha
     return failure;
   }
   stored.clear();
-  entry = with, given = arguments, grid = count, shared_bytes = shared, late = seed & 1, random_state = seed * 2654435761u + 1, self = nullptr;
+  entry = with, given = arguments, grid = count, block_size = threads, shared_bytes = shared, late = seed & 1, random_state = seed * 2654435761u + 1, self = nullptr;
   for (int first = 0; first < count; first += together) run_blocks(first, min(together, count - first), threads);
   free_stacks();
   return nullptr;

@@ -13,6 +13,7 @@
 #define __restrict__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __align__(bytes) alignas(bytes)
 #define __cluster_dims__(...)
 
 typedef unsigned int u32;
@@ -79,7 +80,7 @@ extern Sync cluster_sync_state;
 extern u32 cluster_alive;
 extern bool late;                                       // whether what is asynchronous is done when it is waited for, not at once
 extern u32 shared_bytes;
-extern int grid;
+extern int grid, block_size;
 extern const char* given;                               // a launch's arguments
 
 [[noreturn]] void fail(const char* what);
@@ -96,9 +97,11 @@ static Warp& warp_of() { return self->block->warps[self->thread / 32]; }
 struct ThreadIndex { struct { operator u32() const { return machine::self->thread; } } x; };
 struct BlockIndex { struct { operator u32() const { return machine::self->block->index; } } x; };
 struct GridSize { struct { operator u32() const { return machine::grid; } } x; };
+struct BlockSize { struct { operator u32() const { return machine::block_size; } } x; };
 static ThreadIndex threadIdx;
 static BlockIndex blockIdx;
 static GridSize gridDim;
+static BlockSize blockDim;
 
 static void __threadfence() {}
 static void __syncthreads() { machine::meet(machine::self->block->all, machine::self->block->alive); }
@@ -147,6 +150,13 @@ template <class V, class W> static V atomicAdd(V* to, W v) {
 }
 template <class V> static V __ldg(const V* from) { return *from; }
 template <class V> static V __ldcg(const V* from) { return *from; }
+template <class V> static V __ldcs(const V* from) { return *from; }
+static double __hiloint2double(int high, int low) {
+  const u64 bits = (u64)(u32)high << 32 | (u32)low;
+  double v;
+  memcpy(&v, &bits, 8);
+  return v;
+}
 static u32 __float_as_uint(float v) {
   u32 u;
   memcpy(&u, &v, 4);
@@ -158,6 +168,7 @@ static float __uint_as_float(u32 u) {
   return v;
 }
 static float fmaf(float a, float b, float c) { return a * b + c; }
+static double fma(double a, double b, double c) { return a * b + c; }
 
 namespace machine {
 
@@ -168,8 +179,12 @@ static const u32 SHARED_BEGIN = 1024;
 static unsigned char* dynamic_memory() { return self->block->bytes; }
 
 unsigned char* shared_at(u32 at, u32 bytes);
-// Of static arrays, which have no bounds here.
-static unsigned char* anywhere(u32 at) { return dynamic_memory() + (int)(at - SHARED_BEGIN); }
+// A static array's has no bounds here: its distance from a variable of the same library.
+static const u32 SHARED_STATIC = 0x800000;
+static unsigned char* anywhere(u32 at) {
+  if (at < SHARED_STATIC / 2) return dynamic_memory() + (int)(at - SHARED_BEGIN);
+  return (unsigned char*)&shared_bytes + (int)(at - SHARED_STATIC);
+}
 template <class T> static T load_shared(u32 at) {
   T v;
   memcpy(&v, shared_at(at, sizeof v), sizeof v);
@@ -197,4 +212,9 @@ template <class... A> static void call(void (*kernel)(A...)) {
 const char* launch(void (*with)(), int count, int threads, int shared, const char* arguments, int together, int seed);
 }  // namespace machine
 
-static u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - machine::dynamic_memory()) + machine::SHARED_BEGIN; }
+static u32 shared_address(const void* p) {
+  using namespace machine;
+  const long long at = (const unsigned char*)p - dynamic_memory();
+  if (at >= 0 && at <= shared_bytes) return (u32)at + SHARED_BEGIN;
+  return (u32)((const unsigned char*)p - (const unsigned char*)&shared_bytes) + SHARED_STATIC;
+}

@@ -19,7 +19,7 @@ from upconv.bench.latency import Latency, Value
 from upconv.bench.suites import SUITES, Case
 from upconv.bench.uncached import no_caches, with_flags
 from upconv.cuda.compile import jit
-from upconv.cuda.packs import Unit
+from upconv.cuda.launches import Unit
 from upconv.problem import LAYOUTS, Layout, Pass, Precision
 
 COMPILERS = 8

@@ -36,9 +36,9 @@ _FEW_ROW = 32  # pixels in a row of the input below which the correlation of few
 _LEAST_RESULTS = 8  # output channels of the correlation that fill a vector
 # Multiplications per output from which that padding sets the time, not the pass over the results.
 _FEW_CHANNELS_WORK = {"nchw": 200, "channels_last": 400}
-_SPLIT_CHANNELS = 16  # output channels from which oneDNN's float32 sum for the bias is slower than torch.sum
-_SPLIT_OUTPUT = 1 << 18  # elements from which that difference shows in a step
-_SPLIT_WORK = 256  # multiplications per output up to which it does
+# Where oneDNN's float32 sum for the bias takes a fifth of a step: output channels of a group from which it is slower
+# than torch.sum, elements from which the calls do not matter, and multiplications per output up to which it shows.
+_SPLIT_CHANNELS, _SPLIT_OUTPUT, _SPLIT_WORK = 32, 1 << 20, 128
 # Multiplications per output up to which the scalar bias loop takes a third of the time at least.
 _BIAS_WORK = {torch.float32: 150, torch.bfloat16: 256, torch.float16: 256}
 
@@ -65,8 +65,8 @@ def choose_backward(p: Problem, onednn: Collection[torch.dtype]) -> Choice:
         return "native", "PyTorch's operator computes both gradients with forward-shaped kernels"
     if p.dtype not in onednn:
         return "native", f"PyTorch runs no oneDNN convolution in {dtype_name(p.dtype)} here"
-    few = p.out_channels < _SPLIT_CHANNELS and p.dtype is torch.float32
-    if p.layout == "nchw" or p.rank > 2 or few:
+    fast = p.dtype is torch.float32 and (p.out_channels < _SPLIT_CHANNELS * p.groups or max(p.stride) == 1)
+    if p.layout == "nchw" or p.rank > 2 or fast:
         return "native", "oneDNN sums the bias' gradient at the speed of memory here"
     if math.prod(p.output_shape) < _SPLIT_OUTPUT:
         return "native", "the output is small, so the call is bound by its overhead"

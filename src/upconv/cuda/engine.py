@@ -287,6 +287,9 @@ class Runner:
         fresh = False
         if packed is None:
             weight = weight.resolve_neg()
+            if self.prepared.recorded:
+                self.prepared.run(x, weight, bias, out, not capturing, lasting and not capturing)
+                return
             if self.packs and lasting and rounded is None and not capturing:
                 self.prepared.run_packing(x, weight, bias, out)
                 return

@@ -44,6 +44,8 @@ class Prepared:
     """Whether `run` takes a last argument: whether the call may allocate what outlives it."""
     packs = False
     """Whether `run_packing` is there."""
+    recorded = False
+    """Whether it is a `upconv.cuda.prepared.Prepared`, whose `run` takes weights that are not packed."""
 
     @property
     def loaded(self) -> bool:

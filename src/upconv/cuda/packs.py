@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from upconv.cuda.compile.boxes import Five, Tensor5, Words, encode
 from upconv.cuda.compile.launch import Launcher, Launches, bind
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.launches import NULL, Given, Int, Launch, PacksWeights, Pointer, Unit
 from upconv.problem import Problem
 
 PACK_THREADS = 256  # of a block that packs weights
@@ -25,26 +26,45 @@ K = TypeVar("K")
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 
 
-@dataclass(frozen=True)
-class Unit:
-    """A source to be compiled and its kernels' names, without those that only autocast takes."""
-
-    label: str
-    source: str
-    entries: tuple[str, ...]
-    quick: Callable[[], Unit | None] | None = field(default=None, compare=False, repr=False)
-    """A form that compiles fast, of the same entries that compute the same to the last bit, if there is one."""
-    kept: bool = True
-    """On disk, once compiled."""
-
-    def passing(self) -> Unit:
-        """As another's `quick`."""
-        return replace(self, label=f"{self.label}, quick", kept=False)
-
-
 def packing_entries(kernel: str, p: Problem) -> tuple[str, ...]:
     """The entries of ``kernels/packing.cuh`` that pack weights for a kernel; of 16 bits also float32 weights."""
     return (f"pack<{kernel}>", *((f"pack_float<{kernel}>",) if p.dtype.itemsize == 2 else ()))
+
+
+class PackingLaunch(PacksWeights):
+    """A choice whose weights ``kernels/packing.cuh`` packs. What is undocumented is as `prepared.Packs` has it."""
+
+    problem: Problem
+    biased: ClassVar[bool] = False
+    reads: ClassVar[str | None] = None
+
+    @property
+    def casts(self) -> bool:
+        return self.problem.dtype.itemsize == 2
+
+    @property
+    @abstractmethod
+    def packer(self) -> tuple[Unit, int, int]:
+        """The source of what packs weights, words of packed weights and blocks of the launch."""
+
+    def packed_bytes(self, given: Given) -> int:
+        _, words, _ = self.packer
+        return 4 * (words + (self.problem.out_channels + 1) // 2 * (given.bias == "single"))
+
+    def pack(self, given: Given) -> Launch:
+        unit, words, blocks = self.packer
+        tap_step = 1 if given.weight == "contiguous" else self.problem.weight_shape[1]
+        arguments = Pointer("weight"), Pointer("packed"), Int(tap_step)
+        if not given.single:
+            return Launch(unit, "pack", blocks, PACK_THREADS, 0, arguments)
+        bias = (Pointer("bias"), Pointer("packed", 4 * words)) if given.bias == "single" else (NULL, NULL)
+        return Launch(unit, "pack_float", blocks, PACK_THREADS, 0, (*arguments, *bias))
+
+    def bias(self, given: Given) -> Pointer:
+        """Where the kernel finds the bias."""
+        if given.bias == "single":
+            return Pointer("packed", 4 * self.packer[1])
+        return NULL if given.bias == "none" else Pointer("bias")
 
 
 def run_beside(out: Tensor, run: Callable[[Tensor], None]) -> None:

@@ -24,7 +24,7 @@ from upconv.cuda.direct.tiles import Tile
 from upconv.cuda.direct.walks import Walk
 from upconv.cuda.gpu import Gpu, fma_lanes
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.packs import Unit
+from upconv.cuda.launches import Unit
 from upconv.cuda.rearrange import batches
 from upconv.problem import Problem
 

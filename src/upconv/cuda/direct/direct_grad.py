@@ -18,7 +18,7 @@ from upconv.cuda.compile import jit
 from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.gpu import Gpu, fma_lanes
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.packs import Unit
+from upconv.cuda.launches import Unit
 from upconv.cuda.scalars import PRECISIONS, geometry
 from upconv.problem import Problem
 

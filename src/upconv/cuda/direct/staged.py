@@ -26,7 +26,7 @@ from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.direct.direct_grad import full
 from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.packs import Unit
+from upconv.cuda.launches import Unit
 from upconv.cuda.rearrange import batches
 from upconv.cuda.scalars import PRECISIONS, geometry
 from upconv.derived import derived

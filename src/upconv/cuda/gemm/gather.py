@@ -28,7 +28,8 @@ from upconv.cuda.gemm.gather_search import considered, refusal
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.packs import LazyPacks, Packs, Unit, layer_text, packing_entries
+from upconv.cuda.launches import Unit
+from upconv.cuda.packs import LazyPacks, Packs, layer_text, packing_entries
 from upconv.cuda.rearrange import batches
 from upconv.derived import derived, varied
 from upconv.problem import Problem

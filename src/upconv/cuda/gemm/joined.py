@@ -18,9 +18,10 @@ from typing import Any
 
 from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Words, dense, encode
+from upconv.cuda.compile.boxes import dense
 from upconv.cuda.gemm.costs import LAUNCH
 from upconv.cuda.gpu import MAX_BOX, Gpu
+from upconv.cuda.launches import Map
 from upconv.cuda.packs import PACK_THREADS
 from upconv.cuda.pixels.choosing import Chooser, countable
 from upconv.cuda.pixels.columns import PRECISIONS
@@ -303,7 +304,7 @@ class Choice(OneMappedChoice[Tile]):
         )
 
     @property
-    def packing(self) -> tuple[Any, ...]:
+    def packed_as(self) -> tuple[Any, ...]:
         return self.problem.pass_, self.problem.precision
 
     @property
@@ -311,12 +312,13 @@ class Choice(OneMappedChoice[Tile]):
         """Several stages of weights are several copies of the straight code; the quick form has a loop over them."""
         return self.tile.taps > self.tile.taps_of_stage
 
-    def tensor_map(self, address: int) -> Words:
-        return tensor_map(self.tile, self.problem, address)
+    @property
+    def source_map(self) -> Map:
+        return source_map(self.tile, self.problem)
 
 
-def tensor_map(t: Tile, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over the source with a slot's box, as 16 signed words.
+def source_map(t: Tile, p: Problem) -> Map:
+    """A ``CUtensorMap`` over the source with a slot's box.
 
     float32 is rounded to TF32 on its way.
     """
@@ -324,8 +326,8 @@ def tensor_map(t: Tile, p: Problem, address: int) -> Words:
     d, h, w = (1,) * (3 - p.rank) + tuple(size)
     tensor = dense((w, h, d, channels, p.batch), t.element)
     if t.element == 4:
-        return encode(tensor, address, p.dtype, t.box, (1,) * 5, rounded=True)
-    return encode(tensor.channels_second(), address, p.dtype, t.box, (1,) * 5, 128)
+        return Map("source", tensor, p.dtype, t.box, (1,) * 5, rounded=True)
+    return Map("source", tensor.channels_second(), p.dtype, t.box, (1,) * 5, 128)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from upconv.cuda.compile.boxes import Five, Words, channels_last, encode, fulles
 from upconv.cuda.compile.launch import Launches, as_run, cluster_fits
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
-from upconv.cuda.packs import LazyPacks, Unit, layer_text, packing_entries, rows_of_taps, run_beside
+from upconv.cuda.launches import Unit
+from upconv.cuda.packs import LazyPacks, layer_text, packing_entries, rows_of_taps, run_beside
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
 from upconv.cuda.pixels.tile import CONSUMERS, THREADS, fitted, of_axes, triple

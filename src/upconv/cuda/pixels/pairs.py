@@ -17,9 +17,10 @@ from typing import Any
 
 from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Words, dense, encode
+from upconv.cuda.compile.boxes import dense
 from upconv.cuda.gemm.costs import LAUNCH
 from upconv.cuda.gpu import MAX_BOX, Gpu
+from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choosing import Chooser, countable
 from upconv.cuda.pixels.columns import PRECISIONS
 from upconv.cuda.pixels.one_mapped import OneMappedChoice
@@ -274,21 +275,22 @@ class Choice(OneMappedChoice[Tile]):
         )
 
     @property
-    def packing(self) -> tuple[Any, ...]:
+    def packed_as(self) -> tuple[Any, ...]:
         t = self.tile
         return t.columns, t.chunk, t.slot, t.slots_lane, self.problem.precision
 
-    def tensor_map(self, address: int) -> Words:
-        return tensor_map(self.tile, self.problem, address)
+    @property
+    def source_map(self) -> Map:
+        return source_map(self.tile, self.problem)
 
 
-def tensor_map(t: Tile, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over g with a group's box, as 16 signed words. float32 is rounded to TF32 on its way."""
+def source_map(t: Tile, p: Problem) -> Map:
+    """A ``CUtensorMap`` over g with a group's box. float32 is rounded to TF32 on its way."""
     d, h, w = triple(p.out_size)
     if t.line:
         h, w = w // t.line, t.line
     tensor = dense((w, h, d, p.out_channels, p.batch), t.element)
-    return encode(tensor, address, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
+    return Map("source", tensor, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

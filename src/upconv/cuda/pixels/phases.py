@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from upconv.cuda.axes import any_size, gather_axes
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Words, dense, encode
+from upconv.cuda.compile.boxes import dense
 from upconv.cuda.gemm.costs import LAUNCH
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX, Gpu
+from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import PRECISIONS
 from upconv.cuda.pixels.one_mapped import OneMappedChoice
@@ -309,7 +310,7 @@ class Choice(OneMappedChoice[Tile]):
         )
 
     @property
-    def packing(self) -> tuple[Any, ...]:
+    def packed_as(self) -> tuple[Any, ...]:
         t, p = self.tile, self.problem
         return t.chunks * t.k_steps, p.precision, p.stride, p.padding, p.dilation
 
@@ -317,15 +318,16 @@ class Choice(OneMappedChoice[Tile]):
     def aligned(self) -> bool:
         return self.tile.aligned
 
-    def tensor_map(self, address: int) -> Words:
-        return tensor_map(self.tile, self.problem, address)
+    @property
+    def source_map(self) -> Map:
+        return source_map(self.tile, self.problem)
 
 
-def tensor_map(t: Tile, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over the input with a tile's box, as 16 signed words. float32 is rounded to TF32 on its way."""
+def source_map(t: Tile, p: Problem) -> Map:
+    """A ``CUtensorMap`` over the input with a tile's box. float32 is rounded to TF32 on its way."""
     d, h, w = triple(p.size)
     tensor = dense((w, h, d, p.in_channels, p.batch), t.element)
-    return encode(tensor, address, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
+    return Map("source", tensor, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from typing import Any
 
 from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Tensor5, Words, encode
+from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.gemm.costs import LAUNCH
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choosing import Chooser, countable
 from upconv.cuda.pixels.columns import PRECISIONS
 from upconv.cuda.pixels.one_mapped import OneMappedChoice
@@ -117,19 +118,20 @@ class Choice(OneMappedChoice[Tile]):
         )
 
     @property
-    def packing(self) -> tuple[Any, ...]:
+    def packed_as(self) -> tuple[Any, ...]:
         return self.tile.columns, self.problem.precision
 
-    def tensor_map(self, address: int) -> Words:
-        return tensor_map(self.tile, self.problem, address)
+    @property
+    def source_map(self) -> Map:
+        return source_map(self.tile, self.problem)
 
 
-def tensor_map(t: Tile, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over the input, an image's pixels in a row, with a box of a chunk's, as 16 signed words."""
+def source_map(t: Tile, p: Problem) -> Map:
+    """A ``CUtensorMap`` over the input, an image's pixels in a row, with a box of a chunk's."""
     channel = math.prod(p.size) * t.element
     image = p.in_channels * channel
     tensor = Tensor5(0, (math.prod(p.size), p.in_channels, p.batch, 1, 1), (channel, image, image, image))
-    return encode(tensor, address, p.dtype, (t.chunk, t.chunk, 1, 1, 1), (1,) * 5, SPAN, p.precision == "tf32")
+    return Map("source", tensor, p.dtype, (t.chunk, t.chunk, 1, 1, 1), (1,) * 5, SPAN, p.precision == "tf32")
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

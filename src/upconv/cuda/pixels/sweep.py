@@ -31,7 +31,8 @@ from upconv.cuda.gemm.gather_search import chunk_sizes, classes_of
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.packs import Unit, layer_text, packing_entries, run_beside
+from upconv.cuda.launches import Unit
+from upconv.cuda.packs import layer_text, packing_entries, run_beside
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
 from upconv.cuda.pixels.tile import Tile as Base

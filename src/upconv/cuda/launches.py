@@ -1,0 +1,184 @@
+"""What a choice launches, as data: for each kernel its entry, its grid and its arguments.
+
+`upconv.cuda.prepared` runs such records on tensors, and `upconv.replay` builds its recordings from them. An argument
+names its operand. Operands of a call are strings: ``source``, ``weight``, ``packed`` (the packed weight), ``bias`` and
+``result``, or for the gradient for the weight ``input``, ``gradient`` and ``result``. Others are memory that
+launches share: `Scratch` and `Zeros`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from upconv.cuda.compile.boxes import Five, Tensor5, Words, encode
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A source to be compiled and its kernels' names, without those that only autocast takes."""
+
+    label: str
+    source: str
+    entries: tuple[str, ...]
+    quick: Callable[[], Unit | None] | None = field(default=None, compare=False, repr=False)
+    """A form that compiles fast, of the same entries that compute the same to the last bit, if there is one."""
+    kept: bool = True
+    """On disk, once compiled."""
+
+    def passing(self) -> Unit:
+        """As another's `quick`."""
+        return replace(self, label=f"{self.label}, quick", kept=False)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory that a call allocates for its launches; of equal name it is the same."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Words of 32 bits that a kernel finds zero and leaves zero, or uses for something else behind those.
+
+    They outlive the call, and each stream has its own.
+    """
+
+    words: int
+
+
+Operand = str | Scratch | Zeros
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """The address of an operand."""
+
+    operand: Operand
+    offset: int = 0
+    """In bytes."""
+    alignment: int = 1
+    """Bytes at a multiple of which the operand must begin; a launcher copies one that does not."""
+
+
+@dataclass(frozen=True)
+class Int:
+    """32 bits."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Long:
+    """64 bits."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Map:
+    """A ``CUtensorMap`` over an operand, which must begin at 16 bytes. The fields are those of `boxes.encode`."""
+
+    operand: Operand
+    tensor: Tensor5
+    dtype: torch.dtype
+    box: Five
+    steps: Five = (1, 1, 1, 1, 1)
+    span: int = 0
+    rounded: bool = False
+    promotion: int = 128
+
+    def encoded(self, address: int) -> Words:
+        """Its 128 bytes for an operand at an address. Errors: those of `boxes.encode`."""
+        return encode(
+            self.tensor, address, self.dtype, self.box, self.steps, self.span, self.rounded, self.promotion
+        )  # fmt: skip
+
+
+Argument = Pointer | Int | Long | Map
+NULL = Pointer("")
+"""The null pointer, in the place of one to what a call does not have."""
+
+
+def ints(values: Iterable[int]) -> tuple[Int, ...]:
+    return tuple(map(Int, values))
+
+
+def longs(values: Iterable[int]) -> tuple[Long, ...]:
+    return tuple(map(Long, values))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel."""
+
+    unit: Unit
+    """What is compiled for it."""
+    entry: str
+    grid: int
+    threads: int
+    shared_bytes: int
+    arguments: tuple[Argument, ...]
+    cooperative: bool = False
+    """Its blocks wait for each other, so that all must run at once."""
+    dependent: bool = False
+    """It may begin before the launch ahead of it ends, which packs its weights, and waits for that itself."""
+
+
+WeightForm = Literal["packed", "in place", "contiguous", "channels_last"]
+"""A weight that was packed before; one that the kernel reads as it is; one of this order, to be packed."""
+
+
+class Given(NamedTuple):
+    """How a call gives its operands, as far as its launches differ by it."""
+
+    weight: WeightForm = "packed"
+    """For the gradient for the weight the result's order."""
+    single: bool = False
+    """The weight, or its gradient, is float32 and the problem has 16 bits."""
+    bias: Literal["none", "given", "single"] = "none"
+    """``single``: of float32, and rounded where the weight was packed, behind it."""
+    lasting: bool = False
+    """The call may allocate what outlives it, and is not captured in a graph."""
+    aligned: bool = True
+    """The source (for the weight the gradient) begins at 16 bytes."""
+
+
+def renamed(launches: Iterable[Launch], names: Mapping[Operand, Operand]) -> tuple[Launch, ...]:
+    """The launches on other operands."""
+
+    def of(argument: Argument) -> Argument:
+        if isinstance(argument, Int | Long) or argument.operand not in names:
+            return argument
+        return replace(argument, operand=names[argument.operand])
+
+    return tuple(replace(one, arguments=tuple(map(of, one.arguments))) for one in launches)
+
+
+class PacksWeights(ABC):
+    """A choice whose kernel reads packed weights, or weights in place."""
+
+    @abstractmethod
+    def packed_bytes(self, given: Given) -> int:
+        """Of the packed weight, and of a bias that is rounded behind it."""
+
+    @abstractmethod
+    def pack(self, given: Given) -> Launch:
+        """Reads ``weight`` of one of the orders, and a float32 ``bias``, and writes ``packed``."""
+
+    @abstractmethod
+    def multiply(self, given: Given) -> Launch:
+        """Reads ``packed``, or ``weight`` in place."""
+
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        """What a call launches, in this order."""
+        if given.weight in ("packed", "in place"):
+            return (self.multiply(given),)
+        packed = Scratch("packed", self.packed_bytes(given))
+        return renamed((self.pack(given), self.multiply(given)), {"packed": packed})

@@ -1,0 +1,352 @@
+"""A choice on a device: its kernels, loaded, and its records of launches (`upconv.cuda.launches`) run on tensors.
+
+A call costs the host little: the records are sorted once into what stays and what a call gives, and only addresses are
+looked up then. Tensor maps are encoded once for an address, since allocations come back to the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from upconv.cuda.compile import jit
+from upconv.cuda.compile.launch import Counters, Launcher, Launches, as_run, bind
+from upconv.cuda.compile.provisional import Provisional
+from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.launches import (
+    NULL,
+    Argument,
+    Given,
+    Int,
+    Launch,
+    Long,
+    Map,
+    Operand,
+    Pointer,
+    Scratch,
+    Unit,
+    WeightForm,
+    Zeros,
+)
+from upconv.problem import Problem
+
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
+_MOST_MAPS = 256  # addresses of which a run of arguments is kept
+
+Values = list[Any]
+"""Addresses of operands, then runs of other arguments as bytes."""
+Run = tuple[Int | Long | Map, ...]
+"""Arguments side by side that are no pointers."""
+
+
+def loaded(launch: Launch, letters: str, device: int) -> Launches:
+    """Compiles (or finds) and loads a launch's kernel; a `Provisional` where its unit has a quick form.
+
+    ``letters``: `Launcher`'s. Errors: those of ``jit.kernel``.
+    """
+    arch, unit, entry = gpu_of(device).arch, launch.unit, launch.entry
+
+    def of(one: Unit) -> Launcher:
+        kernel = jit.kernel(one.source, entry, arch, one.label, one.kept)
+        return Launcher(kernel, launch.threads, launch.shared_bytes, letters, launch.cooperative)
+
+    if unit.quick is None or jit.at_hand(unit.source, arch, unit.label) or (quick := unit.quick()) is None:
+        return of(unit)
+    if entry.startswith("pack"):  # which both forms have alike
+        return of(quick)
+    try:
+        return Provisional(lambda: of(quick), lambda: jit.cubin(unit.source, arch, unit.label), lambda: of(unit))
+    except jit.CompileError as error:
+        jit._tell(f"{unit.label} has no quick form: {error}")
+        return of(unit)
+
+
+class _Run:
+    """A run of arguments with maps: its bytes, by the addresses of what the maps are over."""
+
+    def __init__(self, run: Run, slots: dict[Operand, int], device: int) -> None:
+        self._run, self._device = run, device
+        operands = dict.fromkeys(a.operand for a in run if isinstance(a, Map))
+        self._order = {operand: i for i, operand in enumerate(operands)}
+        slot, *more = (slots[operand] for operand in operands)
+        self.key = itemgetter(slot, *more)
+        """Of a call's values, by which the bytes are kept: one address or several."""
+        self.kept: dict[Any, bytes] = {}
+
+    def encoded(self, key: Any) -> bytes:
+        """The bytes, which are kept from then on."""
+        if len(self.kept) >= _MOST_MAPS:
+            self.kept.clear()
+        bind(self._device)  # encoding wants a context
+        addresses = key if len(self._order) > 1 else (key,)
+        found = self.kept[key] = b"".join(
+            a.encoded(addresses[self._order[a.operand]]) if isinstance(a, Map) else as_run(_letter(a), (a.value,))
+            for a in self._run
+        )
+        return found
+
+
+def _letter(a: Argument) -> str:
+    """As `Launcher` has it."""
+    return "P" if isinstance(a, Pointer) else "i" if isinstance(a, Int) else "q" if isinstance(a, Long) else "q" * 16
+
+
+def _pieces(launch: Launch) -> list[Pointer | Run]:
+    """A launch's pointers, and the runs between them."""
+    found: list[Pointer | Run] = []
+    for a in launch.arguments:
+        if isinstance(a, Pointer):
+            found.append(a)
+        elif found and isinstance(found[-1], tuple):
+            found[-1] = (*found[-1], a)
+        else:
+            found.append((a,))
+    return found
+
+
+def _letters(pieces: Sequence[Pointer | Run]) -> str:
+    """`Launcher`'s for these."""
+    return "".join("P" if isinstance(one, Pointer) else f"({''.join(map(_letter, one))})" for one in pieces)
+
+
+class Program:
+    """Some launches, loaded for a device, which run on operands of these names; the result is the last of them.
+
+    Each operand may be None. ``load``: `loaded` of a launch and letters, without its device.
+    """
+
+    def __init__(
+        self,
+        launches: tuple[Launch, ...],
+        operands: tuple[str, ...],
+        device: int,
+        load: Callable[[Launch, str], Launches],
+    ) -> None:
+        self.launches, self.operands, self._device = launches, operands, device
+        pieces = [_pieces(launch) for launch in launches]
+        every = [one for of in pieces for one in of]
+        pointed = [one for one in every if isinstance(one, Pointer)]
+        runs = [one for one in every if not isinstance(one, Pointer)]
+        mapped = [one for one in dict.fromkeys(runs) if any(isinstance(a, Map) for a in one)]
+        constant = [one for one in dict.fromkeys(runs) if one not in mapped]
+        memory = dict.fromkeys(a.operand for one in launches for a in one.arguments if isinstance(a, Pointer | Map))
+        scratch = [one for one in memory if isinstance(one, Scratch)]
+        zeros = [one for one in memory if isinstance(one, Zeros)]
+        named: list[Operand] = [*operands, *scratch, *zeros, NULL.operand]
+        slots = {one: i for i, one in enumerate(named)}
+        beyond = [one for one in dict.fromkeys(pointed) if one.offset]
+        kinds: list[Any] = [*slots, *beyond, *mapped, *constant]
+        places = {one: i for i, one in enumerate(kinds)}
+        self._words = [-(-one.bytes // 4) for one in scratch]
+        self.zeros = [Counters(device, one.words) for one in zeros]
+        self._beyond = [(slots[one.operand], one.offset) for one in beyond]
+        self._mapped = [_Run(one, slots, device) for one in mapped]
+        self._constant = [as_run("".join(map(_letter, one)), [a.value for a in one]) for one in constant]  # type: ignore[union-attr]
+        needed: dict[int, int] = {}
+        for a in (a for one in launches for a in one.arguments if isinstance(a, Pointer | Map)):
+            alignment = 16 if isinstance(a, Map) else a.alignment
+            if isinstance(a.operand, str) and alignment > 1:
+                needed[slots[a.operand]] = max(alignment, needed.get(slots[a.operand], 1))
+        self._needed = needed
+        self._steps = []
+        for launch, of in zip(launches, pieces):
+            take = _taken([places[one.operand if isinstance(one, Pointer) and not one.offset else one] for one in of])
+            self._steps.append((load(launch, _letters(of)), launch.grid, take, launch.dependent))
+
+    def __call__(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
+        """Runs the launches on operands that begin where they must.
+
+        Args:
+            tensors: the operands, dense, the first on the device.
+            values: their addresses, 0 of those that are not there; what follows from them is appended.
+            fresh: dependent launches may overlap with the one ahead, which for the first of them is the last kernel on
+                this stream.
+        """
+        like: Any = tensors[0]
+        held = []
+        for words in self._words:
+            held.append(t := like.new_empty_strided((words,), (1,), dtype=torch.int32))  # 2 us less than torch.empty
+            values.append(t.data_ptr())
+        for zeros in self.zeros:
+            fresh = fresh and zeros.known()  # else a dependent launch would overlap with what makes them
+            values.append(zeros.address(like))
+        values.append(0)
+        if self._beyond:
+            values += [values[i] + offset for i, offset in self._beyond]
+        for run in self._mapped:
+            key = run.key(values)
+            values.append(run.kept.get(key) or run.encoded(key))
+        values += self._constant
+        for launch, grid, take, dependent in self._steps:
+            launch(self._device, grid, take(values), dependent and fresh)
+
+    def anywhere(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
+        """The same, on copies of operands that begin elsewhere than they must; PyTorch's allocations never do."""
+        given, last = list(tensors), len(tensors) - 1
+        for i, alignment in self._needed.items():
+            t = tensors[i]
+            if t is not None and values[i] % alignment:
+                fresh = fresh and i == last  # nothing overlaps with a copy that it reads
+                given[i] = torch.empty_like(t) if i == last else t.clone()
+        self(given, [0 if t is None else t.data_ptr() for t in given], fresh)
+        result, written = tensors[last], given[last]
+        if result is not None and written is not None and written is not result:
+            result.copy_(written)
+
+
+def _taken(places: list[int]) -> Callable[[Values], tuple[Any, ...]]:
+    """What picks a launch's arguments."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple([values[i] for i in places])
+
+
+class Packs(Protocol):
+    """A choice for ``fwd`` or ``grad-input`` that says what it launches."""
+
+    @property
+    def problem(self) -> Problem: ...
+
+    @property
+    def packing(self) -> Hashable:
+        """What the packed weight depends on beside the weight."""
+
+    @property
+    def casts(self) -> bool:
+        """Whether it takes float32 weights, and biases with them, for a 16-bit problem, and rounds them."""
+
+    @property
+    def biased(self) -> bool:
+        """Whether ``grad-input`` takes a bias of the input's channels; it is then a plain convolution."""
+
+    @property
+    def reads(self) -> str | None:
+        """The order of weights that the kernel reads in place, ``contiguous`` or ``channels_last`` ones."""
+
+    def pack(self, given: Given) -> Launch: ...
+
+    def packed_bytes(self, given: Given) -> int: ...
+
+    def launches(self, given: Given) -> tuple[Launch, ...]: ...
+
+
+class Prepared:
+    """A choice for ``fwd`` or ``grad-input`` on a device."""
+
+    packs = claims = False
+    recorded = True
+
+    def __init__(self, choice: Packs, device: int) -> None:
+        self.choice, self._device = choice, device
+        self._problem = choice.problem
+        self.casts, self.biased, self.packing = choice.casts, choice.biased, choice.packing
+        self._launchers: dict[Any, Launches] = {}
+        self._programs: dict[Any, Program] = {}
+        self._packing: dict[Given, tuple[Program, int]] = {}
+        self._known: dict[Any, Program] = {}
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the kernels for every call are."""
+        return all(given in self._programs for given in self._every())
+
+    def load(self) -> None:
+        """Compiles (or finds) and loads the kernels for every call. Errors: those of ``jit.kernel``."""
+        for given in self._every():
+            self._program(given)
+
+    def _every(self) -> list[Given]:
+        """What calls differ by that want other kernels."""
+        forms: tuple[WeightForm, ...] = ("contiguous",) if self.choice.reads is None else ("contiguous", "in place")
+        found = [Given(form) for form in forms]
+        return [*found, Given("contiguous", single=True)] if self.casts else found
+
+    def _load(self, launch: Launch, letters: str) -> Launches:
+        key = launch.unit, launch.entry, letters, launch.cooperative
+        found = self._launchers.get(key)
+        if found is None:
+            found = self._launchers[key] = loaded(launch, letters, self._device)
+        return found
+
+    def _program(self, given: Given) -> Program:
+        weight = "packed" if given.weight == "packed" else "weight"
+        operands = ("source", weight, "bias", "result")
+        found = Program(self.choice.launches(given), operands, self._device, self._load)
+        return self._programs.setdefault(given, found)
+
+    def _form(self, weight: Tensor) -> WeightForm | None:
+        """How a weight is given; None where it is to be made contiguous."""
+        if weight.dtype is torch.int32:
+            return "packed"
+        p = self._problem
+        order = _LAST.get(weight.dim())  # the problem may have a dimension more (`Problem.abreast`)
+        last = order is not None and weight.is_contiguous(memory_format=order)
+        if weight.dtype is p.dtype and self.choice.reads == "channels_last" and last and not weight.data_ptr() & 15:
+            return "in place"
+        if weight.is_contiguous():
+            return "contiguous"
+        return "channels_last" if last and weight.shape[:2] == p.weight_shape[:2] else None
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The weight in the order in which the kernel reads it: int32 words, packed on the current stream.
+
+        Or the weight itself, where the kernel reads it in place. A float32 weight of a 16-bit problem is rounded on its
+        way, and with it a float32 ``bias``, whose place is behind it.
+        """
+        form = self._form(weight)
+        return weight if form == "in place" else self._packed(weight, bias, form)
+
+    def pack_to_keep(self, weight: Tensor) -> Tensor:
+        """`pack`, where what comes back is kept for other calls."""
+        return self.pack(weight)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, form: WeightForm | None) -> Tensor:
+        if form is None:
+            weight, form = weight.contiguous(), "contiguous"
+        single = self.casts and weight.dtype is torch.float32
+        given = Given(form, single, "none" if bias is None else "single")
+        found = self._packing.get(given)
+        if found is None:
+            program = Program((self.choice.pack(given),), ("weight", "bias", "packed"), self._device, self._load)
+            found = self._packing[given] = program, self.choice.packed_bytes(given) // 4
+        program, words = found
+        packed = weight.new_empty_strided((words,), (1,), dtype=torch.int32)
+        at = 0 if bias is None else bias.data_ptr()
+        program((weight, bias, packed), [weight.data_ptr(), at, packed.data_ptr()], False)
+        return packed
+
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
+        """Reads ``x`` and writes ``out``: the input and the output, or their gradients the other way round.
+
+        Args:
+            x: dense in the problem's layout.
+            packed: the weight, or what `pack` made of it.
+            bias: in the problem's dtype, or in float32 if the weight is.
+            out: dense in the problem's layout.
+            fresh: what packs the weight is the last kernel on this stream, or in this call: launches may overlap.
+            claim: the call may allocate what outlives it, and is not captured in a graph.
+        """
+        at_x, at, at_out = x.data_ptr(), packed.data_ptr(), out.data_ptr()
+        values = [at_x, at, 0 if bias is None else bias.data_ptr(), at_out]
+        key = packed.stride(), packed.dtype, None if bias is None else bias.dtype, claim, (at_x | at | at_out) & 15
+        program = self._known.get(key)
+        if program is not None:
+            program((x, packed, bias, out), values, fresh)
+            return
+        form = self._form(packed)
+        if form is None:
+            self.run(x, packed.contiguous(), bias, out, fresh, claim)
+            return
+        single = self.casts and packed.dtype is torch.float32
+        of_bias: Any = "none" if bias is None else "single" if self.casts and bias.dtype is torch.float32 else "given"
+        given = Given(form, single, of_bias, claim, not at_x & 15)
+        program = self._programs.get(given) or self._program(given)
+        if not key[-1]:
+            self._known[key] = program
+        program.anywhere((x, packed, bias, out), values, fresh)

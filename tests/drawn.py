@@ -1,0 +1,332 @@
+"""A family's random choices: small random layers, and for each a tile that the family's search has for it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+
+from upconv.cuda.axes import Unfit, any_size
+from upconv.cuda.direct import direct, direct_grad, staged, tiles, walks
+from upconv.cuda.gemm import gather, gather_search, joined
+from upconv.cuda.gemm.shuffle import ways
+from upconv.cuda.gpu import H200, Gpu
+from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
+from upconv.cuda.rearrange import around, relayout, unshuffle
+from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
+from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
+from upconv.problem import Layout, Pass, Precision, Problem, output_length
+
+DTYPES: dict[Precision, torch.dtype] = {
+    "tf32": torch.float32,
+    "ieee": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp64": torch.float64,
+}
+WGMMA: tuple[Precision, ...] = ("tf32", "fp16", "bf16")
+TENSOR: tuple[Precision, ...] = (*WGMMA, "ieee")
+SCALAR: tuple[Precision, ...] = ("ieee", "fp16", "bf16", "fp64")
+FORWARD_LIKE: tuple[Pass, ...] = ("fwd", "grad-input")
+GRADIENTS: tuple[Pass, ...] = ("grad-input", "grad-weight")
+LAYOUTS: tuple[Layout, ...] = ("nchw", "channels_last")
+MOST_MACS = 5e9  # of a layer, so that float64 does not take long
+MOST = 3e7  # products of a small choice's tiles, padding included: an emulator takes a second for them
+
+T = TypeVar("T")
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Of what random layers are made; each number is one of its field's."""
+
+    passes: tuple[Pass, ...]
+    precisions: tuple[Precision, ...]
+    layouts: tuple[Layout, ...] = LAYOUTS
+    ranks: tuple[int, ...] = (1, 2, 2, 3)
+    inputs: tuple[int, ...] = (1, 2, 3, 5, 8, 9, 17)
+    """Channels of a group."""
+    outputs: tuple[int, ...] = (1, 2, 3, 4, 8, 17, 33, 65, 70)
+    groups: tuple[int, ...] = (1, 1, 1, 2, 3)
+    heights: tuple[int, ...] = (1, 2, 3, 5, 8)
+    widths: tuple[int, ...] = (1, 3, 7, 8, 12, 16, 20, 24, 33)
+    """Of the last axis; of one dimension twice as wide."""
+    kernels: tuple[int, ...] = (1, 2, 3, 3, 4, 5)
+    strides: tuple[int, ...] = (1, 1, 2, 2, 3, 4)
+    dilations: tuple[int, ...] = (1, 1, 1, 2, 3)
+    paddings: int = 5
+    """At most."""
+
+    def draw(self, rng: random.Random, larger: int = 1) -> Problem:
+        """``larger``: times as many images and, in half of the layers, rows and columns."""
+        rank = rng.choice(self.ranks)
+        groups, precision = rng.choice(self.groups), rng.choice(self.precisions)
+        axes = []
+        wider = rng.choice((1, larger))
+        for axis in range(rank):
+            size = rng.choice(self.heights if axis < rank - 1 else self.widths) * (2 if rank == 1 else 1) * wider
+            kernel, stride, dilation = rng.choice(self.kernels), rng.choice(self.strides), rng.choice(self.dilations)
+            if axis < rank - 2:
+                kernel, stride = min(kernel, 3), min(stride, 3)
+            more = rng.choice((0, 0, rng.randrange(max(stride, dilation))))
+            free = output_length(size, kernel, stride, 0, more, dilation)
+            axes.append((size, kernel, stride, rng.randint(0, min((free - 1) // 2, self.paddings)), more, dilation))
+        size, kernel, stride, padding, more, dilation = zip(*axes)
+        pass_ = rng.choice(self.passes)
+        channels = groups * rng.choice(self.inputs), groups * rng.choice(self.outputs)
+        return Problem.make(
+            rng.randint(1, 3) * larger, *channels, size, kernel, stride, padding, more, dilation, groups,
+            bias=pass_ == "fwd" and rng.random() < 0.5, dtype=DTYPES[precision], precision=precision,
+            layout=rng.choice(self.layouts) if rank > 1 else "nchw", pass_=pass_,
+        )  # fmt: skip
+
+
+def gpus(rng: random.Random, gpu: Gpu) -> Gpu:
+    """With fewer multiprocessors now and then, so that a block has several tiles."""
+    return replace(gpu, multiprocessors=rng.choice((1, 2, 7, gpu.multiprocessors)))
+
+
+def one_of(rng: random.Random, every: Iterable[T], most: int = 500) -> T | None:
+    found = list(islice(every, most))
+    return rng.choice(found) if found else None
+
+
+# --- the families' tiles ---------------------------------------------------------------------------------------------
+
+
+def gather_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    """At any size, at the layer's own, with images side by side, with phases as rows, or stored by the copy engine."""
+    if gather_search.refusal(p, gpu) is not None:
+        return None
+    classes = gather_search.classes_of(p) if p.layout == "nchw" else (1, 1)
+    if classes is None:
+        return None
+    searches: list[dict[str, Any]] = [{"classes": classes}, {"classes": classes, "wgmma": False}, {"size": p.size}]
+    searches += [{"size": p.size, "beside": True}, {"classes": classes, "scarce": True}]
+    searches += [{"classes": classes, "drained": True}] if gather_search.drains(p) else []
+    searches += [{"classes": classes, "shuffle": way} for way in ways(any_size(p))]
+    tiling = one_of(rng, gather_search.candidates(any_size(p), gpu, **rng.choice(searches)))
+    if tiling is None or (p.layout == "nchw" and tiling.tensor_map and tiling.classes != classes):
+        return None  # rows that boxes do not bring
+    if rng.random() < 0.2:
+        try:
+            tiling = replace(tiling, cluster=rng.choice((2, 3))).checked(gpu.shared_bytes)
+        except Unfit:
+            return None
+    return gather.Choice(tiling, p, gpus(rng, gpu), rng.choice((1e-6, 1e-3)), "")
+
+
+def joined_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    tile = one_of(rng, joined.candidates(p, gpu)) if joined.refusal(p, gpu) is None else None
+    return tile and joined.Choice(tile, p, gpus(rng, gpu), 1e-5, "")
+
+
+def implicit_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    if implicit.refusal(p, gpu) is not None:
+        return None
+    every = implicit.candidates(any_size(p), gpu)
+    tile = rng.choice([t for whole in every for t in (whole, *implicit._clustered(whole, p, gpu))])
+    return implicit.Choice(tile, p, gpus(rng, gpu), 1e-5, "")
+
+
+def subpixel_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    tile = one_of(rng, subpixel.candidates(p, gpu)) if subpixel.refusal(p, gpu) is None else None
+    return tile and subpixel.Choice(tile, p, gpus(rng, gpu), 1e-5, "")
+
+
+def pairs_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    every = pairs.candidates(p, gpu) if pairs.refusal(p, gpu) is None else ()
+    tile = one_of(rng, (t for t in every if t.serves(p)))
+    return tile and pairs.Choice(tile, p, gpus(rng, gpu), 1e-5, "")
+
+
+def sweep_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    tile = one_of(rng, sweep.candidates(p, gpu)) if sweep.refusal(p, gpu) is None else None
+    return tile and sweep.Choice(tile, p, gpus(rng, gpu), 1e-5, "")
+
+
+def phases_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    tile = one_of(rng, phases.candidates(p, gpu)) if phases.refusal(p, gpu) is None else None
+    return tile and phases.Choice(tile, p, gpus(rng, gpu), 1e-5, "")
+
+
+def wgrad_tilings(p: Problem, gpu: Gpu) -> list[SyncTiling | WarpgroupTiling]:
+    aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    return list(wgrad_search.candidates(wgrad_search.any_size(p), gpu, aligned, aligned_g, *of_size))
+
+
+def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
+    if wgrad.refusal(p, gpu) is not None:
+        return None
+    every = [t for t in wgrad_tilings(p, gpu) if isinstance(t, kind)]
+    if not every:
+        return None
+    tiling = wgrad_costs.boxed(rng.choice(every), p)
+    splits = min(math.prod(tiling.counts(p)), rng.choice((1, 2, 3, 5)))
+    return wgrad.Choice(tiling, p, gpus(rng, gpu), splits, 1e-5, "")
+
+
+def direct_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    if p.pass_ == "grad-input":
+        return direct_grad.Choice("direct", 1e-5, "", "", p, rng.choice((1, 2, 4, 8)))
+    tile = rng.choice([None, rng.choice(list(tiles.tiles(p))), rng.choice(list(walks.walks(p)) or [None])])
+    choice = direct.Choice("direct", 1e-5, "", "", p, tile)
+    return choice if choice.shared_bytes <= gpu.shared_bytes else None
+
+
+def walk_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    p = p.with_(out_channels=p.in_channels, groups=p.in_channels)
+    walk = one_of(rng, walks.walks(p))
+    return walk and direct.Choice("direct", 1e-5, "", "", p, walk)
+
+
+def staged_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    tile = one_of(rng, staged.fitting(p, gpu))
+    return tile and staged.Choice("staged", 1e-5, "", "", p, tile, rng.choice((1, 2, 5)) if tile.weight else 1)
+
+
+def unshuffle_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    inner = "no kernel" if unshuffle.refusal(p, gpu) else around.choose(unshuffle.unstrided(p), gpu)
+    return None if isinstance(inner, str) else unshuffle.Choice(inner, p, 1e-5)
+
+
+def relayout_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    if relayout.refusal(p, gpu) is not None:
+        return None
+    inner = around.choose(relayout._wider(p.lifted).with_(layout="channels_last"), gpu, others=True)
+    return None if isinstance(inner, str) else relayout.Choice(inner, p, 1e-5)
+
+
+def batches_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    """Of another problem whose tensors are the same bytes (`batches`): with the layer's own."""
+    other = rng.choice(("abreast", "stacked", "in_a_row", "flat"))
+    zeros, ones = (0,) * p.rank, (1,) * p.rank
+    bare = p.with_(padding=zeros, output_padding=zeros, dilation=ones)
+    if other == "abreast":
+        p = p.with_(layout="channels_last")
+    elif other == "stacked":
+        p = bare.with_(kernel=p.stride, layout="channels_last")
+    elif other == "in_a_row":
+        p = bare.with_(kernel=ones, stride=ones)
+    else:
+        p = bare.with_(size=ones, groups=1, bias=False, layout="nchw")
+    q: Problem | None = getattr(p, other)
+    if q is None or (other == "stacked" and p.pass_ == "grad-weight"):
+        return None
+    kind = WarpgroupTiling if gpu.arch == "90a" else SyncTiling
+    choice = gather_choice(rng, q, gpu) if p.pass_ != "grad-weight" else wgrad_choice(rng, q, gpu, kind)
+    if choice is not None and other == "flat":
+        choice = replace(choice, flat=True)
+    return choice and (choice, p)
+
+
+FEW = (1, 2, 3, 5)
+ALIGNED = (4, 8, 12, 16, 20, 24, 32, 40)
+Draw = Callable[[random.Random, Problem, Gpu], Any]
+FAMILIES: dict[str, tuple[Layers, Draw]] = {
+    "gather": (Layers(FORWARD_LIKE, TENSOR), gather_choice),
+    "gather, few sizes": (
+        Layers(FORWARD_LIKE, TENSOR, inputs=(4, 8, 16, 40), heights=(1, 4, 8), widths=(4, 8, 16, 24), paddings=1),
+        gather_choice,
+    ),
+    "joined": (
+        Layers(FORWARD_LIKE, WGMMA, ("nchw",), (1, 1, 2, 3), groups=(1,), widths=ALIGNED, strides=(1,)),
+        joined_choice,
+    ),
+    "implicit": (
+        Layers(FORWARD_LIKE, WGMMA, ("channels_last",), (2, 2, 3), (8, 16, 40), (7, 8, 24, 64), (1,), (1, 2, 5),
+               (1, 3, 8, 9, 20), strides=(1, 2, 2, 3, 5)),
+        implicit_choice,
+    ),
+    "subpixel": (
+        Layers(("fwd",), WGMMA, ("nchw",), (1, 2, 2, 3), (1, 5, 24, 70), (1, 3, 20), (1,), widths=ALIGNED,
+               kernels=(2, 2, 4), strides=(2, 2, 4), dilations=(1,), paddings=0),
+        subpixel_choice,
+    ),
+    "pairs": (
+        Layers(("grad-input",), WGMMA, ("nchw",), (1, 1, 2, 2, 3), (1, 9, 33), (1, 9, 33), (1,), widths=ALIGNED,
+               kernels=(2, 3, 4, 4, 5, 6, 8), strides=(2, 2, 3, 4, 8), dilations=(1,), paddings=4),
+        pairs_choice,
+    ),
+    "sweep": (
+        Layers(FORWARD_LIKE, WGMMA, ranks=(3,), inputs=(1, 3, 8, 17, 40), outputs=(1, 2, 5, 8, 11, 24), groups=(1,),
+               heights=(1, 2, 4, 6, 9), widths=(1, 4, 7, 8, 12, 13, 16, 20), strides=(1,)),
+        sweep_choice,
+    ),
+    "phases": (
+        Layers(("fwd",), WGMMA, ("nchw",), (1, 2, 2, 3), (1, 5, 8, 19, 40), (1, 3, 8, 12, 20), (1,), widths=ALIGNED,
+               kernels=(2, 3, 3, 4, 5, 7), strides=(1, 2, 2, 3, 4, 5)),
+        phases_choice,
+    ),
+    "wgrad by mma.sync": (
+        Layers(("grad-weight",), TENSOR, inputs=(4, 5, 8, 17, 32, 72), outputs=(1, 3, 4, 8, 17, 40)),
+        lambda rng, p, gpu: wgrad_choice(rng, p, gpu, SyncTiling),
+    ),
+    "wgrad by wgmma": (
+        Layers(("grad-weight",), WGMMA, inputs=(4, 8, 16, 24, 32, 72), outputs=(1, 3, 4, 8, 16, 40),
+               widths=(4, 8, 12, 16, 24, 33)),
+        lambda rng, p, gpu: wgrad_choice(rng, p, gpu, WarpgroupTiling),
+    ),
+    "direct": (
+        Layers(FORWARD_LIKE, SCALAR, inputs=(1, 3, 4, 8, 16), outputs=(1, 2, 3, 4, 9, 17), groups=(1, 1, 2, 3, 8),
+               widths=(1, 3, 4, 8, 12, 16, 20, 33)),
+        direct_choice,
+    ),
+    "direct walks": (Layers(("fwd",), SCALAR, ranks=(1, 2, 2), inputs=(1, 2, 3, 4, 8, 16)), walk_choice),
+    "staged": (
+        Layers(GRADIENTS, SCALAR, inputs=(1, 2, 3, 8), outputs=(1, 2, 3, 5), groups=(1, 2, 3)), staged_choice,
+    ),
+    "unshuffle": (
+        Layers(GRADIENTS, WGMMA, inputs=(8, 16, 40), outputs=FEW, groups=(1,), strides=(2, 3), dilations=(1,)),
+        unshuffle_choice,
+    ),
+    "relayout": (
+        Layers(GRADIENTS, WGMMA, inputs=(8, 16, 24, 30), outputs=(8, 16, 17, 32), groups=(1,)), relayout_choice,
+    ),
+    "batches": (
+        Layers((*FORWARD_LIKE, "grad-weight"), WGMMA, ranks=(2, 2, 3), inputs=(8, 16, 40), outputs=(8, 24, 40),
+               groups=(1, 1, 2), widths=(2, 4, 7, 8), kernels=(2, 3, 4)),
+        batches_choice,
+    ),
+}  # fmt: skip
+"""Of what layers, and the choice of a random tile for one; None where the kernel has none."""
+
+
+def work(choice: Any) -> float:
+    """Products of a choice's tiles, padding included, as far as that may be far more than a layer's."""
+    p = choice.problem
+    if isinstance(choice, gather.Choice):
+        t = choice.tiling
+        tiles_of = math.prod(t.counts(p)) * p.groups * t.cout_blocks
+        return float(tiles_of * math.prod(t.tile) * 64 * t.wgs_m * sum(t.variant_entries) * t.chunks * t.chunk)
+    if isinstance(choice, wgrad.Choice):
+        t = choice.tiling
+        taps = t.set_taps * t.block[1] + t.block[0]
+        return float(math.prod(t.counts(p)) * t.tiles * math.prod(t.tile) * taps * 64)
+    if isinstance(choice, implicit.Choice):
+        tile = choice.tile
+        return float(tile.tiles(p) * max(tile.steps) * tile.rows * tile.columns * tile.chunk)
+    return 0.0
+
+
+def choices(family: str, gpu: Gpu = H200, larger: int = 1) -> Iterator[tuple[Any, Problem]]:
+    """A family's random choices, in an order of their own, each with the problem whose tensors it takes."""
+    rng = random.Random(f"drawn {family}")
+    layers, draw = FAMILIES[family]
+    while True:
+        p = layers.draw(rng, larger)
+        if p.macs > MOST_MACS or (found := draw(rng, p, gpu)) is None:
+            continue
+        choice, tensors = found if isinstance(found, tuple) else (found, found.problem)
+        if larger > 1 or work(getattr(choice, "inner", choice)) < MOST:
+            yield choice, tensors
