@@ -260,10 +260,11 @@ def test_the_rule_asks_for_no_compiler(kernels: Kernels, monkeypatch: pytest.Mon
     lambda x, w: (x[..., ::2], w),
     lambda x, w: (x.to(memory_format=torch.channels_last)[:, :, ::2], w),
     lambda x, w: (x.to(memory_format=torch.channels_last), w[:1]),
-    lambda x, w: (x[0], w), lambda x, w: (x.float(), w), lambda x, w: (x, w.to_sparse()),
+    lambda x, w: (x[0], w), lambda x, w: (x.float(), w), lambda x, w: (x, w.to_sparse()), lambda x, w: (x + 0j, w + 0j),
     lambda x, w: (x, w[:, :2]), lambda x, w: (x[..., :1, :1].contiguous(memory_format=torch.channels_last), w),
 ), ids=(
-    "strided", "strided last", "one channel", "unbatched", "dtype", "sparse", "channels", "one pixel",
+    "strided", "strided last", "one channel", "unbatched", "dtype", "sparse", "complex", "channels",
+    "one pixel",
 ))  # fmt: skip
 def test_other_tensors_are_pytorchs(stand_ins: Kernels, change: Any) -> None:
     x, w = image(), torch.randn(6, 4, 3, 3, dtype=torch.float64)
