@@ -113,6 +113,17 @@ def autocast(functions: Functions, call: Call) -> Any:
     return found
 
 
+@case()
+def gradients_inside_autocast(functions: Functions, call: Call) -> Any:
+    """Of a forward outside of it: they stay in float32, and so do theirs."""
+    x, *others = leaves(call)
+    out = run(functions, call, x, *others)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (first,) = torch.autograd.grad(out, x, seeded(out).requires_grad_(), create_graph=True)
+        second = torch.autograd.grad(first.square().sum(), others[0])
+    return first.detach(), [t.contiguous() for t in second]
+
+
 @case(BF16)
 def autocast_of_other_dtypes(functions: Functions, call: Call) -> Any:
     """It casts bfloat16 and float32 together, and leaves float64 alone."""
@@ -136,23 +147,6 @@ def without_gradients(functions: Functions, call: Call) -> Any:
     with torch.inference_mode():
         found += [run(functions, call, x, *others), run(functions, call, torch.ones_like(x), *others)]
     return [t.detach().clone() for t in found], [(t.requires_grad, t.is_inference()) for t in found]
-
-
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        return t.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
-
-
-@case()
-def undefined_gradient(functions: Functions, call: Call) -> Any:
-    tensors = leaves(call)
-    _Nothing.apply(run(functions, call, *tensors)).sum().backward()
-    return [t.grad for t in tensors]
 
 
 @case()
