@@ -19,6 +19,7 @@ from emulator import Emulator
 from upconv import reference
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import H200
+from upconv.cuda.launches import Given
 from upconv.problem import Problem
 
 GUARD = 64  # elements ahead of a result, and behind it
@@ -36,7 +37,7 @@ class Way:
     single: bool = False
     """With a float32 weight and bias, or for a float32 weight, of 16-bit problems."""
     packing: bool = False
-    """By a kernel that packs the weight itself, where there is one."""
+    """Packed and multiplied by one call; by a kernel that packs the weight itself, where there is one."""
     once: bool = False
     """As a call that may leave something behind: blocks claim tiles, or wait for each other."""
     off: int = 0
@@ -180,13 +181,15 @@ def result(p: Problem, prepared: Any, place: Place, way: Way, infinite: bool = F
     out, around = place.guarded(laid_out(torch.empty(result_shape(p), dtype=p.dtype), p), way.off)
     source, weight = place.given(given(x, p), way.off), place.given(given(w, p, way.single), way.off)
     rounded = None if bias is None else place.given(given(bias, p, True) if way.single else bias)
-    if prepared.packs and way.packing:
-        prepared.run_packing(source, weight, rounded, out)
+    if prepared.recorded and way.packing:
+        prepared.run(source, weight, rounded, out, claim=True)
     else:
-        if hasattr(prepared, "load_packed") and not prepared._boxes(weight):
-            prepared.load_packed()  # of one source, which is compiled once
+        if prepared.recorded and (form := prepared._form(weight)) is not None:
+            prepared._program(Given(form, way.single))  # of one source, which is compiled once
         packed = prepared.pack(weight, rounded) if way.single and bias is not None else prepared.pack(weight)
-        prepared.run(source, packed, rounded, out, **({"claim": way.once} if prepared.claims else {}))
+        prepared.run(
+            source, packed, rounded, out, **({"claim": way.once} if prepared.claims or prepared.recorded else {})
+        )
     if p.pass_ == "fwd":
         return Result(out, around, reference.forward(p, x, w, bias))
     truth = reference.gradients(p, x, x.new_zeros(p.input_shape), w)[0]

@@ -26,7 +26,7 @@ from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
-from upconv.cuda import launches, packs, prepared
+from upconv.cuda import launches, prepared
 from upconv.cuda.axes import result_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct, direct_grad, staged
@@ -287,13 +287,13 @@ made: list[Recorder] = []
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     made.clear()
-    for family in (packs, prepared, direct, wgrad, direct_grad, staged):
+    for family in (prepared, direct, wgrad, direct_grad, staged):
         monkeypatch.setattr(family, "Launcher", Recorder)
-    for family in (packs, prepared, gather, direct, wgrad, direct_grad, staged):
+    for family in (prepared, direct, wgrad, direct_grad, staged):
         monkeypatch.setattr(family, "gpu_of", lambda device: H200)
-    for family in (launches, gather, wgrad):
+    for family in (launches, wgrad):
         monkeypatch.setattr(family, "encode", lambda *arguments, **named: bytes(128))
-    for family in (packs, prepared, wgrad):
+    for family in (prepared, wgrad):
         monkeypatch.setattr(family, "bind", lambda device: None)
     monkeypatch.setattr(wgrad, "alone", lambda t, splits, gpu: False)  # files have the two steps
     monkeypatch.setattr(jit, "kernel", lambda text, entry, arch, label, keep=True: entry)
@@ -355,7 +355,7 @@ def check_launches(p: Problem, text: str, recorded: list[Recorder], count: int =
             maps = 16 * host._maps(v)
             assert (blocks, tuple(sizes)) == (grid, integers[: len(integers) - maps]), (str(q), v.name)
             threads, shared = host._block(v)
-            if host._claims(v) and not prepared.claims:  # the kernel is the example's, whose tiles are more
+            if host._claims(v) and not prepared.choice.claimed:  # the kernel is the example's, whose tiles are more
                 shared -= CLAIMS_BYTES
             assert (main.block, main.shared) == (threads, shared)
             if pass_ == "grad-weight":
@@ -554,7 +554,7 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str, monkeypatch: pytest.
                 q = p.with_(pass_=v.pass_)
                 wanted = encoded(monkeypatch, *(
                     (joined.source_map(c.tile, q).encoded, 0) if v.kind == "Joined"
-                    else (real_gather_map, c.tiling, q, 0)
+                    else (gather.source_maps(c.tiling, q)[0].encoded, 0)
                 ))  # fmt: skip
             of = {"x": torch.empty(p.input_shape), "grad": torch.empty(p.output_shape)}
             dims = [eval(text, {"sizes": sizes, **of}) for text in match[4].split(", ")]
@@ -566,7 +566,7 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str, monkeypatch: pytest.
             assert (f"CU_TENSOR_MAP_DATA_TYPE_{match[3]}", dims, pitches, box, steps, match[7]) == wanted
 
 
-real_gather_map, real_wgrad_map = gather.tensor_map, wgrad.tensor_maps
+real_wgrad_map = wgrad.tensor_maps
 
 
 # --- autograd, with PyTorch's operators in the kernels' place --------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 
 from conftest import EVERY, Stubs, by_turns, seeds
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import packs
+from upconv.cuda import prepared as prepared_module
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.compile import jit, launch
 from upconv.cuda.gemm import costs, gather, gather_search
@@ -565,18 +565,17 @@ def test_channels_last_gradients_take_weights_as_they_lie(
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "at_hand", lambda source, arch, label: True)
-    monkeypatch.setattr(packs, "Launcher", lambda *arguments: lambda *call: None)
-    for module in (packs, gather):
-        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(prepared_module, "Launcher", lambda *arguments: lambda *call: None)
+    monkeypatch.setattr(prepared_module, "gpu_of", lambda device: H200)
     choice, other = gather.choose(p, H200), gather.choose(p.with_(layout="nchw"), H200)
     assert isinstance(choice, gather.Choice) and isinstance(other, gather.Choice)
     assert choice.boxable and not other.boxable
-    prepared, contiguous = choice.prepare(0), gather.Prepared(other, 0)
+    prepared, contiguous = choice.prepare(0), other.prepare(0)
     assert prepared.packing != contiguous.packing
     packing = ["pack_float"] if dtype.itemsize == 2 else []
-    assert not prepared.loaded and contiguous.loaded != bool(other.packs)
-    contiguous.load_packed()
-    assert sorted(loaded) == sorted(["gather", "pack", *packing]) and not prepared.loaded
+    contiguous.load()
+    assert sorted(loaded) == sorted(["gather", "pack", *packing, *(["gather"] if other.packs else [])])
+    assert contiguous.loaded and not prepared.loaded
     loaded.clear()
     last = (torch.channels_last, torch.channels_last_3d)[p.rank - 2]
     weight = torch.empty(p.weight_shape, dtype=dtype).contiguous(memory_format=last)
@@ -845,7 +844,8 @@ def test_what_a_kernel_that_claims_is_told(stubs: Stubs, monkeypatch: pytest.Mon
     none, first, second, third, fourth = told
     assert none == (0, True) and first == (second[0], False) and second[1] and third[0] != first[0] != 0
     assert not third[1] and fourth == (third[0], True)
-    assert all(zeros.numel() == choice.tiling.m_groups + 1 for zeros in prepared._counters.of_streams.values())
+    (counters,) = prepared.counters.values()
+    assert all(zeros.numel() == choice.tiling.m_groups + 1 for zeros in counters.of_streams.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -858,7 +858,7 @@ def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monk
     choice = gather.choose(p, H200)
     assert isinstance(choice, gather.Choice)
     prepared = choice.prepare(0)
-    assert prepared.packs and not stubs.loaded, "which kernels are wanted, the first weight says"
+    assert choice.packs and not stubs.loaded, "which kernels are wanted, the first weight says"
     x, out, weight = (torch.randn(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape, p.weight_shape))
     bias = torch.randn(48, dtype=dtype)
     kept = []
@@ -877,14 +877,14 @@ def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monk
     prepared.run_packing(x, weight, None, out)
     args = stubs.pop()[3]
     assert len({*kept}) == 1 and args[5] not in kept and args[2] == 0
-    assert all(not zeros.any() for zeros in prepared._zeros.of_streams.values())
+    (counters,) = prepared.counters.values()
+    assert all(not zeros.any() for zeros in counters.of_streams.values())
     off = torch.empty(out.numel() + 1, dtype=dtype)[1:].view(out.shape)
     for given, to in ((weight.mT.contiguous().mT, out), (weight, off)):
         prepared.run_packing(x, given, bias, to)
-        assert stubs.names() == ["pack", "gather"] and stubs.launched[1][2]  # the kernel beside its packing
-        stubs.launched.clear()
-    assert sorted(stubs.loaded) == ["gather", "gather", "pack"]
-    assert prepared.loaded is (dtype is torch.float32)  # not what rounds weights
+        *_, args = stubs.pop()
+        assert (args[3] == to.data_ptr()) == (to is out) and (args[4] == weight.data_ptr()) == (given is weight)
+    assert stubs.loaded == ["gather"] and not prepared.loaded
     trained = choice.prepare(0)
     trained.run_packing(x, weight, None, out)
     assert not trained.loaded
@@ -893,4 +893,4 @@ def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monk
     for number in range(100):
         stream[0] = number
         prepared.run_packing(x, weight, None, out)
-    assert len(prepared._zeros.of_streams) <= 64
+    assert len(counters.of_streams) <= 64

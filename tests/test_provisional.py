@@ -403,7 +403,7 @@ def test_quick_forms_compute_the_same_to_the_last_bit(case: str) -> None:
         choice = gather.Choice(tiling, p, found.gpu, found.seconds, found.bound)
         prepared, results = choice.prepare(0), []
         for weight, packing, claim in product(weights, (False, True), (False, True)):
-            if packing and (claim or not prepared.packs):
+            if packing and (claim or not choice.packs):
                 continue
             out = torch.full(shapes[1], math.nan, device="cuda", dtype=p.dtype)
             out = out if order is None else out.contiguous(memory_format=order)
