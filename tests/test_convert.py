@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 import upconv
 from conftest import assert_close, assert_equal, forced_plans
-from layers import RANKS, assert_computed, image, lines_of
 from situations import differences, step
+from twins import RANKS, assert_computed, image, lines_of
 from upconv import cpu, modules
 
 

@@ -22,8 +22,8 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 import upconv
 from conftest import assert_close, assert_equal, forced_plans
-from layers import RANKS, WAYS, assert_computed, image, lines_of, twins
 from situations import differences, error
+from twins import RANKS, WAYS, assert_computed, image, lines_of, twins
 from upconv import modules
 
 quantized = pytest.mark.filterwarnings("ignore:.*quantiz.*:DeprecationWarning", "ignore:.*quantize_per.*:UserWarning")

@@ -21,8 +21,8 @@ from torch.testing._internal.common_utils import freeze_rng_state
 
 import upconv
 from conftest import assert_close, assert_equal, forced_plans
-from layers import RANKS, WAYS, assert_computed, assert_same_step, copies, image, lines_of, twins
 from situations import differences, error
+from twins import RANKS, WAYS, assert_computed, assert_same_step, copies, image, lines_of, twins
 from upconv import modules
 
 NAMES = [f"ConvTranspose{rank}d" for rank in (1, 2, 3)]
