@@ -414,5 +414,3 @@ def test_a_compiled_model_follows_marks() -> None:
     ours = [any("upconv" in str(target) for target in graph) for graph in graphs]
     assert ours == [False, True, False]  # the last call finds the second graph
     assert all(len(graph) == 1 for graph in graphs)
-
-
