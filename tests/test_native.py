@@ -26,9 +26,10 @@ from standins import Data, Kernels, StandIn, Weight, everything_fixture, kernels
 from test_calls import Dispatch, Function
 from upconv import autograd, convolutions, dispatch, freezing, modules, ops, reference
 from upconv.cuda import weights
-from upconv.cuda.compile import cache, jit
+from upconv.cuda.compile import cache
+from upconv.cuda.compile import driver as driver_module
 from upconv.cuda.compile import launch as launch_module
-from upconv.cuda.compile.jit import Kernel
+from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.compile.launch import Counters, Launcher, as_run
 from upconv.replay import calls, native, replays, tape
 
@@ -242,7 +243,7 @@ def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> I
     """Calls on CPU tensors are by the kernels above, and replayed from the fourth on."""
     found = Machine()
     driver = Machine._Driver(found)
-    monkeypatch.setattr(jit, "_driver", lambda: driver)
+    monkeypatch.setattr(driver_module, "bindings", lambda: driver)
     monkeypatch.setattr(launch_module, "current_device", lambda: -1)
     monkeypatch.setattr(launch_module, "current_stream", lambda device: 0)
     monkeypatch.setattr(Kernel, "ready", lambda self, device: None)
@@ -759,6 +760,7 @@ def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path: Any, monkeypatch
 HOLDING = f"""{BARE}
 import os, time
 from upconv.cuda.compile import cache
+from upconv.cuda.compile import driver as driver_module
 with cache.alone("key", lambda: False, 60):
     child = os.fork()
     if not child:  # it has the files that are open, the lock's among them
