@@ -27,7 +27,8 @@ from conftest import BARE, assert_equal, needs_gxx
 from situations.processes import in_threads
 from standins import Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
 from test_calls import Dispatch, Function
-from upconv import autograd, convolutions, dispatch, modules, ops, reference
+from upconv import autograd, convolutions, dispatch, freezing, modules, ops, reference
+from upconv.cuda import weights
 from upconv.cuda.compile import cache
 from upconv.cuda.compile import driver as driver_module
 from upconv.cuda.compile import launch as launch_module
@@ -589,6 +590,23 @@ def test_computed_weights_and_layers_that_are_alike(machine: Machine) -> None:
     grads = [torch.autograd.grad(each(x).pow(2).sum(), list(each.parameters())) for each in (layer, theirs)]
     for a, b in zip(*grads):
         torch.testing.assert_close(a, b)
+
+
+@needs_gxx
+def test_a_frozen_layer_is_not_replayed_as_another_that_is_alike(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient ends the promise, since an optimiser may step behind PyTorch's back then."""
+    monkeypatch.setattr(freezing, "_packed_on", lambda weight: True)
+    trained, kept = (upconv.ConvTranspose2d(5, 6, 3, 2, 1) for _ in range(2))
+    x = torch.randn(2, 5, 4, 7)
+    with upconv.frozen(kept.eval()):
+        warm(trained, x)
+        assert is_replayed(trained(x))
+        out = kept(x)
+        assert not is_replayed(out) and weights.is_frozen(kept.weight)
+        out.sum().backward()
+        assert not weights.is_frozen(kept.weight) and is_replayed(kept(x))
 
 
 @needs_gxx
