@@ -167,10 +167,9 @@ def geometric_mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
 
 
-def wrong(found: Report) -> list[Row]:
+def wrong(rows: Sequence[Row]) -> list[Row]:
     """The rows without a speed: a wrong result, or a case that could not run."""
-    layers = kind_of(found) == LAYERS
-    return [row for row in found["rows"] if row.get("failure") or (layers and row["ours_ms"] is None)]
+    return [row for row in rows if row.get("failure") or row.get("ours_ms", 0.0) is None]
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
@@ -185,5 +184,5 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         "mean_of_all": geometric_mean([row["ratio"] for row in timed]),
         "lowest": min(ours, key=lambda row: float(row["ratio"]), default=None),
         "frozen": geometric_mean(frozen) if frozen else None,
-        "wrong": sum(row["ours_ms"] is None for row in rows),
+        "wrong": len(wrong(rows)),
     }

@@ -68,7 +68,7 @@ SWEPT = (
 
 
 def constant(rows: Sequence[Row]) -> list[str]:
-    """The words that hold for all layers."""
+    """The words that hold for all layers; none without any."""
     return [str(swept.text(rows[0])) for swept in SWEPT if len({swept.text(row) for row in rows}) == 1]
 
 
@@ -220,16 +220,15 @@ def columns(found: Report, wide: bool = True) -> list[Column]:
 
 def title(found: Report) -> str:
     """What was measured, in a line."""
-    kind, rows = kind_of(found), found["rows"]
     what = {
-        LAYERS: " · ".join(constant(rows)) if rows else "",
         "host": "host time per call, enqueued only" if found["device"].get("type") == "cuda" else "time per call",
         "shapes": "first calls on ten input sizes that the process has not seen",
         "training": "a training step: forward, loss, backward, Adam",
         "cold": "NVRTC's time for what a first call waits for, for what follows it in a thread, and to load from disk",
         "exported": "exported files by KernelBench's rules",
-    }[kind]
-    return " · ".join(part for part in ("upconv bench", what, found.get("layer")) if part)
+    }
+    words = constant(found["rows"]) if kind_of(found) == LAYERS else [what[found["kind"]], found.get("layer")]
+    return " · ".join(word for word in ("upconv bench", *words) if word)
 
 
 def conditions(found: Report) -> str:
@@ -315,7 +314,7 @@ def show(found: Report, console: Console) -> None:
     console.print(grid)
     for line in summary(found):
         console.print(line)
-    for row in report.wrong(found) if layers else ():
+    for row in report.wrong(found["rows"]) if layers else ():
         console.print(Text(f"{row['case']}: {row['failure'] or 'no result'}", style="red"))
     for row in found["rows"]:
         if row.get("warning"):

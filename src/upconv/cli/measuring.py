@@ -87,7 +87,7 @@ def _again(options: Options, outputs: Outputs) -> int:
         found = report.load(options.from_)
     except ValueError as error:
         raise ValueError(f"--from: {error}") from None
-    return _finish(found, outputs, WRONG if report.wrong(found) else 0)
+    return _finish(found, outputs, WRONG if report.wrong(found["rows"]) else 0)
 
 
 # --- kinds of runs ---------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def _measured(measure: Measure, outputs: Outputs) -> int:
             found = measure(tell)
     except Interrupted as stopped:
         return _finish(stopped.found, outputs, INTERRUPTED)
-    return _finish(found, outputs, WRONG if report.wrong(found) else 0)
+    return _finish(found, outputs, WRONG if report.wrong(found["rows"]) else 0)
 
 
 def _finish(found: Report, outputs: Outputs, code: int) -> int:
