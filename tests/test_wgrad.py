@@ -409,66 +409,6 @@ def test_a_lasting_call_is_one_cooperative_launch(
     assert stubs.names() == ["wgrad_whole together"], "on another stream it is not refused"
 
 
-def handing() -> tuple[Problem, wgrad.Choice]:
-    """A layer whose two splits hand over sums."""
-    (layer,) = (case.problem for case in SUITES["models"] if case.name == "unet1")
-    p = layer.with_(
-        batch=8, dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight", bias=False
-    )
-    choice = wgrad.choose(p, H200)
-    assert isinstance(choice, wgrad.Choice) and choice.hands_over
-    return p, choice
-
-
-def test_blocks_that_hand_over_are_launched_at_once_or_by_clusters(
-    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cooperatively where a call lasts, with counters of its stream; else, and where that is refused, by clusters."""
-    monkeypatch.setattr(launch, "current_stream", lambda index: 7)
-    p, choice = handing()
-    t, prepared = choice.tiling, choice.prepare(0)
-    assert (
-        isinstance(t, WarpgroupTiling) and prepared.together and stubs.loaded == ["wgrad_whole"] and not prepared.loaded
-    )
-    x, g = (torch.randn(shape, dtype=p.dtype) for shape in (p.input_shape, p.output_shape))
-    out = torch.empty(p.weight_shape, dtype=p.dtype).contiguous(memory_format=torch.channels_last)
-    prepared.run(x, g, out, lasting=True)
-    name, grid, _, args = stubs.pop()
-    assert (name, grid) == ("wgrad_whole together", 2 * t.tiles) and not stubs.launched
-    (counters,) = prepared._counters.of_streams.values()
-    assert counters.numel() == 2 * t.tiles and args[:2] == (g.data_ptr(), out.data_ptr())
-    assert args[3] == counters.data_ptr() and args[16:20] == (*out.stride()[:2], out.stride()[-1], False)
-    prepared.run(x, g, out)
-    name, grid, _, args = stubs.pop()
-    assert (name, grid) == ("wgrad_cluster", 2 * t.tiles) and prepared.loaded
-    assert stubs.loaded == ["wgrad_whole", "wgrad_cluster"]
-    assert args[:2] == (g.data_ptr(), out.data_ptr()) and args[2] and not args[3]
-    assert args[16:20] == (*out.stride()[:2], out.stride()[-1], False)
-
-    def refused(*_: object) -> None:
-        raise launch.TooManyBlocks("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
-
-    at_once = prepared._at_once
-    monkeypatch.setattr(prepared, "_at_once", refused)
-    for _ in range(2):
-        prepared.run(x, g, out, lasting=True)
-    assert stubs.names() == ["wgrad_cluster"] * 2
-    monkeypatch.setattr(prepared, "_at_once", at_once)
-    prepared.run(x, g, out, lasting=True)
-    assert stubs.names()[2:] == ["wgrad_whole together"], "on another stream it is not refused"
-
-
-@pytest.mark.parametrize("fit", (0, 1, 20))
-def test_pairs_that_hand_over_may_take_turns(fit: int, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a part of a GPU, where fewer pairs than tiles run at once; never two steps, which round otherwise."""
-    p, choice = handing()
-    assert choice.tiling.tiles > 20
-    monkeypatch.setattr(wgrad.Launcher, "clusters", lambda self, device, blocks: fit)
-    x, g = (torch.randn(shape, dtype=p.dtype) for shape in (p.input_shape, p.output_shape))
-    choice.prepare(0).run(x, g, torch.empty(p.weight_shape, dtype=p.dtype))
-    assert stubs.names() == ["wgrad_cluster"]
-
-
 def test_one_box_of_x_has_the_elements_of_several() -> None:
     """In the order in which boxes of 64 channels lie in shared memory; of groups, with a halo of rows, images."""
     layers = (
@@ -539,7 +479,7 @@ def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -
 
 
 @pytest.mark.parametrize(("name", "layout", "dtype", "adding"), (
-    ("unet1", "channels_last", torch.bfloat16, "of blocks that hand over half"),
+    ("unet1", "channels_last", torch.bfloat16, "in clusters of 2 that add up"),
     ("dcgan1", "nchw", torch.float32, "in clusters of 2 that add up"),
     ("unet1", "nchw", torch.bfloat16, "in clusters of 2 that add up"),
     ("hifigan", "nchw", torch.float32, "in clusters of 2 that add up"),
@@ -556,16 +496,8 @@ def test_splits_that_run_at_once_add_up_their_sums(name: str, layout: Layout, dt
     assert isinstance(choice, wgrad.Choice)
     assert f" {adding} " in choice.summary
     assert choice.together == (adding == "of blocks that add up") and choice.cluster == (1 if choice.together else 2)
-    assert choice.hands_over == ("hand over" in adding) and len(choice.sources()) == (3 if choice.hands_over else 2)
-    if choice.hands_over:
-        texts = [unit.source for unit in choice.sources()]
-        assert ["bool handover = true;" in text for text in texts] == [False, True, True]
-        assert ["bool together = true;" in text for text in texts] == [False, False, True]
-        assert ["int cluster = 2;" in text for text in texts] == [False, True, False]
-        # Of more blocks than run at once each pair is a cluster, which adds up at the end.
-        assert not replace(choice, gpu=replace(H200, multiprocessors=100)).hands_over
+    assert len(choice.sources()) == 2
     for other in (replace(choice, gpu=A100), replace(choice, gpu=A100, splits=1)):
-        assert not other.hands_over
         assert other.cluster == 1 and not other.together and not other.alone and len(other.sources()) == 1
     alone = replace(choice, splits=1)
     assert alone.alone and alone.cluster == 1 and not alone.together and "that write the weight" in alone.summary
@@ -611,16 +543,13 @@ def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
     assert steps.entries == (choice.tiling.entry, "reduce")
     assert all(unit.entries in (("wgrad_whole",), ("wgrad_cluster",)) for unit in at_once)
     assert bool(at_once) == (choice.cluster > 1 or choice.together or choice.alone)
-    assert len(at_once) < 2 or choice.hands_over
+    assert len(at_once) < 2
     for unit in (steps, *at_once):
         check_compiled(choice.tiling, unit.source, gpu)
         cluster = re.search(r"int cluster = (\d+);", unit.source)
         by_clusters = cluster is not None and cluster.group(1) != "1"
         ways = (by_clusters, "bool together = true;" in unit.source)
-        third = unit in at_once[1:]
-        assert ways == (
-            (choice.cluster > 1 and not third, choice.together or third) if unit in at_once else (False,) * 2
-        )
+        assert ways == ((choice.cluster > 1, choice.together) if unit in at_once else (False, False))
 
 
 @pytest.mark.parametrize("name,shared,most", [("nnunet", False, 1.2), ("unet1", True, 1.3), ("kb77", True, 1.0)])

@@ -228,8 +228,7 @@ def in_two_steps(choice: wgrad.Choice) -> wgrad.Choice:
 def test_blocks_add_up_as_the_second_step_does(precision: Precision, layout: Layout, splits: int) -> None:
     """To the last bit, into both memory formats and into float32; channels that are no multiple of 4 among them.
 
-    One split alone; as a cluster up to 8, where enough of these run at once, else together. Two that hand over sums
-    divide K otherwise, and so round otherwise.
+    One split alone; as a cluster up to 8, where enough of these run at once, else together.
     """
     if gpu(0).arch != "90a":
         pytest.skip("needs wgmma")
@@ -259,17 +258,11 @@ def test_blocks_add_up_as_the_second_step_does(precision: Precision, layout: Lay
         kinds = "stacked", "classed", "gapless"
         stacked, classed, gapless = ([t for t in fitting if getattr(t, kind)] for kind in kinds)
         assert classed or classes == (1, 1)
-        handing = [t for t in fitting if t.hands_over]
-        handing = rng.sample(handing, min(2, len(handing)))
         by_rows = [t for t in fitting if t.a_shared and not t.stacked and splits == 1]  # from registers
-        for t in rng.sample(fitting, 2) + stacked[:1] + classed[:1] + gapless[:1] + handing + by_rows[:1]:
+        for t in rng.sample(fitting, 2) + stacked[:1] + classed[:1] + gapless[:1] + by_rows[:1]:
             choice = wgrad.Choice(wgrad_costs.boxed(t, p), p, gpu(0), splits, 0.0, "")
             at_once, steps = choice.prepare(0), in_two_steps(choice).prepare(0)
-            handed = choice.hands_over
-            assert handed == (splits == 2 and t.hands_over), choice
-            assert at_once.together == (handed or at_once._one_step is None) and (at_once.together or splits <= 8), (
-                choice
-            )
+            assert at_once.together == (at_once._one_step is None) and (at_once.together or splits <= 8), choice
             assert steps._one_step is None and not steps.together
             check_weight(choice, x, g, truth)
             for dtype in dict.fromkeys((p.dtype, torch.float32)):
@@ -279,52 +272,21 @@ def test_blocks_add_up_as_the_second_step_does(precision: Precision, layout: Lay
                     at_once.run(x, g, outs[0], lasting=True)
                     steps.run(x, g, outs[1], lasting=True)
                     guarded(outs[0])
-                    if handed:
-                        assert reference.relative_error(outs[0], outs[1].double()) < BOUNDS[kept], choice
-                    else:
-                        assert torch.equal(*outs), choice
+                    assert torch.equal(*outs), choice
             if at_once.together:
                 (counters,) = at_once._counters.of_streams.values()
                 assert not counters.any() and steps.loaded
-                assert handed or not at_once.loaded, "a launch was refused, and two steps ran"
+                assert not at_once.loaded, "a launch was refused, and two steps ran"
 
 
-def handing_tilings(p: Problem, most: int) -> list[WarpgroupTiling]:
-    """Tilings of at most so many tiles whose blocks, of two splits, hand over sums."""
-    every = wgrad_search.candidates(wgrad_search.any_size(p), gpu(0), True, True)
-    return [t for t in every if isinstance(t, WarpgroupTiling) and t.hands_over and t.tiles <= most]
-
-
-@pytest.mark.parametrize(("size", "counts"), (((2, 32), {1, 2}), ((5, 64), {5, 6, 8, 10})))
-@pytest.mark.parametrize("precision", ("bf16", "fp16"))
-def test_few_chunks_are_handed_over(precision: Precision, size: tuple[int, ...], counts: set[int]) -> None:
-    """As many as are handed and fewer, so that a block's sums of the other's units are zeros, and a few more."""
-    if gpu(0).arch != "90a":
-        pytest.skip("needs wgmma")
-    p = Problem.make(1, 136, 72, size, 2, 2, bias=False).with_(
-        dtype=DTYPES[precision], precision=precision, layout="channels_last", pass_="grad-weight"
-    )
-    x, g = operands(p)
-    truth = weight_truth(p, x, g)
-    found = {math.prod(t.counts(p)): t for t in handing_tilings(p, 60)}
-    assert counts <= found.keys()
-    for t in found.values():
-        choice = wgrad.Choice(t, p, gpu(0), 2, 0.0, "")
-        assert choice.hands_over
-        check_weight(choice, x, g, truth)
-
-
-@pytest.mark.parametrize("handed", (False, True))
-def test_blocks_add_up_on_streams_at_once(handed: bool) -> None:
+def test_blocks_add_up_on_streams_at_once() -> None:
     """Each stream has its own counters; kernels of two whose blocks wait for each other do not stop one another."""
     p = Problem.make(16, 256, 128, (16, 16), 4, 2, 1).with_(
         dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight"
     )
     choice = wgrad.choose(p, gpu(0))
     assert isinstance(choice, wgrad.Choice)
-    if handed and gpu(0).arch == "90a":
-        choice = wgrad.Choice(handing_tilings(p, 64)[0], p, gpu(0), 2, 0.0, "")
-    if not (choice.hands_over if handed else choice.together):
+    if not choice.together:
         pytest.skip("needs wgmma and 128 multiprocessors")
     prepared, streams = choice.prepare(0), [torch.cuda.Stream() for _ in range(4)]
     given = [operands(p, seed) for seed in range(len(streams))]

@@ -88,8 +88,8 @@ def narrow(p: Problem, rng: random.Random) -> dict[str, Any]:
     return {"size": (*(rng.randint(1, 6) for _ in p.size[1:]), rng.choice((8, 16, 32))), "layout": "nchw"}
 
 
-def exchanged(p: Problem, rng: random.Random) -> dict[str, Any]:
-    """Blocks of two splits that hand over sums, and weights of many elements."""
+def large(p: Problem, rng: random.Random) -> dict[str, Any]:
+    """Weights of many elements."""
     kernel, stride = rng.choice(((2, 2), (2, 1), (4, 2)))
     channels = rng.choice((64, 64, 128, 192)), rng.choice((64, 128, 192))
     kind = rng.choice(("fp16", "bf16", "bf16", "tf32"))
@@ -108,7 +108,7 @@ def exchanged(p: Problem, rng: random.Random) -> dict[str, Any]:
 
 Draw = Callable[[Problem, random.Random], dict[str, Any]]
 DRAWS: tuple[Draw, ...] = (
-    lambda p, rng: {}, strided, columns, wide, classed, last, last, last, narrow, exchanged, exchanged,
+    lambda p, rng: {}, strided, columns, wide, classed, last, last, last, narrow, large, large,
 )  # fmt: skip
 
 
@@ -234,15 +234,15 @@ def numbered() -> OfTiling:
 def end(case: Case) -> str:
     """How a case's sums become the weight's gradient."""
     c = case.choice
-    if case.way.once and (c.together or c.hands_over) and c.gpu.multiprocessors >= c.tiling.tiles * c.splits:
-        return "handed over together" if c.hands_over else "together"
+    if case.way.once and c.together and c.gpu.multiprocessors >= c.tiling.tiles * c.splits:
+        return "together"
     if c.cluster > 1:
-        return "handed over by clusters" if c.hands_over else "by clusters"
+        return "by clusters"
     return "alone" if c.alone else "steps"
 
 
 def ends() -> OfCase:
-    every = ("steps", "by clusters", "together", "alone", "handed over together", "handed over by clusters")
+    every = ("steps", "by clusters", "together", "alone")
     found: OfCase = {}
     for how in every:
         for name, way in (("contiguous", (False, False)), ("channels_last", (True, False)), ("float32", (None, True))):
@@ -270,16 +270,6 @@ def ends() -> OfCase:
             end(case) == "by clusters" and case.choice.tiling.channel_tiles[0] % 2 == 0
         ),
         "rows from registers": lambda case: rows(case) and end(case) == "alone",
-        "rows from registers, handed over": lambda case: rows(case) and "handed" in end(case),
-        "float32 in channels_last, handed over": lambda case: (
-            "handed" in end(case) and case.way.single and case.way.last
-        ),
-        "columns of stride 1, handed over": lambda case: "handed" in end(case) and not case.choice.tiling.parted,
-        "few chunks handed over": lambda case: "handed" in end(case) and chunks(case) < 4,
-        "odd numbers of chunks, handed over": lambda case: "handed" in end(case) and chunks(case) in (5, 7, 9, 11),
-        "even numbers of chunks, handed over": lambda case: "handed" in end(case) and chunks(case) in (6, 8, 10, 12),
-        "two tiles of each channels, handed over": lambda case: "handed" in end(case) and channel_tiles(case) == (2, 2),
-        "three tiles of channels, handed over": lambda case: "handed" in end(case) and 3 in channel_tiles(case),
         "channels off four in channels_last": lambda case: (
             end(case) in ("alone", "by clusters", "together")
             and case.way.last
@@ -293,15 +283,6 @@ def few_sums(case: Case) -> bool:
     """Whether lanes divide the splits of a quad of sums."""
     t, share = wgmma(case), -(-math.prod(case.choice.tiling.block) // 4 // case.choice.splits)
     return t is not None and t.reduce_rows == 1 and t.set_taps * share <= t.warpgroups * 64
-
-
-def chunks(case: Case) -> int:
-    return math.prod(case.choice.tiling.counts(case.choice.problem))
-
-
-def channel_tiles(case: Case) -> tuple[int, int]:
-    found: tuple[int, int] = case.choice.tiling.channel_tiles
-    return found
 
 
 def rows(case: Case) -> bool:

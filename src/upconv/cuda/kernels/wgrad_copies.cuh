@@ -158,7 +158,7 @@ struct WgradBlock {
   typename T::Work work;
   int split;
   unsigned char* memory;
-  u32 base, full, empty, last;             // memory's address; barriers: of stages, and of raw pixels or (handover) of the other block's sums
+  u32 base, full, empty, last;             // memory's address; barriers: of stages, and of raw pixels
 
   __device__ __forceinline__ int begin() const { return split * s.per_split; }
   __device__ __forceinline__ int end() const { return begin() + s.per_split < s.chunks ? begin() + s.per_split : s.chunks; }

@@ -77,7 +77,7 @@ static_assert(BARRIERS_AT + 16 * C::stages + 16 == C::shared_bytes, "the planner
 
 // How sums leave: blocks may add them up, and then take them from registers to the weight (`put_rows`).
 static constexpr bool ADDS_UP = C::cluster > 1 || C::together || C::alone;
-static constexpr bool BY_ROWS = C::handover || (C::alone && C::a_shared && !C::stacked);
+static constexpr bool BY_ROWS = C::alone && C::a_shared && !C::stacked;
 // A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
 // ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
 static constexpr int SUMS_PITCH = C::block_co + 4;

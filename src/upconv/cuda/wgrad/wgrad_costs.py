@@ -152,18 +152,7 @@ def together(t: AnyTiling, splits: int, gpu: Gpu) -> bool:
     """Whether the splits' blocks, which are no cluster, may add up their sums: all run at once."""
     if not isinstance(t, WarpgroupTiling) or not t.adds_up or gpu.arch != "90a" or clustered(t, splits, gpu) > 1:
         return False
-    return splits > 1 and _at_once(t, splits, gpu)
-
-
-def hands_over(t: AnyTiling, splits: int, gpu: Gpu) -> bool:
-    """Whether the blocks of two splits, which are a cluster, may exchange sums while they multiply: all run at once."""
-    if not isinstance(t, WarpgroupTiling) or not t.hands_over:
-        return False
-    return clustered(t, splits, gpu) == 2 and _at_once(t, splits, gpu)
-
-
-def _at_once(t: AnyTiling, splits: int, gpu: Gpu) -> bool:
-    return t.tiles * splits <= gpu.multiprocessors
+    return splits > 1 and t.tiles * splits <= gpu.multiprocessors
 
 
 def alone(t: AnyTiling, splits: int, gpu: Gpu) -> bool:
