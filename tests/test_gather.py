@@ -809,20 +809,8 @@ def test_which_blocks_claim_tiles() -> None:
     unet4, kb75 = (next(c.problem for c in up if c.name == name) for name in ("unet4", "kb75"))
     last = {"precision": "tf32", "layout": "channels_last"}
     assert claimed(kb75.with_(precision="tf32")) and not claimed(kb75.with_(**last)), "groups share lines"
-
-    def last_rounds(p: Problem) -> int:
-        assert claimed(p)
-        found = gather.choose(p, H200)
-        assert isinstance(found, gather.Choice)
-        assert all(f"int last_rounds = {found.last_rounds};" in unit.source for unit in found.sources())
-        return found.last_rounds
-
-    assert last_rounds(unet4.with_(**last)) == last_rounds(unet4.with_(pass_="grad-input", **last)) == 4, (
-        "blocks stay abreast"
-    )
-    assert last_rounds(kb75.with_(pass_="grad-input", **last)) == 4 and last_rounds(WIDE) == 0
-    nnunet2 = next(c.problem for c in up if c.name == "nnunet2")
-    assert last_rounds(nnunet2.with_(**last)) == 0, "results are most of the bytes"
+    assert claimed(unet4.with_(**last))
+    assert not claimed(unet4.with_(pass_="grad-input", **last)), "blocks that read the same pixels stay together"
 
 
 def test_what_a_kernel_that_claims_is_told(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,7 +338,6 @@ def calls() -> OfCase:
         "tiles claimed by blocks of one M-group": lambda case: (
             claims(case) and of(case).resident and of(case).m_groups > 1
         ),
-        "last rounds claimed": lambda case: claims(case) and case.choice.last_rounds > 0,
         "long runs without taps, 4 bytes": lambda case: longest_run(case) > 2100 and of(case).element == 4,
         "long runs without taps, 2 bytes": lambda case: longest_run(case) > 2100 and of(case).element == 2,
         "runs off 16 bytes without taps, 4 bytes": lambda case: longest_run(case) % 16 > 0 and of(case).element == 4,
