@@ -49,9 +49,6 @@ SIZES = "i" * 11  # `Tiling.arguments`
 _MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
 _LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
 _CLAIMED_TILES = 18  # for each multiprocessor
-# Of 16-bit channels-last gradients that wait for memory: tiles of few places that have all channels, where blocks claim
-# them; tiles of some channels read pixels again, and their blocks must stay abreast (docs/experiments.md).
-_CLAIMED, _PLACES = 0.985, 128
 # Of 1-D layers, what claims gain, which the model lacks.
 _LINES_CLAIMED = 0.95
 _LONG_CODE = 32  # matrix instructions in a row, from which on NVRTC takes over a second
@@ -501,7 +498,7 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    found = [_hoped(one, p, gpu, general) for one in considered(p, gpu, general, _ALIKE)]
+    found = considered(p, gpu, general, _ALIKE)
     if not found:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
 
@@ -520,17 +517,6 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
         alike = (one for one in found if one[2].cluster > 1 and one[0] <= _ALIKE * best.seconds)
         return made(min(alike, key=lambda one: _order(one[2])))
     return best
-
-
-def _hoped(one: tuple[float, str, Tiling], p: Problem, gpu: Gpu, general: bool) -> tuple[float, str, Tiling]:
-    """A tiling with what its claims gain where others' blocks must stay abreast."""
-    seconds, bound, t = one
-    if bound != "bytes" or not (t.channels_last and t.element == 2) or p.pass_ == "fwd":
-        return one
-    whole = t.m_groups == 1 and t.split == 1 and t.resident and math.prod(t.tile) <= _PLACES
-    if not whole or not Choice(t, p, gpu, seconds, bound, general=general).claimed:
-        return one
-    return seconds * _CLAIMED, bound, t
 
 
 def _order(t: Tiling) -> tuple[Any, ...]:
