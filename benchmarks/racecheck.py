@@ -273,11 +273,10 @@ def run_wgrad(
     ``steps``: in two steps, as on a GPU whose blocks do not add up. ``stages``: of the ring, at least.
     """
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
     every = wgrad_search.candidates(wgrad_search.any_size(p), gpu(0), aligned, aligned_g, *of_size)
-    kind = descriptors, interleaved, interleaved and wgrad_search.lined(p)
     wanted = (t for t in every if isinstance(t, WarpgroupTiling) and t.adds_up)
-    wanted = (t for t in wanted if (t.a_shared, t.interleaved, t.lined) == kind)
+    wanted = (t for t in wanted if (t.a_shared, t.interleaved) == (descriptors, interleaved))
     tiling = next(t for t in wanted if t.tiles <= 9 and t.stages >= stages)
     prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, 0.0, "").prepare(0)
     prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)

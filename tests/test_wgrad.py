@@ -70,7 +70,7 @@ def draw_problem(rng: random.Random) -> Problem:
 def tilings(p: Problem) -> list[AnyTiling]:
     """All candidates of a layer."""
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
     return list(wgrad_search.candidates(wgrad_search.any_size(p), H200, aligned, aligned_g, *of_size))
 
 
@@ -85,7 +85,7 @@ def serves(t: AnyTiling, p: Problem, q: Problem) -> bool:
     """Whether a tiling of a layer at one size serves it at another."""
     if not isinstance(t, WarpgroupTiling):
         return True
-    whole = (not t.lines or p.size[-1] == q.size[-1]) and (not t.lined or wgrad_search.lined(q))
+    whole = not t.lines or p.size[-1] == q.size[-1]
     return whole and (not t.classed or wgrad_search.classes_of(q) == t.classes)
 
 

@@ -157,7 +157,7 @@ WIDE = ((4, 5, 8, 16, 17, 32, 40, 64, 96, 130), (1, 3, 5, 8, 16, 24, 32, 64, 72,
 def drawn(p: Problem, rng: random.Random) -> Iterator[wgrad.Choice]:
     """A few tilings of each kind, by splits of K that do not divide its chunks."""
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
     every = list(wgrad_search.candidates(wgrad_search.any_size(p), gpu(0), aligned, aligned_g, *of_size))
     own = [t for t in every if isinstance(t, WarpgroupTiling)]
     sync = [t for t in every if not isinstance(t, WarpgroupTiling)]
@@ -198,18 +198,17 @@ NEIGHBOURS = {
 @pytest.mark.parametrize("name", list(NEIGHBOURS))
 @pytest.mark.parametrize("precision", ("tf32", "bf16", "fp16"))
 def test_taps_that_are_neighbours_in_m(precision: Precision, name: str) -> None:
-    """Of each number of them, divided among warpgroups in each way; by boxes of rows and of lines, split and not."""
+    """Of each number of them, divided among warpgroups in each way; split and not."""
     if gpu(0).arch != "90a":
         pytest.skip("needs wgmma")
     p = NEIGHBOURS[name].with_(dtype=DTYPES[precision], precision=precision, pass_="grad-weight")
     rng = random.Random(f"{precision} {name}")
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
     every = wgrad_search.candidates(wgrad_search.any_size(p), gpu(0), aligned, aligned_g, *of_size)
     own = [t for t in every if isinstance(t, WarpgroupTiling) and t.interleaved]
-    few = {(t.subs, t.lined, t.split_m, t.warpgroups): t for t in rng.sample(own, len(own))}
+    few = {(t.subs, t.split_m, t.warpgroups): t for t in rng.sample(own, len(own))}
     assert {subs for subs, *_ in few} == {n for n in (2, 4, 8) if p.kernel[-1] % n == 0}
-    assert any(lined for _, lined, *_ in few) == wgrad_search.lined(p)
     x, g = operands(p)
     truth = weight_truth(p, x, g)
     for t in few.values():

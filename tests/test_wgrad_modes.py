@@ -37,7 +37,7 @@ FIRST = (
 
 
 def strided(p: Problem, rng: random.Random) -> dict[str, Any]:
-    """Neighbouring taps of a wide stride, of rows and of lines."""
+    """Neighbouring taps of a wide stride."""
     kernel, stride, padding = rng.choice(((2, 2, 0), (4, 2, 1), (8, 4, 2), (16, 8, 4)))
     size = (64,) if p.rank == 1 else (*p.size[:-1], rng.choice((16, 24)))
     lead = (1,) * (p.rank - 1)
@@ -158,9 +158,8 @@ OfCase = dict[str, Callable[[Case], bool]]
 
 NCHW: OfTiling = {
     "g by threads": lambda t: not t.box_g,
-    "g by a box": lambda t: t.box_g and t.g_one_box and not (t.classed or t.lined),
+    "g by a box": lambda t: t.box_g and t.g_one_box and not t.classed,
     "g by boxes of rows": lambda t: t.box_g and not t.g_one_box,
-    "g in lines": lambda t: t.lined,
     "x in lines": lambda t: t.lines,
     "x in lines, several boxes": lambda t: t.lines and t.tile[3] * t.tile[2] * t.element > t.segment,
     "words that taps share": lambda t: t.shared_words,

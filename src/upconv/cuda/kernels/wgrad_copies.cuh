@@ -103,7 +103,6 @@ static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes
   if constexpr (T::CLASSED) load_classes(maps, s, at, channel, to, barrier);
   else if constexpr (C::gapless) load_taps(*maps, at, channel, to, barrier);
   else if constexpr (T::PLANES) load_planes(*maps, at, channel, to, barrier);
-  else if constexpr (C::lined) load_box(to, *maps, 0, (at.w - (at.w & (T::G_BEGIN - 1))) / T::G_BEGIN, channel, 0, at.n, barrier);
   else if constexpr (C::g_one_box) load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
   else load_rows(*maps, at, channel, to, barrier);
 }

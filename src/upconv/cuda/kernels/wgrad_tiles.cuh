@@ -45,7 +45,6 @@ static constexpr int NB = C::block_ci / N_WIDTH;
 static constexpr int CLASSES = C::row_classes * C::channel_classes;
 static constexpr bool CLASSED = CLASSES > 1;
 static constexpr int G_CHANNELS = C::block_co / C::channel_classes;  // of a class
-static constexpr int G_BEGIN = C::lined ? 128 / SIZE : S::VEC;       // elements at multiples of which boxes begin
 
 // Channels_last: boxes have G_WIDTH channels, a swizzled row, and the columns of one row; g_one_box: all rows of a plane. Gapless: a
 // plane is a tap's pixels. Parted: a plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours,

@@ -50,7 +50,7 @@ static __device__ __forceinline__ void begin_rows(int& lane_at, typename F::Phas
   const Sizes& s = block.s;
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
   if constexpr (C::aligned_g) {
-    lane_at += c.w & (T::G_BEGIN - 1);
+    lane_at += c.w & (T::VEC - 1);
   } else if constexpr (T::CLASSED) {
     const int of_channels = (of.channel + of.row) / T::G_CHANNELS;  // the lane's class
 #pragma unroll

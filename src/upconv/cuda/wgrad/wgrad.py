@@ -19,7 +19,7 @@ from torch import Tensor
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Tensor5, Words, channels_last, dense, encode, of_class
+from upconv.cuda.compile.boxes import Tensor5, Words, channels_last, encode, of_class
 from upconv.cuda.compile.launch import Counters, Launcher, TooManyBlocks, as_run, bind
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
@@ -324,8 +324,6 @@ def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
         return (channels_last(p.batch, channels, size, t.element, p.batch_as_width),)
     if t.lines and not g:
         size = (*size[:-2], 1, size[-2] * size[-1])
-    if t.lined and g:
-        return (dense((t.line, size[0] // t.line, channels, 1, p.batch), t.element),)
     of_rows, of_channels = t.classes if g else (1, 1)
     return tuple(
         of_class(p.batch, channels, size, t.element, (of_rows, j), (of_channels, k)).channels_second()

@@ -39,9 +39,6 @@ class BoxedTiling(Tiling):
     """NCHW: a chunk is as wide as the image, whose rows so are one line: a row of x's tile has several of them."""
     interleaved: bool = False
     """NCHW, boxes of g: the `subs` taps of an instruction are neighbours along W, and their rows neighbours in M."""
-    lined: bool = False
-    """1-D, `interleaved`: boxes of g are of whole lines of 128 bytes, of which rows of the output are a whole number;
-    else a box has at most 256 elements of a row."""
     gapless: int = 0
     """channels_last: positions of K that a chunk has, of which a box of any shape (the tile) fills all or nearly all:
     each tap has pixels of g of its own, in the order of the box's, so that no row need be whole strips of 8. The
@@ -132,18 +129,10 @@ class BoxedTiling(Tiling):
 
     # --- g ------------------------------------------------------------------------------------------------------------
 
-    @property
-    def line(self) -> int:
-        """Elements of 128 bytes."""
-        return 128 // self.element
-
     @_chunk
     def _interleaved_banks(self) -> tuple[int, int]:
-        least, every = self.units[1], 1
-        if self.lined:
-            least, every = -(-(self.spans[2] + self.line - 1) // self.line) * 8, 8
         lanes = self.subs, self.dilation[2], self.steps[2], -self.padding[2] % self.vec
-        return _fewest_conflicts(self.element, least, every, *lanes)
+        return _fewest_conflicts(self.element, self.units[1], *lanes)
 
     @_chunk
     def g_row_units(self) -> int:
@@ -195,15 +184,11 @@ class BoxedTiling(Tiling):
         if self.channels_last:
             return self._g_whole_box or (self.g_width, self.spans[2], 1, 1, 1)
         row = self.g_row_units * self.vec
-        if self.lined:
-            return self.line, row // self.line, self.block[1], 1, self.tile[0]
         return self._g_whole_box or (row, self.block[1], 1, 1, 1)
 
     @property
     def g_box_steps(self) -> tuple[int, int, int, int, int]:
         """From one element of a box of g to the next along each of its dimensions."""
-        if self.lined:
-            return 1, 1, 1, 1, 1
         d, h = self._g_row_steps if self.g_one_box else (1, 1)
         return 1, self.steps[2] if self.parted else 1, h, d, 1
 
@@ -211,7 +196,7 @@ class BoxedTiling(Tiling):
     def g_one_box(self) -> bool:
         """Whether one box brings g's tile (channels_last: for each `g_width` channels and plane), not one for each
         row: a box costs hundreds of clocks, however small."""
-        return self.lined or self._g_whole_box is not None
+        return self._g_whole_box is not None
 
     @_chunk
     def parted(self) -> bool:
@@ -356,20 +341,18 @@ class BoxedTiling(Tiling):
             return found + touched(self.g_rows * self.g_pixels * self.block[1] / self.g_width, row, row)
         found = touched(self.x_bytes / self.segment, self.segment, self.segment)
         row = self.g_row_units * 16
-        return found + touched(self.g_rows * self.block[1], row, 128 if self.lined else 16)
+        return found + touched(self.g_rows * self.block[1], row, 16)
 
 
 @lru_cache(maxsize=512)
-def _fewest_conflicts(
-    element: int, units: int, every: int, subs: int, tap: int, step: int, lead: int
-) -> tuple[int, int]:
+def _fewest_conflicts(element: int, units: int, subs: int, tap: int, step: int, lead: int) -> tuple[int, int]:
     """How many 16-byte units, so many or a few more, rows of channels are apart, and how often lanes meet a bank then.
 
-    ``every``: whose multiples they are. A unit that no column needs is copied all the same, so wide rows without
-    conflicts may be slower than narrow ones with some.
+    A unit that no column needs is copied all the same, so wide rows without conflicts may be slower than narrow ones
+    with some.
     """
     found = []
-    for apart in range(units, units + 8 * every, every):
+    for apart in range(units, units + 8):
         worst = 0
         for second in (0,) if element == 4 else (0, step):  # of 16 bits a register takes two words
             words = {

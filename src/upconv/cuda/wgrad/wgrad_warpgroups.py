@@ -167,7 +167,6 @@ class WarpgroupTiling(BoxedTiling):
             "split_m": self.split_m,
             "subs": self.subs,
             "interleaved": self.interleaved,
-            "lined": self.lined,
             "entries": self.entries,
             "stages": self.stages,
             "unrolled": self.unrolled,
