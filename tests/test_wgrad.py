@@ -409,42 +409,6 @@ def test_a_lasting_call_is_one_cooperative_launch(
     assert stubs.names() == ["wgrad_whole together"], "on another stream it is not refused"
 
 
-def test_one_box_of_x_has_the_elements_of_several() -> None:
-    """In the order in which boxes of 64 channels lie in shared memory; of groups, with a halo of rows, images."""
-    layers = (
-        Problem.make(3, 256, 64, (6, 24), 2, 2), Problem.make(2, 384, 192, (5, 16), (3, 2), groups=3),
-        Problem.make(4, 128, 128, (7, 8), 4, 2, 1),
-    )  # fmt: skip
-    some = 0
-    for layer in layers:
-        p = layer.with_(dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight")
-        kinds: dict[Any, WarpgroupTiling] = {}
-        for t in wgrad_search.candidates(wgrad_search.any_size(p), H200, True, True):
-            if isinstance(t, WarpgroupTiling) and t.x_one_box:
-                kinds.setdefault((t.block[0], t.stacked, t.tile), t)
-        x = torch.arange(math.prod(p.input_shape)).view(p.batch, *p.size, p.in_channels)
-        for t in kinds.values():
-            (joined,), (apart,) = (wgrad.tensors(replace(t, x_one_box=one), p, False) for one in (True, False))
-            assert t.boxes == replace(t, x_one_box=False).boxes - t.block[0] // 64 + 1
-            whole, n = x.flatten(), t.tile[0]
-            last = p.size[1] - t.box[1], p.size[0] - t.box[2], p.batch - n
-            if min(last) < 0:
-                continue
-            for group in range(p.groups):
-                channel, (w, h, image) = group * p.in_channels // p.groups, last
-                found = whole.as_strided(
-                    t.box[::-1], (*(s // 2 for s in joined.strides[::-1]), 1),
-                    sum(at * s // 2 for at, s in zip((w, h, image, channel // 64), joined.strides)),
-                )  # fmt: skip
-                expected = torch.stack([
-                    x[image : image + n, h : h + t.box[2], w : w + t.box[1], c : c + 64]
-                    for c in range(channel, channel + t.block[0], 64)
-                ])  # fmt: skip
-                assert torch.equal(found, expected) and apart.dims[0] == p.in_channels
-                some += 1
-    assert some > 20
-
-
 # --- what is compiled ------------------------------------------------------------------------------------------------
 
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))

@@ -178,7 +178,6 @@ LAST: OfTiling = {
     "columns of g by two remainders": lambda t: t.parted and not t.gapless and t.g_planes[0] == 2,
     "columns of g that no tap reads": lambda t: t.parted and t.g_pixels < t.spans[2],
     "g by a box, no descriptors": lambda t: t.element == 2 and t.box_g and not t.a_shared,
-    "x by one box": lambda t: t.x_one_box,
     "chunks without gaps, 16 bits": lambda t: t.gapless and t.element == 2,
     "chunks without gaps, turned": lambda t: t.gapless and t.turned,
     "chunks without gaps that are not full": lambda t: t.gapless > math.prod(t.tile),

@@ -24,17 +24,13 @@ static __device__ __forceinline__ int chunk_pixels(const Sizes& s) {
 
 // A chunk, from its input channel `channel` on.
 static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
-  if constexpr (C::x_one_box) {
-    load_box(to, map, 0, c.w, c.h - T::STACK + 1, c.n, channel / T::X_WIDTH, barrier);
-  } else {
 #pragma unroll 1
-    for (int i = 0; i < T::BOXES; i++) {
-      if constexpr (C::channels_last) {
-        load_box(to + i * T::BOX_BYTES, map, channel + i * T::X_WIDTH, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
-      } else {
-        int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
-        load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
-      }
+  for (int i = 0; i < T::BOXES; i++) {
+    if constexpr (C::channels_last) {
+      load_box(to + i * T::BOX_BYTES, map, channel + i * T::X_WIDTH, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
+    } else {
+      int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
+      load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
     }
   }
 }

@@ -24,7 +24,7 @@ static constexpr int SET_UNITS = S::SET_TAPS / OF_UNIT;
 // --- x -----------------------------------------------------------------------------------------------------------------
 
 // Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT]. Channels_last of 16 bits: for
-// each X_WIDTH channels a box of the chunk's pixels, or (x_one_box) one box that brings them in that order.
+// each X_WIDTH channels a box of the chunk's pixels.
 static constexpr bool TURN_X = LAST && !S::NARROW;      // channels_last float32 is turned by the copying warpgroup
 static constexpr bool K_MAJOR = !LAST || TURN_X;
 static constexpr int PIXELS = S::X_ROWS * C::tile_w;

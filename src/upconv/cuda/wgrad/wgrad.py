@@ -314,12 +314,6 @@ def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
     """The tensors that a tiling's boxes of the input (or of the output's gradient ``g``) are cut from."""
     size = p.out_size if g else p.size
     channels = p.out_channels if g else p.in_channels
-    if t.x_one_box and not g:
-        w, pixels = size[-1], math.prod(size)
-        pitch = channels * t.element
-        # Strides need not grow: the engine asks for multiples of 16 bytes.
-        dims = t.x_width, w, pixels // w, p.batch, channels // t.x_width
-        return (Tensor5(0, dims, (pitch, w * pitch, pixels * pitch, t.x_width * t.element)),)
     if t.channels_last:
         return (channels_last(p.batch, channels, size, t.element, p.batch_as_width),)
     if t.lines and not g:

@@ -45,10 +45,6 @@ class BoxedTiling(Tiling):
     kernel knows their number alone; the box comes with a launch. 0: rows of a chunk are whole strips, and taps share
     what they read."""
 
-    x_one_box: bool = False
-    """channels_last, 16 bits: whether one box brings x's tile, its channels as a dimension of `x_width` and one of how
-    many such there are, not one for each `x_width`."""
-
     # --- positions ----------------------------------------------------------------------------------------------------
 
     @_chunk
@@ -95,23 +91,10 @@ class BoxedTiling(Tiling):
             return self.x_width * self.element
         return min(128, self.row * self.element * (self.tile[2] if self.lines else 1))
 
-    @_chunk
-    def x_joinable(self) -> bool:
-        """Whether `x_one_box` may be: channels of the tensor, and of a block, are whole boxes', which are as long as
-        what they fill, and there is no depth, whose dimension the second of channels takes."""
-        p = self.problem
-        if not self.channels_last or self.turned or self.gapless or p.rank > 2 or p.batch_as_width:
-            return False
-        of_group = p.in_channels // p.groups
-        return self.block[0] > self.x_width == 64 and of_group % 64 == 0
-
     @property
     def box(self) -> tuple[int, int, int, int, int]:
-        """The box of x, innermost first: channels, W, H, D, images (`x_one_box`: images, boxes' channels), or W
-        (`segment` of it), channels, H, D, images."""
+        """The box of x, innermost first: channels, W, H, D, images, or W (`segment` of it), channels, H, D, images."""
         n, d, h, w = self.tile
-        if self.x_one_box:
-            return self.x_width, w, h + self.halo, n, self.block[0] // self.x_width
         if self.channels_last:
             return self.block[0] if self.turned else self.x_width, w, h + self.halo, d, n
         return self.segment // self.element, self.block[0], 1 if self.lines else h + self.halo, d, n
@@ -319,7 +302,7 @@ class BoxedTiling(Tiling):
         """Copies of the tensor copy engine for a chunk."""
         line = self.row * (self.tile[2] if self.lines else 1) * self.element
         found = self.block[0] // self.x_width if self.channels_last else line // self.segment
-        if self.turned or self.x_one_box:
+        if self.turned:
             found = 1
         if self.box_g:
             wide = self.block[1] // self.g_width if self.channels_last else 1

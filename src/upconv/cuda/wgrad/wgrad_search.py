@@ -288,8 +288,6 @@ def _of_tile(of: _Search, base: WarpgroupTiling, tile: tuple[int, int, int, int]
         return None
     if last and max(tile) > 256:
         return None
-    if t.x_joinable and not of.general:
-        t = varied(t, x_one_box=True)
     return None if t.stacked and not t.stackable else t
 
 

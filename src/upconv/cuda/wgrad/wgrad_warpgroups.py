@@ -178,7 +178,6 @@ class WarpgroupTiling(BoxedTiling):
             "channel_classes": self.classes[1],
             "box_g": self.box_g,
             "g_one_box": self.box_g and self.g_one_box,
-            "x_one_box": self.x_one_box,
             "parted": self.parted,
             "a_shared": self.a_shared,
             "g_planes": self.g_planes[0],
