@@ -171,7 +171,6 @@ LAST: OfTiling = {
     "x turned": lambda t: t.turned,
     "both by descriptors": lambda t: t.a_shared,
     "both by descriptors, columns of taps": lambda t: t.a_shared and t.stacked,
-    "g by threads": lambda t: not t.box_g,
     "g by a box": lambda t: t.box_g and t.g_one_box and not t.parted,
     "g by boxes of rows": lambda t: t.box_g and not t.g_one_box,
     "columns of g by three remainders or more": lambda t: t.parted and not t.gapless and t.g_planes[0] > 2,

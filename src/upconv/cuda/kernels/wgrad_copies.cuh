@@ -211,7 +211,7 @@ struct WgradByTurning {
   }
 };
 
-// g by words of all threads, x by boxes.
+// NCHW: g by words of all threads, x by boxes.
 template <class T>
 struct WgradByWords {
   using C = typename T::C;
@@ -226,13 +226,11 @@ struct WgradByWords {
     const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
     const int channel = block.work.group * C::cout + block.work.co;
     Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, tile + T::X_TILE_BYTES, thread);
-    if constexpr (!C::channels_last) {
-      if (Copies::has_borders(memory, at)) {
-        copy_commit();
-        copy_wait<0>();
-        named_sync<1, T::COPIERS>();       // all have landed
-        Copies::clear_borders(block.g, memory, at, channel, tile + T::X_TILE_BYTES, thread);
-      }
+    if (Copies::has_borders(memory, at)) {
+      copy_commit();
+      copy_wait<0>();
+      named_sync<1, T::COPIERS>();         // all have landed
+      Copies::clear_borders(block.g, memory, at, channel, tile + T::X_TILE_BYTES, thread);
     }
     arrive_when_copied(barrier);
     barrier_arrive(barrier);               // what it stored itself

@@ -58,13 +58,12 @@ static constexpr int G_BOX_BYTES =                                   // of a row
     !LAST ? G_CHANNELS * C::g_pitch * SIZE : PLANES ? C::plane_columns * G_COLUMN_BYTES : (S::G_COLUMNS * G_COLUMN_BYTES + 127) / 128 * 128;
 static constexpr int PLANE_BYTES = (S::G_ROWS * G_BOX_BYTES + 127) / 128 * 128;  // where a box may begin
 static constexpr int G_SLAB_BYTES = PLANES ? C::g_planes * PLANE_BYTES : S::G_ROWS * G_BOX_BYTES;  // of G_WIDTH channels
-static constexpr int G_LINE = PLANES ? C::plane_columns : C::box_g ? G_BOX_BYTES / G_COLUMN_BYTES : S::G_COLUMNS;  // pixels from row to row
-static constexpr int G_BYTES = LAST && C::box_g ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
+static constexpr int G_LINE = PLANES ? C::plane_columns : G_BOX_BYTES / G_COLUMN_BYTES;  // pixels from row to row
+static constexpr int G_BYTES = LAST ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
 static constexpr int CLASS_BYTES = G_BYTES / CLASSES;
-// From one pixel of g's tile to the next (of NCHW counted in elements), from one of q to the next, and from one row to the next.
+// From one pixel of g's tile to the next (of NCHW counted in elements), and from one of q to the next.
 static constexpr int G_PIXEL_BYTES = LAST ? C::g_pitch * SIZE : 1;
 static constexpr int G_STEP_W = C::parted ? 1 : C::step_w;           // in pixels
-static constexpr int G_ROW_BYTES = LAST && !C::box_g ? G_LINE * G_PIXEL_BYTES : G_BOX_BYTES;
 
 // --- stages and sums ---------------------------------------------------------------------------------------------------
 

@@ -186,7 +186,7 @@ class BoxedTiling(Tiling):
         """Channels_last: whether columns of g that a tap reads are neighbours, in a plane of those with their remainder
         by the stride. So columns that no tap reads are left out; and 16-bit fragments of even strides meet all banks,
         where rows of every second pixel lie in half of them."""
-        return self.box_g and self._partable and self.g_one_box
+        return self._partable and self.g_one_box
 
     @_chunk
     def _partable(self) -> bool:
@@ -261,18 +261,18 @@ class BoxedTiling(Tiling):
             of_rows, _ = self.classes
             rows = self.tile[0] * rows_d * -(-rows_h // of_rows) * of_rows
             return rows * self.block[1] * self.g_row_units * 16
-        if self.channels_last and self.box_g and self.g_one_box:
+        if self.channels_last and self.g_one_box:
             planes, columns, _ = self.g_planes
             plane = -(-self.g_rows * columns * self.g_width * self.element // 128) * 128
             return self.block[1] // self.g_width * planes * plane
-        if self.channels_last and self.box_g:
+        if self.channels_last:
             box = -(-self.spans[2] * self.g_width * self.element // 128) * 128
             return self.g_rows * self.block[1] // self.g_width * box
         return super().g_bytes
 
     @property
     def g_pitch(self) -> int:
-        return self.g_width if self.channels_last and self.box_g else super().g_pitch
+        return self.g_width if self.channels_last else super().g_pitch
 
     @property
     def g_pixels(self) -> int:
@@ -283,7 +283,7 @@ class BoxedTiling(Tiling):
     @_chunk
     def g_units(self) -> int:
         """16-byte copies of g's tile."""
-        if self.channels_last and self.box_g:
+        if self.channels_last:
             return self.g_rows * self.g_pixels * -(-self.block[1] // self.vec)
         return super().g_units
 

@@ -261,7 +261,7 @@ def _last_clocks(t: WarpgroupTiling) -> tuple[float, str]:
 
 
 def _warpgroup_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str]:
-    if t.channels_last and t.box_g:
+    if t.channels_last:
         return _last_clocks(t)
     if t.box_g and not (t.stacked or t.classed):
         return _boxed_clocks(t, straddling)
@@ -281,8 +281,8 @@ def _warpgroup_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str
         copies = t.lines_of_boxes * _LINE
     else:
         l2 = 0.0  # what copies take is more
-        copies = t.g_units * _COPY[t.warpgroups > 2] * _ragged(t, t.channels[1])
-        copies += _CHUNK[1] + (t.boxes - 1) * _BOX_BESIDE + (0.0 if t.channels_last else t.g_rows * t.block[1] * _ROW)
+        copies = t.g_units * _COPY[t.warpgroups > 2]
+        copies += _CHUNK[1] + (t.boxes - 1) * _BOX_BESIDE + t.g_rows * t.block[1] * _ROW
         if t.stacked:
             copies = max(copies, t.lines_of_boxes * _LINE)
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}

@@ -282,7 +282,7 @@ def _of_tile(of: _Search, base: WarpgroupTiling, tile: tuple[int, int, int, int]
     t = varied(base, tile=tile, aligned_g=of.aligned_g and not last, lines=lines, classes=of.classes)
     if t.classed and not t.classes_fit:
         t = varied(t, classes=(1, 1))
-    if (t.aligned_g or t.classed or t.turned or p.batch_as_width) and not t.box_g:
+    if (last or t.aligned_g or t.classed) and not t.box_g:
         return None
     if ((not last or t.turned) and t.segment < 32) or (t.element == 2 and t.strips % 2):
         return None

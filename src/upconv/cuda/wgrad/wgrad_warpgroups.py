@@ -88,7 +88,7 @@ class WarpgroupTiling(BoxedTiling):
 
         Where three warpgroups take many rows or channels a fragment serves it gains nothing (docs/experiments.md).
         """
-        if not (self.channels_last and self.element == 2 and self.box_g and self.g_width == 64 and self.subs == 1):
+        if not (self.channels_last and self.element == 2 and self.g_width == 64 and self.subs == 1):
             return False
         if self.stages < 3 or not (self.parted or self.steps[2] == 1):
             return False
