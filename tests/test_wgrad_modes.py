@@ -158,8 +158,7 @@ OfCase = dict[str, Callable[[Case], bool]]
 
 NCHW: OfTiling = {
     "g by threads": lambda t: not t.box_g,
-    "g by a box": lambda t: t.box_g and t.g_one_box and not t.classed,
-    "g by boxes of rows": lambda t: t.box_g and not t.g_one_box,
+    "g by a box": lambda t: t.box_g and not t.classed,
     "x in lines": lambda t: t.lines,
     "x in lines, several boxes": lambda t: t.lines and t.tile[3] * t.tile[2] * t.element > t.segment,
     "words that taps share": lambda t: t.shared_words,
@@ -171,12 +170,11 @@ LAST: OfTiling = {
     "x turned": lambda t: t.turned,
     "both by descriptors": lambda t: t.a_shared,
     "both by descriptors, columns of taps": lambda t: t.a_shared and t.stacked,
-    "g by a box": lambda t: t.box_g and t.g_one_box and not t.parted,
-    "g by boxes of rows": lambda t: t.box_g and not t.g_one_box,
+    "g by a box": lambda t: not t.parted,
     "columns of g by three remainders or more": lambda t: t.parted and not t.gapless and t.g_planes[0] > 2,
     "columns of g by two remainders": lambda t: t.parted and not t.gapless and t.g_planes[0] == 2,
     "columns of g that no tap reads": lambda t: t.parted and t.g_pixels < t.spans[2],
-    "g by a box, no descriptors": lambda t: t.element == 2 and t.box_g and not t.a_shared,
+    "g by a box, no descriptors": lambda t: t.element == 2 and not t.a_shared,
     "chunks without gaps, 16 bits": lambda t: t.gapless and t.element == 2,
     "chunks without gaps, turned": lambda t: t.gapless and t.turned,
     "chunks without gaps that are not full": lambda t: t.gapless > math.prod(t.tile),
@@ -219,7 +217,7 @@ def numbered() -> OfTiling:
     for width in (32, 48, 64, 80, 96, 128, 160, 256):
         found[f"{width} columns"] = lambda t, n=width: t.block[0] == n
     for width in (16, 32, 64):
-        found[f"boxes of {width} channels of g"] = lambda t, n=width: t.channels_last and t.box_g and t.g_width == n
+        found[f"boxes of {width} channels of g"] = lambda t, n=width: t.channels_last and t.g_width == n
         found[f"boxes of {width} channels of x"] = lambda t, n=width: (
             t.channels_last and not t.turned and t.x_width == n
         )

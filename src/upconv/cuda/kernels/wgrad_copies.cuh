@@ -12,7 +12,6 @@ using C = typename T::C;
 using Sizes = typename T::Sizes;
 using Chunk = typename T::Chunk;
 using Work = typename T::Work;
-using Rows = typename T::Rows;
 using TensorMaps = typename T::TensorMaps;
 
 // --- x ---
@@ -82,25 +81,11 @@ static __device__ __forceinline__ void load_planes(const TensorMap& map, const C
     load_box(to + i / C::g_planes * T::G_SLAB_BYTES + i % C::g_planes * T::PLANE_BYTES, map, channel + i / C::g_planes * T::G_WIDTH, at.w + i % C::g_planes * C::dilation_w, at.h, at.d, at.n, barrier);
 }
 
-static __device__ __forceinline__ void load_rows(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
-#pragma unroll 1
-  for (int r = 0; r < T::G_ROWS; r++) {
-    Rows of = T::g_row(r);
-    if constexpr (C::channels_last) {
-      for (int i = 0; i < T::G_BOXES; i++)
-        load_box(to + (i * T::G_ROWS + r) * T::G_BOX_BYTES, map, channel + i * T::G_WIDTH, at.w, at.h + of.h, at.d + of.d, at.n + of.n, barrier);
-    } else {
-      load_box(to + r * T::G_BOX_BYTES, map, at.w - (at.w & (T::VEC - 1)), channel, at.h + of.h, at.d + of.d, at.n + of.n, barrier);
-    }
-  }
-}
-
 static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
   if constexpr (T::CLASSED) load_classes(maps, s, at, channel, to, barrier);
   else if constexpr (C::gapless) load_taps(*maps, at, channel, to, barrier);
-  else if constexpr (T::PLANES) load_planes(*maps, at, channel, to, barrier);
-  else if constexpr (C::g_one_box) load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
-  else load_rows(*maps, at, channel, to, barrier);
+  else if constexpr (C::channels_last) load_planes(*maps, at, channel, to, barrier);
+  else load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
 }
 
 // --- a chunk ---
@@ -108,8 +93,7 @@ static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes
 // Bytes that `load` brings.
 static __device__ __forceinline__ int bytes_of(const Sizes& s) {
   if constexpr (C::gapless) return chunk_pixels(s) * (((T::TURN_X ? 0 : C::block_ci) + T::SET_TAPS * C::block_co) * T::ELEMENT);
-  constexpr int COLUMNS = C::g_one_box ? C::g_planes * C::plane_columns : T::G_COLUMNS;
-  constexpr int OF_G = C::channels_last ? T::G_ROWS * COLUMNS * C::block_co * T::ELEMENT : T::G_BYTES;
+  constexpr int OF_G = C::channels_last ? T::G_ROWS * C::g_planes * C::plane_columns * C::block_co * T::ELEMENT : T::G_BYTES;
   return (T::TURN_X ? 0 : T::X_TILE_BYTES) + (C::box_g ? OF_G : 0);
 }
 

@@ -46,19 +46,18 @@ static constexpr int CLASSES = C::row_classes * C::channel_classes;
 static constexpr bool CLASSED = CLASSES > 1;
 static constexpr int G_CHANNELS = C::block_co / C::channel_classes;  // of a class
 
-// Channels_last: boxes have G_WIDTH channels, a swizzled row, and the columns of one row; g_one_box: all rows of a plane. Gapless: a
+// Channels_last: boxes have G_WIDTH channels, a swizzled row, and all rows of a plane. Gapless: a
 // plane is a tap's pixels. Parted: a plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours,
 // which meet different banks, and columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each
 // g_planes taps.
-static constexpr bool PLANES = LAST && C::g_one_box;
 static constexpr int G_WIDTH = C::block_co % 64 == 0 && S::NARROW ? 64 : C::block_co % 32 == 0 ? 32 : 16;
 static constexpr int G_BOXES = LAST ? C::block_co / G_WIDTH : 1;
 static constexpr int G_COLUMN_BYTES = G_WIDTH * SIZE;
 static constexpr int G_BOX_BYTES =                                   // of a row
-    !LAST ? G_CHANNELS * C::g_pitch * SIZE : PLANES ? C::plane_columns * G_COLUMN_BYTES : (S::G_COLUMNS * G_COLUMN_BYTES + 127) / 128 * 128;
+    LAST ? C::plane_columns * G_COLUMN_BYTES : G_CHANNELS * C::g_pitch * SIZE;
 static constexpr int PLANE_BYTES = (S::G_ROWS * G_BOX_BYTES + 127) / 128 * 128;  // where a box may begin
-static constexpr int G_SLAB_BYTES = PLANES ? C::g_planes * PLANE_BYTES : S::G_ROWS * G_BOX_BYTES;  // of G_WIDTH channels
-static constexpr int G_LINE = PLANES ? C::plane_columns : G_BOX_BYTES / G_COLUMN_BYTES;  // pixels from row to row
+static constexpr int G_SLAB_BYTES = C::g_planes * PLANE_BYTES;  // of G_WIDTH channels
+static constexpr int G_LINE = C::plane_columns;  // pixels from row to row
 static constexpr int G_BYTES = LAST ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
 static constexpr int CLASS_BYTES = G_BYTES / CLASSES;
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one of q to the next.

@@ -8,8 +8,8 @@
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
 //      rounded to TF32 on the way; channels_last of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
 //      that channels_last float32 is turned by the copying warpgroup.
-// g comes by boxes too (box_g): by one where its rows lie evenly (g_one_box; channels_last for each G_WIDTH channels and plane), by
-// one for each row, NCHW by one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
+// g comes by boxes too (box_g), where its rows lie evenly: channels_last by one for each G_WIDTH channels and plane; NCHW by one, or by
+// one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
 // Roles: one warpgroup copies, the others multiply: split_m of them divide the output channels of a block, the others its taps,
 // UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap; or, stacked, a column of
 // taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then

@@ -134,12 +134,14 @@ class BoxedTiling(Tiling):
 
     @_chunk
     def box_g(self) -> bool:
-        """Whether g comes by boxes too."""
+        """Whether g comes by boxes too: one (channels_last: for each `g_width` channels and plane) brings a tile's
+        rows, since a box costs hundreds of clocks, however small."""
+        if self._g_whole_box is None:
+            return False
         if self.channels_last:
             aligned = self.problem.out_channels % self.vec == 0
-            whole = self.problem.groups == 1 or self.channels[1] % self.vec == 0
-            return aligned and whole and max(self.g_box) <= MAX_BOX
-        return (self.aligned_g or self.classed) and max(self.g_box) <= MAX_BOX
+            return aligned and (self.problem.groups == 1 or self.channels[1] % self.vec == 0)
+        return self.aligned_g or self.classed
 
     @_chunk
     def classed(self) -> bool:
@@ -153,7 +155,7 @@ class BoxedTiling(Tiling):
         # A class's rows begin early, which shows to the left of the image.
         few = rows * channels <= MAX_CLASSES and self.padding[2] == 0
         known = (rows == 1 or self.stacked) and self.block[1] // channels >= 16
-        return few and known and self.g_one_box and self._g_row_steps[1] == 1
+        return few and known and self._g_whole_box is not None and self._g_row_steps[1] == 1
 
     @_chunk
     def g_width(self) -> int:
@@ -162,31 +164,22 @@ class BoxedTiling(Tiling):
 
     @_chunk
     def g_box(self) -> tuple[int, int, int, int, int]:
-        """The box of g, innermost first: channels, W, H, D, images (channels_last) or W, channels, H, D, images, of all
-        of a tile (`g_one_box`; channels_last: of a plane of it) or of a row."""
-        if self.channels_last:
-            return self._g_whole_box or (self.g_width, self.spans[2], 1, 1, 1)
-        row = self.g_row_units * self.vec
-        return self._g_whole_box or (row, self.block[1], 1, 1, 1)
+        """The box of g, innermost first: channels, W, H, D, images (channels_last) or W, channels, H, D, images."""
+        assert self._g_whole_box is not None
+        return self._g_whole_box
 
     @property
     def g_box_steps(self) -> tuple[int, int, int, int, int]:
         """From one element of a box of g to the next along each of its dimensions."""
-        d, h = self._g_row_steps if self.g_one_box else (1, 1)
+        d, h = self._g_row_steps
         return 1, self.steps[2] if self.parted else 1, h, d, 1
-
-    @_chunk
-    def g_one_box(self) -> bool:
-        """Whether one box brings g's tile (channels_last: for each `g_width` channels and plane), not one for each
-        row: a box costs hundreds of clocks, however small."""
-        return self._g_whole_box is not None
 
     @_chunk
     def parted(self) -> bool:
         """Channels_last: whether columns of g that a tap reads are neighbours, in a plane of those with their remainder
         by the stride. So columns that no tap reads are left out; and 16-bit fragments of even strides meet all banks,
         where rows of every second pixel lie in half of them."""
-        return self._partable and self.g_one_box
+        return self._partable and self._g_whole_box is not None
 
     @_chunk
     def _partable(self) -> bool:
@@ -261,13 +254,10 @@ class BoxedTiling(Tiling):
             of_rows, _ = self.classes
             rows = self.tile[0] * rows_d * -(-rows_h // of_rows) * of_rows
             return rows * self.block[1] * self.g_row_units * 16
-        if self.channels_last and self.g_one_box:
+        if self.channels_last:
             planes, columns, _ = self.g_planes
             plane = -(-self.g_rows * columns * self.g_width * self.element // 128) * 128
             return self.block[1] // self.g_width * planes * plane
-        if self.channels_last:
-            box = -(-self.spans[2] * self.g_width * self.element // 128) * 128
-            return self.g_rows * self.block[1] // self.g_width * box
         return super().g_bytes
 
     @property
@@ -306,7 +296,7 @@ class BoxedTiling(Tiling):
             found = 1
         if self.box_g:
             wide = self.block[1] // self.g_width if self.channels_last else 1
-            found += wide * (math.prod(self.classes) * self.g_planes[0] if self.g_one_box else self.g_rows)
+            found += wide * math.prod(self.classes) * self.g_planes[0]
         return found
 
     @property

@@ -269,7 +269,7 @@ def _warpgroup_tiling(of: _Search, base: WarpgroupTiling, chunk: Chunk) -> Warpg
     most = 8 if of.last and not of.general else 4
     if isinstance(chunk, int):
         t = varied(base, tile=(1, 1, 1, 1), gapless=chunk)
-        return _staged(t, of.gpu, most) if t.box_g and t.g_one_box and t.segment >= 32 else None
+        return _staged(t, of.gpu, most) if t.box_g and t.segment >= 32 else None
     whole = _of_tile(of, base, chunk)
     return None if whole is None else _staged(whole, of.gpu, most)
 

@@ -177,7 +177,6 @@ class WarpgroupTiling(BoxedTiling):
             "row_classes": self.classes[0],
             "channel_classes": self.classes[1],
             "box_g": self.box_g,
-            "g_one_box": self.box_g and self.g_one_box,
             "parted": self.parted,
             "a_shared": self.a_shared,
             "g_planes": self.g_planes[0],
