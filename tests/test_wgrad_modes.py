@@ -27,8 +27,8 @@ PARTS = 4  # tests that divide the cases
 MOST = 6e7  # products of a case's tiles
 SEEDS = range(2000)
 FIRST = (
-    51, 68, 91, 98, 109, 141, 156, 162, 195, 223, 255, 272, 314, 351, 362, 428, 431, 471, 485, 495,
-    517, 519, 570, 585, 595, 630, 642, 755, 794, 913, 977, 1025, 1029, 1049, 1176,
+    6, 51, 68, 91, 98, 109, 156, 162, 195, 223, 255, 272, 314, 351, 362, 431, 485, 495, 517, 519,
+    570, 585, 595, 642, 1029,
 )  # fmt: skip
 """Of the seeds a few whose layers have every mode. Others are drawn where these do no longer."""
 
