@@ -31,16 +31,11 @@ from torch import Tensor
 
 import upconv
 from upconv import autograd, cpu, dispatch, planner
-from upconv.cuda import engine, launches, packs, prepared
+from upconv.cuda import engine
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch
-from upconv.cuda.direct import direct_grad, staged
-from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import H200, gpu
-from upconv.cuda.pixels import implicit
-from upconv.cuda.rearrange import relayout, unshuffle
-from upconv.cuda.wgrad import wgrad
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Precision, Problem
 from upconv.replay import calls, replays
@@ -240,6 +235,11 @@ def assert_close(ours: Tensor, theirs: Tensor, length: int = 64) -> None:
         scale = theirs.abs().max().item()
         atol = 2 * scale * rounding_bound(ours.dtype, length)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+
+
+def assert_sentence(reason: str) -> None:
+    """What says why something is not done."""
+    assert len(reason) > 15 and not reason.endswith(".") and "\n" not in reason, reason
 
 
 # --- the same call on both -------------------------------------------------------------------------------------------
@@ -498,7 +498,7 @@ class Stubs:
         for _ in range(2):
             prepared.run(x, packed, bias, out, fresh=True)
             pointers = packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
-            expected = choice.family, choice.grid, True, (*pointers, *t.arguments(p), *(x.data_ptr(),) * 16)
+            expected = choice.entry, choice.grid, True, (*pointers, *t.arguments(p), *(x.data_ptr(),) * 16)
             assert self.pop() == expected
         assert self.encoded == [x.data_ptr()], "a map is kept"
         off = off_16_bytes(x).copy_(x)
@@ -553,16 +553,14 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
-    for module in (packs, prepared, wgrad, staged, direct_grad, relayout, unshuffle):
-        monkeypatch.setattr(module, "Launcher", Launcher)
-    for module in (packs, prepared, gather, wgrad, staged, direct_grad, relayout, unshuffle):
-        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
-    for module in (gather, implicit):
-        monkeypatch.setattr(module, "cluster_fits", lambda device, blocks: True)
-    for module in (packs, prepared, wgrad):
-        monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (packs, launches, gather, wgrad, implicit):
-        monkeypatch.setattr(module, "encode", encode)
+    stand_in(
+        monkeypatch,
+        Launcher=Launcher,
+        gpu_of=lambda device: H200,
+        cluster_fits=lambda device, blocks: True,
+        bind=lambda device: None,
+        encode=encode,
+    )
     return found
 
 

@@ -36,7 +36,8 @@ SCALAR: tuple[Precision, ...] = ("ieee", "fp16", "bf16", "fp64")
 FORWARD_LIKE: tuple[Pass, ...] = ("fwd", "grad-input")
 GRADIENTS: tuple[Pass, ...] = ("grad-input", "grad-weight")
 LAYOUTS: tuple[Layout, ...] = ("nchw", "channels_last")
-MOST = 3e6  # products of a layer at most, padding by the tile included
+MOST_MACS = 5e9  # of a layer, so that float64 does not take long
+MOST = 3e7  # products of a small choice's tiles, padding included: an emulator takes a second for them
 
 T = TypeVar("T")
 
@@ -65,12 +66,14 @@ class Layers:
     paddings: int = 5
     """At most."""
 
-    def draw(self, rng: random.Random) -> Problem:
+    def draw(self, rng: random.Random, larger: int = 1) -> Problem:
+        """``larger``: times as many images and, in half of the layers, rows and columns."""
         rank = rng.choice(self.ranks)
         groups, precision = rng.choice(self.groups), rng.choice(self.precisions)
         axes = []
+        wider = rng.choice((1, larger))
         for axis in range(rank):
-            size = rng.choice(self.heights if axis < rank - 1 else self.widths) * (2 if rank == 1 else 1)
+            size = rng.choice(self.heights if axis < rank - 1 else self.widths) * (2 if rank == 1 else 1) * wider
             kernel, stride, dilation = rng.choice(self.kernels), rng.choice(self.strides), rng.choice(self.dilations)
             if axis < rank - 2:
                 kernel, stride = min(kernel, 3), min(stride, 3)
@@ -79,11 +82,11 @@ class Layers:
             axes.append((size, kernel, stride, rng.randint(0, min((free - 1) // 2, self.paddings)), more, dilation))
         size, kernel, stride, padding, more, dilation = zip(*axes)
         pass_ = rng.choice(self.passes)
+        channels = groups * rng.choice(self.inputs), groups * rng.choice(self.outputs)
         return Problem.make(
-            rng.randint(1, 3), groups * rng.choice(self.inputs), groups * rng.choice(self.outputs), size, kernel,
-            stride, padding, more, dilation, groups, bias=pass_ == "fwd" and rng.random() < 0.5,
-            dtype=DTYPES[precision], precision=precision, layout=rng.choice(self.layouts) if rank > 1 else "nchw",
-            pass_=pass_,
+            rng.randint(1, 3) * larger, *channels, size, kernel, stride, padding, more, dilation, groups,
+            bias=pass_ == "fwd" and rng.random() < 0.5, dtype=DTYPES[precision], precision=precision,
+            layout=rng.choice(self.layouts) if rank > 1 else "nchw", pass_=pass_,
         )  # fmt: skip
 
 
@@ -162,21 +165,13 @@ def wgrad_tilings(p: Problem, gpu: Gpu) -> list[SyncTiling | WarpgroupTiling]:
     return list(wgrad_search.candidates(wgrad_search.any_size(p), gpu, aligned, aligned_g, *of_size))
 
 
-def wgrad_work(tiling: SyncTiling | WarpgroupTiling, p: Problem) -> int:
-    """What a tiling brings to multiply, in elements of operands."""
-    tiling = wgrad_costs.boxed(tiling, p)
-    taps = tiling.set_taps * tiling.block[1] + tiling.block[0]
-    return math.prod(tiling.counts(p)) * tiling.tiles * math.prod(tiling.tile) * taps
-
-
 def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
     if wgrad.refusal(p, gpu) is not None:
         return None
     every = [t for t in wgrad_tilings(p, gpu) if isinstance(t, kind)]
-    few = [t for t in rng.sample(every, min(20, len(every))) if t.tiles <= 12 and wgrad_work(t, p) < MOST / 3]
-    if not few:
+    if not every:
         return None
-    tiling = wgrad_costs.boxed(few[0], p)
+    tiling = wgrad_costs.boxed(rng.choice(every), p)
     splits = min(math.prod(tiling.counts(p)), rng.choice((1, 2, 3, 5)))
     return wgrad.Choice(tiling, p, gpus(rng, gpu), splits, 1e-5, "")
 
@@ -282,7 +277,11 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
                widths=(4, 8, 12, 16, 24, 33)),
         lambda rng, p, gpu: wgrad_choice(rng, p, gpu, WarpgroupTiling),
     ),
-    "direct": (Layers(FORWARD_LIKE, SCALAR, outputs=(1, 2, 3, 4, 9, 17), groups=(1, 1, 2, 3, 8)), direct_choice),
+    "direct": (
+        Layers(FORWARD_LIKE, SCALAR, inputs=(1, 3, 4, 8, 16), outputs=(1, 2, 3, 4, 9, 17), groups=(1, 1, 2, 3, 8),
+               widths=(1, 3, 4, 8, 12, 16, 20, 33)),
+        direct_choice,
+    ),
     "direct walks": (Layers(("fwd",), SCALAR, ranks=(1, 2, 2), inputs=(1, 2, 3, 4, 8, 16)), walk_choice),
     "staged": (
         Layers(GRADIENTS, SCALAR, inputs=(1, 2, 3, 8), outputs=(1, 2, 3, 5), groups=(1, 2, 3)), staged_choice,
@@ -303,11 +302,31 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
 """Of what layers, and the choice of a random tile for one; None where the kernel has none."""
 
 
-def choices(family: str, gpu: Gpu = H200) -> Iterator[tuple[Any, Problem]]:
+def work(choice: Any) -> float:
+    """Products of a choice's tiles, padding included, as far as that may be far more than a layer's."""
+    p = choice.problem
+    if isinstance(choice, gather.Choice):
+        t = choice.tiling
+        tiles_of = math.prod(t.counts(p)) * p.groups * t.cout_blocks
+        return float(tiles_of * math.prod(t.tile) * 64 * t.wgs_m * sum(t.variant_entries) * t.chunks * t.chunk)
+    if isinstance(choice, wgrad.Choice):
+        t = choice.tiling
+        taps = t.set_taps * t.block[1] + t.block[0]
+        return float(math.prod(t.counts(p)) * t.tiles * math.prod(t.tile) * taps * 64)
+    if isinstance(choice, implicit.Choice):
+        tile = choice.tile
+        return float(tile.tiles(p) * max(tile.steps) * tile.rows * tile.columns * tile.chunk)
+    return 0.0
+
+
+def choices(family: str, gpu: Gpu = H200, larger: int = 1) -> Iterator[tuple[Any, Problem]]:
     """A family's random choices, in an order of their own, each with the problem whose tensors it takes."""
     rng = random.Random(f"drawn {family}")
     layers, draw = FAMILIES[family]
     while True:
-        found = draw(rng, layers.draw(rng), gpu)
-        if found is not None:
-            yield found if isinstance(found, tuple) else (found, found.problem)
+        p = layers.draw(rng, larger)
+        if p.macs > MOST_MACS or (found := draw(rng, p, gpu)) is None:
+            continue
+        choice, tensors = found if isinstance(found, tuple) else (found, found.problem)
+        if larger > 1 or work(getattr(choice, "inner", choice)) < MOST:
+            yield choice, tensors

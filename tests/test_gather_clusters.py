@@ -135,15 +135,13 @@ def test_where_no_cluster_fits_blocks_have_tiles_of_their_own(
         monkeypatch.setattr(gather, "cluster_fits", lambda *given, a=asked, fits=fits: a.append(given) or fits)
         prepared = chosen.prepare(0)
         assert asked == [(0, chosen.tiling.cluster)]
-        before = prepared._tiling, prepared._grid, prepared.claims, prepared._unit, prepared._boxed_unit
+        before = prepared.choice
         for given in (weight, last, weight):
             prepared.run(x, prepared.pack(given), None, out)
             name, blocks, *_ = stubs.pop()
             assert (name, blocks) == ("gather", grid)
-        assert before == (
-            prepared._tiling, prepared._grid, prepared.claims, prepared._unit, prepared._boxed_unit
-        ), "nothing changes in the middle of a call"  # fmt: skip
-        assert prepared._unit == (chosen if fits else alone).sources()[0] and len(asked) == 1
+        assert prepared.choice is before, "nothing changes in the middle of a call"
+        assert before == (chosen if fits else alone) and len(asked) == 1
 
 
 class TestOnGpu:

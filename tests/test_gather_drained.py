@@ -11,10 +11,11 @@ import torch
 
 from conftest import by_turns
 from upconv.cuda.axes import Unfit, any_size, result_shape
-from upconv.cuda.compile import boxes, jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import H200
+from upconv.cuda.launches import Map
 from upconv.problem import Problem
 
 FORWARD = Problem.make(4, 32, 64, (8, 24), 4, 2, 1, dtype=torch.float16)
@@ -47,20 +48,18 @@ def test_what_cannot_be_drained_is_unfit() -> None:
 
 
 @pytest.mark.parametrize("stride", [(1, 1), (2, 2), (4, 2), (3, 1)])
-def test_the_results_map(stride: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_results_map(stride: tuple[int, int]) -> None:
     """Its dimensions and strides lead to each output once, rows of a phase side by side."""
     p = Problem.make(3, 16, 24, (8, 16), 4, stride, 0, dtype=torch.bfloat16)
     p = p.with_(output_padding=(-p.out_size[0] % stride[0], -p.out_size[1] % 8 % stride[1]))
     p = p.with_(size=(8, 16 + next(n for n in range(8) if (p.out_size[1] + n * stride[1]) % 8 == 0)))
     assert gather_search.drains(p)
-    seen: list[tuple[object, ...]] = []
-    monkeypatch.setattr(gather, "encode", lambda *arguments: seen.append(arguments) or b"")
     t = tilings(p)[0]
-    gather.result_map(t, p, 64)
-    ((tensor, address, dtype, box, steps, span),) = seen
-    assert (address, dtype, box, steps, span) == (64, p.dtype, t.out_box, (1,) * 5, t.out_span)
-    assert box[0] * 2 == span and span in (32, 64, 128)  # type: ignore[index]
-    assert isinstance(tensor, boxes.Tensor5) and all(n % 16 == 0 for n in tensor.strides)
+    found = gather.result_map(t, p)
+    assert found == Map("result", found.tensor, p.dtype, t.out_box, span=t.out_span)
+    assert found.box[0] * 2 == found.span and found.span in (32, 64, 128)
+    tensor = found.tensor
+    assert all(n % 16 == 0 for n in tensor.strides)
     batch, channels, height, width = result_shape(p)
     assert tensor.dims == (width, channels, height // stride[0], stride[0], batch)
     at = sum(i * n for i, n in zip(np.indices(tensor.dims), (2, *tensor.strides)))
@@ -99,6 +98,6 @@ def test_compiled_kernels_spill_nothing(p: Problem) -> None:
     units = (*chosen.sources(), *chosen.packing_sources)
     for unit in by_turns(units, len(units), CHOSEN.index(p)):
         code, _, log = jit.built(unit.source, "90a", unit.label)
-        assert jit.inspect(code)["gather"][1] == 0 and not jit.serialised(log)
+        assert elf.inspect(code)["gather"][1] == 0 and not nvrtc.serialised(log)
     general = gather.choose(p, H200, general=True)
     assert not isinstance(general, str) and not general.tiling.drained, "exported files have no map of the result"

@@ -26,6 +26,7 @@ from upconv.cuda.gemm import gather, gather_search, tiling_weights
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import gpu
+from upconv.cuda.prepared import Prepared
 from upconv.problem import Pass, Problem
 
 pytestmark = [
@@ -179,13 +180,14 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
             last = weight.contiguous(memory_format=formats[p.rank])
             outs.append(torch.full_like(outs[0], float("nan")))
             prepared.run(x, prepared.pack(last), bias, outs[-1])
-        assert prepared.packs or not tiling.packs or tiling.pack_blocks > 4 * 132 or prepared._choice.general
-        alone = prepared.packs and tiling in packing
+        packs = prepared.choice.packs
+        assert packs or not tiling.packs or tiling.pack_blocks > 4 * 132 or prepared.choice.general
+        alone = packs and tiling in packing
         for given in (weight, weight.contiguous(memory_format=memory_format)) if alone else ():
             for _ in range(3):  # one kernel, on counters that the one before left
                 outs.append(torch.full_like(outs[0], float("nan")))
                 prepared.run_packing(x, given, bias, outs[-1])
-        assert all(not zeros.any() for zeros in prepared._zeros.of_streams.values())
+        assert all(not zeros.any() for of in prepared.counters.values() for zeros in of.of_streams.values())
         assert all(torch.equal(outs[0], other) for other in outs[1:]), tiling
         assert_accurate(outs[0], truth, size, products + 1)
 
@@ -235,9 +237,9 @@ def test_results_by_the_copy_engine(name: str, precision: str) -> None:
         off = torch.empty(outs[0].numel() + 1, device="cuda", dtype=p.dtype)[1:].view(outs[0].shape)
         prepared.run(x, prepared.pack(weight), bias, off)  # a result that no box may begin at
         outs[2] = off
-        if prepared.packs:
+        if choice.packs:
             prepared.run_packing(x, weight, bias, outs[3])
-        assert all(torch.equal(outs[0], other) for other in outs[1 : 3 + prepared.packs]), choice.tiling
+        assert all(torch.equal(outs[0], other) for other in outs[1 : 3 + bool(choice.packs)]), choice.tiling
         assert_accurate(outs[0], truth, size_of, source_shape(p)[1] * p.taps + 1)
 
 
@@ -303,9 +305,8 @@ def test_kernels_that_pack_on_streams_at_once(precision: str, pass_: Pass) -> No
                 prepared.run_packing(x, weight, bias, mine[-1])
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for mine in outs for a, b in zip(mine, expected))
-    assert len(prepared._zeros.of_streams) == len(streams) and all(
-        not zeros.any() for zeros in prepared._zeros.of_streams.values()
-    )
+    (counters,) = prepared.counters.values()
+    assert len(counters.of_streams) == len(streams) and all(not zeros.any() for zeros in counters.of_streams.values())
 
 
 @HOPPER[1]
@@ -338,7 +339,7 @@ def test_claimed_tiles(name: str, precision: str, layout: str, pass_: Pass, monk
         if not choice.claimed:
             continue
         prepared = choice.prepare(0)
-        claiming += prepared.claims
+        claiming += choice.claimed
         packed = prepared.pack(weight.contiguous(memory_format=given))  # in channels_last as boxes may take it
         dealt = torch.full(result_shape(p), float("nan"), device="cuda", dtype=p.dtype).contiguous(memory_format=given)
         prepared.run(x, packed, bias, dealt)
@@ -352,8 +353,9 @@ def test_claimed_tiles(name: str, precision: str, layout: str, pass_: Pass, monk
                 prepared.run(x, packed, bias, outs[-1], False, True)
         torch.cuda.synchronize()
         assert all(torch.equal(out, dealt) for out in outs), tiling
-        assert len(prepared._counters.of_streams) == 3
-        assert all(not zeros.any() for zeros in prepared._counters.of_streams.values())
+        (counters,) = prepared.counters.values()
+        assert len(counters.of_streams) == 3
+        assert all(not zeros.any() for zeros in counters.of_streams.values())
     assert claiming or name in ("k2s2", "k3s2", "3-D", "few")  # whose rows boxes may not bring
 
 
@@ -362,13 +364,13 @@ def test_calls_claim_tiles_and_captured_ones_have_them_dealt_out(monkeypatch: py
     layer = upconv.ConvTranspose2d(32, 64, 3, 1, 1, device="cuda")
     x = torch.randn(16, 32, 256, 320, device="cuda")
     calls: list[bool] = []
-    run = gather.Prepared.run
+    run = Prepared.run
 
-    def noted(self: gather.Prepared, *arguments: Any) -> None:
-        calls.append(self.claims and arguments[5:] == (True,))
+    def noted(self: Prepared, *arguments: Any) -> None:
+        calls.append(isinstance(self.choice, gather.Choice) and self.choice.claimed and arguments[5])
         run(self, *arguments)
 
-    monkeypatch.setattr(gather.Prepared, "run", noted)
+    monkeypatch.setattr(Prepared, "run", noted)
     with torch.no_grad():
         y = layer(x)
         graph = torch.cuda.CUDAGraph()
@@ -436,7 +438,7 @@ def test_rounds_give_the_bits_of_straight_code(
         choice = gather.Choice(tiling, p, chip, 0.0, "")
         prepared = choice.prepare(0)
         packed, found = prepared.pack(weight), []
-        for claim in (False, True) if prepared.claims else (False,):
+        for claim in (False, True) if choice.claimed else (False,):
             out = torch.full(result_shape(p), float("nan"), device="cuda", dtype=p.dtype)
             found.append(out.contiguous(memory_format=given))
             prepared.run(x, packed, bias, found[-1], False, claim)

@@ -79,7 +79,7 @@ def check(p: Problem, choice: Any, x: Tensor, g: Tensor, w: Tensor) -> None:
     expected = theirs(p, x, g, w)
     prepared = choice.prepare(0)
     first: Tensor | None = None
-    packs = getattr(prepared, "packs", False)  # the kernel itself, as the engine asks of it in training
+    packs = getattr(choice, "packs", 0)  # the kernel itself, as the engine asks of it in training
     order = FORMATS[p.rank] if p.layout == "channels_last" else torch.contiguous_format
     for call in range(CALLS):
         out = torch.full(expected.shape, math.nan, device="cuda", dtype=p.dtype)

@@ -7,13 +7,14 @@ looked up then. Tensor maps are encoded once for an address, since allocations c
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.compile.launch import Counters, Launcher, Launches, as_run, bind
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gpu import gpu as gpu_of
@@ -60,8 +61,8 @@ def loaded(launch: Launch, letters: str, device: int) -> Launches:
         return of(quick)
     try:
         return Provisional(lambda: of(quick), lambda: jit.cubin(unit.source, arch, unit.label), lambda: of(unit))
-    except jit.CompileError as error:
-        jit._tell(f"{unit.label} has no quick form: {error}")
+    except nvrtc.CompileError as error:
+        jit.tell(f"{unit.label} has no quick form: {error}")
         return of(unit)
 
 
@@ -116,7 +117,8 @@ def _letters(pieces: Sequence[Pointer | Run]) -> str:
 class Program:
     """Some launches, loaded for a device, which run on operands of these names; the result is the last of them.
 
-    Each operand may be None. ``load``: `loaded` of a launch and letters, without its device.
+    Each operand may be None. ``load``: `loaded` of a launch and letters, without its device. ``counters``: those of so
+    many words.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Program:
         operands: tuple[str, ...],
         device: int,
         load: Callable[[Launch, str], Launches],
+        counters: Callable[[int], Counters],
     ) -> None:
         self.launches, self.operands, self._device = launches, operands, device
         pieces = [_pieces(launch) for launch in launches]
@@ -142,7 +145,7 @@ class Program:
         kinds: list[Any] = [*slots, *beyond, *mapped, *constant]
         places = {one: i for i, one in enumerate(kinds)}
         self._words = [-(-one.bytes // 4) for one in scratch]
-        self.zeros = [Counters(device, one.words) for one in zeros]
+        self.zeros = [counters(one.words) for one in zeros]
         self._beyond = [(slots[one.operand], one.offset) for one in beyond]
         self._mapped = [_Run(one, slots, device) for one in mapped]
         self._constant = [as_run("".join(map(_letter, one)), [a.value for a in one]) for one in constant]  # type: ignore[union-attr]
@@ -205,6 +208,11 @@ def _taken(places: list[int]) -> Callable[[Values], tuple[Any, ...]]:
     return lambda values: tuple([values[i] for i in places])
 
 
+def _lies_last(weight: Tensor) -> bool:
+    order = _LAST.get(weight.dim())  # a problem may have a dimension more (`Problem.abreast`)
+    return order is not None and weight.is_contiguous(memory_format=order)
+
+
 class Packs(Protocol):
     """A choice for ``fwd`` or ``grad-input`` that says what it launches."""
 
@@ -227,6 +235,10 @@ class Packs(Protocol):
     def reads(self) -> str | None:
         """The order of weights that the kernel reads in place, ``contiguous`` or ``channels_last`` ones."""
 
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether packed weights that are kept are faster than weights in place."""
+
     def pack(self, given: Given) -> Launch: ...
 
     def packed_bytes(self, given: Given) -> int: ...
@@ -248,11 +260,13 @@ class Prepared:
         self._programs: dict[Any, Program] = {}
         self._packing: dict[Given, tuple[Program, int]] = {}
         self._known: dict[Any, Program] = {}
+        self.counters: dict[int, Counters] = {}
+        """Of `Zeros`, by their words."""
 
     @property
     def loaded(self) -> bool:
         """Whether the kernels for every call are."""
-        return all(given in self._programs for given in self._every())
+        return self._units <= {unit for unit, *_ in self._launchers}
 
     def load(self) -> None:
         """Compiles (or finds) and loads the kernels for every call. Errors: those of ``jit.kernel``."""
@@ -260,10 +274,20 @@ class Prepared:
             self._program(given)
 
     def _every(self) -> list[Given]:
-        """What calls differ by that want other kernels."""
-        forms: tuple[WeightForm, ...] = ("contiguous",) if self.choice.reads is None else ("contiguous", "in place")
-        found = [Given(form) for form in forms]
-        return [*found, Given("contiguous", single=True)] if self.casts else found
+        """What calls differ by that may want other kernels."""
+        ways: list[tuple[WeightForm, bool]] = [("contiguous", False)]
+        ways += [("in place", False)] if self.choice.reads else []
+        ways += [("contiguous", True)] if self.casts else []
+        return [Given(form, single, lasting=lasting) for form, single in ways for lasting in (False, True)]
+
+    @cached_property
+    def _units(self) -> set[Unit]:
+        """Of the kernels for every call."""
+        return {launch.unit for given in self._every() for launch in self.choice.launches(given)}
+
+    def _counters(self, words: int) -> Counters:
+        found = self.counters.get(words)
+        return self.counters.setdefault(words, Counters(self._device, words)) if found is None else found
 
     def _load(self, launch: Launch, letters: str) -> Launches:
         key = launch.unit, launch.entry, letters, launch.cooperative
@@ -275,21 +299,24 @@ class Prepared:
     def _program(self, given: Given) -> Program:
         weight = "packed" if given.weight == "packed" else "weight"
         operands = ("source", weight, "bias", "result")
-        found = Program(self.choice.launches(given), operands, self._device, self._load)
+        found = Program(self.choice.launches(given), operands, self._device, self._load, self._counters)
         return self._programs.setdefault(given, found)
 
     def _form(self, weight: Tensor) -> WeightForm | None:
         """How a weight is given; None where it is to be made contiguous."""
         if weight.dtype is torch.int32:
             return "packed"
-        p = self._problem
-        order = _LAST.get(weight.dim())  # the problem may have a dimension more (`Problem.abreast`)
-        last = order is not None and weight.is_contiguous(memory_format=order)
-        if weight.dtype is p.dtype and self.choice.reads == "channels_last" and last and not weight.data_ptr() & 15:
+        boxed = self.choice.reads == "channels_last" and weight.dtype is self._problem.dtype
+        if boxed and not weight.data_ptr() & 15 and _lies_last(weight):
             return "in place"
+        return self._order(weight)
+
+    def _order(self, weight: Tensor) -> WeightForm | None:
+        """Of a weight that is to be packed."""
         if weight.is_contiguous():
             return "contiguous"
-        return "channels_last" if last and weight.shape[:2] == p.weight_shape[:2] else None
+        last = _lies_last(weight) and weight.shape[:2] == self._problem.weight_shape[:2]
+        return "channels_last" if last else None
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weight in the order in which the kernel reads it: int32 words, packed on the current stream.
@@ -302,7 +329,11 @@ class Prepared:
 
     def pack_to_keep(self, weight: Tensor) -> Tensor:
         """`pack`, where what comes back is kept for other calls."""
-        return self.pack(weight)
+        return self._packed(weight, None, self._order(weight)) if self.choice.keeps_packed else self.pack(weight)
+
+    def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """`run` of a call that may allocate what outlives it."""
+        self.run(x, weight, bias, out, True, True)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, form: WeightForm | None) -> Tensor:
         if form is None:
@@ -311,7 +342,8 @@ class Prepared:
         given = Given(form, single, "none" if bias is None else "single")
         found = self._packing.get(given)
         if found is None:
-            program = Program((self.choice.pack(given),), ("weight", "bias", "packed"), self._device, self._load)
+            operands = "weight", "bias", "packed"
+            program = Program((self.choice.pack(given),), operands, self._device, self._load, self._counters)
             found = self._packing[given] = program, self.choice.packed_bytes(given) // 4
         program, words = found
         packed = weight.new_empty_strided((words,), (1,), dtype=torch.int32)

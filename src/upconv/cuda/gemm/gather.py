@@ -9,27 +9,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from upconv.cuda import family
 from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Tensor5, Words, channels_last, dense, encode, of_class
-from upconv.cuda.compile.launch import Counters, Launches, as_run, cluster_fits
+from upconv.cuda.compile.boxes import Tensor5, channels_last, dense, of_class
+from upconv.cuda.compile.launch import cluster_fits
 from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gemm.gather_model import alignment_of
 from upconv.cuda.gemm.gather_search import considered, refusal
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launches import Unit
-from upconv.cuda.packs import LazyPacks, Packs, layer_text, packing_entries
+from upconv.cuda.launches import (
+    NULL,
+    Argument,
+    Given,
+    Int,
+    Launch,
+    Map,
+    Operand,
+    Pointer,
+    Scratch,
+    Unit,
+    Zeros,
+    ints,
+)  # fmt: skip
+from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries, weight_map
+from upconv.cuda.prepared import Prepared
 from upconv.cuda.rearrange import batches
 from upconv.derived import derived, varied
 from upconv.problem import Problem
@@ -43,7 +55,6 @@ _ALIKE = 1.03
 # in TF32 is slower: of one tap, of several (docs/experiments.md).
 _PACKING = 2.5e-6, 0.9e12
 _FOUR_LOADS = {True: 0.015, False: 0.06}
-SIZES = "i" * 11  # `Tiling.arguments`
 # A kernel that packs the weights itself: parts of them that a block packs at most, and its longest time: two launches
 # take the host longer than one, but the GPU takes longer with each part a block (docs/experiments.md).
 _MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
@@ -58,7 +69,7 @@ _launched = attrgetter("boxable", "packs", "claimed", "grid")
 
 
 @dataclass(frozen=True)
-class Choice(family.Defaults):
+class Choice(family.Defaults, PackingLaunch):
     """A tiling for a problem on a GPU, and what the model thinks of it."""
 
     tiling: Tiling
@@ -73,6 +84,7 @@ class Choice(family.Defaults):
     """Whether the problem is another's `Problem.flat`."""
     general: bool = False
     """Whether its kernel serves every size of the input, beginnings of rows included."""
+    biased = True
 
     @derived
     def packs(self) -> int:
@@ -173,6 +185,10 @@ class Choice(family.Defaults):
         return self.boxable and self.problem.layout == "channels_last"
 
     def sources(self) -> tuple[Unit, ...]:
+        return self.units
+
+    @derived
+    def units(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes with one tile, `store_unit`, `claimed`.
 
         The first packs weights; the second, where they are `boxable`, takes channels-last ones as they are.
@@ -230,168 +246,83 @@ class Choice(family.Defaults):
         fits = t.cluster == 1 or cluster_fits(device, t.cluster)
         return Prepared(self if fits else replace(self, tiling=replace(t, cluster=1)), device)
 
-
-class BoxedPacks(Packs):
-    """Of these, choices whose kernels read pixels by boxes of a tiling."""
-
-    def __init__(self, t: Tiling, p: Problem, device: int, words: int, blocks: int) -> None:
-        super().__init__(p, device, words, blocks)
-        self._tiling, self._tensors = t, tensors(t, p)
-        self._codes = "PPPP(" + SIZES + "q" * 16 * len(self._tensors) + ")"
-        self._sizes = b""
-        """What kernels are told of the problem, by `as_run`."""
-        self._tails: dict[int, Words] = {}
-
-    def _tail(self, address: int) -> Words:
-        """What kernels are told behind pointers: the sizes and, where there are, the tensor maps of an address."""
-        if not self._tensors:
-            return self._sizes
-        found = self._tails.get(address)
-        if found is None:
-            t, p = self._tiling, self._problem
-            maps = (tensor_map(t, p, address, one) for one in self._tensors)
-            found = self._kept(self._tails, address, lambda: [self._sizes, *maps])
-        return found
-
-
-class Prepared(BoxedPacks, LazyPacks):
-    """A choice's kernels, loaded for a device."""
-
-    biased = True
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        t, p = choice.tiling, choice.problem
-        super().__init__(t, p, device, t.packed_words, t.pack_blocks)
-        self._results: dict[int, Words] = {}
-        if t.drained:
-            self._codes += f"({'q' * 16})"  # the result's map behind the source's
-        self._unit, *boxed = choice.sources()
-        self._boxed_unit = (*boxed, None)[0]
-        # Blocks that begin one by one beside `pack` drift apart. Groups of a channels-last pixel share sectors, and
-        # what memory bounds shares pairs of lines: such blocks are to stay together (docs/experiments.md).
-        lines = in_two_lines(p) and choice.seconds > _LONG_BESIDE
-        abreast = t.channels_last and (p.groups > 1 or lines)
-        self._overlaps = t.wgmma and gpu_of(device).capability >= (9, 0) and not abreast
-        """Whether the kernel may begin beside `pack`."""
-        self._grid = choice.grid
-        self._sizes = as_run(SIZES, t.arguments(p))
-        self.packing = (
-            t.entries,
-            t.chunk,
-            t.parts,
-            t.split == 1,
-            t.subs,
-            p.precision,
-            p.groups,
-            p.pass_,
-            p.out_channels,
-            choice.boxable and (p.pass_ != "fwd" or self.casts),  # else what is kept is packed (`pack_to_keep`)
-            t.shuffle,
-        )
-        """What `pack`'s result depends on beside the weight."""
-        self._choice, self._zeros = choice, Counters(device, 4)
-        self.packs = choice.packs > 0
-        self.claims, self._counters = choice.claimed, Counters(device, t.m_groups + 1)
-        if self._boxed_unit is None and not choice.packs:
-            self.load()
-        # Else what its first weight wants is loaded then: hardly a layer has weights of both kinds.
+    # --- launches -----------------------------------------------------------------------------------------------------
 
     @property
-    def _launchers(self) -> tuple[str, ...]:
-        boxed = ("_run_boxed",) if self._boxed_unit is not None else ()
-        return *self._packed_launchers, *boxed, *(("_run_packing",) if self._choice.packs else ())
+    def reads(self) -> str | None:
+        return "channels_last" if self.boxable else None
 
-    def _load_gather(self, unit: Unit, codes: str, claimed: bool) -> Launches:
-        shared = self._tiling.shared_bytes + (CLAIMS_BYTES if claimed else 0)
-        return self._load(unit, "gather", 512 if self._tiling.wgmma else 384, shared, codes)
+    @property
+    def keeps_packed(self) -> bool:
+        """Packed weights are multiplied faster in TF32 than a forward's in place."""
+        return self.problem.pass_ == "fwd" and not self.casts
 
-    def _load_form(self, boxed: bool) -> Launches:
-        """The kernel of weights that boxes bring, or of packed ones."""
-        unit = self._boxed_unit if boxed else self._unit
-        assert unit is not None
-        codes = self._codes + (f"({'q' * 16})" if boxed else "")
-        return self._load_gather(unit, codes.replace("(", "P(", 1) if self.claims else codes, self.claims)
+    @property
+    def packing(self) -> tuple[Any, ...]:
+        t, p = self.tiling, self.problem
+        in_place = self.boxable and not self.keeps_packed
+        order = t.entries, t.chunk, t.parts, t.split == 1, t.subs, t.shuffle
+        return (*order, p.precision, p.groups, p.pass_, p.out_channels, in_place)
 
-    @cached_property
-    def _run(self) -> Launches:
-        return self._load_form(False)
+    @property
+    def packer(self) -> tuple[Unit, int, int]:
+        return self.units[0], self.tiling.packed_words, self.tiling.pack_blocks
 
-    @cached_property
-    def _run_boxed(self) -> Launches:
-        return self._load_form(True)
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        packed = given.weight in ("packed", "in place")
+        if self.packs and given.lasting and not packed and given.bias != "single":
+            return (self._multiply_packing(given),)
+        return super().launches(given)
 
-    @cached_property
-    def _run_packing(self) -> Launches:
-        (unit,) = self._choice.packing_sources
-        return self._load_gather(unit, self._codes.replace("(", "PPii(", 1), False)
+    def multiply(self, given: Given) -> Launch:
+        """Where the call may leave something behind, blocks claim tiles, by counters; else they have as many each, to
+        the same bits."""
+        t, boxed = self.tiling, given.weight == "in place"
+        unit, shared = self.units[int(boxed)], t.shared_bytes
+        counters: tuple[Pointer, ...] = ()
+        if self.claimed:
+            counters = (Pointer(Zeros(t.m_groups + 1)) if given.lasting else NULL,)
+            shared += CLAIMS_BYTES
+        weight = "weight" if boxed else "packed"
+        maps = (weight_map(t, self.problem),) if boxed else ()
+        arguments = (*self._pointers(weight, self.bias(given)), *counters, *self._others(), *maps)
+        overlaps = not boxed and self._overlaps
+        return Launch(unit, "gather", self.grid, self._threads, shared, arguments, dependent=overlaps)
 
-    def pack_to_keep(self, weight: Tensor) -> Tensor:
-        """`pack`, for many calls: packed weights are multiplied faster in TF32 than a forward's as they lie."""
-        packed = self._problem.pass_ == "fwd" and not self.casts
-        return self._packed(weight) if packed else self.pack(weight)
+    def _multiply_packing(self, given: Given) -> Launch:
+        """Packs the weights, too."""
+        (unit,) = self.packing_sources
+        single = given.single or self.problem.dtype is torch.float32
+        pointers = self._pointers(Scratch("packed", self.packed_bytes(given)), self.bias(given))
+        weight = Pointer("weight"), Pointer(Zeros(4)), Int(self.tap_step(given)), Int(int(single))
+        arguments = (*pointers, *weight, *self._others())
+        return Launch(unit, "gather", self.packs, self._threads, self.tiling.shared_bytes, arguments)
 
-    def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """`pack` and `run` by one kernel, for ``weight`` as it is; not in a graph that is captured.
+    def _pointers(self, weight: Operand, bias: Pointer) -> tuple[Pointer, ...]:
+        # The result's rows are stored by units that go by sizes alone (`store_unit`).
+        source = Pointer("source", alignment=16 if self.tiling.needs_alignment else 1)
+        return source, Pointer(weight), bias, Pointer("result", alignment=16)
 
-        A float32 ``bias`` of a 16-bit problem is not rounded here.
+    def _others(self) -> tuple[Argument, ...]:
+        """Sizes, and maps of the source and the result."""
+        t, p = self.tiling, self.problem
+        return (*ints(t.arguments(p)), *source_maps(t, p), *((result_map(t, p),) if t.drained else ()))
+
+    @property
+    def _threads(self) -> int:
+        return 512 if self.tiling.wgmma else 384
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether the kernel may begin beside the launch that packs its weights.
+
+        Blocks that begin one by one drift apart. Groups of a channels-last pixel share sectors, and what memory bounds
+        shares pairs of lines: such blocks are to stay together (docs/experiments.md).
         """
-        if self._boxes(weight):
-            self.run(x, weight, bias, out, True, True)
-            return
-        address, at_out, at_weight = x.data_ptr(), out.data_ptr(), weight.data_ptr()
-        tap_step = self._tap_step(weight)
-        if not tap_step or at_out & 15 or (address & 15 and self._tiling.needs_alignment):
-            self.run(x, self.pack(weight), bias, out, True, True)
-            return
-        packed = weight.new_empty_strided((self._words,), (1,), dtype=torch.int32)
-        at, at_bias = packed.data_ptr(), 0 if bias is None else bias.data_ptr()
-        given = (at_weight, self._zeros.address(x), tap_step, weight.dtype is torch.float32)
-        ends = self._ends(address, at_out)
-        self._run_packing(self._device, self._choice.packs, (address, at, at_bias, at_out, *given, *ends))
-
-    def _ends(self, address: int, at_out: int) -> tuple[Words, ...]:
-        """`_tail` and, where the copy engine stores, the map of the result at its address."""
-        if not self._tiling.drained:
-            return (self._tail(address),)
-        found = self._results.get(at_out)
-        if found is None:
-            t, p = self._tiling, self._problem
-            found = self._kept(self._results, at_out, lambda: [result_map(t, p, at_out)])
-        return self._tail(address), found
-
-    def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
-    ) -> None:
-        """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
-
-        For pass "grad-input" they are the output's gradient and the input's, and a bias is of the input's channels.
-        ``fresh``: `pack` was called just before, and the kernel loads its first pixels beside what that launched.
-        ``claim``: where it `claims`, blocks take tiles as they come to them, by counters that outlive the call, so not
-        in a graph that is captured; else evenly, to the same bits.
-        """
-        address, at_out = x.data_ptr(), out.data_ptr()
-        if at_out & 15:  # PyTorch's allocations never do; `store_unit` goes by sizes alone
-            whole = torch.empty_like(out)
-            self.run(x, packed, bias, whole, fresh, claim)
-            out.copy_(whole)
-            return
-        if address & 15 and self._tiling.needs_alignment:
-            fresh = False  # it waits for this
-            x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
-            address = x.data_ptr()
-        at = packed.data_ptr()
-        lies = packed.dtype is not torch.int32  # as boxes take it
-        launch = self._run_boxed if lies else self._run
-        counters: tuple[int, ...] = ()
-        if self.claims:
-            # A dependent waits for the launch just before it alone, which is to be `pack`, not what makes zeros.
-            fresh = fresh and (not claim or self._counters.known())
-            counters = (self._counters.address(x) if claim else 0,)
-        args = (address, at, self._bias_of(at, bias), at_out, *counters, *self._ends(address, at_out))
-        if lies:
-            launch(self._device, self._grid, (*args, self._weight_map(at)))
-        else:
-            launch(self._device, self._grid, args, fresh and self._overlaps)
+        t, p = self.tiling, self.problem
+        lines = in_two_lines(p) and self.seconds > _LONG_BESIDE
+        abreast = t.channels_last and (p.groups > 1 or lines)
+        return t.wgmma and self.gpu.capability >= (9, 0) and not abreast
 
 
 def source(t: Tiling, boxed: bool = False, packs: bool = False, **settings: Any) -> str:
@@ -431,22 +362,22 @@ def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
     )
 
 
-def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = None) -> Words:
-    """A ``CUtensorMap`` over one of a tiling's `tensors` (else the only one), with its box, as 16 signed words."""
-    if tensor is None:
-        (tensor,) = tensors(t, p)
+def source_maps(t: Tiling, p: Problem) -> tuple[Map, ...]:
+    """Over each of a tiling's `tensors`, with its box."""
     rounded = t.channels_last and p.precision == "tf32"  # the box is the tile
     span = t.row_bytes if t.channels_last else 0
-    return encode(tensor, address, p.dtype, t.box, t.box_steps, span, rounded, promotion(t))
+    return tuple(
+        Map("source", one, p.dtype, t.box, t.box_steps, span, rounded, promotion(t)) for one in tensors(t, p)
+    )  # fmt: skip
 
 
-def result_map(t: Tiling, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over a `Tiling.drained` result at an address, whose rows along H are apart by phase."""
+def result_map(t: Tiling, p: Problem) -> Map:
+    """Over a `Tiling.drained` result, whose rows along H are apart by phase."""
     channels, h, w = result_shape(p)[1:]
     row, phases = w * t.element, t.out_steps[1]
     dims = (w, channels, h // phases, phases, p.batch)
     strides = (h * row, phases * row, row, channels * h * row)
-    return encode(Tensor5(0, dims, strides), address, p.dtype, t.out_box, (1,) * 5, t.out_span)
+    return Map("result", Tensor5(0, dims, strides), p.dtype, t.out_box, span=t.out_span)
 
 
 def promotion(t: Tiling) -> int:

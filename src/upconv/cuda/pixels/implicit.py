@@ -13,25 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Five, Words, channels_last, encode, fullest
-from upconv.cuda.compile.launch import Launches, as_run, cluster_fits
+from upconv.cuda.compile.boxes import Five, channels_last, fullest
+from upconv.cuda.compile.launch import cluster_fits
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
-from upconv.cuda.launches import Unit
-from upconv.cuda.packs import LazyPacks, layer_text, packing_entries, rows_of_taps, run_beside
+from upconv.cuda.launches import Argument, Given, Launch, Map, Operand, Pointer, Unit, ints
+from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries, rows_of_taps
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
 from upconv.cuda.pixels.tile import CONSUMERS, THREADS, fitted, of_axes, triple
 from upconv.cuda.pixels.tile import Tile as Base
+from upconv.cuda.prepared import Prepared
 from upconv.derived import derived
 from upconv.problem import Problem
 
@@ -39,7 +37,6 @@ _MOST_SUMS = 176  # of a consumer's thread, whose addresses and the like take 56
 _MOST_COLUMNS = 256
 _MOST_TAPS = 512  # and phases
 _MOST_TILES = 2**30  # which the kernel counts in 32 bits, a grid beyond the last
-_SIZES = "i" * 14  # `Tile.arguments`
 _CLUSTERS = 2, 4, 8
 _SMALL, _LARGE = 40e-6, 80e-6  # seconds, up to which and from which on the model hopes otherwise (`Choice.margin`)
 _MISSING = 5e-6  # seconds that the gather-GEMM's model lacks for forwards in channels_last
@@ -274,7 +271,7 @@ class Tile(Base):
         return (*sides, *box, *counts[1:], self.tiles(p), min(count, abreast), turn)
 
 
-class Choice(TileChoice[Tile]):
+class Choice(TileChoice[Tile], PackingLaunch):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     family = "implicit"
@@ -336,68 +333,33 @@ class Choice(TileChoice[Tile]):
         alone: Any = replace(self.tile, cluster=1)
         return Prepared(replace(self, tile=alone), device)
 
-
-class Prepared(LazyPacks):
-    """A choice's kernels, loaded for a device."""
+    # --- launches -----------------------------------------------------------------------------------------------------
 
     biased = True
 
-    def __init__(self, choice: Choice, device: int) -> None:
-        t, p = choice.tile, choice.problem
-        super().__init__(p, device, t.packed_words, t.pack_blocks)
-        self._unit, *turned = choice.sources()
-        self._boxed_unit = (*turned, None)[0] if t.forward else self._unit  # which reads both
-        self._grid, self._sizes, self._tiling = choice.grid, as_run(_SIZES, t.arguments(p, choice.gpu)), t
-        self._tails: dict[int, Words] = {}
-        # Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights
-        # (docs/experiments.md).
-        self._overlaps = choice.seconds < _BESIDE_PACK
-        self.packing = ("implicit", p.precision, p.pass_, t.turnable)
-        """What `pack`'s result depends on beside the weight."""
-        if not turned:
-            _ = self._run
+    @property
+    def reads(self) -> str | None:
+        return "channels_last" if self.in_place else None
 
     @property
-    def _launchers(self) -> tuple[str, ...]:
-        return *self._packed_launchers, *(("_run_turned",) if self._tiling.turnable else ())
+    def packing(self) -> tuple[Any, ...]:
+        return "implicit", self.problem.precision, self.problem.pass_, self.tile.turnable
 
-    def _load_implicit(self, unit: Unit) -> Launches:
-        codes = f"PP({_SIZES}{'q' * 16})({'q' * 16})"
-        t = self._tiling
-        return self._load(unit, t.entry, THREADS, t.shared_bytes, codes)
+    @property
+    def packer(self) -> tuple[Unit, int, int]:
+        return self.sources()[0], self.tile.packed_words, self.tile.pack_blocks
 
-    @cached_property
-    def _run(self) -> Launches:
-        return self._load_implicit(self._unit)
-
-    @cached_property
-    def _run_turned(self) -> Launches:
-        assert self._boxed_unit is not None
-        return self._load_implicit(self._boxed_unit)
-
-    def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
-    ) -> None:
-        """Launches the kernel: ``x``, the source, and ``out``, the result, dense in channels_last.
-
-        ``packed`` is what `pack` returned; ``bias``: of the result's channels, in the problem's dtype, or float32 if
-        `pack` had it. ``fresh``: `pack` was called just before, and the kernel makes ready beside what that launched.
-        """
-        if out.data_ptr() & 15:  # some results are stored together
-            run_beside(out, lambda whole: self.run(x, packed, bias, whole, fresh))
-            return
-        address = x.data_ptr()
-        if address & 15:
-            fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
-            address = x.data_ptr()
-        tail = self._tails.get(address)
-        if tail is None:
-            t, p = self._tiling, self._problem
-            tail = self._kept(self._tails, address, lambda: [self._sizes, tensor_map(t, p, address)])
-        weights, turned = packed.data_ptr(), self._tiling.forward and packed.dtype is not torch.int32
-        run, of = (self._run_turned, turned_map) if turned else (self._run, packed_map)
-        given = out.data_ptr(), self._bias_of(weights, bias), tail, self._weight_map(weights, of)
-        run(self._device, self._grid, given, fresh and self._overlaps)
+    def multiply(self, given: Given) -> Launch:
+        t, p, in_place = self.tile, self.problem, given.weight == "in place"
+        units = self.sources()
+        weight = turned_map(t, p) if in_place and t.forward else packed_map(t, p, "weight" if in_place else "packed")
+        pointers = Pointer("result", alignment=16), self.bias(given)  # some results are stored together
+        arguments: tuple[Argument, ...] = (*pointers, *ints(t.arguments(p, self.gpu)), source_map(t, p), weight)
+        unit = units[-1] if in_place else units[0]
+        # Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights
+        # (docs/experiments.md).
+        overlaps = self.seconds < _BESIDE_PACK
+        return Launch(unit, t.entry, self.grid, THREADS, t.shared_bytes, arguments, dependent=overlaps)
 
 
 def source_box(t: Tile, p: Problem) -> Five:
@@ -407,29 +369,24 @@ def source_box(t: Tile, p: Problem) -> Five:
     return t.chunk, w, h, d, images
 
 
-def tensor_map(t: Tile, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over the source with a problem's box, as 16 signed words."""
+def source_map(t: Tile, p: Problem) -> Map:
+    """Over the source with a problem's box."""
     channels, *size = source_shape(p)[1:]
     tensor, (d, h, w) = channels_last(p.batch, channels, size, t.element), t.steps_between[0]
-    return encode(
-        tensor, address, p.dtype, source_box(t, p), (1, w, h, d, 1), t.row_bytes, p.precision == "tf32"
-    )  # fmt: skip
+    return Map("source", tensor, p.dtype, source_box(t, p), (1, w, h, d, 1), t.row_bytes, p.precision == "tf32")
 
 
-def packed_map(t: Tile, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over weights as `pack` leaves them, with a box of a tap's for a chunk, as 16 signed words.
-
-    A gradient's channels-last weights lie so.
-    """
+def packed_map(t: Tile, p: Problem, operand: Operand) -> Map:
+    """Over packed weights, with a box of a tap's for a chunk; a gradient's channels-last weights are alike."""
     channels, columns = t.channels
     tensor = rows_of_taps(p, columns, channels)
-    return encode(tensor, address, p.dtype, t.weight_box, (1,) * 5, t.weight_span, p.precision == "tf32")
+    return Map(operand, tensor, p.dtype, t.weight_box, span=t.weight_span, rounded=p.precision == "tf32")
 
 
-def turned_map(t: Tile, p: Problem, address: int) -> Words:
-    """The same over a forward's channels-last weights of 16 bits, whose rows are of channels of the result."""
+def turned_map(t: Tile, p: Problem) -> Map:
+    """Over a forward's channels-last weights of 16 bits, whose rows are of channels of the result."""
     channels, columns = t.channels
-    return encode(rows_of_taps(p, channels, columns), address, p.dtype, (_TURNED, 1, t.chunk, 1, 1), (1,) * 5, 128)
+    return Map("weight", rows_of_taps(p, channels, columns), p.dtype, (_TURNED, 1, t.chunk, 1, 1), span=128)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

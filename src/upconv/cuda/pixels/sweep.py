@@ -18,12 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-
-from torch import Tensor
+from typing import Any
 
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.launch import as_run
 from upconv.cuda.gemm import gather
 from upconv.cuda.gemm.costs import LAUNCH
 from upconv.cuda.gemm.gather_constants import Constants, pixel_constants, producer_registers
@@ -31,11 +29,12 @@ from upconv.cuda.gemm.gather_search import chunk_sizes, classes_of
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launches import Unit
-from upconv.cuda.packs import layer_text, packing_entries, run_beside
+from upconv.cuda.launches import Argument, Given, Launch, Pointer, Unit, ints
+from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
 from upconv.cuda.pixels.tile import Tile as Base
+from upconv.cuda.prepared import Prepared
 from upconv.derived import derived_from, varied
 from upconv.problem import Problem
 
@@ -273,7 +272,7 @@ def _segments(walks: int, slices: int, slots: int, multiprocessors: int) -> int:
     return min(range(1, min(slices, 256) + 1), key=lambda n: (steps(n), n))
 
 
-class Choice(TileChoice[Tile]):
+class Choice(TileChoice[Tile], PackingLaunch):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     family = "sweep"
@@ -312,40 +311,26 @@ class Choice(TileChoice[Tile]):
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
         return Prepared(self, device)
 
-
-class Prepared(gather.BoxedPacks):
-    """A choice's kernels, loaded for a device."""
+    # --- launches -----------------------------------------------------------------------------------------------------
 
     biased = True
 
-    def __init__(self, choice: Choice, device: int) -> None:
-        s, p = choice.tile, choice.problem
-        super().__init__(s.pixels, p, device, s.packed_words, s.pack_blocks)
-        (unit,) = choice.sources()
-        self._load_packing(unit)
-        self._run = self._load(unit, "sweep", THREADS, s.shared_bytes, self._codes)
-        self._grid, self._last = choice.grid, s.channels_last
-        self._sizes = as_run(gather.SIZES, s.arguments(p, choice.gpu.multiprocessors))
-        self.packing = ("sweep", s.slots, s.chunk, p.precision, p.pass_, p.out_channels, s.entries)
-        """What `pack`'s result depends on beside the weight."""
+    @property
+    def packing(self) -> tuple[Any, ...]:
+        s, p = self.tile, self.problem
+        return "sweep", s.slots, s.chunk, p.precision, p.pass_, p.out_channels, s.entries
 
-    def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
-    ) -> None:
-        """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
+    @property
+    def packer(self) -> tuple[Unit, int, int]:
+        return self.sources()[0], self.tile.packed_words, self.tile.pack_blocks
 
-        For pass "grad-input" they are as for `gather.Prepared.run`. ``fresh``: `pack` was called just before, and the
-        kernel loads its first pixels beside what that launched.
-        """
-        if self._last and out.data_ptr() & 15:  # some results are stored together
-            run_beside(out, lambda whole: self.run(x, packed, bias, whole, fresh))
-            return
-        address, at = x.data_ptr(), packed.data_ptr()
-        if address & 15:
-            fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
-            address = x.data_ptr()
-        args = (address, at, self._bias_of(at, bias), out.data_ptr(), self._tail(address))
-        self._run(self._device, self._grid, args, fresh)
+    def multiply(self, given: Given) -> Launch:
+        s, p = self.tile, self.problem
+        result = Pointer("result", alignment=16 if s.channels_last else 1)  # some results are stored together
+        sizes = ints(s.arguments(p, self.gpu.multiprocessors))
+        pointers = Pointer("source", alignment=16), Pointer("packed"), self.bias(given), result
+        arguments: tuple[Argument, ...] = (*pointers, *sizes, *gather.source_maps(s.pixels, p))
+        return Launch(self.sources()[0], "sweep", self.grid, THREADS, s.shared_bytes, arguments, dependent=True)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

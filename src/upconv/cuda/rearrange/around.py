@@ -16,6 +16,7 @@ from upconv.cuda import family
 from upconv.cuda.family import weighed
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.launches import Given
 from upconv.cuda.pixels import implicit
 from upconv.cuda.rearrange import batches
 from upconv.cuda.wgrad import wgrad
@@ -71,8 +72,12 @@ class GradInput(family.Prepared, ABC):
     def __init__(self, choice: Choice, device: int) -> None:
         inner: Any = choice.inner
         self._inner = inner.prepare(device)
-        self.casts, self.claims, self.packing = self._inner.casts, self._inner.claims, choice
-        self._inner.load() if choice.inner.problem.taps == 1 else self._inner.load_packed()
+        self.casts, self.packing = self._inner.casts, choice
+        self.claims = isinstance(inner, gather.Choice) and inner.claimed
+        if choice.inner.problem.taps == 1:
+            self._inner.load()
+        for single in (False, self.casts):
+            self._inner._program(Given("contiguous", single))
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weight itself: `run` packs what it makes of it."""

@@ -1,0 +1,189 @@
+"""The contract of all kernel families: what one answers a problem with (`upconv.cuda.family`)."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from conftest import EVERY, assert_sentence
+from drawn import DTYPES, LAYOUTS, Layers
+from upconv import planner
+from upconv.bench.suites import SUITES
+from upconv.cuda import families, family
+from upconv.cuda.compile import jit
+from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
+from upconv.problem import Pass, Problem
+
+GPUS = (H200, A100, RTX3090, RTX4090, B200, RTX5090)
+PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
+EVERY_LAYER = Layers(
+    PASSES, tuple(DTYPES), inputs=(1, 3, 4, 8, 32, 64), outputs=(1, 2, 5, 8, 64), groups=(1, 1, 2, 3, 8),
+    heights=(1, 7, 16, 40), widths=(1, 8, 13, 32, 100), dilations=(1, 1, 2),
+)  # fmt: skip
+
+
+def problems(seed: int, count: int) -> list[tuple[Problem, Gpu]]:
+    """Random layers, and layers of the suites."""
+    rng = random.Random(f"families {seed}")
+    found = [EVERY_LAYER.draw(rng) for _ in range(count)]
+    for case in rng.sample([case for name in ("cuda", "field") for case in SUITES[name]], count):
+        p, precision = case.problem, rng.choice(list(DTYPES))
+        layout = rng.choice(LAYOUTS) if p.rank > 1 else "nchw"
+        found.append(p.with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_=rng.choice(PASSES)))
+    return [(p.with_(bias=False) if p.pass_ != "fwd" else p, rng.choice((H200, *GPUS))) for p in found]
+
+
+def forget() -> None:
+    """Empties what families remember of problems."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("upconv.cuda."):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear") and not isinstance(value, type) and "compile" not in name:
+                    value.cache_clear()
+
+
+def chosen(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[str, Any]]:
+    for name, answer in families.choose(p, gpu, general).items():
+        if not isinstance(answer, str):
+            yield name, answer
+
+
+@pytest.mark.parametrize("seed", range(20 if EVERY else 4))
+def test_answers(seed: int) -> None:
+    for p, gpu in problems(seed, 10):
+        answers = families.choose(p, gpu)
+        assert set(answers) == set(families.WEIGHT_FAMILIES if p.pass_ == "grad-weight" else families.FAMILIES)
+        for name, answer in answers.items():
+            if isinstance(answer, str):
+                assert_sentence(answer)
+            else:
+                check_choice(name, answer, p, gpu)
+        forget()
+        assert families.choose(p, gpu) == answers, f"another answer the second time: {p} on {gpu.name}"
+        best = family.best_of(answers)
+        assert best is None or all(
+            family.weighed(best) <= family.weighed(one) for one in answers.values() if not isinstance(one, str)
+        )
+
+
+def check_choice(name: str, choice: Any, p: Problem, gpu: Gpu) -> None:
+    q = choice.problem
+    assert choice.family == name
+    assert (q.pass_, q.precision, q.dtype, q.macs) == (p.pass_, p.precision, p.dtype, p.macs)
+    assert 0 < choice.seconds < 100 and 0 < choice.margin < 10 and 0 <= choice.packing_seconds < 1
+    traffic = (p.bytes if p.pass_ == "fwd" else 0) / gpu.bandwidth
+    assert choice.seconds >= 0.5 * traffic, "faster than memory"
+    for text in (choice.summary, choice.bound):
+        assert text and "\n" not in text and not text.endswith(".")
+    again = pickle.loads(pickle.dumps(choice))
+    assert again == choice and hash(again) == hash(choice)
+    with pytest.raises(FrozenInstanceError):
+        choice.problem = p
+    for unit in (*choice.sources(), *choice.packing_sources):
+        named = {entry.partition("<")[0] for entry in jit.entries_of(unit.source)}
+        assert unit.entries and set(unit.entries) <= named, unit.label
+        assert "\n" not in unit.label
+
+
+@pytest.mark.parametrize("seed", range(10 if EVERY else 3))
+def test_general_choices_serve_every_size(seed: int) -> None:
+    """Exported files have one source, which differs by how blocks come by tiles alone."""
+
+    def texts(choice: Any) -> list[str]:
+        return [re.sub(r"(claimed|shared_bytes) = \w+;", "", unit.source) for unit in choice.sources()]
+
+    found = set()
+    for p, gpu in problems(seed, 8):
+        larger = p.with_(batch=p.batch + 3, size=tuple(2 * n + 1 for n in p.size))
+        for name, choice in chosen(p, gpu, general=True):
+            other = replace(choice, problem=larger)
+            assert texts(other) == texts(choice), (name, p)
+            found.add(name)
+    assert found >= {"gather", "direct", "staged", "wgrad"}
+
+
+LAYER = Problem.make(4, 32, 32, (16, 16), 4, 2, 1, precision="tf32")
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("change", [{"batch": 0}, {"size": (0, 16)}], ids=str)
+def test_empty_inputs_are_pytorchs(change: dict[str, Any], pass_: Pass) -> None:
+    plan = planner.plan(replace(LAYER, pass_=pass_, **change), planner.Device("cuda", gpu=H200))
+    assert plan.delegates and plan.candidates[0].reason == "the input is empty"
+
+
+GRAD_INPUT: dict[str, Any] = {"pass_": "grad-input"}
+GRAD_WEIGHT: dict[str, Any] = {"pass_": "grad-weight"}
+DOUBLE: dict[str, Any] = {"dtype": DTYPES["fp64"], "precision": "fp64"}
+LAST: dict[str, Any] = {"layout": "channels_last"}
+REFUSED: list[tuple[str, dict[str, Any], Gpu, str]] = [
+    ("gather", DOUBLE, H200, "float64"),
+    ("gather", {"groups": 32}, H200, "1 input channels per group"),
+    ("gather", {"groups": 32, **GRAD_INPUT}, H200, "1 output channels per group"),
+    ("wgrad", GRAD_WEIGHT | DOUBLE, H200, "float64"),
+    ("wgrad", GRAD_WEIGHT | {"groups": 32}, H200, "1 input channels per group"),
+    ("joined", {}, H200, "stride"),
+    ("joined", LAST, H200, "NCHW"),
+    ("joined", {"stride": (1, 1), "groups": 2}, H200, "groups"),
+    ("joined", {"stride": (1, 1), "padding": (0, 1)}, H200, "padding"),
+    ("joined", {"stride": (1, 1), "padding": (0, 0), "size": (16, 18)}, H200, "16 bytes"),
+    ("joined", {"stride": (1, 1), "padding": (0, 0)}, A100, "wgmma"),
+    ("staged", {}, H200, "gradients only"),
+    ("unshuffle", {}, H200, "gradients only"),
+    ("unshuffle", GRAD_INPUT, A100, "compute capability"),
+    ("unshuffle", GRAD_INPUT | {"stride": (1, 1)}, H200, "no stride"),
+    ("unshuffle", GRAD_INPUT | {"groups": 2}, H200, "groups"),
+    ("unshuffle", GRAD_INPUT | {"dilation": (2, 1)}, H200, "side by side"),
+    ("unshuffle", GRAD_INPUT, H200, "more than 64"),
+    ("relayout", {}, H200, "gradients only"),
+    ("relayout", GRAD_INPUT | LAST, H200, "memory format"),
+    ("relayout", GRAD_INPUT | {"out_channels": 20, "precision": "bf16", "dtype": DTYPES["bf16"]}, H200, "multiples"),
+    ("relayout", GRAD_WEIGHT | {"groups": 2}, H200, "groups"),
+    ("relayout", GRAD_INPUT | DOUBLE, H200, "TF32 and 16 bits"),
+]
+"""A family, how a layer differs from `LAYER`, a GPU, and some words of the sentence."""
+
+
+@pytest.mark.parametrize(("name", "changes", "gpu", "words"), REFUSED)
+def test_a_refusal_names_what_it_refuses(name: str, changes: dict[str, Any], gpu: Gpu, words: str) -> None:
+    answer = families.choose(replace(LAYER, **changes), gpu)[name]
+    assert isinstance(answer, str) and words in answer
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input", "grad-weight"])
+@pytest.mark.parametrize("channels", [1, 16])
+def test_axes_beyond_32_bits_are_for_kernels_that_count_in_64(pass_: Pass, channels: int) -> None:
+    longest = 2**31 - 2**20
+    p = Problem.make(1, channels, channels, (longest,), 3, 1, 1, dtype=DTYPES["bf16"], precision="bf16", pass_=pass_)
+    assert any(chosen(p, H200))
+    found = families.choose(p.with_(size=(longest + 1,)), H200)
+    reason = f"the kernel counts along an axis in 32 bits, which {longest + 1} elements are too many for"
+    if pass_ == "fwd":
+        direct = found.pop("direct")
+        assert not isinstance(direct, str) and direct.summary.startswith("one output per thread")
+    assert found and set(found.values()) == {reason}
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.split()[-1])
+def test_every_pass_of_every_layer_has_a_kernel(gpu: Gpu) -> None:
+    """In a precision and layout by turns."""
+    cases = [case for name in ("founding", "kernelbench", "models") for case in SUITES[name]]
+    kinds = list(product(DTYPES, LAYOUTS))
+    for i, case in enumerate(cases if EVERY else cases[GPUS.index(gpu) :: len(GPUS)]):
+        precision, layout = kinds[i % len(kinds)]
+        layout = layout if case.problem.rank > 1 else "nchw"
+        p = case.problem.with_(dtype=DTYPES[precision], precision=precision, layout=layout)
+        plan = planner.plan(p, planner.Device("cuda", gpu=gpu))
+        assert plan.forward in families.FAMILIES and not plan.delegates, p
+        assert p.roof_seconds(2e15, 4.8e12) < plan.choice.seconds < 1.0  # beyond any GPU's rates
+        assert plan.grad_input.choice is not None and plan.grad_weight.choice is not None, p
+        for candidate in plan.candidates:
+            assert_sentence(candidate.reason)
