@@ -628,6 +628,7 @@ def spread_by_precision(every: list[Any], precision: Precision, most: int = 2) -
 
 # --- kernels on the host ---------------------------------------------------------------------------------------------
 
+needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 HOST = Path(__file__).parent / "host"
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
