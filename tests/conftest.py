@@ -33,7 +33,7 @@ from upconv import autograd, cpu, dispatch, planner
 from upconv.cuda import engine
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import cache as cubins
-from upconv.cuda.compile import jit, launch
+from upconv.cuda.compile import jit, launch, nvrtc
 from upconv.cuda.gpu import H200, gpu
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Precision, Problem
@@ -611,7 +611,7 @@ def spread_by_precision(every: list[Any], precision: Precision, most: int = 2) -
 
 # --- kernels on the host ---------------------------------------------------------------------------------------------
 
-needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 HOST = Path(__file__).parent / "host"
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

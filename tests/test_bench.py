@@ -39,7 +39,7 @@ from upconv.bench import (
 from upconv.bench.run import Job, Row
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import Repeats
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import H200
 from upconv.planner import Plan
 from upconv.problem import PASSES, PRECISIONS, Problem
@@ -667,7 +667,7 @@ def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
         latency.load(path)
 
 
-@pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+@pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold, "_PRECISIONS", {"bf16": torch.bfloat16})
     monkeypatch.setattr(cold, "_AGAIN", 0.0)
@@ -690,7 +690,7 @@ def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(heard[every:]) < set(heard) and len(heard[every:]) == len(set(heard[every:])) > 2
     assert len(texts) == len(set(texts)) == len(heard)  # none that could have been compiled before
     assert not (tmp_path / "users").exists() and os.environ["UPCONV_CACHE_DIR"] == str(tmp_path / "users")
-    assert uncached.NO_CACHE not in jit._FLAGS
+    assert uncached.NO_CACHE not in nvrtc.FLAGS
     assert any(row["later_s"] for row in found["rows"]) and all(row["cached_ms"] is None for row in found["rows"])
     heard.clear()
     monkeypatch.setattr(jit, "cubin", lambda *given: time.sleep(0.0 if heard.count(given[2]) > 1 else 0.3))

@@ -23,7 +23,7 @@ from upconv import dispatch, planner, reference
 from upconv.compiler.arguments import text_of
 from upconv.cuda import engine, families, family, gpu
 from upconv.cuda import weights as packed
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import jit, nvrtc
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 from upconv.replay import calls
@@ -899,7 +899,7 @@ def test_warmup_takes_shapes_and_arguments(
 
 def test_warmup_says_what_cannot_be_compiled(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def cubin(source: str, arch: str, label: str = "") -> bytes:
-        raise jit.CompileError("a brace is missing")
+        raise nvrtc.CompileError("a brace is missing")
 
     monkeypatch.setattr(jit, "cubin", cubin)
     model = Net()

@@ -22,7 +22,7 @@ from drawn import FAMILIES, choices
 from upconv import planner
 from upconv.bench.suites import SUITES, Case
 from upconv.cuda import bias
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import LAYOUTS, Layout, Pass, Precision, Problem
@@ -140,9 +140,9 @@ def compiled(source: str, arch: str) -> Compiled:
     """Kept, since layers, precisions and passes share sources; without machine code and PTX, which are megabytes."""
     code, text, log = jit.built(source, arch)
     _, *entries = re.split(r"\.entry\s+(\w+)", text)
-    entries[::2] = map(jit.entry_of, entries[::2])
+    entries[::2] = map(elf.entry_of, entries[::2])
     matrix = {name: set(MATRIX.findall(body)) for name, body in zip(entries[::2], entries[1::2])}
-    return Compiled(jit.inspect(code), matrix, jit.serialised(log))
+    return Compiled(elf.inspect(code), matrix, nvrtc.serialised(log))
 
 
 def instruction(choice: Any) -> str | None:
@@ -280,5 +280,5 @@ def test_every_file_is_looked_at() -> None:
 def test_sums_for_the_bias_compile_without_spills(gpu: Gpu) -> None:
     for precision, layout in product(("ieee", "bf16", "fp16", "fp64"), LAYOUTS):
         p = Problem.make(1, 1, 8, (8, 8), 1, dtype=DTYPES[precision], precision=precision, layout=layout)
-        needs = jit.inspect(jit.cubin(bias.instance(p), gpu.arch, "bias"))
+        needs = elf.inspect(jit.cubin(bias.instance(p), gpu.arch, "bias"))
         assert needs and all(local == 0 for _, local, _ in needs.values())

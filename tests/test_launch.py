@@ -18,9 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import driver as driver_module
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.compile import launch as launch_module
-from upconv.cuda.compile.jit import Kernel
+from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.compile.launch import Launcher, LaunchError, TooManyBlocks, as_run
 from upconv.cuda.gpu import H200, gpu
 
@@ -162,7 +163,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         yield
         current[0] = before
 
-    monkeypatch.setattr(jit, "_driver", lambda: found)
+    monkeypatch.setattr(driver_module, "bindings", lambda: found)
     monkeypatch.setattr(launch_module, "current_device", lambda: current[0])
     monkeypatch.setattr(launch_module, "current_stream", lambda device: 1000 + device)
     monkeypatch.setattr(torch.cuda, "device", on)
@@ -272,7 +273,7 @@ VALUES = {
 def test_every_argument_arrives(data: st.DataObject, runs: list[tuple[str, bool]]) -> None:
     stub = Driver()
     patch = pytest.MonkeyPatch()
-    patch.setattr(jit, "_driver", lambda: stub)
+    patch.setattr(driver_module, "bindings", lambda: stub)
     patch.setattr(launch_module, "current_device", lambda: 0)
     patch.setattr(launch_module, "current_stream", lambda device: 5)
     try:
@@ -346,7 +347,7 @@ def test_threads_do_not_share_arguments(driver: Driver) -> None:
     assert sorted(found[3] for found in driver.launches) == [(n, m) for n in range(8) for m in range(10)]
 
 
-@pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+@pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 def test_a_source_is_loaded_once_for_all_its_entries(driver: Driver, cold: Path) -> None:
     fill = jit.kernel(SOURCE, "fill", "90a", "test")
     mirror = jit.kernel(SOURCE, "mirror", "90a", "test")
@@ -357,7 +358,7 @@ def test_a_source_is_loaded_once_for_all_its_entries(driver: Driver, cold: Path)
         ("library", b"fill"), ("library", b"mirror"),
     ]  # fmt: skip
     assert fill.handle != mirror.handle
-    needs = jit.inspect(jit.cubin(SOURCE, "90a"))
+    needs = elf.inspect(jit.cubin(SOURCE, "90a"))
     assert (mirror.name, mirror.registers, mirror.local_bytes, mirror.shared_bytes) == ("mirror", *needs["mirror"])
     other = jit.kernel(SOURCE, "fill", "80", "test")
     assert other is not fill and len([c for c in driver.calls if c[0] == "cuLibraryLoadData"]) == 2
@@ -469,7 +470,7 @@ def test_a_kernel_computes(cold: Path) -> None:
     x = torch.zeros(1000, device="cuda")
     launch(0, 8, (x.data_ptr(), 999, 3 << 40, 0.5))
     assert torch.equal(x[:999], filled(999, 0.5)) and x[999].item() == 0
-    needs = jit.inspect(jit.cubin(SOURCE, gpu(0).arch))["fill"]
+    needs = elf.inspect(jit.cubin(SOURCE, gpu(0).arch))["fill"]
     assert (launch.kernel.registers, launch.kernel.local_bytes, launch.kernel.shared_bytes) == needs
 
 

@@ -22,13 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 import upconv
 from conftest import BARE, assert_equal, needs_gxx
+from standins import Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
 from test_calls import Dispatch, Function
-from test_convolutions import everything, stand_ins  # noqa: F401
-from test_gradients import Data, Kernels, StandIn, Weight, kernels  # noqa: F401
 from upconv import autograd, convolutions, dispatch, modules, ops, reference
-from upconv.cuda.compile import cache, jit
+from upconv.cuda.compile import cache
+from upconv.cuda.compile import driver as driver_module
 from upconv.cuda.compile import launch as launch_module
-from upconv.cuda.compile.jit import Kernel
+from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.compile.launch import Counters, Launcher, as_run
 from upconv.replay import calls, native, replays, tape
 
@@ -238,11 +238,11 @@ def module() -> Any:
 
 
 @pytest.fixture
-def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:  # noqa: F811
+def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Calls on CPU tensors are by the kernels above, and replayed from the fourth on."""
     found = Machine()
     driver = Machine._Driver(found)
-    monkeypatch.setattr(jit, "_driver", lambda: driver)
+    monkeypatch.setattr(driver_module, "bindings", lambda: driver)
     monkeypatch.setattr(launch_module, "current_device", lambda: -1)
     monkeypatch.setattr(launch_module, "current_stream", lambda device: 0)
     monkeypatch.setattr(Kernel, "ready", lambda self, device: None)
@@ -393,7 +393,7 @@ def test_arguments_that_depend_on_addresses_in_another_way_have_no_tape(machine:
 @pytest.mark.parametrize("make, size", list(zip(CASES, SIZES)), ids=("bias", "groups", "1d", "3d"))
 def test_replayed_calls_are_what_they_were(
     machine: Machine,
-    kernels: Kernels,  # noqa: F811
+    kernels: Kernels,
     make: Any,
     size: Any,
     last: bool,
@@ -673,7 +673,7 @@ def test_what_is_forgotten_is_freed(machine: Machine, module: Any) -> None:
 @pytest.mark.parametrize("theirs", ("never", "fwd", "grad-input", "grad-weight"))
 def test_plain_convolutions_are_replayed_with_pytorchs_passes_too(
     machine: Machine,
-    stand_ins: Kernels,  # noqa: F811
+    stand_ins: Kernels,
     theirs: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -742,6 +742,7 @@ def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path: Any, monkeypatch
 HOLDING = f"""{BARE}
 import os, time
 from upconv.cuda.compile import cache
+from upconv.cuda.compile import driver as driver_module
 with cache.alone("key", lambda: False, 60):
     child = os.fork()
     if not child:  # it has the files that are open, the lock's among them
