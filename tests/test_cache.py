@@ -20,10 +20,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import upconv
 from conftest import BARE
+from measured import command
 from upconv import cli, env, modules
 from upconv.cuda.compile import cache, jit, launch, nvrtc
 from upconv.cuda.compile.elf import arch_number
@@ -459,7 +459,7 @@ def test_a_relative_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match=re.escape(message)):
         jit.cubin(SOURCE, "80")
     assert list(tmp_path.iterdir()) == []
-    assert shown(upconv_("cache")[1])["in use"] == f"no: {message}"
+    assert shown(command("cache")[1])["in use"] == f"no: {message}"
     found = env.report()
     assert found["caches"]["kernels"] == found["system"]["native_host"] == message
     monkeypatch.setenv("UPCONV_CACHE", "off")
@@ -607,13 +607,6 @@ def test_one_warning_per_process_whatever_the_filters_say(folder: Path) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def upconv_(*arguments: str, input: str | None = None) -> tuple[int, str]:
-    done = CliRunner(env={"COLUMNS": "160"}).invoke(cli.app, list(arguments), input=input)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, done.stdout or done.stderr
-
-
 def shown(text: str) -> dict[str, str]:
     return {line[:28].strip(): line[28:].strip() for line in text.splitlines()}
 
@@ -624,7 +617,7 @@ def fill(folder: Path) -> None:
 
 
 def test_cache_shows_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out = upconv_("cache")
+    code, out = command("cache")
     assert code == 0 and not folder.exists()
     assert shown(out) == {
         "directory": str(folder), "in use": "yes", "kernels": "0", "size": "0 B", "targets": "-", "newest": "-"
@@ -632,31 +625,31 @@ def test_cache_shows_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch
     fill(folder)
     (folder / f"{KEY}.cubin").write_bytes(b"damaged")
     (folder / "notes.txt").write_text("of the user")
-    found = shown(upconv_("cache")[1])
+    found = shown(command("cache")[1])
     assert (found["kernels"], found["targets"]) == ("4", "sm_80, sm_90a, sm_120")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", found["newest"])
     size = sum(p.stat().st_size for p in folder.iterdir() if p.name != "notes.txt")
     assert found["size"] == f"{size / 1e3:.3g} kB"
     folder.chmod(0o777)
-    assert shown(upconv_("cache")[1])["in use"] == "no: others may write to it (mode 0777)"
+    assert shown(command("cache")[1])["in use"] == "no: others may write to it (mode 0777)"
     monkeypatch.setenv("UPCONV_CACHE", "off")
-    assert shown(upconv_("cache")[1])["in use"] == "no: UPCONV_CACHE is off"
+    assert shown(command("cache")[1])["in use"] == "no: UPCONV_CACHE is off"
 
 
 def test_cache_clear_removes_what_is_ours_and_nothing_else(folder: Path) -> None:
-    assert upconv_("cache", "clear") == (0, f"{folder} does not exist\n")
+    assert command("cache", "clear") == (0, f"{folder} does not exist\n")
     fill(folder)
     (folder / ".abc.tmp").write_bytes(b"left behind")
     others = {"notes.txt", "model.cubin", ".hidden"}
     for name in others:
         (folder / name).write_text("of the user")
-    code, out = upconv_("cache", "clear", input="n\n")
+    code, out = command("cache", "clear", input="n\n")
     assert code == 1 and "Remove 4 compiled kernels" in out and len(entries(folder)) == 5
-    code, out = upconv_("cache", "clear", "--yes")
+    code, out = command("cache", "clear", "--yes")
     assert (code, out) == (0, f"removed 9 files from {folder}\n")
     assert {p.name for p in folder.iterdir()} == others
     fill(folder)
-    assert upconv_("cache", "clear", input="y\n")[0] == 0 and len(entries(folder)) == 1
+    assert command("cache", "clear", input="y\n")[0] == 0 and len(entries(folder)) == 1
 
 
 MODEL = """
@@ -693,7 +686,7 @@ def test_cache_warm_hands_the_model_to_warmup(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device, dtype: self)
     real = torch.randn
     monkeypatch.setattr(torch, "randn", lambda shape, device, dtype: real(shape, dtype=dtype))
-    code, out = upconv_(
+    code, out = command(
         "cache", "warm", "--model", f"{tmp_path / 'nets.py'}:{name}", "--input", "2x4x5x6", "--dtype", "bfloat16",
         "--layout", "channels_last", *(["--training"] if name == "made" else []),
     )  # fmt: skip
@@ -731,15 +724,8 @@ def test_cache_warm_says_what_is_wrong(
         monkeypatch.setattr(cli.machine, "device_of", lambda text: Device())
     else:
         monkeypatch.setattr(cli.machine, "device_of", lambda text: torch.device("cpu"))
-    code, out = upconv_("cache", "warm", "--model", model, "--input", input)
+    code, out = command("cache", "warm", "--model", model, "--input", input)
     assert code == 2 and out.startswith("upconv: ") and message in out and out.count("\n") == 1, out
-
-
-def test_help_has_examples() -> None:
-    for arguments in (("cache",), ("cache", "clear"), ("cache", "warm")):
-        code, out = upconv_(*arguments, "--help")
-        assert code == 0 and f"upconv {' '.join(arguments)} " in out and "xample" in out
-    assert "cache" in upconv_("--help")[1]
 
 
 def test_env_tells_the_kernels_and_the_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -751,7 +737,7 @@ def test_env_tells_the_kernels_and_the_compiler(folder: Path, monkeypatch: pytes
     assert found["system"]["cuda_compiler"] == (nvrtc.unavailable() or "available")
     folder.chmod(0o777)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "CUDA kernels need what is not here.")
-    found = json.loads(upconv_("env", "--json")[1])
+    found = json.loads(command("env", "--json")[1])
     assert found["caches"]["kernels"] == f"in memory only, not in {folder}: others may write to it (mode 0777)"
     assert found["system"]["cuda_compiler"] == "CUDA kernels need what is not here."
 

@@ -36,7 +36,7 @@ PARTS = 4
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_layers_by_random_tiles(family: str, part: int) -> None:
-    count = 200 if EVERY else 12
+    count = 200 if EVERY else 24
     for seed, (choice, p) in islice(enumerate(islice(choices(family, gpu(0), larger=3), count)), part, None, PARTS):
         assert_computes(choice, None, seed, p=p)
 
@@ -129,7 +129,11 @@ def test_calls_on_streams_at_once(what: str) -> None:
 STEPS: dict[str, tuple[Problem, set[str]]] = {
     "packed by the kernel": (Problem.make(9, 64, 48, (40, 36), 5, 2, 2), {"pack"}),
     "added up at once": (
-        Problem.make(16, 256, 128, (16, 16), 4, 2, 1, dtype=torch.bfloat16, precision="bf16"), {"wgrad_whole"},
+        Problem.make(16, 256, 128, (16, 16), 4, 2, 1, dtype=torch.bfloat16, precision="bf16"),
+        {"wgrad_whole", "wgrad_cluster"},
+    ),
+    "by copies": (
+        Problem.make(128, 512, 256, (4, 4), 4, 2, 1, dtype=torch.bfloat16, precision="bf16"), {"to_channels_last"},
     ),
     "without the stride": (Problem.make(64, 56, 1, (128, 128), 9, 3, 4, 2), {"unshuffle_and_expand", "fold"}),
 }  # fmt: skip
@@ -164,7 +168,7 @@ def test_a_training_step_and_its_capture(name: str, layout: Layout, monkeypatch:
         first = step()
         assert all(map(torch.equal, first, step()))
         assert all(map(torch.equal, first, replayed(step)))
-    assert layout == "channels_last" or entries <= names
+    assert layout == "channels_last" or entries & names
     source, weight = x.detach(), module.weight.detach()
     truth = reference.forward(p, source, weight, None), *reference.gradients(p, g, source, weight)
     for found, exact in zip(first, truth):

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from conftest import needs_gxx
+from drawn import DTYPES, TENSOR, wgrad_tilings
 from emulator import Emulator, emulator
 from results import Case, Way, assert_computes, fewest
-from test_wgrad import DTYPES, AnyTiling, draw_problem, other_size, serves, tilings
 from upconv.cuda.gpu import H200
-from upconv.cuda.wgrad import wgrad, wgrad_costs
+from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
+from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
-from upconv.problem import Problem
+from upconv.problem import Precision, Problem, output_length
 
 pytestmark = needs_gxx
 __all__ = ["emulator"]
@@ -34,6 +35,59 @@ FIRST = (
 
 
 # --- layers and tilings ----------------------------------------------------------------------------------------------
+
+AnyTiling = SyncTiling | WarpgroupTiling
+
+
+def draw_problem(rng: random.Random) -> Problem:
+    """A small layer: all ranks, asymmetric everything, output paddings beyond the stride, odd sizes and channels."""
+    rank = rng.choice((1, 2, 2, 3))
+    axes = []
+    for i in range(rank):
+        kernel, stride = rng.choice((1, 2, 3, 3, 4, 5)), rng.choice((1, 1, 2, 2, 3, 4))
+        dilation = rng.choice((1, 1, 2, 3, 9))
+        if rank == 3:
+            kernel, stride = min(kernel, 3), min(stride, 2)
+        output_padding = rng.choice((0, rng.randrange(max(stride, dilation))))
+        size = rng.randint(1, (70, 9, 4)[rank - 1])
+        if i == rank - 1:  # rows of whole 16 bytes now and then
+            size = rng.choice((size, 8 * rng.randint(1, (9, 3, 2)[rank - 1])))
+        free = output_length(size, kernel, stride, 0, output_padding, dilation)
+        axes.append((size, kernel, stride, rng.randint(0, min((free - 1) // 2, 5)), output_padding, dilation))
+    size, kernel, stride, padding, output_padding, dilation = zip(*axes)
+    precision: Precision = rng.choice(("tf32", "tf32", "ieee", "fp16", "bf16"))
+    groups = rng.choice((1, 1, 1, 2, 3))
+    return Problem.make(
+        rng.randint(1, 3),
+        groups * rng.choice((4, 5, 8, 16, 17, 24, 32, 40, 72)),
+        groups * rng.choice((1, 2, 3, 4, 8, 16, 17, 32, 40)),
+        size,
+        kernel,
+        stride,
+        padding,
+        output_padding,
+        dilation,
+        groups,
+        dtype=DTYPES[precision],
+        precision=precision,
+        layout=rng.choice(("nchw", "channels_last")) if rank > 1 else "nchw",
+        pass_="grad-weight",
+    )
+
+
+def other_size(p: Problem, rng: random.Random) -> Problem:
+    """The layer at another batch and size, whose rows have the same alignment."""
+    size = [n + rng.randint(0, 3) for n in p.size]
+    size[-1] = p.size[-1] + 8 * rng.randint(0, 2)
+    return p.with_(batch=rng.randint(1, 5), size=tuple(size))
+
+
+def serves(t: AnyTiling, p: Problem, q: Problem) -> bool:
+    """Whether a tiling of a layer at one size serves it at another."""
+    if not isinstance(t, WarpgroupTiling):
+        return True
+    whole = not t.lines or p.size[-1] == q.size[-1]
+    return whole and (not t.classed or wgrad_search.classes_of(q) == t.classes)
 
 
 def strided(p: Problem, rng: random.Random) -> dict[str, Any]:
@@ -133,7 +187,7 @@ def cases(seed: int) -> Iterator[Case]:
     p = draw_layer(DRAWS[seed % len(DRAWS)], rng)
     if p is None:
         return
-    every = tilings(p)
+    every = wgrad_tilings(p, H200)
     for t in rng.sample(every, min(len(every), 40)):
         q = other_size(p, rng) if rng.random() < 0.5 and not p.batch_as_width else p
         if not serves(t, p, q):
@@ -248,7 +302,7 @@ def ends() -> OfCase:
     found["mma.sync, rows off 16 bytes"] = lambda case: (
         wgmma(case) is None and case.choice.problem.layout == "nchw" and not case.choice.tiling.aligned
     )
-    for dtype in DTYPES:
+    for dtype in TENSOR:
         found[f"steps of mma.sync, {dtype}"] = lambda case, kind=dtype: (
             wgmma(case) is None and case.choice.problem.precision == kind
         )
