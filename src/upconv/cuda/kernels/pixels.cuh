@@ -3,11 +3,13 @@
 // A mode M is a template over its constants C. It has
 //   Sums               a consumer's thread's; Sizes, whose last is `tiles`; Maps, of the copy engine
 //   Ring, ring_of      whose stages a producer fills and consumers read
-//   READERS            consumers that read a stage; OWN_TILES: each consumer has tiles and a ring of its own
+//   RINGS, READERS     of a block: more than one where each consumer has tiles of its own; consumers that read a stage
+//   first_tile, next_tile
 //   Loader             begin(tile): stages of a tile; load(i, stage, barrier): what the i-th of them gets, whose bytes count at a barrier
 //   Consumer           at(stage): where it is, ahead of the wait; begin(sums, tile): stages of a tile; multiply(sums, at, held);
 //                      store(sums, tile)
 // If instructions still read a stage behind `multiply` (M::HOLDS), the next one gives it back, by its barrier `held`.
+// Where consumers take whole tiles in turn (M::TURNS) `takes` says whose turn it is.
 #include "columns.cuh"
 #include "table.cuh"
 
@@ -19,6 +21,10 @@ struct PixelsOf {
   static constexpr int ELEMENT = Number::SIZE, VEC = 16 / ELEMENT;
   static constexpr bool NARROW = ELEMENT == 2;          // of 16 bits
   static constexpr int CONSUMERS = 2, THREADS = 128 + CONSUMERS * 128;
+  static constexpr int RINGS = 1, READERS = CONSUMERS;
+  static constexpr bool TURNS = false;
+  static __device__ __forceinline__ int first_tile(int) { return blockIdx.x; }
+  static __device__ __forceinline__ int next_tile() { return gridDim.x; }
   static __device__ __forceinline__ void init(u32) {}   // barriers beside the rings'
 };
 
@@ -33,18 +39,12 @@ struct Work {
   u32 memory;
 };
 
-// The tiles of a block, or of a consumer that has tiles of its own; neighbouring consumers have neighbouring ones.
-template <class M>
-__device__ __forceinline__ int first_tile(int consumer) { return M::OWN_TILES ? blockIdx.x * M::CONSUMERS + consumer : blockIdx.x; }
-template <class M>
-__device__ __forceinline__ int next_tile() { return M::OWN_TILES ? gridDim.x * M::CONSUMERS : gridDim.x; }
-
 template <class M>
 __device__ __forceinline__ void produce(const Work<M>& work, typename M::Loader loader, int consumer = 0) {
   const typename M::Ring ring = M::ring_of(work.memory, consumer);
   typename M::Ring::Cursor cursor = {0, 1};             // all are free at first
 #pragma unroll 1
-  for (int tile = first_tile<M>(consumer); tile < work.sizes.tiles; tile += next_tile<M>()) {
+  for (int tile = M::first_tile(consumer); tile < work.sizes.tiles; tile += M::next_tile()) {
     const int stages = loader.begin(tile);
 #pragma unroll 1
     for (int i = 0; i < stages; i++, cursor.next()) {
@@ -60,8 +60,14 @@ __device__ __forceinline__ void consume(const Work<M>& work, const typename M::R
   typename M::Consumer consumer(work, wg, thread);
   typename M::Sums sums;
 #pragma unroll 1
-  for (int tile = first_tile<M>(wg); tile < work.sizes.tiles; tile += next_tile<M>()) {
+  for (int tile = M::first_tile(wg); tile < work.sizes.tiles; tile += M::next_tile()) {
     const int stages = consumer.begin(sums, tile);
+    if constexpr (M::TURNS) {
+      if (!consumer.takes()) {
+        cursor.move(stages);
+        continue;
+      }
+    }
     u32 held = 0;                                       // the stage that instructions under way read
 #pragma unroll 1
     for (int i = 0; i < stages; i++, cursor.next()) {
@@ -71,6 +77,7 @@ __device__ __forceinline__ void consume(const Work<M>& work, const typename M::R
       if (M::HOLDS) held = ring.empty(cursor);
       else give_back(ring.empty(cursor), thread & 31);
     }
+    if constexpr (M::TURNS) consumer.pass_turn();
     wgmma_wait<0>();
     if (M::HOLDS) give_back(held, thread & 31);
     consumer.store(sums, tile);
@@ -82,11 +89,11 @@ __device__ __forceinline__ void run(const Work<M>& work) {
   const typename M::Ring ring = M::ring_of(work.memory, 0);
   run_block<1, M::CONSUMERS, M::PRODUCER_REGISTERS, M::CONSUMER_REGISTERS>(
       [&] {
-        for (int i = 0; i < M::CONSUMERS / M::READERS; i++) M::ring_of(work.memory, i).init(1, 4 * M::READERS);
+        for (int i = 0; i < M::RINGS; i++) M::ring_of(work.memory, i).init(1, 4 * M::READERS);
         M::init(work.memory);
       },
       [&] { M::produce(work); },
-      [&](int wg, int thread) { consume<M>(work, M::OWN_TILES ? M::ring_of(work.memory, wg) : ring, wg, thread); });
+      [&](int wg, int thread) { consume<M>(work, M::RINGS > 1 ? M::ring_of(work.memory, wg) : ring, wg, thread); });
 }
 
 // =====================================================================================================================

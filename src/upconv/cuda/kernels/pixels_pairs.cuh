@@ -30,8 +30,7 @@ static constexpr int WEIGHT_BYTES = ROWS_B * COLUMNS * 128;  // of a stage
 static constexpr int WEIGHTS_AT = (GROUPS * BOX_PLACE + 1023) / 1024 * 1024;
 static constexpr int BLOCKS_N = (C::cout + COLUMNS - 1) / COLUMNS;
 static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-static constexpr bool HOLDS = true, OWN_TILES = false;
-static constexpr int READERS = CONSUMERS;
+static constexpr bool HOLDS = true;
 using Sums = float[MB][COLUMNS / 2];
 using Maps = TensorMap;
 using Ring = RingOf<C::stages, WEIGHTS_AT + WEIGHT_BYTES>;

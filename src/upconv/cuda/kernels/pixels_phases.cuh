@@ -32,8 +32,8 @@ static constexpr int PAIR_COLUMNS = STEP_W * CO_COLUMNS;  // of a pair's sums
 static constexpr int STEP_BYTES = C::users * C::shift_columns * 32;  // of weights, of a step of K
 static constexpr int WEIGHT_BYTES = CHUNKS * K_STEPS * STEP_BYTES;
 static constexpr int PRODUCER_REGISTERS = 64, CONSUMER_REGISTERS = 216;
-static constexpr bool HOLDS = false, OWN_TILES = true;
-static constexpr int READERS = 1;
+static constexpr bool HOLDS = false;
+static constexpr int RINGS = CONSUMERS, READERS = 1;
 using Sums = float[PAIRS][MB][PAIR_COLUMNS / 2];
 using Maps = TensorMap;
 using Ring = RingOf<C::stages, STAGE_BYTES>;
@@ -114,6 +114,10 @@ struct Loader {
                tile.d + C::first_d + row / C::rows_h, chunk * C::chunk, tile.n, barrier);
   }
 };
+
+// Neighbouring consumers have neighbouring tiles.
+static __device__ __forceinline__ int first_tile(int consumer) { return blockIdx.x * CONSUMERS + consumer; }
+static __device__ __forceinline__ int next_tile() { return gridDim.x * CONSUMERS; }
 
 static __device__ __forceinline__ u32 landed(u32 memory) { return memory + BARRIERS_AT + 16 * CONSUMERS * C::stages; }  // weights
 
