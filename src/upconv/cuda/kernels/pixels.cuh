@@ -5,9 +5,8 @@
 //   Ring, ring_of      whose stages a producer fills and consumers read
 //   RINGS, READERS     of a block: more than one where each consumer has tiles of its own; consumers that read a stage
 //   first_tile, next_tile
-//   Loader             begin(tile): stages of a tile; load(i, stage, barrier): what the i-th of them gets, whose bytes count at a barrier
-//   Consumer           at(stage): where it is, ahead of the wait; begin(sums, tile): stages of a tile; multiply(sums, at, held);
-//                      store(sums, tile)
+//   Loader             begin(tile): a tile's steps; load(step, stage, barrier): what a stage gets, whose bytes count at a barrier
+//   Consumer           steps(tile); begin(sums, tile); at(stage): where it is, ahead of the wait; multiply(sums, at, held); store(sums, tile)
 // If instructions still read a stage behind `multiply` (M::HOLDS), the next one gives it back, by its barrier `held`.
 // Where consumers take whole tiles in turn (M::TURNS) `takes` says whose turn it is.
 #include "columns.cuh"
@@ -28,6 +27,8 @@ struct PixelsOf {
   static __device__ __forceinline__ void init(u32) {}   // barriers beside the rings'
 };
 
+struct Steps { int first, end; };                       // of a tile, a stage each
+
 // What a launch gives.
 template <class M>
 struct Work {
@@ -45,11 +46,11 @@ __device__ __forceinline__ void produce(const Work<M>& work, typename M::Loader 
   typename M::Ring::Cursor cursor = {0, 1};             // all are free at first
 #pragma unroll 1
   for (int tile = M::first_tile(consumer); tile < work.sizes.tiles; tile += M::next_tile()) {
-    const int stages = loader.begin(tile);
+    const Steps steps = loader.begin(tile);
 #pragma unroll 1
-    for (int i = 0; i < stages; i++, cursor.next()) {
+    for (int step = steps.first; step < steps.end; step++, cursor.next()) {
       ring.wait_empty(cursor);
-      loader.load(i, ring.stage(cursor), ring.full(cursor));
+      loader.load(step, ring.stage(cursor), ring.full(cursor));
     }
   }
 }
@@ -61,16 +62,17 @@ __device__ __forceinline__ void consume(const Work<M>& work, const typename M::R
   typename M::Sums sums;
 #pragma unroll 1
   for (int tile = M::first_tile(wg); tile < work.sizes.tiles; tile += M::next_tile()) {
-    const int stages = consumer.begin(sums, tile);
+    const Steps steps = consumer.steps(tile);
     if constexpr (M::TURNS) {
       if (!consumer.takes()) {
-        cursor.move(stages);
+        cursor.move(steps.end - steps.first);
         continue;
       }
     }
+    consumer.begin(sums, tile);
     u32 held = 0;                                       // the stage that instructions under way read
 #pragma unroll 1
-    for (int i = 0; i < stages; i++, cursor.next()) {
+    for (int step = steps.first; step < steps.end; step++, cursor.next()) {
       const auto at = consumer.at(ring.stage(cursor));
       ring.wait_full(cursor);
       consumer.multiply(sums, at, held);
@@ -140,21 +142,15 @@ __device__ __forceinline__ void multiply_row(float (&acc)[MB][SUMS], int row, u3
 template <class M, int MB, int SUMS>
 __device__ __forceinline__ void begin_sums(float (&acc)[MB][SUMS], const typename M::Type* bias, int first) {
 #pragma unroll
-  for (int j = 0; j < SUMS / 4; j++) {
-    float b[2];
+  for (int i = 0; i < SUMS; i++) {
+    const int column = first + i / 4 * 8 + i % 2;
+    const bool own = i % 4 == 0 || (i % 4 == 1 && !M::ALIKE);
+    float b = own && bias && (M::ALL_COLUMNS % (2 * SUMS) == 0 || column < M::ALL_COLUMNS) ? M::Number::value(bias[M::channel_of(column)]) : 0.f;
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-      const int column = first + 8 * j + c;
-      const bool there = bias && (M::ALL_COLUMNS % (2 * SUMS) == 0 || column < M::ALL_COLUMNS);
-      b[c] = c && M::ALIKE ? b[0] : there ? M::Number::value(bias[M::channel_of(column)]) : 0.f;
+    for (int m = 0; m < MB; m++) {
+      acc[m][i] = own ? b : acc[m][i % 4 == 1 ? i - 1 : i - 2];  // pixels g and g + 8 of a column
+      opaque(acc[m][i]);
     }
-#pragma unroll
-    for (int m = 0; m < MB; m++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        acc[m][4 * j + i] = b[i % 2];
-        opaque(acc[m][4 * j + i]);
-      }
   }
 }
 

@@ -83,8 +83,6 @@ static __device__ __forceinline__ int first_tile(int) { return blockIdx.x / CLUS
 static __device__ __forceinline__ int next_tile() { return CLUSTER > 1 ? 1 << 30 : gridDim.x; }
 
 // The steps of a tile that are the block's own, a tap's chunk each; they count from the first tap of all.
-struct Steps { int first, end; };
-
 static __device__ __forceinline__ Steps steps_of(const Tile& t) {
   int begin = 0, count = C::taps * CHUNKS;
   if constexpr (PHASES > 1) {
@@ -179,7 +177,6 @@ struct Loader {
   const Work<Implicit>& work;
   u32 bytes;                                            // of a stage
   Tile tile;
-  int first;                                            // step of the tile
 
   __device__ __forceinline__ explicit Loader(const Work<Implicit>& work) : work(work) {
     const Sizes& s = work.sizes;
@@ -187,15 +184,13 @@ struct Loader {
     wait_for_results();                                 // of `pack`
   }
 
-  __device__ __forceinline__ int begin(int index) {
+  __device__ __forceinline__ Steps begin(int index) {
     tile = tile_at(index, work.sizes);
-    const Steps own = steps_of(tile);
-    first = own.first;
-    return own.end - own.first;
+    return steps_of(tile);
   }
 
-  __device__ __forceinline__ void load(int i, u32 to, u32 barrier) const {
-    const int step = first + i, tap = step / CHUNKS, channel = step % CHUNKS * C::chunk;
+  __device__ __forceinline__ void load(int step, u32 to, u32 barrier) const {
+    const int tap = step / CHUNKS, channel = step % CHUNKS * C::chunk;
     expect_bytes(barrier, bytes);
     load_box(to, work.maps.source, channel, tile.w * C::step_w + constant_at<C::taps_w>(tap), tile.h * C::step_h + constant_at<C::taps_h>(tap),
              tile.d * C::step_d + constant_at<C::taps_d>(tap), tile.n, barrier);
@@ -320,19 +315,22 @@ struct Consumer {
   }
 
   __device__ __forceinline__ u32 at(u32 stage) const { return stage; }
-  __device__ __forceinline__ int begin(Sums& acc, int index) {
-    const Tile t = tile_at(index, work.sizes);
-    const Steps own = steps_of(t);
-    turn = turn + 1 == CONSUMERS ? 0 : turn + 1;
-    if (takes()) {
-      // Of a cluster the first block's sums begin with the bias.
-      begin_sums<Implicit>(acc, rank() == 0 ? work.bias : nullptr, t.column + thread % 4 * 2);
-      if (TURNS) named_sync(1 + wg, 256);
-    }
-    return own.end - own.first;
+  __device__ __forceinline__ Steps steps(int tile) const {
+    Steps found = steps_of(tile_at(tile, work.sizes));
+    if (PHASES > 1) OPAQUE(found.end);                  // kept, not loaded again for each step
+    return found;
   }
-  // Whether the tile is the consumer's.
-  __device__ __forceinline__ bool takes() const { return !TURNS || turn == (wg + 1) % CONSUMERS; }
+  // Whether the next tile is the consumer's.
+  __device__ __forceinline__ bool takes() {
+    const bool mine = turn == wg;
+    turn = turn + 1 == CONSUMERS ? 0 : turn + 1;
+    return mine;
+  }
+  __device__ __forceinline__ void begin(Sums& acc, int tile) const {
+    // Of a cluster the first block's sums begin with the bias.
+    begin_sums<Implicit>(acc, rank() == 0 ? work.bias : nullptr, tile_at(tile, work.sizes).column + thread % 4 * 2);
+    if (TURNS) named_sync(1 + wg, 256);
+  }
   __device__ __forceinline__ void pass_turn() const { named_arrive(1 + (wg + 1 == CONSUMERS ? 0 : wg + 1), 256); }
   __device__ __forceinline__ void multiply(Sums& acc, u32 at, u32 held) const {
     wgmma_fence();

@@ -101,9 +101,9 @@ struct Loader {
   const Work<Phases>& work;
   Tile tile;
 
-  __device__ __forceinline__ int begin(int index) {
+  __device__ __forceinline__ Steps begin(int index) {
     tile = tile_at(index, work.sizes);
-    return CHUNKS;
+    return {0, CHUNKS};
   }
 
   __device__ __forceinline__ void load(int chunk, u32 to, u32 barrier) const {
@@ -302,10 +302,10 @@ struct Consumer {
 
   struct At { u32 stage, weights; };
   __device__ __forceinline__ At at(u32 stage) const { return {stage, uniform(weights)}; }
-  __device__ __forceinline__ int begin(Sums& acc, int) {
+  __device__ __forceinline__ Steps steps(int) const { return {0, CHUNKS}; }
+  __device__ __forceinline__ void begin(Sums& acc, int) {
     zero(acc);
     weights = work.memory >> 4;
-    return CHUNKS;
   }
   // The stage is given back behind this, and so behind the instructions that take what was loaded. The arrival does not wait for loads, and
   // these are late where stores fill the path to memory. Ahead of the instructions it gave wrong outputs on long rows (docs/experiments.md).
