@@ -136,7 +136,11 @@ def compiled(source: str, arch: str) -> Compiled:
 
 def multiplies(entry: str, choice: Any) -> bool:
     """Whether an entry is a choice's kernel itself; others pack, copy or add up."""
-    return entry == choice.family or (choice.family in CUDA_CORES and entry in CUDA_CORE_ENTRIES)
+    return (
+        entry == choice.family
+        or entry.startswith("pixels")
+        or (choice.family in CUDA_CORES and entry in CUDA_CORE_ENTRIES)
+    )
 
 
 def instruction(choice: Any, gpu: Gpu) -> str | None:
