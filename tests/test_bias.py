@@ -14,13 +14,13 @@ import torch
 from conftest import HOST, host_program, instance_header, needs_gxx
 from upconv import cpu
 from upconv.cuda import bias
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090
 from upconv.cuda.scalars import PRECISIONS
 from upconv.problem import LAYOUTS, Layout, Problem
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 
 def layer(batch: int, channels: int, size: tuple[int, ...], dtype: torch.dtype, layout: Layout = "nchw") -> Problem:
@@ -121,7 +121,7 @@ def test_kernels_compile_without_spills(gpu: object) -> None:
     for dtype in DTYPES:
         for layout in LAYOUTS:
             source = bias.instance(layer(1, 8, (8, 8), dtype, layout))
-            found = jit.inspect(jit.cubin(source, gpu.arch, "bias"))  # type: ignore[attr-defined]
+            found = elf.inspect(jit.cubin(source, gpu.arch, "bias"))  # type: ignore[attr-defined]
             more = ("finish_float",) * (dtype.itemsize == 2)
             sums = ("sum_last",) if layout == "channels_last" else ("sum", "sum_at_once")
             assert set(found) == {*sums, "finish", *more}

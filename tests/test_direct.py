@@ -19,7 +19,7 @@ from conftest import EVERY, by_turns
 from strategies import DTYPES, forward_excess, operands, problems
 from upconv import cpu, reference
 from upconv.bench.suites import SUITES, Case
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.direct import direct, tiles, walks
 from upconv.cuda.direct.cells import axes
 from upconv.cuda.direct.direct import Choice
@@ -447,7 +447,7 @@ def test_refusals_are_sentences() -> None:
 
 # --- what is compiled ------------------------------------------------------------------------------------------------
 
-needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 
 def check_compiled(choice: Choice, gpu: Gpu) -> None:
@@ -457,7 +457,7 @@ def check_compiled(choice: Choice, gpu: Gpu) -> None:
         static = 16 * m["kernel_h"] * -(-m["kernel_w"] // vec)
         static += m["threads"] * m["cells"] * m["stride_w"] // m["pieces"] * choice.problem.dtype.itemsize
     for unit in choice.sources():
-        found = jit.inspect(jit.cubin(unit.source, gpu.arch, unit.label))
+        found = elf.inspect(jit.cubin(unit.source, gpu.arch, unit.label))
         assert set(found) == set(unit.entries)
         for entry, (registers, local, shared) in found.items():
             assert 0 < registers <= 255

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from strategies import DTYPES, problems
 from upconv import reference
 from upconv.bench.suites import SUITES, Case
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.direct import direct, direct_grad
 from upconv.cuda.direct.direct_grad import Choice
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
@@ -208,14 +208,14 @@ def test_refusals_are_sentences() -> None:
 
 # --- what is compiled ------------------------------------------------------------------------------------------------
 
-needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 
 def check_compiled(choice: Choice, gpu: Gpu, most: int) -> None:
     p = choice.problem
     (unit,) = choice.sources()
     assert unit.entries == ("direct_grad",)
-    registers, local, shared = jit.inspect(jit.cubin(unit.source, gpu.arch, unit.label))["direct_grad"]
+    registers, local, shared = elf.inspect(jit.cubin(unit.source, gpu.arch, unit.label))["direct_grad"]
     assert 0 < registers <= 255
     assert local <= most, f"{p} spills {local} bytes for {choice.channels} channels on sm_{gpu.arch}"
     assert shared == 0

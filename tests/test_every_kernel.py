@@ -21,7 +21,7 @@ from conftest import EVERY, by_turns
 from test_gather import needs_nvrtc
 from upconv import planner
 from upconv.bench.suites import SUITES, Case
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import LAYOUTS, Layout, Pass, Precision
@@ -39,6 +39,12 @@ Kind = tuple[Precision, Layout, Pass]
 
 CUDA_CORES = ("direct", "staged")
 CUDA_CORE_ENTRIES = ("direct", "direct_walk", "grad_input", "grad_weight")
+ENTRIES = dict.fromkeys(CUDA_CORES, CUDA_CORE_ENTRIES) | {
+    "wgrad": ("wgrad", "wgrad_wgmma", "wgrad_whole", "wgrad_cluster"),
+    "implicit": ("pixels_last", "pixels_last_clusters"),
+    **dict.fromkeys(("pairs", "phases", "subpixel"), ("pixels",)),
+}
+"""The kernels that multiply, of a family that has others than one of its own name."""
 OPERANDS = {"tf32": "tf32", "ieee": "tf32", "bf16": "bf16", "fp16": "f16"}
 """What matrix instructions call a precision's operands; IEEE's are sums of several TF32 ones."""
 MATRIX = re.compile(r"(?<![.\w])(wgmma\.mma_async|mma\.sync)\.[.\w]*\.f32\.(\w+)\.\2\b")
@@ -129,18 +135,14 @@ def compiled(source: str, arch: str) -> Compiled:
     """Kept, since layers, precisions and passes share sources; without machine code and PTX, which are megabytes."""
     code, text, log = jit.built(source, arch)
     _, *entries = re.split(r"\.entry\s+(\w+)", text)
-    entries[::2] = map(jit.entry_of, entries[::2])
+    entries[::2] = map(elf.entry_of, entries[::2])
     matrix = {name: set(MATRIX.findall(body)) for name, body in zip(entries[::2], entries[1::2])}
-    return Compiled(jit.inspect(code), matrix, jit.serialised(log))
+    return Compiled(elf.inspect(code), matrix, nvrtc.serialised(log))
 
 
 def multiplies(entry: str, choice: Any) -> bool:
     """Whether an entry is a choice's kernel itself; others pack, copy or add up."""
-    return (
-        entry == choice.family
-        or entry.startswith("pixels")
-        or (choice.family in CUDA_CORES and entry in CUDA_CORE_ENTRIES)
-    )
+    return entry in ENTRIES.get(choice.family, (choice.family,))
 
 
 def instruction(choice: Any, gpu: Gpu) -> str | None:

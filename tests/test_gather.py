@@ -18,7 +18,7 @@ from conftest import EVERY, Stubs, by_turns, seeds
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import prepared as prepared_module
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
-from upconv.cuda.compile import jit, launch
+from upconv.cuda.compile import elf, jit, launch, nvrtc
 from upconv.cuda.gemm import costs, gather, gather_search
 from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gemm.shuffle import Shuffle, countable, ways
@@ -244,7 +244,7 @@ def vars_of(tiling: Tiling) -> dict[str, object]:
 
 # --- what is compiled ------------------------------------------------------------------------------------------------
 
-needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 INSTRUCTIONS = {
     ("tf32", True): "wgmma.mma_async.sync.aligned.m64nNk8.f32.tf32.tf32",
     ("fp16", True): "wgmma.mma_async.sync.aligned.m64nNk16.f32.f16.f16",
@@ -266,7 +266,7 @@ def check_compiled(tiling: Tiling, source: str, arch: str, most_local: int = 0, 
     Returns their PTX.
     """
     code, text, log = jit.built(source, arch, "gather")
-    found = jit.inspect(code)
+    found = elf.inspect(code)
     packing = ("pack", "pack_float")[: 1 + (tiling.element == 2)] if packs else ()
     assert set(found) == {"gather", *packing}
     for entry, (registers, local, shared) in found.items():
@@ -279,7 +279,7 @@ def check_compiled(tiling: Tiling, source: str, arch: str, most_local: int = 0, 
     assert present == {(precision, tiling.wgmma)}
     if tiling.wgmma:
         assert ("m64n128" in text) == tiling.wide
-        assert jit.serialised(log) is None, tiling
+        assert nvrtc.serialised(log) is None, tiling
     assert tiling.wgmma == (arch == "90a")
     assert ("cp.async.bulk.tensor" in text) == tiling.tensor_map
     return text
@@ -464,14 +464,14 @@ def test_a_kernel_knows_where_rows_of_its_sizes_begin(text: str, precision: str,
         assert not isinstance(choice, str)
         if choice.tiling.shuffle is not None or not choice.tiling.contiguous:
             continue
-        of_kernel = jit._macros(choice.sources()[0].source)
+        of_kernel = jit.constants_of(choice.sources()[0].source)
         assert rows_begin(p) == (16 if choice.tiling.drained else int(of_kernel["store_unit"]))
         found.add(rows_begin(p))
         wider = p.with_(size=(44, width + 32))
         assert replace(choice, problem=wider).sources() == choice.sources()
         general = gather.choose(p, H200, general=True)
         assert not isinstance(general, str)
-        assert general.tiling.drained or jit._macros(general.sources()[0].source)["store_unit"] == "0"
+        assert general.tiling.drained or jit.constants_of(general.sources()[0].source)["store_unit"] == "0"
     even = pass_ == "fwd" and "stride=2" in text  # all its widths are
     odd = pass_ == "fwd" and "stride=3" in text  # all its heights are
     others = set() if even else {p.dtype.itemsize if odd else 0}
@@ -534,7 +534,7 @@ def test_a_stage_of_threads_that_copy_is_refused_by_the_kernel_too() -> None:
     p = Problem.make(2, 16, 24, (4, 6, 19), (3, 2, 3), 2, 1, 0, 2, bias=False)
     p = p.with_(precision="tf32", layout="channels_last", pass_="grad-input")
     tiling = next(t for t in gather_search.candidates(p, H200) if not t.tensor_map)
-    with pytest.raises(jit.CompileError, match="a stage ahead"):
+    with pytest.raises(nvrtc.CompileError, match="a stage ahead"):
         jit.cubin(gather.source(replace(tiling, stages_p=1)), H200.arch)
 
 
@@ -672,9 +672,9 @@ def test_kernels_that_pack_have_no_spills(pass_: Pass, precision: Precision) -> 
         assert isinstance(choice, gather.Choice) and choice.packs
         (unit,) = choice.packing_sources
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
-        found = jit.inspect(code)
+        found = elf.inspect(code)
         assert set(found) == {"gather"} and found["gather"][1] <= 32, found
-        assert "wgmma.mma_async" in text and jit.serialised(log) is None
+        assert "wgmma.mma_async" in text and nvrtc.serialised(log) is None
 
 
 def test_only_small_weights_are_packed_by_the_kernel() -> None:
@@ -763,7 +763,7 @@ def test_one_instruction_a_step_is_straight_code(p: Problem) -> None:
     """ptxas serialises the instructions of rounds of these."""
     choice = gather.choose(p.with_(bias=False, pass_="grad-input"), H200)
     assert isinstance(choice, gather.Choice) and choice.tiling.nb == 1 and choice.tiling.straight
-    assert jit.serialised(jit.built(choice.sources()[0].source, "90a", "gather").log) is None
+    assert nvrtc.serialised(jit.built(choice.sources()[0].source, "90a", "gather").log) is None
 
 
 @needs_nvrtc
@@ -787,7 +787,7 @@ def test_the_tensor_cores_do_not_drain_between_rounds(
     t = choice.tiling
     code, text, log = jit.built(choice.sources()[0].source, "90a", name)
     assert text.count("wgmma.mma_async") == t.taps_unrolled * t.k_steps * t.nb * t.mb // (2 if t.wide else 1)
-    assert jit.serialised(log) is None and jit.inspect(code)["gather"][1] == 0
+    assert nvrtc.serialised(log) is None and elf.inspect(code)["gather"][1] == 0
 
 
 def test_which_blocks_claim_tiles() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from conftest import by_turns
 from upconv.cuda.axes import Unfit, any_size, result_shape
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import H200
@@ -98,6 +98,6 @@ def test_compiled_kernels_spill_nothing(p: Problem) -> None:
     units = (*chosen.sources(), *chosen.packing_sources)
     for unit in by_turns(units, len(units), CHOSEN.index(p)):
         code, _, log = jit.built(unit.source, "90a", unit.label)
-        assert jit.inspect(code)["gather"][1] == 0 and not jit.serialised(log)
+        assert elf.inspect(code)["gather"][1] == 0 and not nvrtc.serialised(log)
     general = gather.choose(p, H200, general=True)
     assert not isinstance(general, str) and not general.tiling.drained, "exported files have no map of the result"

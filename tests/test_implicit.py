@@ -17,7 +17,7 @@ from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families
 from upconv.cuda.axes import any_size, result_shape, source_shape
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200, Gpu
 from upconv.cuda.pixels import implicit
@@ -231,12 +231,12 @@ def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
     packing = ("pack", *(("pack_float",) if p.dtype.itemsize == 2 else ()))
     for unit in units:
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
-        found = jit.inspect(code)
+        found = elf.inspect(code)
         assert set(found) == {choice.tile.entry, *(packing if "pack" in unit.entries else ())}
         assert all(local == 0 for _, local, _ in found.values()), choice.summary
         columns = set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k\d+\." + re.escape(types), text))
         assert columns == {str(choice.tile.columns)}
-        assert "cp.async.bulk.tensor.5d" in text and jit.serialised(log) is None
+        assert "cp.async.bulk.tensor.5d" in text and nvrtc.serialised(log) is None
 
 
 @needs_nvrtc
@@ -252,8 +252,8 @@ def test_no_tile_s_instructions_are_serialised() -> None:
         for t in rng.sample(list(kinds.values()), 6 if EVERY else 3):
             unit = implicit.Choice(t, p, H200, 0.0, "").sources()[0]
             code, _, log = jit.built(unit.source, H200.arch, unit.label)
-            assert jit.serialised(log) is None, t
-            assert all(local == 0 for _, local, _ in jit.inspect(code).values()), t
+            assert nvrtc.serialised(log) is None, t
+            assert all(local == 0 for _, local, _ in elf.inspect(code).values()), t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,14 +15,14 @@ import upconv
 from conftest import HOST, Stubs, diagonal, host_program, instance_header, needs_gxx, replayed
 from upconv import cpu, planner, reference
 from upconv.cuda import families
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
 from upconv.cuda.pixels import implicit
 from upconv.cuda.rearrange import around, relayout
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Layout, Precision, Problem
 
-needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 KB73 = Problem.make(4, 32, 32, (32, 64, 128), 3, 2, 1)
 WIDER = Problem.make(4, 64, 64, (32, 64, 128), 3, 2, 1)
@@ -130,7 +130,7 @@ def test_copying_kernels_compile_without_spills(arch: str) -> None:
         for channels, size in ((8, (999, 999)), (16, (40, 40)), (32, (64, 64)), (64, (99, 99)), (512, (4, 4))):
             p = as_(DCGAN, precision, "grad-input")
             code = relayout.unit(p, *relayout.tile(p, channels, size))
-            needs = jit.inspect(jit.cubin(code.source, arch, code.label))
+            needs = elf.inspect(jit.cubin(code.source, arch, code.label))
             assert set(needs) == set(code.entries)
             assert all(registers <= 64 and not local for registers, local, _ in needs.values())
 

@@ -20,7 +20,7 @@ from strategies import DTYPES, problems
 from test_direct_grad import GPUS, GRADIENTS, SUITE, needs_nvrtc, versions
 from upconv import planner, reference
 from upconv.bench.suites import SUITES, Case
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit
 from upconv.cuda.direct import staged
 from upconv.cuda.direct.staged import Choice, Tile, Unfit
 from upconv.cuda.gpu import H200, Gpu
@@ -240,7 +240,7 @@ def check_compiled(choice: Choice, gpu: Gpu, most: int) -> None:
     p = choice.problem
     (unit,) = choice.sources()
     assert set(unit.entries) == ({"grad_input"} if p.pass_ == "grad-input" else {"grad_weight", "reduce_staged"})
-    found = jit.inspect(jit.cubin(unit.source, gpu.arch, unit.label))
+    found = elf.inspect(jit.cubin(unit.source, gpu.arch, unit.label))
     assert set(unit.entries) <= set(found)
     for entry in unit.entries:
         registers, local, shared = found[entry]

@@ -17,14 +17,14 @@ import upconv
 from conftest import HOST, Stubs, host_program, instance_header, needs_gxx, replayed, seeds
 from upconv import cpu, planner, reference
 from upconv.cuda import families
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
 from upconv.cuda.rearrange import unshuffle
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Layout, Precision, Problem, output_length
 
-needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 FSRCNN = Problem.make(16, 56, 1, (128, 128), 9, 3, 4, 2, bias=False)
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -134,7 +134,7 @@ def test_kernels_compile_without_spills(precision: Precision) -> None:
     r = random.Random(precision)
     for p in (FSRCNN, draw(r, "nchw"), draw(r, "channels_last")):
         code = unshuffle.unit(as_(p, precision, "grad-input", p.layout))
-        needs = jit.inspect(jit.cubin(code.source, "90a", code.label))
+        needs = elf.inspect(jit.cubin(code.source, "90a", code.label))
         assert set(needs) == set(code.entries)
         assert all(registers <= 64 and not local for registers, local, _ in needs.values())
 

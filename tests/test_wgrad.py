@@ -16,7 +16,7 @@ import torch
 
 from conftest import EVERY, Stubs, by_turns
 from upconv.bench.suites import SUITES
-from upconv.cuda.compile import jit, launch
+from upconv.cuda.compile import elf, jit, launch, nvrtc
 from upconv.cuda.compile.boxes import fullest
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
@@ -507,7 +507,7 @@ def test_one_box_of_x_has_the_elements_of_several() -> None:
 
 # --- what is compiled ------------------------------------------------------------------------------------------------
 
-needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 INSTRUCTIONS = {
     ("tf32", True): r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k8\.f32\.tf32\.tf32",
     ("fp16", True): r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.f16\.f16",
@@ -521,8 +521,8 @@ INSTRUCTIONS = {
 def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -> None:
     """Both kernels compile, without spills, with the precision's matrix instruction and no other."""
     code, text, log = jit.built(source, gpu.arch, "wgrad")
-    assert jit.serialised(log) is None, tiling
-    found = jit.inspect(code)
+    assert nvrtc.serialised(log) is None, tiling
+    found = elf.inspect(code)
     assert set(found) == {name.partition("<")[0] for name in jit.entries_of(source)}
     for entry, (registers, local, shared) in found.items():
         assert 0 < registers <= 255
