@@ -11,8 +11,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from conftest import EVERY, Stubs, precision_by_turns
-from test_gather import DTYPES, needs_nvrtc
+from conftest import EVERY, Stubs, needs_nvrtc, precision_by_turns
+from drawn import DTYPES
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families
