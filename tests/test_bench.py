@@ -607,7 +607,7 @@ def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"s\.json lacks rows\[\]\.engine, "):
         report.load(path)
     path.write_text(json.dumps({"schema": 1}))
-    with pytest.raises(ValueError, match="s.json lacks ceilings, commit, device, rows, versions, when"):
+    with pytest.raises(ValueError, match=r"s\.json lacks ceilings, commit, device, rows, versions, when"):
         report.load(path)
 
 
