@@ -22,9 +22,9 @@ import pytest
 import torch
 
 import upconv
-from conftest import assert_accurate, by_turns
+from conftest import assert_accurate, by_turns, needs_nvrtc
+from drawn import DTYPES
 from one_mapped_gpu import operands, poisoned
-from test_gather import DTYPES, check_compiled, needs_nvrtc
 from upconv.bench.suites import SUITES
 from upconv.cuda import engine, prepared
 from upconv.cuda.compile import cache, elf, jit, launch, nvrtc, provisional
@@ -377,8 +377,10 @@ def test_quick_forms_compile_without_spills_to_less_code(case: str) -> None:
     choice = chosen(case)
     assert choice.quick is not None
     quick, final = choice.quick.sources()[0], choice.sources()[0]
-    text = check_compiled(choice.quick.tiling, quick.source, "90a")
-    assert text.count("wgmma.mma_async") * 2 <= jit.built(final.source, "90a", ptx=True).ptx.count("wgmma.mma_async")
+    code, text, log = jit.built(quick.source, "90a", quick.label)
+    assert all(local == 0 for _, local, _ in elf.inspect(code).values()) and nvrtc.serialised(log) is None
+    final_ptx = jit.built(final.source, "90a", ptx=True).ptx
+    assert 0 < text.count("wgmma.mma_async") * 2 <= final_ptx.count("wgmma.mma_async")
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
