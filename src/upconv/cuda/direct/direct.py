@@ -247,7 +247,7 @@ def _summary(p: Problem, tile: Tile | Walk, cost: Cost) -> str:
     w = axes(p)[2]
     if isinstance(tile, Walk):
         return (
-            f"depthwise walk of {tile.strip} x {tile.cells} cells x {tile.channels} channels per thread, "
+            f"depthwise walk of {tile.strip} x {tile.cells} cells per thread, "
             f"{cost.blocks} blocks of {walks.THREADS} threads"
         )
     m = tiles.constants(p, tile)
