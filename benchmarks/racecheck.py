@@ -100,10 +100,6 @@ EVERY_LANE = {
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         (".init(1, 4 * M::READERS);", ".init(1, 128 * M::READERS);"),
     ),
-    "implicit.cu": (
-        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("C::halves ? 4 * CONSUMERS : 4);", "C::halves ? 128 * CONSUMERS : 128);"),
-    ),
     "wgrad_wgmma.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("if (of.lane == 0) barrier_arrive(block.empty", "barrier_arrive(block.empty"),
@@ -381,9 +377,9 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "subpixel-16": ("pixels", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),
     "pairs": ("pixels", lambda: run_choice(pairs, problem(LONE_BACK, "tf32", "nchw", "grad-input"))),
     "pairs-16": ("pixels", lambda: run_choice(pairs, problem(TAPPED_BACK, "bf16", "nchw", "grad-input"))),
-    "implicit": ("implicit", lambda: run_implicit(problem(STRIDED, "tf32", "channels_last", "grad-input"), True, 2)),
-    "implicit-turns": ("implicit", lambda: run_implicit(problem(STRIDED, "bf16", "channels_last", "fwd"), False, 3)),
-    "implicit-cluster": ("implicit", lambda: run_implicit(problem(CROSSED, "tf32", "channels_last", "fwd"), True)),
+    "implicit": ("pixels_last", lambda: run_implicit(problem(STRIDED, "tf32", "channels_last", "grad-input"), True, 2)),
+    "implicit-turns": ("pixels_last", lambda: run_implicit(problem(STRIDED, "bf16", "channels_last", "fwd"), False, 3)),
+    "implicit-cluster": ("pixels_last", lambda: run_implicit(problem(CROSSED, "tf32", "channels_last", "fwd"), True)),
     "phases": ("pixels", lambda: run_phases(problem(ODD, "tf32", "nchw", "fwd"), 2)),
     "phases-16": ("pixels", lambda: run_phases(problem(NARROW, "bf16", "nchw", "fwd"), 3)),
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 3, steps=True)),
