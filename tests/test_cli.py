@@ -145,8 +145,8 @@ def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> Non
         ("bench --from r.json", "--from: r.json cannot be read: No such file or directory"),
         (
             "explain 4,4 --input 1x4x8",
-            "the layer's arguments are in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, "
-            "bias, dilation, like \"64,64,(3,7),stride=2,padding=1\"; got '4,4': missing a required argument: "
+            "the layer's arguments are in_channels, out_channels, kernel_size, stride, padding, output_padding, "
+            "groups, bias, dilation, like \"64,64,(3,7),stride=2,padding=1\"; got '4,4': missing a required argument: "
             "'kernel_size'",
         ),
         (
