@@ -19,6 +19,7 @@ Where there are 8 cores, four cases run at a time: each waits for PyTorch's star
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import subprocess
@@ -37,8 +38,10 @@ from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
+from upconv.cuda.launches import Given, Scratch
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
 from upconv.cuda.pixels.tile import CONSUMERS
+from upconv.cuda.prepared import Program
 from upconv.cuda.rearrange import relayout
 from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
@@ -96,21 +99,13 @@ EVERY_LANE = {
         ("ring.init(1, CONSUMERS * 4);", "ring.init(1, CONSUMERS * 128);"),
         ("slots.init(1, PRODUCER_WARPS);", "slots.init(1, T::PRODUCER_THREADS);"),
     ),
-    "subpixel.cu": (
+    "pixels.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("ring.init(1, CONSUMERS * 4);", "ring.init(1, CONSUMERS * 128);"),
-    ),
-    "pairs.cu": (
-        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("ring.init(1, CONSUMERS * 4);", "ring.init(1, CONSUMERS * 128);"),
+        (".init(1, 4 * M::READERS);", ".init(1, 128 * M::READERS);"),
     ),
     "implicit.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("C::halves ? 4 * CONSUMERS : 4);", "C::halves ? 128 * CONSUMERS : 128);"),
-    ),
-    "phases.cu": (
-        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("ring_of(i, memory).init(1, 4);", "ring_of(i, memory).init(1, 128);"),
     ),
     "wgrad_wgmma.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
@@ -172,7 +167,7 @@ def run_prepared(prepared: Any, p: Problem, packing: bool = False, claim: bool =
     """A choice's kernels on random operands; ``packing``: by the one that packs weights itself; ``claim``: tiles."""
     x, weight, out = (tensor(shape, p) for shape in (source_shape(p), p.weight_shape, result_shape(p)))
     if packing:
-        prepared.run_packing(x, weight, None, out)
+        prepared.run(x, weight, None, out, True, True)
     else:
         prepared.run(x, prepared.pack(weight), None, out, *((False, True) if claim else ()))
 
@@ -289,14 +284,17 @@ def run_wgrad(
     prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, 0.0, "").prepare(0)
     prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=lasting)
     expected = (False, False) if steps else (splits <= MAX_CLUSTER, splits > MAX_CLUSTER or handed)
-    if (prepared._one_step is not None, prepared.together) != expected:
+    one_step = len(prepared.choice.launches(Given("contiguous"))) == 1
+    at_once = prepared.choice.launches(Given("contiguous", lasting=True))[0].cooperative
+    if (one_step, at_once) != expected:
         raise RuntimeError(f"{splits} splits were not launched as expected")
 
 
 def run_relayout(p: Problem) -> None:
-    copies = relayout.Copies(p, 0, output=True)
-    x = tensor(p.output_shape, p)
-    copies.contiguous(copies.channels_last(x), torch.empty_like(x))
+    x, turned = tensor(p.output_shape, p), Scratch("turned", 2 * math.prod(p.output_shape) * p.dtype.itemsize)
+    launches = relayout.copy(p, True, "source", turned), relayout.copy(p, True, turned, "result", back=True)
+    out = torch.empty_like(x)
+    Program(launches, ("source", "result"), 0)((x, out), [x.data_ptr(), out.data_ptr()], False)
 
 
 CASES: dict[str, tuple[str, Callable[[], None]]] = {
@@ -393,15 +391,15 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         "sweep",
         lambda: run_sweep(problem(DEEP, "bf16", "channels_last", "fwd"), lambda s: s.slots > 1 and s.turns),
     ),
-    "subpixel": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "tf32", "nchw", "fwd"))),
-    "subpixel-16": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),
-    "pairs": ("pairs", lambda: run_choice(pairs, problem(LONE_BACK, "tf32", "nchw", "grad-input"))),
-    "pairs-16": ("pairs", lambda: run_choice(pairs, problem(TAPPED_BACK, "bf16", "nchw", "grad-input"))),
+    "subpixel": ("pixels", lambda: run_choice(subpixel, problem(LONE, "tf32", "nchw", "fwd"))),
+    "subpixel-16": ("pixels", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),
+    "pairs": ("pixels", lambda: run_choice(pairs, problem(LONE_BACK, "tf32", "nchw", "grad-input"))),
+    "pairs-16": ("pixels", lambda: run_choice(pairs, problem(TAPPED_BACK, "bf16", "nchw", "grad-input"))),
     "implicit": ("implicit", lambda: run_implicit(problem(STRIDED, "tf32", "channels_last", "grad-input"), True, 2)),
     "implicit-turns": ("implicit", lambda: run_implicit(problem(STRIDED, "bf16", "channels_last", "fwd"), False, 3)),
     "implicit-cluster": ("implicit", lambda: run_implicit(problem(CROSSED, "tf32", "channels_last", "fwd"), True)),
-    "phases": ("phases", lambda: run_phases(problem(ODD, "tf32", "nchw", "fwd"), 2)),
-    "phases-16": ("phases", lambda: run_phases(problem(NARROW, "bf16", "nchw", "fwd"), 3)),
+    "phases": ("pixels", lambda: run_phases(problem(ODD, "tf32", "nchw", "fwd"), 2)),
+    "phases-16": ("pixels", lambda: run_phases(problem(NARROW, "bf16", "nchw", "fwd"), 3)),
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 3, steps=True)),
     "alone": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 1)),
     "cluster": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 4)),

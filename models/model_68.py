@@ -40,7 +40,6 @@ import hashlib
 import math
 import os
 import shutil
-import threading
 from typing import NamedTuple
 
 import torch
@@ -7129,10 +7128,8 @@ FUNCTIONS = [
     "run_grad_weight_unaligned",
 ]
 
-_lock = threading.Lock()
-_extension = None
 
-
+@functools.cache
 def build():
     """Compiles the kernels and loads them; PyTorch keeps what is compiled in its folder for extensions.
 
@@ -7141,26 +7138,22 @@ def build():
     Raises:
         RuntimeError: one sentence on what is missing, or the compiler's messages.
     """
-    global _extension
-    with _lock:
-        if _extension is None:
-            if torch.version.cuda is None:
-                raise RuntimeError("ModelNew's kernels need a PyTorch with CUDA, and this one is built without")
-            if cpp_extension.CUDA_HOME is None:
-                raise RuntimeError("ModelNew compiles its kernels with nvcc; install the CUDA toolkit or set CUDA_HOME")
-            if not cpp_extension.is_ninja_available():
-                raise RuntimeError("ModelNew compiles its kernels with ninja, which is missing: pip install ninja")
-            if shutil.which(os.environ.get("CXX", "c++")) is None:
-                raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none; set CXX")
-            digest = hashlib.sha256((CUDA + DECLARATIONS).encode()).hexdigest()
-            _extension = cpp_extension.load_inline(
-                name=f"conv_transpose_{digest[:16]}",
-                cpp_sources=DECLARATIONS,
-                cuda_sources=CUDA,
-                functions=FUNCTIONS,
-                extra_cuda_cflags=["-O3", "-gencode=arch=compute_90a,code=sm_90a"],
-            )
-    return _extension
+    if torch.version.cuda is None:
+        raise RuntimeError("ModelNew's kernels need a PyTorch with CUDA, and this one is built without")
+    if cpp_extension.CUDA_HOME is None:
+        raise RuntimeError("ModelNew compiles its kernels with nvcc; install the CUDA toolkit or set CUDA_HOME")
+    if not cpp_extension.is_ninja_available():
+        raise RuntimeError("ModelNew compiles its kernels with ninja, which is missing: pip install ninja")
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none; set CXX")
+    digest = hashlib.sha256((CUDA + DECLARATIONS).encode()).hexdigest()
+    return cpp_extension.load_inline(
+        name=f"conv_transpose_{digest[:16]}",
+        cpp_sources=DECLARATIONS,
+        cuda_sources=CUDA,
+        functions=FUNCTIONS,
+        extra_cuda_cflags=["-O3", "-gencode=arch=compute_90a,code=sm_90a"],
+    )
 
 
 # --- how much each kernel is launched with ---------------------------------------------------------------------------
@@ -7403,12 +7396,8 @@ def dense(t: Tensor) -> Tensor:
 
 
 def run(kernel, source: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, blocks: int, sizes) -> Tensor:
-    getattr(build_once(), f"run_{kernel.name}")(source, packed, bias, out, blocks, sizes)
+    getattr(build(), f"run_{kernel.name}")(source, packed, bias, out, blocks, sizes)
     return out
-
-
-def build_once():
-    return _extension or build()
 
 
 def pack(kernel, weight: Tensor) -> Tensor:
@@ -7417,7 +7406,7 @@ def pack(kernel, weight: Tensor) -> Tensor:
     if not hasattr(kernel, "words"):
         return weight
     packed = weight.new_empty(kernel.words, dtype=kernel.packed)
-    getattr(build_once(), f"pack_{kernel.name}")(weight, packed)
+    getattr(build(), f"pack_{kernel.name}")(weight, packed)
     return packed
 
 
@@ -7451,7 +7440,7 @@ def grad_weight(x: Tensor, grad: Tensor) -> Tensor:
     kernel, blocks, slices, sizes = grad_weight_launch(x.shape[0], tuple(x.shape[2:]), processors(x.get_device()))
     sums = torch.float64 if DTYPE is torch.float64 else torch.float32
     partial = torch.empty((slices, WEIGHTS), dtype=sums, device=x.device)
-    getattr(build_once(), f"run_{kernel.name}")(dense(x), dense(grad), partial, out, blocks, sizes)
+    getattr(build(), f"run_{kernel.name}")(dense(x), dense(grad), partial, out, blocks, sizes)
     return out
 
 
@@ -7538,13 +7527,6 @@ def check(x: Tensor, weight: Tensor) -> None:
     check_precision()
 
 
-def check_layer(layer: nn.Module) -> None:
-    """Raises ValueError for another layer than the one that the kernels are specialised for."""
-    for name, value in EXPECTED.items():
-        if getattr(layer, name) != value:
-            raise ValueError(f"ModelNew is specialised for {name}={value!r}; got {getattr(layer, name)!r}")
-
-
 EXPECTED = {
     "in_channels": 32,
     "out_channels": 64,
@@ -7555,6 +7537,41 @@ EXPECTED = {
     "dilation": (1, 1, 1),
     "groups": 1,
 }
+
+
+class Layer(nn.Module):
+    """The parameters of the original's layer, drawn as PyTorch draws them; the arguments are torch.nn's.
+
+    Raises:
+        ValueError: for another layer than the one that the kernels are specialised for.
+    """
+
+    def __init__(
+        self,
+        in_channels,
+        out_channels,
+        kernel_size,
+        stride=1,
+        padding=0,
+        output_padding=0,
+        groups=1,
+        bias=True,
+        dilation=1,
+    ) -> None:
+        super().__init__()
+        sizes = {"kernel_size": kernel_size, "stride": stride, "padding": padding}
+        sizes |= {"output_padding": output_padding, "dilation": dilation}
+        given = {name: (value,) * RANK if isinstance(value, int) else tuple(value) for name, value in sizes.items()}
+        given |= {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
+        for name, value in EXPECTED.items():
+            if given[name] != value:
+                raise ValueError(f"ModelNew is specialised for {name}={value!r}; got {given[name]!r}")
+        self.weight = nn.Parameter(torch.empty(IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL))
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        self.register_parameter("bias", nn.Parameter(torch.empty(OUT_CHANNELS)) if bias else None)
+        if bias:
+            bound = 1 / math.sqrt(self.weight[0].numel())
+            nn.init.uniform_(self.bias, -bound, bound)
 
 
 class ModelNew(nn.Module):
@@ -7572,8 +7589,7 @@ class ModelNew(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        # It holds the parameters, which are drawn here in PyTorch's order; it is never called.
-        self.conv_transpose3d = nn.ConvTranspose3d(
+        self.conv_transpose3d = Layer(
             in_channels,
             out_channels,
             kernel_size=kernel_size,
@@ -7583,7 +7599,6 @@ class ModelNew(nn.Module):
             groups=groups,
             bias=bias,
         )
-        check_layer(self.conv_transpose3d)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (batch, channels, depth, height, width) or the same without batch, any sizes -> likewise."""

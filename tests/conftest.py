@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -402,6 +403,7 @@ def instance_header(file: str, constants: dict[str, Any], kernel: str) -> str:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
     """Puts these in the place of what modules of kernels import by the names (their launchers, their tensor maps)."""
+    import_module("upconv.cuda.prepared")  # which families import late
     for module in [one for name, one in sys.modules.items() if name.startswith("upconv.cuda.")]:
         if not module.__name__.startswith("upconv.cuda.compile."):
             for name in names.keys() & vars(module).keys():
@@ -498,7 +500,7 @@ class Stubs:
         for _ in range(2):
             prepared.run(x, packed, bias, out, fresh=True)
             pointers = packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
-            expected = choice.family, choice.grid, True, (*pointers, *t.arguments(p), *(x.data_ptr(),) * 16)
+            expected = choice.entry, choice.grid, True, (*pointers, *t.arguments(p), *(x.data_ptr(),) * 16)
             assert self.pop() == expected
         assert self.encoded == [x.data_ptr()], "a map is kept"
         off = off_16_bytes(x).copy_(x)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import upconv
-from test_gradients import kernels  # noqa: F401
+from standins import kernels_fixture  # noqa: F401
 from upconv import dispatch
 from upconv.replay import calls
 from upconv.replay.calls import Call

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
 from conftest import EVERY, assert_close, assert_equal, diagonal, forced_plans, make_call
-from test_gradients import kernels  # noqa: F401
+from standins import kernels_fixture  # noqa: F401
 from test_native import machine, module  # noqa: F401
 from upconv import planner
 from upconv.compiler import layouts, rule

@@ -1,6 +1,6 @@
 """Plain convolutions by the kernels of transposed ones: which calls are ours, and what they and their gradients are.
 
-Without a GPU the kernels are `test_gradients`' stand-ins.
+Without a GPU the kernels are `standins`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,12 +24,12 @@ from torch._dynamo.testing import CompileCounter
 from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
-from conftest import assert_accurate, assert_close, tf32_magnitude
-from test_gradients import Data, Kernels, StandIn, Weight, kernels  # noqa: F401
+from conftest import HOPPER, assert_accurate, assert_close, tf32_magnitude
+from situations import differences, error
+from standins import H200, Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
 from upconv import convolutions, modules, ops, planner, reference
 from upconv.cuda import bias, engine, families, gpu
 from upconv.cuda.compile import jit
@@ -36,44 +37,26 @@ from upconv.planner import Device
 from upconv.problem import Problem
 from upconv.replay import calls, native
 
-H200 = Device("cuda", gpu=gpu.H200)
-LAYERS = (None, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-CONVOLVE = (None, F.conv1d, F.conv2d, F.conv3d)
+LAYERS: Any = (None, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONVOLVE: Any = (None, F.conv1d, F.conv2d, F.conv3d)
 MASKS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
-
-
-@pytest.fixture
-def everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every convolution is ours that has kernels, however small."""
-    convolutions.forget()
-    monkeypatch.setattr(modules, "small", lambda *shapes: False)
-    modules._left.clear()
-    monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, *_: plan.selection(pass_).choice is not None)
-    yield
-    monkeypatch.undo()
-    convolutions.forget()
-    modules._left.clear()
-
-
-@pytest.fixture
-def stand_ins(kernels: Kernels, everything: None, monkeypatch: pytest.MonkeyPatch) -> Kernels:  # noqa: F811
-    """The same of tensors on the CPU, by the stand-ins; float64 is as good as any dtype to them."""
-    monkeypatch.setattr(convolutions, "_on_gpu", lambda t: True)
-    monkeypatch.setattr(planner, "cuda_device", lambda index: H200)
-
-    def choose(p: Problem, device: Device, training: bool = False) -> Any:
-        return convolutions.Convolution(planner.plan(p, device))
-
-    monkeypatch.setattr(convolutions, "choose", choose)
-    return kernels
+PASSES = {"for_output": "grad-input", "for_input": "fwd", "for_weight": "grad-weight"}
+"""The transposed convolution's pass that a convolution's pass is."""
+LACKING = pytest.mark.parametrize("lacking", ("", *PASSES))
 
 
 def layer(rank: int, *args: Any, dtype: torch.dtype = torch.float64, **kwargs: Any) -> tuple[Any, Any]:
     """(ours, torch.nn's) with the same parameters."""
-    theirs = LAYERS[rank](*args, dtype=dtype, **kwargs)  # type: ignore[misc]
+    theirs = LAYERS[rank](*args, dtype=dtype, **kwargs)
     ours = upconv.accelerate(copy.deepcopy(theirs), convolutions=True)
     assert type(ours) is LAYERS[rank] and modules.is_ours(ours)
     return ours, theirs
+
+
+def image(rank: int = 2) -> Tensor:
+    """The same at each call."""
+    size = (8, 8) if rank == 2 else (9, 6, 5)[:rank]
+    return torch.randn(2, 4, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def step(module: Any, x: Tensor, mask: tuple[int, ...] = (1, 1, 1), grad: Tensor | None = None) -> list[Tensor | None]:
@@ -93,8 +76,8 @@ def step(module: Any, x: Tensor, mask: tuple[int, ...] = (1, 1, 1), grad: Tensor
     return [out.detach(), x.grad, module.weight.grad, None if module.bias is None else module.bias.grad]
 
 
-def assert_same(found: list[Tensor | None], wanted: list[Tensor | None]) -> None:
-    for a, b in zip(found, wanted):
+def assert_same_step(ours: Any, theirs: Any, x: Tensor, mask: tuple[int, ...] = (1, 1, 1)) -> None:
+    for a, b in zip(step(ours, x, mask), step(theirs, x, mask), strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             assert_close(a, b, length=512)
@@ -124,9 +107,8 @@ def test_a_convolution_is_the_gradient_of_the_transposed_one(
     rank, x_shape, w_shape, (stride, padding, dilation) = drawn
     x, w = torch.randn(x_shape, dtype=torch.float64), torch.randn(w_shape, dtype=torch.float64)
     p = convolutions.transposed(x.shape, w.shape, stride, padding, dilation, torch.float64)
-    try:
-        wanted = CONVOLVE[rank](x, w, None, stride, padding, dilation)  # type: ignore[misc]
-    except RuntimeError:
+    wanted = error(lambda: CONVOLVE[rank](x, w, None, stride, padding, dilation))
+    if not isinstance(wanted, Tensor):
         assert p is None
         return
     assert p is not None
@@ -138,52 +120,112 @@ def test_a_convolution_is_the_gradient_of_the_transposed_one(
 # --- which calls are ours --------------------------------------------------------------------------------------------
 
 
-def chosen(
-    x: tuple[int, ...], channels: int, kernel: int, stride: int = 1, padding: int = 1,
-    dtype: torch.dtype = torch.bfloat16, precision: Any = "bf16", device: Device = H200, layout: Any = "nchw",
-    training: bool = False,
-) -> Any:  # fmt: skip
+def problem_of(
+    x: tuple[int, ...], channels: int, kernel: int, stride: int = 1, padding: int = 1, precision: Any = "bf16",
+    layout: Any = "nchw",
+) -> Problem:  # fmt: skip
+    dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(precision, torch.float32)
     rank = len(x) - 2
-    w = (channels, x[1], *(kernel,) * rank)
-    if convolutions.small(torch.Size(x), torch.Size(w), (stride,) * rank):
-        return None
     each = [(value,) * rank for value in (stride, padding, 1)]
-    p = convolutions.transposed(x, w, *each, dtype, precision, layout)
-    return None if p is None else convolutions.choose(p, device, training)
+    weight = channels, x[1], *(kernel,) * rank
+    p = convolutions.transposed(x, weight, *each, dtype, None if precision == "fp64" else precision, layout)
+    assert p is not None
+    return p
 
 
-def test_large_layers_are_ours_and_small_or_pointwise_ones_pytorchs() -> None:
-    single = {"dtype": torch.float32, "precision": "tf32"}
-    last = {"layout": "channels_last"}
-    for ours in (
-        chosen((16, 64, 256, 256), 64, 3), chosen((16, 64, 256, 256), 64, 3, **single),
-        chosen((16, 512, 32, 32), 1024, 3), chosen((16, 3, 256, 256), 64, 3),
-        chosen((2, 32, 128, 128, 128), 32, 3, **single), chosen((16, 512, 8192), 512, 3),
-        chosen((16, 64, 256, 256), 64, 3, **last), chosen((2, 32, 128, 128, 128), 32, 3, **single, **last),
-    ):  # fmt: skip
-        assert ours is not None and ours.for_output and ours.for_input
-    for theirs in (
-        chosen((16, 256, 64, 64), 256, 1, padding=0),
-        chosen((256, 256, 8, 8), 512, 4, 2, **single), chosen((2, 320, 8, 8, 8), 320, 3),
-        chosen((16, 64, 256, 256), 64, 3, dtype=torch.float32, precision="ieee"),
-        chosen((16, 64, 256, 256), 64, 3, dtype=torch.float64, precision="ieee"),
-        chosen((16, 64, 256, 256), 64, 3, device=Device("cuda", gpu=gpu.A100)),
-        chosen((16, 64, 256, 256), 64, 3, device=Device("cuda", unavailable="no driver")),
-    ):  # fmt: skip
-        assert theirs is None or not (theirs.for_output or theirs.for_weight)
-    # The forward gains too little; the gradient for the weight gains enough.
-    both = chosen((16, 256, 64, 64), 256, 3, **last)
-    assert both is not None and not both.for_output and both.for_weight
+def chosen(*case: Any, device: Device = H200, training: bool = False, **others: Any) -> Any:
+    p = problem_of(*case, **others)
+    if convolutions.small(torch.Size(p.output_shape), torch.Size(p.weight_shape), p.stride):
+        return None
+    return convolutions.choose(p, device, training)
 
 
-def test_short_layers_are_ours_too() -> None:
-    for x, channels, kernel, stride in (((128, 64, 32, 32), 128, 4, 2), ((16, 128, 2048), 128, 3, 1)):
-        ours = chosen(x, channels, kernel, stride)
-        assert ours is not None and ours.for_output and ours.for_input
-    assert chosen((2, 4, 8, 8), 4, 3) is None, "not worth a kernel's compilation"
+SINGLE, LAST = {"precision": "tf32"}, {"layout": "channels_last"}
+BOTH = {"for_output", "for_input"}
+LARGE = (16, 64, 256, 256), 64, 3
 
 
-def test_the_rule_asks_for_no_compiler(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("case", "others", "ours", "theirs"),
+    [
+        # large layers
+        (LARGE, {}, BOTH, ()), (LARGE, SINGLE, BOTH, ()), (LARGE, LAST, BOTH, ()),
+        (((16, 512, 32, 32), 1024, 3), {}, BOTH, ()), (((16, 3, 256, 256), 64, 3), {}, BOTH, ()),
+        (((2, 32, 128, 128, 128), 32, 3), SINGLE, BOTH, ()), (((16, 512, 8192), 512, 3), {}, BOTH, ()),
+        (((2, 32, 128, 128, 128), 32, 3), SINGLE | LAST, BOTH, ()),
+        # short layers
+        (((128, 64, 32, 32), 128, 4, 2), {}, BOTH, ()), (((16, 128, 2048), 128, 3), {}, BOTH, ()),
+        (((2, 4, 8, 8), 4, 3), {}, (), PASSES),  # not worth a kernel's compilation
+        # pointwise, small, and what was not measured
+        (((16, 256, 64, 64), 256, 1, 1, 0), {}, (), PASSES), (((256, 256, 8, 8), 512, 4, 2), SINGLE, (), PASSES),
+        (((2, 320, 8, 8, 8), 320, 3), {}, (), PASSES), (LARGE, {"precision": "ieee"}, (), PASSES),
+        (LARGE, {"precision": "fp64"}, (), PASSES),
+        (LARGE, {"device": Device("cuda", gpu=gpu.A100)}, (), PASSES),
+        (LARGE, {"device": Device("cuda", unavailable="no driver")}, (), PASSES),
+        # Passes are chosen one by one: cuDNN's gradient for many channels' weights on small images is the faster one,
+        # and in channels_last and TF32 it is the slower one there alone.
+        (((16, 256, 64, 64), 256, 3), LAST, ("for_weight",), ("for_output",)),
+        (((16, 1024, 16, 16), 1024, 3), {}, BOTH, ("for_weight",)),
+        (((2, 256, 16, 16, 16), 256, 3), {}, BOTH, ("for_weight",)),
+        (((16, 256, 64, 64), 256, 3), SINGLE | LAST, ("for_weight",), BOTH),
+        # Both take nearly as long, in a step that waits for its host; nothing but that takes them in.
+        (((64, 256, 16, 16), 256, 3), LAST | {"training": True}, BOTH, ()),
+        (((64, 256, 16, 16), 256, 3), LAST, (), ("for_output",)),
+        (((128, 256, 8, 8), 512, 4, 2), {"training": True}, BOTH, ()),
+        (((128, 256, 8, 8), 512, 4, 2), {}, (), ("for_output",)),
+        # short enough for another bound, more weights than cuDNN copies well, a gradient that PyTorch is faster at
+        (((32, 64, 16, 16), 64, 3), {"training": True}, ("for_output",), ()),
+        (((8, 512, 8, 8), 1024, 4, 2), SINGLE | {"training": True}, ("for_input",), ()),
+        (((32, 64, 4, 4), 128, 4, 2), {"training": True}, (), ("for_weight",)),
+        # one pixel
+        (((4096, 512, 7, 7), 4096, 7, 1, 0), {}, ("for_weight",), ()),
+        (((4096, 512, 7, 7), 4096, 7, 1, 0), LAST, (), PASSES),
+    ],
+)  # fmt: skip
+def test_the_rule(case: Any, others: dict[str, Any], ours: Any, theirs: Any) -> None:
+    found = chosen(*case, **others)
+    assert all(getattr(found, name) for name in ours)
+    assert not any(getattr(found, name, False) for name in theirs)
+    if others.get("training") and ours == BOTH:
+        assert not found.inference.for_output and found.inference.inference is found.inference
+
+
+def test_what_was_not_measured_is_pytorchs_whatever_the_estimate(everything: None) -> None:
+    assert chosen(*LARGE) is not None
+    assert chosen((16, 64, 256, 256), 64, 1, 1, 0) is None
+    for others in ({"precision": "ieee"}, {"precision": "fp64"}, {"device": Device("cuda", gpu=gpu.A100)}):
+        assert chosen(*LARGE, **others) is None
+
+
+MEASURED: list[tuple[Any, dict[str, Any], tuple[int, int, int]]] = [
+    (LARGE, {}, (441, 429, 452)), (LARGE, SINGLE, (727, 750, 1134)), (((16, 3, 256, 256), 64, 3), {}, (268, 375, 297)),
+    (LARGE, LAST, (182, 173, 176)), (LARGE, LAST | SINGLE, (348, 369, 748)),
+    (((16, 64, 128, 128), 128, 3), LAST, (71, 89, 85)), (((16, 64, 128, 128), 128, 3), LAST | SINGLE, (131, 193, 287)),
+    (((16, 256, 64, 64), 256, 3), LAST, (108, 107, 128)), (((16, 256, 64, 64), 256, 3), LAST | SINGLE, (204, 214, 439)),
+    (((16, 1024, 16, 16), 1024, 3), LAST, (104, 103, 112)),
+    (((16, 1024, 16, 16), 1024, 3), LAST | SINGLE, (190, 194, 404)),
+    (((2, 64, 64, 64, 64), 64, 3), LAST, (270, 273, 254)),
+    (((2, 64, 64, 64, 64), 64, 3), LAST | SINGLE, (571, 573, 1283)),
+]  # fmt: skip
+"""PyTorch's microseconds on an H100: forward, for the input, for the weight."""
+
+
+@pytest.mark.parametrize(("case", "others", "measured"), MEASURED)
+def test_what_is_expected_of_pytorch(case: Any, others: dict[str, Any], measured: tuple[int, ...]) -> None:
+    """In NCHW, where it copies, less than was measured."""
+    h100 = replace(gpu.H200, bandwidth=3e12, clock=1.755e9)
+    least, most = (0.55, 1.25) if "layout" in others else (0.35, 1)
+    for pass_, microseconds in zip(PASSES.values(), measured):
+        share = 1e6 * convolutions.expected(problem_of(*case, **others), pass_, h100) / microseconds  # type: ignore[arg-type]
+        assert least < share < most
+
+
+def test_pytorch_pads_channels_to_eights() -> None:
+    few, eight = (problem_of((16, channels, 256, 256), 64, 3) for channels in (3, 8))
+    assert convolutions.expected(few, "fwd", gpu.H200) == convolutions.expected(eight, "fwd", gpu.H200)
+
+
+def test_the_rule_asks_for_no_compiler(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether calls can be replayed changes which kernel computes none, and no compiler is run within a call."""
     monkeypatch.setattr(convolutions, "_on_gpu", lambda t: True)
     monkeypatch.setattr(planner, "cuda_device", lambda index: H200)
@@ -194,171 +236,98 @@ def test_the_rule_asks_for_no_compiler(kernels: Kernels, monkeypatch: pytest.Mon
         return {"stand-in": StandIn(p, kernels.log, seconds=convolutions.expected(p, p.pass_, g))}
 
     monkeypatch.setattr(families, "choose", choose)
-    taken: list[list[tuple[str, str]]] = []
+    monkeypatch.setattr(native, "module", lambda: None)
+    monkeypatch.setattr(subprocess, "run", lambda *command, **_: pytest.fail("a compiler runs"))
+    taken: list[list[str]] = []
     for compiler in (None, "/usr/bin/c++"):
         convolutions.forget()
         modules._left.clear()
-        run: list[object] = []
-        with monkeypatch.context() as m:
-            m.setattr(native, "compiler", lambda compiler=compiler: compiler)
-            m.setattr(subprocess, "run", lambda *command, run=run, **_: run.append(command))
-            m.setattr(native, "module", lambda: None)
-            torch.manual_seed(0)
-            ours = upconv.accelerate(nn.Conv2d(64, 128, 4, 2, 1, bias=False), convolutions=True)
-            for training in (True, False):
-                x = torch.randn(32, 64, 32, 32, requires_grad=training)
-                kernels.log.clear()
-                with torch.set_grad_enabled(training):
-                    out = ours(x)
-                taken.append(kernels.ran())
-                assert out.shape == (32, 128, 16, 16)
-        assert not run
+        monkeypatch.setattr(native, "compiler", lambda compiler=compiler: compiler)
+        ours = upconv.accelerate(nn.Conv2d(64, 128, 4, 2, 1, bias=False), convolutions=True)
+        for training in (True, False):
+            kernels.log.clear()
+            with torch.set_grad_enabled(training):
+                assert ours(torch.randn(32, 64, 32, 32, requires_grad=training)).shape == (32, 128, 16, 16)
+            taken.append(kernels.ran())
     convolutions.forget()
     assert taken == [["grad-input"], []] * 2
 
 
-@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
-def test_replayed_short_layers_are_ours_if_the_host_gains(layout: Any) -> None:
-    """Both take nearly as long, in a step that waits for its host; nothing but that takes them in."""
-    case = ((64, 256, 16, 16), 256, 3) if layout == "channels_last" else ((128, 256, 8, 8), 512, 4, 2)
-    ours = chosen(*case, layout=layout, training=True)
-    assert ours.for_output and ours.for_input
-    for other in (ours.inference, chosen(*case, layout=layout)):
-        assert not other.training and not other.for_output
-    assert ours.inference.inference is ours.inference
-
-
-def test_what_makes_short_layers_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the rule's constants decides a layer."""
-
-    def of(*case: Any, **others: Any) -> Any:
-        return chosen(*case, training=True, **others)
-
-    tiny = (32, 64, 16, 16), 64, 3  # by the bound of 1 us, not of 5
-    assert of(*tiny).for_output
-    monkeypatch.setattr(convolutions, "LEAST", 5e-6)
-    assert of(*tiny) is None
-    monkeypatch.undo()
-    deep = (8, 512, 8, 8), 1024, 4, 2  # cuDNN copies 16 MB of weights
-    single: Any = {"dtype": torch.float32, "precision": "tf32"}
-    assert of(*deep, **single).for_input
-    monkeypatch.setattr(convolutions, "_COPIES_WEIGHT", 0.0)
-    assert not of(*deep, **single).for_input
-    monkeypatch.undo()
-    # PyTorch's gradient for this weight is the faster one.
-    p = convolutions.transposed((32, 64, 4, 4), (128, 64, 4, 4), *[(n, n) for n in (2, 1, 1)], torch.bfloat16, "bf16")
-    assert p is not None and not convolutions.choose(p, H200, True).for_weight  # type: ignore[union-attr]
-    monkeypatch.setattr(convolutions, "MARGIN_SHORT", 1.5)
-    assert convolutions.choose(p, H200, True).for_weight  # type: ignore[union-attr]
-
-
-def test_what_was_not_measured_is_pytorchs_whatever_the_estimate(everything: None) -> None:
-    shape = (16, 64, 256, 256)
-    assert chosen(shape, 64, 3) is not None and chosen((2, 4, 8, 8), 4, 3) is None, "which is too short"
-    for theirs in (
-        chosen(shape, 64, 1, padding=0), chosen(shape, 64, 3, dtype=torch.float32, precision="ieee"),
-        chosen(shape, 64, 3, dtype=torch.float64, precision="ieee"),
-        chosen(shape, 64, 3, device=Device("cuda", gpu=gpu.A100)),
-    ):  # fmt: skip
-        assert theirs is None
-
-
-def test_what_is_expected_of_pytorch() -> None:
-    """Below what was measured on an H100: forward, for the input, for the weight."""
-    half = convolutions.transposed((16, 64, 256, 256), (64, 64, 3, 3), (1, 1), (1, 1), (1, 1), torch.bfloat16, "bf16")
-    few = convolutions.transposed((16, 3, 256, 256), (64, 3, 3, 3), (1, 1), (1, 1), (1, 1), torch.bfloat16, "bf16")
-    eight = convolutions.transposed((16, 8, 256, 256), (64, 8, 3, 3), (1, 1), (1, 1), (1, 1), torch.bfloat16, "bf16")
-    assert half is not None and few is not None and eight is not None
-    h100 = replace(gpu.H200, bandwidth=3e12, clock=1.755e9)
-    single = half.with_(dtype=torch.float32, precision="tf32")
-    for p, measured in ((half, (441, 429, 452)), (single, (727, 750, 1134)), (few, (268, 375, 297))):
-        for pass_, microseconds in zip(("grad-input", "fwd", "grad-weight"), measured):
-            assert 0.35 < 1e6 * convolutions.expected(p, pass_, h100) / microseconds < 1  # type: ignore[arg-type]
-    assert convolutions.expected(few, "fwd", h100) == convolutions.expected(eight, "fwd", h100), "it pads to eights"
-
-
-def test_what_is_expected_of_pytorch_in_channels_last() -> None:
-    """Measured on an H100: forward, for the input, for the weight."""
-    h100 = replace(gpu.H200, bandwidth=3e12, clock=1.755e9)
-    for shape, channels, half, single in (
-        ((16, 64, 256, 256), 64, (182, 173, 176), (348, 369, 748)),
-        ((16, 64, 128, 128), 128, (71, 89, 85), (131, 193, 287)),
-        ((16, 256, 64, 64), 256, (108, 107, 128), (204, 214, 439)),
-        ((16, 1024, 16, 16), 1024, (104, 103, 112), (190, 194, 404)),
-        ((2, 64, 64, 64, 64), 64, (270, 273, 254), (571, 573, 1283)),
-    ):
-        rank = len(shape) - 2
-        for dtype, precision, measured in ((torch.bfloat16, "bf16", half), (torch.float32, "tf32", single)):
-            weight, each = (channels, shape[1], *(3,) * rank), [(1,) * rank] * 3
-            p = convolutions.transposed(shape, weight, *each, dtype, precision, "channels_last")  # type: ignore[arg-type]
-            assert p is not None
-            for pass_, microseconds in zip(("grad-input", "fwd", "grad-weight"), measured):
-                share = 1e6 * convolutions.expected(p, pass_, h100) / microseconds  # type: ignore[arg-type]
-                assert 0.55 < share < 1.25
-
-
-def test_gradients_are_chosen_one_by_one() -> None:
-    """For the weight of many channels on small images cuDNN's is the faster one (measured: 192, 193 us; 68, 78); in
-    channels_last and TF32 it is the slower one there alone (204, 214, 439 and 198, 199, 227)."""
-    for shape, channels in (((16, 1024, 16, 16), 1024), ((2, 256, 16, 16, 16), 256)):
-        found = chosen(shape, channels, 3)
-        assert found is not None and found.for_output and found.for_input and not found.for_weight
-    single: Any = {"dtype": torch.float32, "precision": "tf32", "layout": "channels_last"}
-    found = chosen((16, 256, 64, 64), 256, 3, **single)
-    assert found is not None and not found.for_output and not found.for_input and found.for_weight
+# --- calls that PyTorch must see -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", (
     lambda x, w: (x[..., ::2], w),
     lambda x, w: (x.to(memory_format=torch.channels_last)[:, :, ::2], w),
     lambda x, w: (x.to(memory_format=torch.channels_last), w[:1]),
-    lambda x, w: (x[0], w), lambda x, w: (x.float(), w), lambda x, w: (x, w.to_sparse()),
+    lambda x, w: (x[0], w), lambda x, w: (x.float(), w), lambda x, w: (x, w.to_sparse()), lambda x, w: (x + 0j, w + 0j),
     lambda x, w: (x, w[:, :2]), lambda x, w: (x[..., :1, :1].contiguous(memory_format=torch.channels_last), w),
 ), ids=(
-    "strided", "strided last", "one channel", "unbatched", "dtype", "sparse", "channels", "one pixel",
+    "strided", "strided last", "one channel", "unbatched", "dtype", "sparse", "complex", "channels",
+    "one pixel",
 ))  # fmt: skip
 def test_other_tensors_are_pytorchs(stand_ins: Kernels, change: Any) -> None:
-    x, w = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.randn(6, 4, 3, 3, dtype=torch.float64)
+    x, w = image(), torch.randn(6, 4, 3, 3, dtype=torch.float64)
     arguments: tuple[Any, ...] = ((1, 1), (1, 1), (1, 1))
     assert convolutions.convolution(2, x, w, None, *arguments) is not None
     assert stand_ins.ran() == ["grad-input"]
-    other = change(x, w)
-    assert convolutions.convolution(2, *other, None, *arguments) is None
+    assert convolutions.convolution(2, *change(x, w), None, *arguments) is None
     assert convolutions.convolution(2, x, w, torch.zeros(5, dtype=torch.float64), *arguments) is None
     assert stand_ins.ran() == []
 
 
-def test_what_pytorch_must_see_is_pytorchs(stand_ins: Kernels) -> None:
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_transforms_graphs_and_invalid_calls_are_pytorchs(stand_ins: Kernels) -> None:
+    """Also of a layer whose calls were recognised before."""
+    x = image()
+    nested = torch.nested.nested_tensor([torch.randn(4, n, 8, dtype=torch.float64) for n in (5, 6)])
+
+    def run(module: Any) -> Any:
+        found = []
+        for _ in range(2):
+            found += [
+                torch.func.vmap(module)(x[None])[0].detach(),
+                torch.func.grad(lambda t: module(t).sum())(x),
+                torch.compile(module, backend="eager", fullgraph=True)(x).detach(),
+                torch.fx.symbolic_trace(module)(x).detach(),
+                *(error(partial(module, given_)) for given_ in (x[:, :3], None, nested)),
+            ]
+            stand_ins.ran() if found[7:] else None
+        return found
+
     ours, theirs = layer(2, 4, 6, 3)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
-    for _ in range(2):
-        torch.testing.assert_close(torch.func.vmap(ours)(x[None])[0], theirs(x))
-        for module in (ours, theirs):
-            module.found = torch.func.grad(lambda t, module=module: module(t).sum())(x)
-        torch.testing.assert_close(ours.found, theirs.found)
-        torch.testing.assert_close(torch.compile(ours, backend="eager", fullgraph=True)(x), theirs(x))
-        torch.testing.assert_close(torch.fx.symbolic_trace(ours)(x), theirs(x))
-    assert stand_ins.ran() == []
-    with pytest.raises(RuntimeError, match="expected input"):
-        ours(x[:, :3])
-    with pytest.raises(TypeError):
-        ours(None)
+    found = run(ours)
+    assert stand_ins.ran() == [] and not differences(found, run(theirs), 1e-10)
+    for _ in range(3):
+        ours(x)
+    assert not differences(run(ours), found, 1e-10)
 
 
 def test_traces_are_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "_on_gpu", lambda t: True)
     ours, theirs = layer(2, 4, 6, 3)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)
-        traced = torch.jit.trace(ours, x, check_trace=False)
-    torch.testing.assert_close(traced(x[..., :5]), theirs(x[..., :5]))
+        traced = torch.jit.trace(ours, image(), check_trace=False)
+    torch.testing.assert_close(traced(image()[..., :5]), theirs(image()[..., :5]))
+
+
+@pytest.mark.parametrize("padding", (1, "same"))
+def test_tracers_see_pytorchs_operator(stand_ins: Kernels, padding: Any) -> None:
+    """Also of a layer that was called before, or pads by a word."""
+    ours, _ = layer(2, 4, 6, 3, padding=padding)
+    x = image()
+    wanted = ours(x)
+    modules._left[id(ours)] = torch.Size((1, 1, 1, 1)), ours.kernel_size, None
+    torch.testing.assert_close(torch.fx.symbolic_trace(ours)(x), wanted)
+    traced = make_fx(ours, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+    torch.testing.assert_close(traced(x), wanted)
 
 
 @pytest.mark.parametrize("large", (False, True))
 def test_graphs_do_not_depend_on_earlier_calls(large: bool, stand_ins: Kernels, monkeypatch: Any) -> None:
     monkeypatch.setattr(modules, "small", lambda *shapes: not large)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    x = image()
     net = nn.Sequential(*(layer(2, 4, 4, 3, padding=1)[0] for _ in range(12)))
     net(x)
     frames = CompileCounter()
@@ -374,19 +343,22 @@ def test_graphs_do_not_depend_on_earlier_calls(large: bool, stand_ins: Kernels, 
     torch.testing.assert_close(exported(x[:1, :, :5]), single(x[:1, :, :5]))
 
 
-@pytest.mark.parametrize("stride", (2, [2, 2], [2], (0, 1), (-1, 1), None))
-def test_strides_that_no_constructor_makes_are_pytorchs(stand_ins: Kernels, stride: Any, monkeypatch: Any) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(convolutions, "_on_gpu", lambda t: True)
-    ours, theirs = layer(2, 4, 6, 3)
-    ours.stride = theirs.stride = stride
-    results = []
-    for module in (ours, theirs):
-        try:
-            results.append(module(torch.ones(2, 4, 8, 8, dtype=torch.float64)).shape)
-        except (TypeError, RuntimeError) as error:
-            results.append(str(error).partition("\n")[0])
-    assert results[0] == results[1]
+@pytest.mark.parametrize("changed", (
+    {"padding": "same"}, {"padding": "valid"}, {"padding": "bogus"}, {"padding": [1, 1]}, {"padding": 1}, {"stride": 1},
+    {"stride": 2}, {"stride": [2, 2]}, {"stride": [2]}, {"stride": (0, 1)}, {"stride": (-1, 1)}, {"stride": None},
+    {"stride": (True, True)}, {"stride": (1.0, 1.0)}, {"dilation": [2, 1]}, {"groups": 2}, {"groups": True},
+    {"padding_mode": "circular"}, {"padding_mode": "bogus"}, {"kernel_size": (9, 9)}, {"stride": (1, 1)},
+))  # fmt: skip
+@pytest.mark.parametrize("stride", (1, 2))
+def test_settings_changed_later_are_pytorchs(stand_ins: Kernels, stride: int, changed: dict[str, Any]) -> None:
+    """The same result, or the same error to the letter, also of a layer whose calls were recognised before."""
+    x, said = image(), []
+    for one in layer(2, 4, 6, 3, stride, padding=1):
+        for _ in range(3):
+            one(x)
+        vars(one).update(changed)
+        said.append(error(lambda one=one: one(x).detach()))
+    assert not differences(*said, 1e-10)
 
 
 @pytest.mark.parametrize("ours_by", ("kernels", "size", "rule"))
@@ -398,24 +370,21 @@ def test_a_computed_weight_is_computed_once(stand_ins: Kernels, ours_by: str, mo
         monkeypatch.setattr(convolutions, "choose", lambda *_: None)
     ours, theirs = (parametrizations.spectral_norm(module) for module in layer(2, 4, 6, 3))
     theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     for _ in range(3):
-        torch.testing.assert_close(ours(x), theirs(x))
+        torch.testing.assert_close(ours(image()), theirs(image()))
         assert (stand_ins.ran() == ["grad-input"]) == (ours_by == "kernels")
-    for a, b in zip(ours.state_dict().values(), theirs.state_dict().values()):
-        torch.testing.assert_close(a, b)
+    assert not differences(dict(ours.state_dict()), dict(theirs.state_dict()), 1e-10)
 
 
 @pytest.mark.parametrize("replaced", (False, True))
 @pytest.mark.parametrize("padding", ("same", "valid"))
 def test_paddings_by_name(stand_ins: Kernels, padding: str, replaced: bool) -> None:
     ours, theirs = layer(2, 4, 6, (3, 5), padding=padding, dilation=(2, 1))
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     if replaced:  # by another, of which the layer's kernel_size knows nothing
         for module in (ours, theirs):
             module.weight = nn.Parameter(torch.ones(6, 4, 3, 3, dtype=torch.float64))
     for _ in range(3):
-        assert_same(step(ours, x), step(theirs, x))
+        assert_same_step(ours, theirs, image())
         assert stand_ins.ran() == ["fwd", "grad-input", "grad-weight"]
 
 
@@ -424,54 +393,23 @@ def test_paddings_by_name(stand_ins: Kernels, padding: str, replaced: bool) -> N
 ))  # fmt: skip
 def test_groups_and_other_paddings_are_pytorchs(stand_ins: Kernels, arguments: dict[str, Any]) -> None:
     ours, theirs = layer(2, 4, 6, **{"padding": 1, "kernel_size": 3, **arguments})
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     for _ in range(2):
-        assert_same(step(ours, x), step(theirs, x))
+        assert_same_step(ours, theirs, image())
     assert stand_ins.ran() == []
-
-
-@pytest.mark.parametrize("changed", (
-    {"padding": "same"}, {"padding": "valid"}, {"padding": "bogus"}, {"padding": [1, 1]}, {"padding": 1}, {"stride": 1},
-    {"stride": (True, True)}, {"stride": (1.0, 1.0)}, {"dilation": [2, 1]}, {"groups": 2}, {"groups": True},
-    {"padding_mode": "circular"}, {"padding_mode": "bogus"}, {"kernel_size": (9, 9)}, {"stride": (1, 1)},
-))  # fmt: skip
-@pytest.mark.parametrize("stride", (1, 2))
-def test_settings_changed_later_are_pytorchs(stand_ins: Kernels, stride: int, changed: dict[str, Any]) -> None:
-    """The same result, or the same error to the letter, also of a layer whose calls were recognised before."""
-    ours, theirs = layer(2, 4, 6, 3, stride, padding=1)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
-    said = []
-    for one in (theirs, ours):
-        for _ in range(3):
-            one(x)
-        vars(one).update(changed)
-        try:
-            said.append(one(x).detach())
-        except Exception as error:
-            said.append((type(error), str(error)))
-    if isinstance(said[0], Tensor):
-        torch.testing.assert_close(said[1], said[0])
-    else:
-        assert said[1] == said[0]
 
 
 def test_who_replaces_what_a_layer_calls_sees_it(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.nn.functional.conv2d``, or ``_conv_forward`` on the class or the instance."""
     ours, theirs = layer(2, 4, 6, 3)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    x = image()
     for owner, name in ((F, "conv2d"), (nn.Conv2d, "_conv_forward"), (ours, "_conv_forward")):
         for _ in range(2):
             torch.testing.assert_close(ours(x), theirs(x))
         assert stand_ins.ran() == ["grad-input"] * 2
         seen: list[Any] = []
         old = getattr(owner, name)
-
-        def watching(*args: Any, old: Any = old, seen: list[Any] = seen, **kwargs: Any) -> Any:
-            seen.append(args)
-            return old(*args, **kwargs)
-
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, watching)
+            patch.setattr(owner, name, lambda *args, old=old, seen=seen, **kw: seen.append(args) or old(*args, **kw))
             torch.testing.assert_close(ours(x), ours(x))
         assert len(seen) == 2 and stand_ins.ran() == []
 
@@ -489,23 +427,10 @@ def test_a_subclass_with_a_conv_forward_of_its_own_is_left() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_pytorchs(stand_ins: Kernels) -> None:
-    ours, theirs = layer(2, 4, 6, 3)
-    nested = torch.nested.nested_tensor([torch.randn(4, n, 8, dtype=torch.float64) for n in (5, 6)])
-    texts = []
-    for one in (ours, theirs):
-        one(torch.randn(2, 4, 8, 8, dtype=torch.float64))
-        with pytest.raises(NotImplementedError) as raised:
-            one(nested)
-        texts.append(str(raised.value))
-    assert texts[0] == texts[1]
-
-
 def test_without_cudnn_channels_last_is_pytorchs(stand_ins: Kernels) -> None:
     """Whose result is in NCHW then; also of calls that were recognised before."""
     ours, _ = layer(2, 4, 6, 3)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    x = image().contiguous(memory_format=torch.channels_last)
     for _ in range(3):
         ours(x)
     assert stand_ins.ran() == ["grad-input"] * 3
@@ -515,12 +440,6 @@ def test_without_cudnn_channels_last_is_pytorchs(stand_ins: Kernels) -> None:
     assert stand_ins.ran() == []
 
 
-def test_one_pixel_in_channels_last_is_pytorchs() -> None:
-    p = convolutions.transposed((4096, 512, 7, 7), (4096, 512, 7, 7), *[(1, 1), (0, 0), (1, 1)], torch.bfloat16, "bf16")
-    assert p is not None and convolutions.choose(p, H200) is not None
-    assert convolutions.choose(p.with_(layout="channels_last"), H200) is None
-
-
 # --- what is computed ------------------------------------------------------------------------------------------------
 
 
@@ -528,30 +447,29 @@ def test_one_pixel_in_channels_last_is_pytorchs() -> None:
 @pytest.mark.parametrize("rank", (1, 2, 3))
 def test_steps_are_pytorchs(stand_ins: Kernels, rank: int, mask: tuple[int, ...]) -> None:
     ours, theirs = layer(rank, 4, 6, 3, 2, 1, 1 if rank == 3 else 2)
-    x = torch.randn(2, 4, *(9, 6, 5)[:rank], dtype=torch.float64)
     for _ in range(4):  # the second remembers the call, the third recognises it
-        found, wanted = step(ours, x, mask), step(theirs, x, mask)
-        assert_same(found, wanted)
+        assert_same_step(ours, theirs, image(rank), mask)
         assert stand_ins.ran() == [*(["fwd"] if mask[0] else []), "grad-input", *(["grad-weight"] if mask[1] else [])]
-        with torch.no_grad():
-            for module in (ours, theirs):  # in training weights may change by what no version counts
-                (module.weight.data if mask[1] else module.weight).mul_(1.25)
+        for module in (ours, theirs):  # weights may change by what no version counts
+            module.weight.data.mul_(1.25)
+        for without in (torch.no_grad, torch.inference_mode):
+            with without():
+                torch.testing.assert_close(ours(image(rank)), theirs(image(rank)))
+            assert stand_ins.ran() == ["grad-input"]
 
 
 def test_calls_are_recognised(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = layer(2, 4, 6, 3, padding=1)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     for _ in range(2):
-        step(ours, x)
+        step(ours, image())
     monkeypatch.setattr(convolutions, "find", lambda *args: pytest.fail("the call is known"))
-    assert_same(step(ours, x), step(theirs, x))
+    assert_same_step(ours, theirs, image())
     assert all(type(seen.last) is convolutions.Convolution for seen in calls.seen_plain.values())
     assert id(ours.weight) not in calls.seen
 
 
 def test_a_weight_of_both_kinds_of_layers(stand_ins: Kernels) -> None:
-    w = torch.randn(4, 4, 3, 3, dtype=torch.float64, requires_grad=True)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    w, x = torch.randn(4, 4, 3, 3, dtype=torch.float64, requires_grad=True), image()
     arguments: tuple[Any, ...] = ((1, 1), (1, 1))
     for _ in range(4):
         plain = convolutions.convolution(2, x, w, None, *arguments, (1, 1))
@@ -569,39 +487,37 @@ def test_channels_last(stand_ins: Kernels, which: tuple[int, int], rank: int) ->
     ours, theirs = layer(rank, 4, 6, 3, 2, 1)
     if which[1]:
         ours.to(memory_format=last)
-    x = torch.randn(2, 4, *(9, 6, 5)[:rank], dtype=torch.float64)
+    x = image(rank)
+    given_ = x.contiguous(memory_format=last) if which[0] else x
     for _ in range(4):
-        found, wanted = step(ours, x.contiguous(memory_format=last) if which[0] else x), step(theirs, x)
-        for a, b in zip(found, wanted):
-            assert a is not None and b is not None
+        found = step(ours, given_)
+        for a, b in zip(found, step(theirs, x)):
             torch.testing.assert_close(a, b)
         for t, asked in zip(found, (True, *which)):  # a leaf's gradient is kept as the leaf lies
             assert t is not None and t.is_contiguous(memory_format=last) == asked
         assert stand_ins.ran() == ["fwd", "grad-input", "grad-weight"]
     with torch.no_grad():
-        assert ours(x.contiguous(memory_format=last)).is_contiguous(memory_format=last)
+        assert ours(given_).is_contiguous(memory_format=last)
 
 
-@pytest.mark.parametrize("lacking", ("for_output", "for_input", "for_weight"))
-def test_a_gradient_that_is_not_ours_is_pytorchs(
-    stand_ins: Kernels, lacking: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("lacking", PASSES)
+def test_a_pass_that_is_not_ours_is_pytorchs(stand_ins: Kernels, lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions.Convolution, lacking, False)
     ours, theirs = layer(2, 4, 6, 3, 2, 1)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    x = image()
     for _ in range(3):
-        assert_same(step(ours, x), step(theirs, x))
-        without = {"for_output": "grad-input", "for_input": "fwd", "for_weight": "grad-weight"}[lacking]
-        assert stand_ins.ran() == [name for name in ("fwd", "grad-input", "grad-weight") if name != without]
+        assert_same_step(ours, theirs, x)
+        assert stand_ins.ran() == [name for name in ("fwd", "grad-input", "grad-weight") if name != PASSES[lacking]]
     ours.weight.requires_grad_(False)  # then nothing is ours but the gradient for the input
-    found = ours(x.requires_grad_())
-    torch.testing.assert_close(found, theirs(x))
+    torch.testing.assert_close(ours(x.requires_grad_()), theirs(x))
     assert stand_ins.ran() == ([] if lacking == "for_output" else ["grad-input"])
     ours.weight.requires_grad_(True)
     for name in ("for_output", "for_weight"):
         monkeypatch.setattr(convolutions.Convolution, name, False)
     convolutions.forget()
     assert type(ours(x).grad_fn).__name__ == "ConvolutionBackward0", "for the gradient for the input alone"
+    with torch.no_grad():
+        assert convolutions.convolution(2, x, ours.weight, None, (1, 1), (0, 0), (1, 1)) is None
 
 
 @pytest.mark.parametrize("biased", (False, True))
@@ -619,14 +535,13 @@ def test_a_bias_is_the_kernels_where_it_takes_one(
     monkeypatch.setattr(Data, "biased", biased, raising=False)
     monkeypatch.setattr(Data, "run", run)
     ours, theirs = layer(2, 4, 6, 3)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
-    assert_same(step(ours, x), step(theirs, x))
+    assert_same_step(ours, theirs, image())
     with torch.no_grad():
-        torch.testing.assert_close(ours(x), theirs(x))
+        torch.testing.assert_close(ours(image()), theirs(image()))
     assert given == [("grad-input", biased), ("fwd", False), ("grad-input", biased)]
 
 
-@pytest.mark.parametrize("lacking", ("", "for_output", "for_input", "for_weight"))
+@LACKING
 @pytest.mark.parametrize("casts", (False, True))
 @pytest.mark.parametrize("own", (torch.float32, torch.float16))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
@@ -641,96 +556,65 @@ def test_autocast(
     """Of layers in float32, whose weights kernels round, and of such that are in 16 bits already."""
     for stand_in in (Data, Weight):
         monkeypatch.setattr(stand_in, "casts", casts)
-    passes = {"for_output": "grad-input", "for_input": "fwd", "for_weight": "grad-weight"}
     if lacking:
         monkeypatch.setattr(convolutions.Convolution, lacking, False)
     ours, theirs = layer(2, 4, 6, 3, dtype=own)
     x = torch.randn(2, 4, 8, 8, requires_grad=True)
     for _ in range(3):
-        with torch.autocast("cpu", dtype):
-            out, wanted = ours(x), theirs(x)
-        assert out.dtype is wanted.dtype is dtype
-        torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
-        for module, result in ((ours, out), (theirs, wanted)):
+        found = []
+        for module in (ours, theirs):
             module.zero_grad()
-            result.float().square().sum().backward()
-        for a, b in zip(ours.parameters(), theirs.parameters()):
-            assert a.grad is not None and b.grad is not None and a.grad.dtype is own
-            torch.testing.assert_close(a.grad, b.grad, rtol=3e-2, atol=3e-1)
-    assert set(stand_ins.ran()) == {name for own_by, name in passes.items() if own_by != lacking}
+            with torch.autocast("cpu", dtype):
+                out = module(x)
+            assert out.dtype is dtype
+            out.float().square().sum().backward()
+            found.append([out.detach().float(), *(p.grad.float() for p in module.parameters())])
+            assert all(p.grad.dtype is own for p in module.parameters())
+        torch.testing.assert_close(*found, rtol=3e-2, atol=3e-1)
+        torch.testing.assert_close(found[0][0], found[1][0], rtol=2e-2, atol=2e-2)
+    assert set(stand_ins.ran()) == {pass_ for name, pass_ in PASSES.items() if name != lacking}
 
 
 def test_what_autocast_leaves_to_pytorch_is_cast_once(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "choose", lambda *_: None)
-    ours, theirs = layer(2, 4, 6, 3, dtype=torch.float32)
-    x = torch.randn(2, 4, 8, 8)
-    counts = []
-    for module in (ours, theirs):
+    x, counts = image().float(), []
+    for module in layer(2, 4, 6, 3, dtype=torch.float32):
         profiled = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), profiled as seen:
             module(x)
         counts.append({e.key: e.count for e in seen.key_averages()}["aten::_to_copy"])
-    assert counts[0] == counts[1] == 3
+    assert counts == [3, 3], "input, weight and bias"
 
 
 def test_derivatives_of_every_order(stand_ins: Kernels) -> None:
     ours, _ = layer(2, 2, 3, 3, 2, 1)
     x = torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True)
-    w, b = ours.weight, ours.bias
+    given_ = x, ours.weight, ours.bias
 
-    def call(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        found = convolutions.convolution(2, x, w, b, (2, 2), (1, 1), (1, 1))
-        assert found is not None
-        return found
+    def call(x: Tensor, w: Tensor, b: Tensor) -> Any:
+        return convolutions.convolution(2, x, w, b, (2, 2), (1, 1), (1, 1))
 
-    assert gradcheck(call, (x, w, b)) and gradgradcheck(call, (x, w, b))
-    assert gradcheck(call, (x, w, b), check_batched_grad=True)
+    assert gradcheck(call, given_, check_batched_grad=True) and gradgradcheck(call, given_)
     assert set(stand_ins.ran()) == {"fwd", "grad-input", "grad-weight"}
 
 
-def test_a_counter_of_flops_sees_the_gradients(stand_ins: Kernels) -> None:
-    """One that is there in the backward alone."""
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64, requires_grad=True)
-    counts = []
+def test_only_what_is_asked_for_is_computed(stand_ins: Kernels) -> None:
+    """And a counter of operations that is there in the backward alone sees PyTorch's operator."""
+    x, found, counts = image().requires_grad_(), [], []
     for module in layer(2, 4, 6, 3):
         out = module(x)
+        stand_ins.ran()
+        found += torch.autograd.grad(out, x, torch.ones_like(out), retain_graph=True)
+        counts.append(stand_ins.ran())
         with FlopCounterMode(display=False) as counter:
             out.sum().backward()
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0 and stand_ins.ran() == ["grad-input"]
+        assert stand_ins.ran() == [] and counter.get_total_flops() > 0
+        counts.append([counter.get_total_flops()])
+    torch.testing.assert_close(*found)
+    assert counts[0] == ["fwd"] and counts[1] == counts[3]
 
 
-def test_only_what_is_asked_for_is_computed(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = layer(2, 4, 6, 3)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64, requires_grad=True)
-    out = ours(x)
-    stand_ins.ran()
-    (found,) = torch.autograd.grad(out, x, torch.ones_like(out))
-    (wanted,) = torch.autograd.grad(theirs(x), x, torch.ones_like(out))
-    torch.testing.assert_close(found, wanted)
-    assert stand_ins.ran() == ["fwd"]
-    monkeypatch.setattr(convolutions.Convolution, "for_output", False)
-    with torch.no_grad():
-        assert convolutions.convolution(2, x, ours.weight, None, (1, 1), (0, 0), (1, 1)) is None
-
-
-def test_checkpointed_and_in_inference(stand_ins: Kernels) -> None:
-    ours, theirs = layer(2, 4, 6, 3)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64, requires_grad=True)
-    (a,) = torch.autograd.grad(checkpoint(ours, x, use_reentrant=False).square().sum(), x)
-    (b,) = torch.autograd.grad(theirs(x).square().sum(), x)
-    torch.testing.assert_close(a, b)
-    ours.requires_grad_(False)
-    stand_ins.log.clear()
-    for _ in range(3):
-        with torch.no_grad():
-            torch.testing.assert_close(ours(x), theirs(x))
-    assert [pass_ for what, pass_ in stand_ins.log if what == "pack"] == 3 * ["grad-input"], "packed at each call"
-    with torch.inference_mode():
-        torch.testing.assert_close(ours(x.detach()), theirs(x.detach()))
-
-
-@pytest.mark.parametrize("lacking", ("", "for_output", "for_input", "for_weight"))
+@LACKING
 @pytest.mark.parametrize("training", (False, True))
 def test_kernels_are_warmed_up(
     stand_ins: Kernels, training: bool, lacking: str, monkeypatch: pytest.MonkeyPatch
@@ -743,15 +627,15 @@ def test_kernels_are_warmed_up(
     passes = {"grad-input"} | ({"fwd", "grad-weight"} if training else set())
     if lacking:
         monkeypatch.setattr(convolutions.Convolution, lacking, False)
-        passes -= {{"for_output": "grad-input", "for_input": "fwd", "for_weight": "grad-weight"}[lacking]}
+        passes -= {PASSES[lacking]}
     ours, theirs = layer(2, 4, 6, 3)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    x = image()
     upconv.warmup(ours, x, training=training)
     assert {label.split()[0] for label in compiled} == passes
     prepared = [pass_ for what, pass_ in stand_ins.log if what == "prepare"]
     assert set(prepared) == passes and sums == ([(2, 6, 6, 6)] if training else [])
     compiled.clear()
-    assert_same(step(ours, x), step(theirs, x)) if training else torch.testing.assert_close(ours(x), theirs(x))
+    assert_same_step(ours, theirs, x) if training else torch.testing.assert_close(ours(x), theirs(x))
     assert not compiled and [pass_ for what, pass_ in stand_ins.log if what == "prepare"] == prepared
     assert sums == ([(2, 6, 6, 6)] if training else [])
     sums.clear()
@@ -764,15 +648,12 @@ def test_kernels_are_warmed_up(
 # --- the layers ------------------------------------------------------------------------------------------------------
 
 
-def net() -> nn.Module:
-    return nn.Sequential(
+def test_accelerate_takes_convolutions_if_asked() -> None:
+    model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding="same", padding_mode="circular"),
         nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(8, 4, 3, padding="same", groups=2), nn.Conv2d(4, 4, 1),
     )  # fmt: skip
-
-
-def test_accelerate_takes_convolutions_if_asked() -> None:
-    model, x = net(), torch.randn(2, 3, 8, 8)
+    x = torch.randn(2, 3, 8, 8)
     wanted, described = model(x), repr(model)
     lines: list[str] = []
     upconv.accelerate(model, report=lines.append)
@@ -796,49 +677,27 @@ def test_accelerate_takes_convolutions_if_asked() -> None:
 
 
 @pytest.mark.parametrize("rank", (1, 2, 3))
-def test_lazy_layers(rank: int) -> None:
+def test_lazy_layers_and_layers_on_a_cpu(rank: int) -> None:
     lazy = upconv.accelerate((None, nn.LazyConv1d, nn.LazyConv2d, nn.LazyConv3d)[rank](6, 3), convolutions=True)  # type: ignore[misc]
-    x = torch.randn(2, 4, *(8, 6, 5)[:rank])
-    out = lazy(x)
+    x = image(rank)
+    out = lazy(x.float())
     assert type(lazy) is LAYERS[rank] and lazy.in_channels == 4 and modules.is_ours(lazy)
-    torch.testing.assert_close(out, CONVOLVE[rank](x, lazy.weight, lazy.bias))  # type: ignore[misc]
+    torch.testing.assert_close(out, CONVOLVE[rank](x.float(), lazy.weight, lazy.bias))
     assert not modules.is_ours(upconv.restore(lazy))
-
-
-def test_norms_are_folded_beside_them() -> None:
-    """`fold_batchnorm` traces a model, whose plain convolutions are leaves."""
-    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ConvTranspose2d(6, 6, 2, 2), nn.BatchNorm2d(6)).eval()
-    x = torch.randn(2, 4, 8, 8)
-    wanted, lines = model(x), []  # type: ignore[var-annotated]
-    upconv.fold_batchnorm(upconv.accelerate(model, convolutions=True), report=lines.append)
-    assert lines == ["2: folded into 1"]
-    torch.testing.assert_close(model(x), wanted)
-
-
-@pytest.mark.parametrize("rank", (1, 2, 3))
-def test_layers_are_pytorchs_on_a_cpu(rank: int) -> None:
     ours, theirs = layer(rank, 4, 6, 3, 2, 1)
-    x = torch.randn(2, 4, *(8, 6, 5)[:rank], dtype=torch.float64)
-    assert_same(step(ours, x), step(theirs, x))
+    assert_same_step(ours, theirs, x)
     torch.testing.assert_close(ours(x[0]), theirs(x[0]))
 
 
 def test_small_calls_are_known_as_such(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the input's shape: the next larger image is looked at anew, and so is another layer in the same place."""
-    asked: list[tuple[int, ...]] = []
-
-    def small(shape: torch.Size, weight: torch.Size, stride: tuple[int, ...]) -> bool:
-        asked.append(tuple(shape))
-        return shape[-1] < 8
-
-    monkeypatch.setattr(modules, "small", small)
+    asked: list[int] = []
+    monkeypatch.setattr(modules, "small", lambda shape, *others: asked.append(shape[-1]) or shape[-1] < 8)
     ours, theirs = layer(2, 4, 6, 3)
-    sizes = (6, 6, 8, 6, 6, 7, 7)
-    for size in sizes:
+    for size in (6, 6, 8, 6, 6, 7, 7):
         x = torch.randn(2, 4, size, size, dtype=torch.float64)
         torch.testing.assert_close(ours(x), theirs(x))
-    assert [shape[-1] for shape in asked] == [6, 8, 7]
-    assert stand_ins.ran() == ["grad-input"]
+    assert asked == [6, 8, 7] and stand_ins.ran() == ["grad-input"]
     ours.kernel_size = (*ours.kernel_size,)  # what another layer of the same id would have
     ours(torch.randn(2, 4, 7, 7, dtype=torch.float64))
     assert len(asked) == 4
@@ -851,10 +710,10 @@ def test_what_the_rule_leaves_is_not_looked_up_again(stand_ins: Kernels, monkeyp
     found = modules.convolution
     monkeypatch.setattr(modules, "convolution", lambda *given: asked.append(given) or found(*given))
     ours, theirs = layer(2, 4, 6, 3)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    x = image()
     last = x.contiguous(memory_format=torch.channels_last)
-    for image, count in ((x, 1), (x, 1), (last, 2), (last, 2), (x, 3), (x[..., :7], 4), (x, 5), (x, 5)):
-        torch.testing.assert_close(ours(image), theirs(image))
+    for given_, count in ((x, 1), (x, 1), (last, 2), (last, 2), (x, 3), (x[..., :7], 4), (x, 5), (x, 5)):
+        torch.testing.assert_close(ours(given_), theirs(given_))
         assert len(asked) == count
     for count in (6, 6):
         with torch.no_grad():
@@ -863,18 +722,6 @@ def test_what_the_rule_leaves_is_not_looked_up_again(stand_ins: Kernels, monkeyp
     ours.float(), theirs.float()
     torch.testing.assert_close(ours(x.float()), theirs(x.float()))
     assert len(asked) == 7 and stand_ins.ran() == []
-
-
-def test_tracers_see_pytorchs_operator(stand_ins: Kernels) -> None:
-    """Also of a layer that was called before, or pads by a word."""
-    for padding in (1, "same"):
-        ours, _ = layer(2, 4, 6, 3, padding=padding)
-        x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
-        wanted = ours(x)
-        modules._left[id(ours)] = torch.Size((1, 1, 1, 1)), ours.kernel_size, None
-        torch.testing.assert_close(torch.fx.symbolic_trace(ours)(x), wanted)
-        traced = make_fx(ours, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
-        torch.testing.assert_close(traced(x), wanted)
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -890,7 +737,20 @@ GPU_LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.gpu
+def hopper(test: Any) -> Any:
+    """Plain convolutions are ours on sm_90 alone."""
+    for mark in HOPPER:
+        test = mark(test)
+    return pytest.mark.usefixtures("tf32")(test)
+
+
+@pytest.fixture
+def tf32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")
+    yield
+
+
+@hopper
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("last", (False, True), ids=("nchw", "channels_last"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -898,9 +758,6 @@ GPU_LAYERS = {
 def test_layers_on_a_gpu(
     name: str, dtype: torch.dtype, last: bool, bias: bool, everything: None, monkeypatch: Any
 ) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("plain convolutions are ours on sm_90 alone")
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")
     shape, *args = GPU_LAYERS[name]
     channels, kernel, stride, padding, dilation = args
     rank = len(shape) - 2
@@ -916,7 +773,10 @@ def test_layers_on_a_gpu(
     assert found[0] is not None
     grad = torch.linspace(-1, 1, found[0].numel(), dtype=torch.float64).view(found[0].shape).to(dtype)
     exact = step(truth, x.double(), grad=grad.double())
-    bound = step(absolute(truth), x.double().abs(), grad=grad.double().abs())
+    with torch.no_grad():
+        for parameter in truth.parameters():
+            parameter.abs_()
+    bound = step(truth, x.double().abs(), grad=grad.double().abs())
     pixels = found[0].numel() // channels
     lengths = (shape[1] * kernel**rank, channels * kernel**rank, pixels, pixels)
     for i, (a, b, magnitude, length) in enumerate(zip(found, exact, bound, lengths)):
@@ -930,30 +790,18 @@ def test_layers_on_a_gpu(
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, again))  # type: ignore[arg-type]
 
 
-def absolute(module: Any) -> Any:
-    found = copy.deepcopy(module)
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter.abs_()
-    return found
-
-
-@pytest.mark.gpu
+@hopper
 @pytest.mark.parametrize("last", (False, True), ids=("nchw", "channels_last"))
 @pytest.mark.parametrize("amp", (False, True))
 def test_a_model_on_a_gpu(amp: bool, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers large enough to be ours by the rule, forward and backward, as PyTorch's."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("plain convolutions are ours on sm_90 alone")
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")
     theirs = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)).cuda()
     ours = upconv.accelerate(copy.deepcopy(theirs), convolutions=True)
     ran: list[str] = []
     right = engine.convolution
     monkeypatch.setattr(engine, "convolution", lambda *args: ran.append(str(args[0])) or right(*args))
-    x = torch.randn(16, 3, 256, 256, device="cuda")
     order = torch.channels_last if last else torch.contiguous_format
-    x = x.contiguous(memory_format=order)
+    x = torch.randn(16, 3, 256, 256, device="cuda").contiguous(memory_format=order)
     results = []
     for model in (ours.to(memory_format=order), theirs.to(memory_format=order)):
         with torch.autocast("cuda", torch.bfloat16, enabled=amp):
@@ -963,16 +811,12 @@ def test_a_model_on_a_gpu(amp: bool, last: bool, monkeypatch: pytest.MonkeyPatch
         results.append([out.detach().float(), *(p.grad for p in model.parameters())])
     assert len(ran) == 2 or (last and len(ran) == 1), "of 3 channels in channels_last it may be PyTorch's"
     for a, b in zip(*results):
-        assert a is not None and b is not None
         assert ((a - b).norm() / b.norm()).item() < (1e-2 if amp else 1e-3)
 
 
-@pytest.mark.gpu
-def test_captured_in_a_graph(everything: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@hopper
+def test_captured_in_a_graph(everything: None) -> None:
     """Replays see the weights and inputs that there are then."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("plain convolutions are ours on sm_90 alone")
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")
     ours, theirs = (module.cuda().eval() for module in layer(2, 32, 64, 3, padding=1, dtype=torch.float32))
     x = torch.randn(4, 32, 40, 40, device="cuda")
     with torch.no_grad():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import upconv
 from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, make_call
+from standins import Loaded
 from strategies import excess, operands, problems
 from upconv import dispatch, planner, reference
 from upconv.compiler.arguments import text_of
@@ -50,8 +51,7 @@ class Choice(family.Defaults):
     failure: Exception | None = None
     identity: bool = False
     packing: str | None = None
-    packs: bool = False
-    claims: bool = False
+    lasting: list[bool] = field(default_factory=list, compare=False)
     family: str = "stand-in"
     seconds: float = 1e-3
     summary: str = "one tile"
@@ -65,28 +65,25 @@ class Choice(family.Defaults):
         return Prepared(self)
 
 
-class Prepared(family.Prepared):
+class Prepared(Loaded):
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
         self.packing = choice if choice.packing is None else choice.packing
-        self.packs = choice.packs
-        self.claims = choice.claims
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def pack_to_keep(self, weight: Tensor) -> Tensor:
         self.choice.log.append("pack")
-        return weight.detach() if self.choice.identity else weight.detach().clone(memory_format=torch.contiguous_format)
-
-    def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        assert self.choice.packs
-        self.choice.log.append("packing")
-        self.run(x, weight.detach().clone(memory_format=torch.contiguous_format), bias, out)
+        of = weight.detach()
+        found = of if self.choice.identity else of.clone(memory_format=torch.contiguous_format)
+        found.is_packed = True  # type: ignore[attr-defined]
+        return found
 
     def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, lasting: bool = False
     ) -> None:
-        p = self.choice.problem
-        self.choice.log.append("claim" if claim else "run")
+        p, packed = self.choice.problem, weight if hasattr(weight, "is_packed") else self.pack_to_keep(weight)
+        self.choice.log.append("run")
         self.choice.fresh.append(fresh)
+        self.choice.lasting.append(lasting)
         if self.choice.failure is not None:
             raise self.choice.failure
         assert x.is_contiguous(memory_format=engine.cpu.memory_format(p.layout, p.rank))
@@ -286,29 +283,26 @@ def test_a_kernel_may_begin_beside_its_own_packing_alone(weights: Weights, machi
         assert choice.fresh[-1] is expected
 
 
-def test_one_kernel_packs_and_runs_where_weights_are_not_kept(machine: Machine) -> None:
+def test_which_calls_may_leave_something_behind(weights: Weights, machine: Machine) -> None:
     """Not in a capture, whose replays may run at once; a weight that is negated lazily is resolved first."""
-    weights = Weights(torch.randn(P.weight_shape), packs=True)
-    for freezes, capturing, ran in (
-        (False, False, ["prepare", "packing", "run"]), (False, True, ["pack", "run"]), (True, False, ["pack", "run"]),
-        (True, False, ["run"]),
+    choice = weights.plan.choice
+    assert isinstance(choice, Choice)
+    for lasting, capturing, expected in (
+        (True, False, True), (True, True, False), (False, False, False), (False, True, False),
     ):  # fmt: skip
-        weights.log.clear()
         machine.capturing = capturing
-        if freezes and not packed.is_frozen(weights.weight):
-            packed.freeze(weights.weight)
-        weights.packs()
-        assert weights.log == ran
-    weights.log.clear()
-    weights.packs(torch.complex(weights.weight, -weights.weight).conj().imag)
-    assert weights.log == ["packing", "run"]
+        weights.packs(lasting=lasting)
+        assert choice.lasting[-1] is expected
+    machine.capturing = False
+    weights.packs(torch.complex(weights.weight, -weights.weight).detach().conj().imag)
 
 
 def test_compiled_graphs_allocate_nothing_that_outlives_them(
     served: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph's pool refuses what a kernel that packs keeps for its next launch, so their calls pack by two kernels."""
-    monkeypatch.setattr(Choice, "prepare", lambda self, device: Prepared(replace(self, packs=True)))
+    """A graph's pool refuses what a kernel keeps for its next launch."""
+    told: list[bool] = []
+    monkeypatch.setattr(Choice, "prepare", lambda self, device: Prepared(replace(self, lasting=told)))
     x, weight = torch.randn(1, 2, 4), torch.randn(2, 3, 3)
     grad = torch.randn(1, 3, 6)
     arguments = ([1], [0], [0], 1, [1])
@@ -321,8 +315,9 @@ def test_compiled_graphs_allocate_nothing_that_outlives_them(
         else:
             out = upconv.conv_transpose1d(x, weight.requires_grad_())
         torch.testing.assert_close(out, torch.conv_transpose1d(x, weight))
-        stood.append("packing" in served)
-        assert "run" in served
+        stood.append(any(told))
+        assert "run" in served and told
+        told.clear()
     assert stood == [False, True]
 
 
@@ -546,19 +541,6 @@ def test_captured_graphs_pack_for_themselves(machine: Machine, frozen: Weights) 
 def test_compiled_graphs_read_copies_and_make_none(frozen: Weights) -> None:
     assert [frozen.packs(lasting=False), frozen.packs(lasting=False)] == [1, 1]
     assert [frozen.packs(), frozen.packs(lasting=False)] == [1, 0]
-
-
-@pytest.mark.parametrize("claims", [True, False])
-def test_blocks_claim_tiles_where_memory_may_outlive_the_call(claims: bool, machine: Machine) -> None:
-    plan, log = a_plan(Problem.make(2, 4, 6, (5, 5), 3, 2), claims=claims)
-    x, weight, bias = torch.randn(2, 4, 5, 5), torch.randn(4, 6, 3, 3), torch.randn(6)
-    outs = [engine.forward(plan, x, weight, bias), engine.forward(plan, x, weight, bias)]
-    outs.append(engine.forward(plan, x, weight, bias, lasting=False))
-    machine.capturing = True
-    outs.append(engine.forward(plan, x, weight, bias))
-    assert all(torch.equal(out, outs[0]) for out in outs)
-    ran = [entry for entry in log if entry in ("run", "claim")]
-    assert ran == (["claim", "claim", "run", "run"] if claims else ["run"] * 4)
 
 
 def test_another_stream_waits_for_the_packing_once(machine: Machine, frozen: Weights) -> None:

@@ -173,7 +173,7 @@ FAULTS = {
     "implicit: no wait for a stage": ("implicit", OF_RING, ""),
     "implicit: a tap's shift": ("implicit", r"\+ constant_at<C::taps_w>\(tap\)", "+ constant_at<C::taps_w>(tap) + 1"),
     "implicit: a stage given back too early": ("implicit", r"wgmma_wait<LAG>\(\);", ""),
-    "subpixel: a place": ("subpixel", r"t\.p \+ b \* ROW_PIXELS", "t.p + b * ROW_PIXELS + 1"),
+    "subpixel: a place": ("subpixel", r"tile\.p \+ b \* ROW_PIXELS", "tile.p + b * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),
     "sweep: the first slot": ("sweep", r"int first_slot = (-?\d+);", r"int first_slot = \1 + 1;"),
     "gather: no wait for a stage": ("gather", FULL, ""),

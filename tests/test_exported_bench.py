@@ -129,7 +129,14 @@ def test_parameters_must_be_those_that_the_seed_draws(judged) -> None:
         ("from torch.nn import functional as F", "torch.nn.functional"),
         ("import numpy", "numpy"),
         ("import upconv", "upconv"),
-        ("try:\n    pass\nexcept RuntimeError:\n    pass", "try"),
+        ("try:\n    x = 1\nfinally:\n    x = 2", "try"),
+        ("if x:\n    pass", "the word pass"),
+        ("import threading", "threads"),
+        ("stream = torch.cuda.Stream()", "streams"),
+        ("torch.cuda.synchronize = lambda: None", "times"),
+        ("class Mine(torch.Tensor): ...", "subclass"),
+        ("layer = nn.Linear(1, 1)", "a layer"),
+        ('CUDA = """\nfor (int pass = 0; pass < 2; pass++) {}\n"""', "the word pass"),
         ('CUDA = """\nauto y = at::conv_transpose2d(x);\n"""', "at::conv_transpose2d"),
         ('CUDA = """\ncudnnConvolutionForward(h);\n"""', "cudnnConvolutionForward"),
         ("y = (", "no Python"),
@@ -139,8 +146,9 @@ def test_what_calls_pytorchs_convolution_is_refused(line: str, reason: str) -> N
     assert reason in str(exported.refusal(f"import torch\nfrom torch import nn\n{line}\n"))
 
 
-def test_a_file_may_hold_the_layer_and_import_the_standard_library() -> None:
-    assert exported.refusal(GOOD + "import math, functools\nfrom torch.utils import cpp_extension\n") is None
+def test_a_file_may_hold_parameters_and_import_the_standard_library() -> None:
+    text = "import math, functools\nfrom torch import nn\nfrom torch.utils import cpp_extension  # it must not pass\n"
+    assert exported.refusal(f"{text}w = nn.Parameter(x)\nnn.init.uniform_(w)\nclass ModelNew(nn.Module): ...\n") is None
     with pytest.raises(ValueError, match="must define ModelNew"):
         exported.model("x = 1\n", Path("model_57.py"))
     with pytest.raises(ValueError, match=r"model_57\.py is refused: line 1 imports numpy"):

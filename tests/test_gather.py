@@ -618,9 +618,9 @@ def test_forwards_take_weights_as_they_lie_unless_they_keep_them(dtype: torch.dt
     packing = replace(choice, seconds=1e-5)
     if packing.packs:
         other = packing.prepare(0)
-        other.run_packing(x, last, None, out)
+        other.run(x, last, None, out, True, True)
         assert stubs.pop()[3][1] == last.data_ptr()
-        other.run_packing(x, weight, None, out)
+        other.run(x, weight, None, out, True, True)
         assert weight.data_ptr() in stubs.pop()[3]
 
 
@@ -867,30 +867,30 @@ def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monk
         (weight.float(), 1, True),
         (weight.contiguous(memory_format=torch.channels_last), 48, dtype is torch.float32),
     ):
-        prepared.run_packing(x, given, bias, out)
+        prepared.run(x, given, bias, out, True, True)
         name, grid, dependent, args = stubs.pop()
         assert (name, grid, dependent) == ("gather", choice.packs, False) and not stubs.launched
         assert (args[0], *args[2:5]) == (x.data_ptr(), bias.data_ptr(), out.data_ptr(), given.data_ptr())
         assert args[6:8] == (step, single) and args[8:19] == choice.tiling.arguments(p)
         kept.append(args[5])
     stream[0] = 8
-    prepared.run_packing(x, weight, None, out)
+    prepared.run(x, weight, None, out, True, True)
     args = stubs.pop()[3]
     assert len({*kept}) == 1 and args[5] not in kept and args[2] == 0
     (counters,) = prepared.counters.values()
     assert all(not zeros.any() for zeros in counters.of_streams.values())
     off = torch.empty(out.numel() + 1, dtype=dtype)[1:].view(out.shape)
     for given, to in ((weight.mT.contiguous().mT, out), (weight, off)):
-        prepared.run_packing(x, given, bias, to)
+        prepared.run(x, given, bias, to, True, True)
         *_, args = stubs.pop()
         assert (args[3] == to.data_ptr()) == (to is out) and (args[4] == weight.data_ptr()) == (given is weight)
     assert stubs.loaded == ["gather"] and not prepared.loaded
     trained = choice.prepare(0)
-    trained.run_packing(x, weight, None, out)
+    trained.run(x, weight, None, out, True, True)
     assert not trained.loaded
     trained.load()
     assert trained.loaded
     for number in range(100):
         stream[0] = number
-        prepared.run_packing(x, weight, None, out)
+        prepared.run(x, weight, None, out, True, True)
     assert len(counters.of_streams) <= 64

@@ -186,7 +186,7 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
         for given in (weight, weight.contiguous(memory_format=memory_format)) if alone else ():
             for _ in range(3):  # one kernel, on counters that the one before left
                 outs.append(torch.full_like(outs[0], float("nan")))
-                prepared.run_packing(x, given, bias, outs[-1])
+                prepared.run(x, given, bias, outs[-1], True, True)
         assert all(not zeros.any() for of in prepared.counters.values() for zeros in of.of_streams.values())
         assert all(torch.equal(outs[0], other) for other in outs[1:]), tiling
         assert_accurate(outs[0], truth, size, products + 1)
@@ -238,7 +238,7 @@ def test_results_by_the_copy_engine(name: str, precision: str) -> None:
         prepared.run(x, prepared.pack(weight), bias, off)  # a result that no box may begin at
         outs[2] = off
         if choice.packs:
-            prepared.run_packing(x, weight, bias, outs[3])
+            prepared.run(x, weight, bias, outs[3], True, True)
         assert all(torch.equal(outs[0], other) for other in outs[1 : 3 + bool(choice.packs)]), choice.tiling
         assert_accurate(outs[0], truth, size_of, source_shape(p)[1] * p.taps + 1)
 
@@ -302,7 +302,7 @@ def test_kernels_that_pack_on_streams_at_once(precision: str, pass_: Pass) -> No
         for stream, mine in zip(streams, outs):
             with torch.cuda.stream(stream):
                 mine.append(torch.full_like(expected[0], float("nan")))
-                prepared.run_packing(x, weight, bias, mine[-1])
+                prepared.run(x, weight, bias, mine[-1], True, True)
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for mine in outs for a, b in zip(mine, expected))
     (counters,) = prepared.counters.values()

@@ -22,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import upconv
 from conftest import BARE, assert_equal, needs_gxx
+from standins import Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
 from test_calls import Dispatch, Function
-from test_convolutions import everything, stand_ins  # noqa: F401
-from test_gradients import Data, Kernels, StandIn, Weight, kernels  # noqa: F401
 from upconv import autograd, convolutions, dispatch, modules, ops, reference
 from upconv.cuda.compile import cache, jit
 from upconv.cuda.compile import launch as launch_module
@@ -189,8 +188,10 @@ class LaunchedData(Data):
         self._pack(-1, 3, given)
         return packed
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        p = self.choice.problem
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, lasting: bool = False
+    ) -> None:
+        p, packed = self.choice.problem, self.packed(weight, bias)
         self.choice.log.append(("run", p.pass_))
         size = torch.Size(p.weight_shape).numel() * p.dtype.itemsize
         of_bias = 0 if bias is None else bias.data_ptr()
@@ -223,7 +224,7 @@ class LaunchedWeight(Weight):
 
         self._run = machine.launcher("PPPPi", multiply, cooperative=True)
 
-    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
         self.choice.log.append(("run", "grad-weight"))
         sums = x.new_empty_strided((8,), (1,), dtype=torch.float32)
         given = (x.data_ptr(), grad.data_ptr(), sums.data_ptr(), out.data_ptr(), int(out.dtype is torch.float32))
@@ -238,7 +239,7 @@ def module() -> Any:
 
 
 @pytest.fixture
-def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:  # noqa: F811
+def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Calls on CPU tensors are by the kernels above, and replayed from the fourth on."""
     found = Machine()
     driver = Machine._Driver(found)
@@ -393,7 +394,7 @@ def test_arguments_that_depend_on_addresses_in_another_way_have_no_tape(machine:
 @pytest.mark.parametrize("make, size", list(zip(CASES, SIZES)), ids=("bias", "groups", "1d", "3d"))
 def test_replayed_calls_are_what_they_were(
     machine: Machine,
-    kernels: Kernels,  # noqa: F811
+    kernels: Kernels,
     make: Any,
     size: Any,
     last: bool,
@@ -673,7 +674,7 @@ def test_what_is_forgotten_is_freed(machine: Machine, module: Any) -> None:
 @pytest.mark.parametrize("theirs", ("never", "fwd", "grad-input", "grad-weight"))
 def test_plain_convolutions_are_replayed_with_pytorchs_passes_too(
     machine: Machine,
-    stand_ins: Kernels,  # noqa: F811
+    stand_ins: Kernels,
     theirs: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

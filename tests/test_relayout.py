@@ -17,6 +17,7 @@ from upconv import cpu, planner, reference
 from upconv.cuda import families
 from upconv.cuda.compile import jit
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
+from upconv.cuda.launches import Given, Map, Pointer, Scratch
 from upconv.cuda.pixels import implicit
 from upconv.cuda.rearrange import around, relayout
 from upconv.cuda.wgrad import wgrad
@@ -244,7 +245,7 @@ def test_wider_pixels_are_computed_by_the_chosen_kernel(stubs: Stubs) -> None:
     choice = planner.select(p, planner.Device("cuda", gpu=H200)).choice
     assert isinstance(choice, relayout.Choice) and isinstance(choice.inner, wgrad.Choice) and choice.inner.together
     prepared = choice.prepare(0)
-    assert prepared.together
+    prepared.load()
     stubs.loaded.clear()
     x, g, w = (torch.empty(s, dtype=p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
     prepared.run(x, g, w, True)
@@ -259,12 +260,13 @@ def test_copies_are_launched_around_the_inner_kernel(p: Problem, stubs: Stubs, m
     """
     choice = forced(p, H200)
     prepared = choice.prepare(0)
+    prepared.load()
     stubs.loaded.clear()
     x, g, w = (torch.empty(s, dtype=p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
 
     def run() -> None:
         stubs.launched.clear()
-        if isinstance(prepared, relayout.GradInput):
+        if p.pass_ == "grad-input":
             prepared.run(g, prepared.pack(w), None, x, fresh=True)
         else:
             prepared.run(x, g, w)
@@ -277,7 +279,7 @@ def test_copies_are_launched_around_the_inner_kernel(p: Problem, stubs: Stubs, m
         for channels, size in ((p.in_channels, p.size), (p.out_channels, p.out_size))
         for of_channels, pixels, image in [relayout.tile(p, channels, size)]
     ]
-    if isinstance(prepared, relayout.GradInput):
+    if p.pass_ == "grad-input":
         assert stubs.names() == ["to_channels_last", "pack", "gather", "to_contiguous"]
         assert [stubs.launched[i][1] for i in (0, -1)] == blocks[::-1] and stubs.launched[2][2]
     else:
@@ -285,10 +287,10 @@ def test_copies_are_launched_around_the_inner_kernel(p: Problem, stubs: Stubs, m
         assert [grid for _, grid, _ in stubs.launched[:2]] == blocks
     assert not stubs.loaded
 
-    def short(self: Any, like: torch.Tensor) -> torch.Tensor:
+    def short(self: Any, *_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory for copies")
 
-    monkeypatch.setattr(relayout.Copies, "empty", short)
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", short)
     with pytest.raises(torch.OutOfMemoryError, match="no memory for copies"):
         run()
     assert not stubs.launched and not stubs.loaded
@@ -298,28 +300,14 @@ def test_copies_are_launched_around_the_inner_kernel(p: Problem, stubs: Stubs, m
     as_(KB73, "bf16", "grad-input"), as_(DCGAN, "bf16", "grad-weight"),
     as_(Problem.make(100, 512, 17, (14, 14), 4, 2, 1, layout="channels_last"), "bf16", "grad-weight"),
 ], ids=str)  # fmt: skip
-def test_the_memory_for_copies_is_stated(p: Problem, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many bytes as a call allocates for them, and in the summary."""
+def test_the_memory_for_copies_is_stated(p: Problem) -> None:
+    """As many bytes as its launches have for them, and in the summary."""
     choice = forced(p, H200)
-    prepared = choice.prepare(0)
-    allocated: list[int] = []
-    real = relayout.Copies.empty
-
-    def counted(self: relayout.Copies, like: torch.Tensor) -> torch.Tensor:
-        found = real(self, like)
-        allocated.append(found.nbytes)
-        return found
-
-    monkeypatch.setattr(relayout.Copies, "empty", counted)
-    order = cpu.memory_format(p.layout, p.rank)
-    x, g, w = (torch.empty(s, dtype=p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
-    x, g = x.contiguous(memory_format=order), g.contiguous(memory_format=order)
-    if isinstance(prepared, relayout.GradInput):
-        prepared.run(g, prepared.pack(w), None, x)
-    else:
-        prepared.run(x, g, w)
-    assert choice.temporary_bytes == sum(allocated) > 0
-    assert f"{sum(allocated) / 1e6:.3g} MB of temporaries" in choice.summary
+    arguments = [a for launch in choice.launches(Given("contiguous")) for a in launch.arguments]
+    scratch = {a.operand for a in arguments if isinstance(a, Pointer | Map) and isinstance(a.operand, Scratch)}
+    copies = sum(one.bytes for one in scratch if one.name.endswith("channels_last"))
+    assert choice.temporary_bytes == copies > 0
+    assert f"{copies / 1e6:.3g} MB of temporaries" in choice.summary
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -371,14 +359,17 @@ class TestOnGpu:
         on_x, on_g = (placed(t, r.randrange(8), p.layout) for t in (x, g))
         on_w = placed(w, r.randrange(8))
 
-        def allocate(self: relayout.Copies, like: torch.Tensor) -> torch.Tensor:
-            return like.new_full((math.prod(self.shape),), math.nan).as_strided(self.shape, self.strides)
+        real = torch.Tensor.new_empty_strided
 
-        monkeypatch.setattr(relayout.Copies, "empty", allocate)
+        def allocate(self: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+            found = real(self, *given, **named)
+            return found.fill_(-1 if found.dtype is torch.int32 else math.nan)  # words of which each is NaN
+
+        monkeypatch.setattr(torch.Tensor, "new_empty_strided", allocate)
         results = []
         weights = (on_w, on_w.float()) if p.dtype.itemsize == 2 else (on_w,)
         for weight in weights:
-            if isinstance(prepared, relayout.GradInput):
+            if p.pass_ == "grad-input":
                 out = placed(torch.full(p.input_shape, math.nan, dtype=p.dtype), r.randrange(8))
                 if weight.dtype is p.dtype or prepared.casts:
                     prepared.run(on_g, prepared.pack(weight), None, out)
@@ -387,7 +378,7 @@ class TestOnGpu:
                 prepared.run(on_x, on_g, out)
             assert reference.relative_error(out.cpu(), truth) < BOUNDS[precision], (p, weight.dtype)
             results.append(out)
-        if isinstance(prepared, relayout.GradInput) and len(results) == 2:
+        if p.pass_ == "grad-input" and len(results) == 2:
             assert torch.equal(*results)
 
 

@@ -138,7 +138,7 @@ def test_kernels_compile_without_spills_of_note(p: Problem) -> None:
         (unit,) = subpixel.Choice(t, p, H200, 0.0, "").sources()
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
         found = jit.inspect(code)
-        assert set(found) == {"subpixel", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
+        assert set(found) == {"pixels", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
         assert all(local <= 16 for _, local, _ in found.values()), t
         types = {"tf32": "f32.tf32.tf32", "bf16": "f32.bf16.bf16", "fp16": "f32.f16.f16"}[p.precision]
         assert set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k\d+\." + re.escape(types), text)) == {str(t.columns)}

@@ -250,6 +250,7 @@ def test_kernels_are_loaded_ahead_and_launched_in_order(
     choice = forced(p, H200)
     prepared = choice.prepare(0)
     q = unshuffle.unstrided(p)
+    prepared.load()
     stubs.loaded.clear()
     x, g, w = (
         in_layout(torch.empty(s, dtype=p.dtype), layout) for s in (p.input_shape, p.output_shape, p.weight_shape)
@@ -258,7 +259,7 @@ def test_kernels_are_loaded_ahead_and_launched_in_order(
     for dtype, suffix in ((torch.bfloat16, ""), (torch.float32, "_float")):
         stubs.launched.clear()
         weight = w.to(dtype)
-        if isinstance(prepared, unshuffle.GradInput):
+        if p.pass_ == "grad-input":
             assert prepared.pack(weight) is weight
             prepared.run(g, weight, None, x, fresh=True)
             more = -(-math.prod(q.weight_shape) // 256)
@@ -267,18 +268,19 @@ def test_kernels_are_loaded_ahead_and_launched_in_order(
         else:
             prepared.run(x, g, weight, lasting=True)
             inner = stubs.launched[1][0]
-            assert inner.startswith("wgrad") and inner.endswith(" together") == prepared.together
+            assert isinstance(choice.inner, wgrad.Choice)
+            assert inner.startswith("wgrad") and inner.endswith(" together") == choice.inner.together
             assert stubs.launched[0] == ("unshuffle", blocks, False)
             assert stubs.launched[-1] == (f"fold{suffix}", -(-w.numel() // 256), False)
     assert not stubs.loaded
 
-    def short(self: Any, grad: Tensor) -> Tensor:
+    def short(self: Any, *_: Any, **__: Any) -> Tensor:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(unshuffle._Around, "empty", short)
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", short)
     stubs.launched.clear()
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        prepared.run(g, w, None, x) if isinstance(prepared, unshuffle.GradInput) else prepared.run(x, g, w)
+        prepared.run(g, w, None, x) if p.pass_ == "grad-input" else prepared.run(x, g, w)
     assert not stubs.launched and not stubs.loaded
     stated = (math.prod(q.output_shape) + math.prod(q.weight_shape)) * p.dtype.itemsize
     assert choice.temporary_bytes == stated and f"{stated / 1e6:.3g} MB of temporaries" in choice.summary
@@ -311,7 +313,6 @@ def test_random_gradients_without_the_stride(seed: int, precision: Precision, la
     truth_input, truth_weight, _ = reference.gradients(p, g, x, w)
     on_x, on_g = (in_layout(t.cuda(), layout) for t in (x, g))
     prepared = forced(p, gpu(0)).prepare(0)
-    assert isinstance(prepared, unshuffle.GradInput)
     results = []
     for of_weight in dict.fromkeys(("nchw", layout) if p.rank > 1 else ("nchw",)):
         for weight in (w, w.float()) if p.dtype.itemsize == 2 else (w,):
@@ -322,7 +323,6 @@ def test_random_gradients_without_the_stride(seed: int, precision: Precision, la
             results.append(out)
     assert all(torch.equal(results[0], other) for other in results)
     by_weight = forced(p.with_(pass_="grad-weight"), gpu(0)).prepare(0)
-    assert isinstance(by_weight, unshuffle.GradWeight)
     for of_weight in dict.fromkeys(("nchw", layout) if p.rank > 1 else ("nchw",)):
         for dtype in dict.fromkeys((p.dtype, torch.float32)):
             out = in_layout(torch.full(p.weight_shape, math.nan, device="cuda", dtype=dtype), of_weight)
@@ -368,9 +368,9 @@ def test_a_layers_training_step_goes_without_the_stride(kind: str, layout: Layou
     assert all(torch.equal(a, b) for a, b in zip(first, step()))
     assert all(torch.equal(a, b) for a, b in zip(first, replayed(step)))
 
-    def short(self: Any, grad: Tensor) -> Tensor:
+    def short(self: Any, *_: Any, **__: Any) -> Tensor:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(unshuffle._Around, "empty", short)
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", short)
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         step()

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from upconv.cuda import engine
 from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.direct import direct, staged
 from upconv.cuda.gpu import A100, gpu
+from upconv.cuda.launches import Given
 from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Precision, Problem, output_length
@@ -130,11 +132,10 @@ def check_weight(choice: wgrad.Choice | staged.Choice, x: Tensor, g: Tensor, tru
         prepared.run(moved(x, p, offset), moved(g, p, offset), out)
         guarded(out)
         found.append(out)
-    if getattr(prepared, "together", False):
+    if at_once(choice):
         found.append(place(p.weight_shape, p, p.layout))
         torch.full((min(1 << 24, 64 * found[0].numel()),), math.nan, device="cuda")
         prepared.run(x, g, found[-1], lasting=True)
-        assert prepared.together, "the launch was refused, and two steps ran"
         guarded(found[-1])
     about = f"{p} {p.precision}\n{choice}"
     error, bound = reference.relative_error(found[0], truth), BOUNDS[p.precision]
@@ -217,6 +218,11 @@ def test_taps_that_are_neighbours_in_m(precision: Precision, name: str) -> None:
         check_weight(wgrad.Choice(t, p, gpu(0), splits, 0.0, ""), x, g, truth)
 
 
+def at_once(choice: Any) -> bool:
+    """Whether a lasting call's blocks add up their sums, or exchange them, in a cooperative launch."""
+    return any(launch.cooperative for launch in choice.launches(Given("contiguous", lasting=True)))
+
+
 def in_two_steps(choice: wgrad.Choice) -> wgrad.Choice:
     """The same for a GPU whose blocks do not add up their sums, which this GPU runs as well."""
     return replace(choice, gpu=A100)
@@ -264,29 +270,28 @@ def test_blocks_add_up_as_the_second_step_does(precision: Precision, layout: Lay
         by_rows = [t for t in fitting if t.a_shared and not t.stacked and splits == 1]  # from registers
         for t in rng.sample(fitting, 2) + stacked[:1] + classed[:1] + gapless[:1] + handing + by_rows[:1]:
             choice = wgrad.Choice(wgrad_costs.boxed(t, p), p, gpu(0), splits, 0.0, "")
-            at_once, steps = choice.prepare(0), in_two_steps(choice).prepare(0)
+            fast, steps = choice.prepare(0), in_two_steps(choice).prepare(0)
             handed = choice.hands_over
             assert handed == (splits == 2 and t.hands_over), choice
-            assert at_once.together == (handed or at_once._one_step is None) and (at_once.together or splits <= 8), (
-                choice
-            )
-            assert steps._one_step is None and not steps.together
+            one_step = len(fast.choice.launches(Given("contiguous"))) == 1
+            assert at_once(choice) == (handed or not one_step) and (at_once(choice) or splits <= 8), choice
+            assert len(steps.choice.launches(Given("contiguous"))) == 2 and not at_once(steps.choice)
             check_weight(choice, x, g, truth)
             for dtype in dict.fromkeys((p.dtype, torch.float32)):
                 kept: Precision = precision if dtype is p.dtype else "ieee"
                 for out_layout in LAYOUTS:
                     outs = [place(p.weight_shape, p.with_(dtype=dtype, precision=kept), out_layout) for _ in range(2)]
-                    at_once.run(x, g, outs[0], lasting=True)
+                    fast.run(x, g, outs[0], lasting=True)
                     steps.run(x, g, outs[1], lasting=True)
                     guarded(outs[0])
                     if handed:
                         assert reference.relative_error(outs[0], outs[1].double()) < BOUNDS[kept], choice
                     else:
                         assert torch.equal(*outs), choice
-            if at_once.together:
-                (counters,) = at_once._counters.of_streams.values()
-                assert not counters.any() and steps.loaded
-                assert handed or not at_once.loaded, "a launch was refused, and two steps ran"
+            if at_once(choice):
+                (of_streams,) = fast.counters.values()
+                assert not any(counters.any() for counters in of_streams.of_streams.values())
+                assert all(given.lasting for given in fast._programs), "a launch was refused, and two steps ran"
 
 
 def handing_tilings(p: Problem, most: int) -> list[WarpgroupTiling]:
@@ -340,8 +345,9 @@ def test_blocks_add_up_on_streams_at_once(handed: bool) -> None:
                 prepared.run(x, g, out, lasting=True)
         torch.cuda.synchronize()
         assert all(map(torch.equal, found, expected))
-    assert prepared.together and len(prepared._counters.of_streams) == 4
-    assert not any(counters.any() for counters in prepared._counters.of_streams.values())
+    (of_streams,) = prepared.counters.values()
+    assert at_once(choice) and len(of_streams.of_streams) == 4
+    assert not any(counters.any() for counters in of_streams.of_streams.values())
 
 
 def test_a_training_step_adds_up_at_once_and_a_captured_one_in_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,8 @@ def _arguments(rng: random.Random, rank: int) -> tuple[tuple[Any, ...], dict[str
     def value(low: int, high: int) -> Any:
         if rng.random() < 0.5:
             return rng.randint(low, high)
-        return tuple(rng.randint(low, high) for _ in range(rank))
+        length = rank if rng.random() < 0.97 else rng.randint(0, rank + 1)
+        return tuple(rng.randint(low, high) if rng.random() < 0.98 else rng.randint(-1, 0) for _ in range(length))
 
     groups = rng.choice((1, 1, 1, 2, 4, 3))
     inside, out = (groups * rng.randint(1, 4) if rng.random() < 0.95 else 5 for _ in range(2))

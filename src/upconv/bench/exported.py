@@ -113,13 +113,24 @@ _LAYERS = ("conv_transpose2d", "conv1d_transpose", "conv_transpose3d")
 _CONVOLUTIONS = re.compile(r"(\w*conv(_transpose)?[123]d|_?(cudnn|mkldnn|miopen)_convolution\w*|_?convolution\w*)\Z")
 _NATIVE = re.compile(r"\b(?:at|torch)::(?:\w+::)*\w*conv\w*|\bcudnn\w*\s*\(|#\s*include\s*[<\"]cudnn", re.IGNORECASE)
 
+_RULES = (
+    (r"\bpass\b", "the word pass"),
+    (r"\btry\s*:|\bexcept\b", "a try, which could fall back to PyTorch"),
+    (r"\bthreading\b|\bconcurrent\.futures\b|\bmultiprocessing\b|\bThreadPool|\bProcessPool", "threads"),
+    (r"_make_subclass|class\s+\w+\s*\([^)]*\bTensor\)", "a subclass of Tensor"),
+    (r"torch\.cuda\.Event|torch\.cuda\.synchronize|\btime\.time\b", "what times are taken by"),
+    (r"torch\.cuda\.[Ss]tream|\.wait_stream\(|\.record_stream\(", "streams"),
+    (r"\bnn\.(?!Module\b|Parameter\b|ParameterList\b|ParameterDict\b|ModuleList\b|ModuleDict\b|init\b)\w+", "a layer"),
+)
+"""What KernelBench's static check finds errors in, or warns of, with its name."""
+
 
 def refusal(text: str) -> str | None:
     """Why KernelBench's static check, or its intent, would refuse a file; None when it would not.
 
-    Refused are calls of a convolution of PyTorch's (also of a layer that the model holds), ``torch.nn.functional``,
-    ``try`` (which could fall back), imports beside torch and the standard library, and convolutions of PyTorch's or
-    cuDNN's in C++ text.
+    Refused are what `_RULES` name outside of comments, calls of a convolution of PyTorch's (also of a layer that the
+    model holds), ``torch.nn.functional``, imports beside torch and the standard library, and convolutions of PyTorch's
+    or cuDNN's in C++ text.
     """
     try:
         tree = ast.parse(text)
@@ -127,8 +138,6 @@ def refusal(text: str) -> str | None:
         return f"line {error.lineno} is no Python: {error.msg}"
     for node in ast.walk(tree):
         line = f"line {getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Try):
-            return f"{line} has a try, which could fall back to PyTorch"
         if isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in _LAYERS or _CONVOLUTIONS.match(called):
@@ -153,6 +162,11 @@ def refusal(text: str) -> str | None:
             native = _NATIVE.search(node.value)
             if native is not None and "\n" in node.value:
                 return f"the text that begins in {line} calls {native[0].strip()}"
+    for number, line in enumerate(text.splitlines(), 1):
+        code = re.sub(r"(#|//).*", "", line)
+        for rule, what in _RULES:
+            if found := re.search(rule, code):
+                return f"line {number} has {what}: {found[0].strip()}"
     return None
 
 

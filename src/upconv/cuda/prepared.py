@@ -117,8 +117,8 @@ def _letters(pieces: Sequence[Pointer | Run]) -> str:
 class Program:
     """Some launches, loaded for a device, which run on operands of these names; the result is the last of them.
 
-    Each operand may be None. ``load``: `loaded` of a launch and letters, without its device. ``counters``: those of so
-    many words.
+    Each operand may be None. ``load``: `loaded` of a launch and letters, and ``counters``, those of so many words, of
+    what shares these.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class Program:
         launches: tuple[Launch, ...],
         operands: tuple[str, ...],
         device: int,
-        load: Callable[[Launch, str], Launches],
-        counters: Callable[[int], Counters],
+        load: Callable[[Launch, str], Launches] | None = None,
+        counters: Callable[[int], Counters] | None = None,
     ) -> None:
         self.launches, self.operands, self._device = launches, operands, device
         pieces = [_pieces(launch) for launch in launches]
@@ -145,7 +145,7 @@ class Program:
         kinds: list[Any] = [*slots, *beyond, *mapped, *constant]
         places = {one: i for i, one in enumerate(kinds)}
         self._words = [-(-one.bytes // 4) for one in scratch]
-        self.zeros = [counters(one.words) for one in zeros]
+        self.zeros = [Counters(device, n.words) if counters is None else counters(n.words) for n in zeros]
         self._beyond = [(slots[one.operand], one.offset) for one in beyond]
         self._mapped = [_Run(one, slots, device) for one in mapped]
         self._constant = [as_run("".join(map(_letter, one)), [a.value for a in one]) for one in constant]
@@ -158,7 +158,9 @@ class Program:
         self._steps = []
         for launch, of in zip(launches, pieces):
             take = _taken([places[one.operand if isinstance(one, Pointer) and not one.offset else one] for one in of])
-            self._steps.append((load(launch, _letters(of)), launch.grid, take, launch.dependent))
+            letters = _letters(of)
+            launcher = loaded(launch, letters, device) if load is None else load(launch, letters)
+            self._steps.append((launcher, launch.grid, take, launch.dependent))
 
     def __call__(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
         """Runs the launches on operands that begin where they must.

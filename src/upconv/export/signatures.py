@@ -49,8 +49,7 @@ class Signature:
             f'    """{self.doc}"""\n\n'
             f"    def __init__(\n        self,\n        {parameters},\n    ) -> None:\n"
             "        super().__init__()\n"
-            "        # It holds the parameters, which are drawn here in PyTorch's order; it is never called.\n"
-            f"        self.{self.attribute} = nn.ConvTranspose{self.rank}d(\n"
+            f"        self.{self.attribute} = Layer(\n"
             f"            in_channels,\n            out_channels,\n{handed}        )\n"
         )
 

@@ -291,6 +291,7 @@ class Choice(OneMappedChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     family = "joined"
+    entry = "joined"
     threads = THREADS
     biased = True
 
@@ -311,6 +312,9 @@ class Choice(OneMappedChoice[Tile]):
     def long_code(self) -> bool:
         """Several stages of weights are several copies of the straight code; the quick form has a loop over them."""
         return self.tile.taps > self.tile.taps_of_stage
+
+    def _instance(self, kernel: str) -> str:
+        return f"joined<{jit.CONFIG}>"
 
     @property
     def source_map(self) -> Map:

@@ -85,7 +85,7 @@ static __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
 // Units of a row of g's tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's channels of columns. As many
 // rows as they fit into the threads are loaded at a time; a thread has the same columns of all.
 static constexpr int ROW_UNITS = (BY_CHANNELS ? SPAN_W * CHANNELS : SPAN_W) / VECTOR;
-static constexpr int PASSES_W = (ROW_UNITS + THREADS - 1) / THREADS;
+static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS;
 static constexpr int ROWS_AT_ONCE = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
 static constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 
@@ -130,8 +130,8 @@ static __device__ __forceinline__ bool stage_gradient(Acc* tile, const T* g, con
   const int thread = thread_index(), first = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
   if (ROW_UNITS < THREADS && first >= ROWS_AT_ONCE) return true;  // the others have nothing to do
 #pragma unroll 1
-  for (int pass = 0; pass < PASSES_W; pass++) {
-    const int at = (ROW_UNITS < THREADS ? thread % ROW_UNITS : thread + pass * THREADS) * VECTOR;  // element of a row
+  for (int round = 0; round < ROUNDS_W; round++) {
+    const int at = (ROW_UNITS < THREADS ? thread % ROW_UNITS : thread + round * THREADS) * VECTOR;  // element of a row
     if (ROW_UNITS > THREADS && at >= ROW_UNITS * VECTOR) break;
     if (VECTOR == 1 || whole) {
       const Place in_row = place_in_row(at, w, left, line, s);

@@ -18,6 +18,8 @@ class OneMappedChoice(TileChoice[T], PackingLaunch):
     """A tile for a problem whose kernel is ``<family>.cu``'s entry ``<family>``."""
 
     family: ClassVar[str]
+    entry: ClassVar[str] = "pixels"
+    """The kernel, and its file."""
     threads: ClassVar[int]
     """Of a block."""
     tile: Any
@@ -47,7 +49,7 @@ class OneMappedChoice(TileChoice[T], PackingLaunch):
         )  # fmt: skip
         arguments: tuple[Argument, ...] = (*pointers, *ints(self.tile.arguments(self.problem)), self.source_map)
         threads, shared = self.threads, self.tile.shared_bytes
-        return Launch(self.sources()[0], self.family, self.grid, threads, shared, arguments, dependent=True)
+        return Launch(self.sources()[0], self.entry, self.grid, threads, shared, arguments, dependent=True)
 
     @property
     def aligned(self) -> bool:
@@ -69,12 +71,16 @@ class OneMappedChoice(TileChoice[T], PackingLaunch):
         unit = self._unit(self.tile.constants())
         return (replace(unit, quick=self._quick) if self.long_code else unit,)
 
+    def _instance(self, kernel: str) -> str:
+        """The entry for a kernel's struct."""
+        return f"{self.entry}<{kernel}>"
+
     def _quick(self) -> Unit:
         """The same to the last bit, compiled fast."""
         return self._unit(self.tile.constants() | {"quick": True}).passing()
 
     def _unit(self, constants: dict[str, Any]) -> Unit:
         kernel = f"{self.family.capitalize()}<{jit.CONFIG}>"
-        entries = (*packing_entries(kernel, self.problem), f"{self.family}<{jit.CONFIG}>")
-        source = jit.instance(f"{self.family}.cu", constants, entries)
-        return Unit(f"{self.family} {layer_text(self.problem)}", source, ("pack", self.family))
+        entries = (*packing_entries(kernel, self.problem), self._instance(kernel))
+        source = jit.instance(f"{self.entry}.cu", constants, entries)
+        return Unit(f"{self.family} {layer_text(self.problem)}", source, ("pack", self.entry))

@@ -2,8 +2,8 @@
 
 Such a gradient is a convolution with strides. `gather` makes its places columns of N, for which float32 ones must be
 turned in shared memory, whose traffic bounds it. Here they are rows of M, which lanes read as they lie, two
-neighbouring taps at a time (``kernels/pairs.cu``); columns are input channels, and K has each channel of the output
-once for every tap.
+neighbouring taps at a time (``kernels/pixels_pairs.cuh``); columns are input channels, and K has each channel of the
+output once for every tap.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Tile(Base):
             yield f"{self.mb} x 64 x {self.columns} sums are more than registers hold"
 
     def constants(self) -> dict[str, jit.Constant]:
-        """The kernel's, see kernels/pairs.cu."""
+        """The kernel's, see kernels/pixels_pairs.cuh."""
         p = self.problem
         own: dict[str, jit.Constant] = {
             "columns": self.columns,
@@ -235,7 +235,7 @@ class Tile(Base):
 
     def arguments(self, p: Problem) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
-        return p.batch, *triple(p.size), self.groups_w(p), self.all_groups(p), self.tiles(p)
+        return *triple(p.size), self.groups_w(p), self.all_groups(p), 0, self.tiles(p)
 
 
 @lru_cache(maxsize=256)

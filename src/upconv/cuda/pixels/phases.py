@@ -2,7 +2,8 @@
 
 `gather` fills the 64 rows of a matrix instruction with output channels; a layer of 32 has two phases there, whose taps'
 union is multiplied, and its pixels are turned in shared memory. Here places of the input are rows, and a phase's output
-channels columns (``kernels/phases.cu``): what is multiplied has a tap, but for phases of W that stand in for others.
+channels columns (``kernels/pixels_phases.cuh``): what is multiplied has a tap, but for phases of W that stand in for
+others.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ class Tile(Base):
             yield f"matrix instructions have {len(self.widths)} widths, more than the kernel's {_MOST_WIDTHS}"
 
     def constants(self) -> dict[str, jit.Constant]:
-        """The kernel's, see kernels/phases.cu."""
+        """The kernel's, see kernels/pixels_phases.cuh."""
         (first_d, _), (first_h, _), (first_w, _) = self.span
         rows_d, rows_h = self.source_rows
         users = [user for _, of_row in self.rows for user in of_row]

@@ -2,8 +2,8 @@
 
 Such a layer, the usual upsampling of a U-Net, is a product of matrices: pixels times columns, which are taps of output
 channels. `gather` makes pixels columns of N, for which float32 ones must be turned in shared memory, whose traffic is
-what bounds it for many channels. Here they are rows of M, which lanes read as they lie (``kernels/subpixel.cu``); an
-image's pixels are one long row, since none has a halo.
+what bounds it for many channels. Here they are rows of M, which lanes read as they lie
+(``kernels/pixels_subpixel.cuh``); an image's pixels are one long row, since none has a halo.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choosing import Chooser, countable
 from upconv.cuda.pixels.columns import PRECISIONS
 from upconv.cuda.pixels.one_mapped import OneMappedChoice
-from upconv.cuda.pixels.tile import MOST_COUNTED, SPAN, THREADS, fitted, of_axes
+from upconv.cuda.pixels.tile import MOST_COUNTED, SPAN, THREADS, fitted, of_axes, triple
 from upconv.cuda.pixels.tile import Tile as Base
 from upconv.problem import Problem
 
@@ -96,9 +96,8 @@ class Tile(Base):
 
     def arguments(self, p: Problem) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
-        h, w = (1, 1, *p.size)[-2:]
         pixels = math.prod(p.size)
-        return p.batch, h, w, pixels, -(-pixels // self.pixels), self.tiles(p)
+        return *triple(p.size), pixels, -(-pixels // self.pixels), 0, self.tiles(p)
 
 
 class Choice(OneMappedChoice[Tile]):

@@ -86,9 +86,9 @@ class Choice(around.Choice):
             shape = wide.output_shape if output else wide.input_shape
             names[name] = place = Scratch(f"{name} in channels_last", math.prod(shape) * p.dtype.itemsize)
             if name == "result":
-                behind.append(_copy(p, bool(output), place, name, back=True))
+                behind.append(copy(p, bool(output), place, name, back=True))
             else:
-                ahead.append(_copy(p, bool(output), name, place))
+                ahead.append(copy(p, bool(output), name, place))
         return *ahead, *self.inner_launches(given, names), *behind
 
 
@@ -127,7 +127,7 @@ def copied(p: Problem, output: bool) -> bool:
     return width(p, channels) != channels or (p.layout == "nchw" and math.prod(size) > 1)
 
 
-def _copy(p: Problem, output: bool, source: Operand, to: Operand, back: bool = False) -> Launch:
+def copy(p: Problem, output: bool, source: Operand, to: Operand, back: bool = False) -> Launch:
     """What copies one of a problem's tensors into channels_last, or ``back``."""
     p = p.lifted
     batch, channels, *size = p.output_shape if output else p.input_shape

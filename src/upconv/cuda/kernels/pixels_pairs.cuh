@@ -1,30 +1,24 @@
-// Pairs: the gradient for the input of a transposed convolution with strides along W, NCHW, on tensor cores. An element q of it sums g at
-// q STEP_W + k - PAD_W for all k, channels and rows of the kernel: a product of matrices, places q x (channels x taps) by (channels x taps)
-// x input channels.
+// Pairs: the gradient for the input of a transposed convolution with strides along W, NCHW. A place q of it sums g at
+// q STEP_W + k - PAD_W for all k, channels and rows of the kernel: places x (channels x taps) by (channels x taps) x channels of the result.
 //
-// Places are M: fragments of A that lanes read from a channel's row as the copy engine left it. Where strides, padding and kernels are even,
-// two taps of K that lie side by side are a lane's pair of K: in float32 the places t and t + 4 of a step, in 16 bits a register. Nothing
-// turns g in shared memory, whose traffic is what bounds `gather` here. Columns (input channels) are N, weights are B, by descriptor.
+// Fragments of A come from a channel's row as the copy engine left it. Where strides, padding and kernels are even, two taps of K that are
+// neighbours are a lane's pair of K: in float32 the places t and t + 4 of a step, in 16 bits a register. Nothing turns g in shared memory,
+// whose traffic is what bounds `gather` here.
 //
-// A row of the gradient is cut into groups of GROUP places; a block takes GROUPS of them, of whichever rows and images, times COLUMNS
+// A row of the result is cut into groups of GROUP places; a block takes GROUPS of them, of whichever rows and images, times COLUMNS
 // columns at a time, and its consumers halve them. The lanes of one warp bring a box each, and the first the weights.
-//
-// Constants are Pairs' C (cuda/pixels/pairs.py computes them and explains each); sizes of the input are arguments.
-#include "places.cuh"
+#include "pixels.cuh"
 
-template <class C_>
-struct Pairs : PacksUnits<Pairs<C_>> {
-using C = C_;
-using Number = NumberOf<C::precision>;
-using Type = typename Number::Type;
+template <class C>
+struct Pairs : PixelsOf<C>, PacksUnits<Pairs<C>> {
+using typename PixelsOf<C>::Number;
+using PixelsOf<C>::ELEMENT;
+using PixelsOf<C>::NARROW;
+using PixelsOf<C>::VEC;
+using PixelsOf<C>::CONSUMERS;
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
-static constexpr int VEC = 16 / ELEMENT;
-static constexpr int CONSUMERS = 2;
 static constexpr int MB = C::mb, COLUMNS = C::columns, GROUP = C::group;
-static constexpr int PLACES = CONSUMERS * MB * 64;
-static constexpr int GROUPS = PLACES / GROUP;
+static constexpr int GROUPS = CONSUMERS * MB * 64 / GROUP;
 static constexpr int K_STEPS = 4;                       // of a row of weights: a matrix instruction takes 32 bytes of K
 static constexpr int CHUNKS = (C::cin + C::chunk - 1) / C::chunk;  // of channels of g, whose taps along W are ROWS_B rows of weights
 static constexpr int ROWS_B = C::chunk * C::kernel_w * ELEMENT / 128;
@@ -32,16 +26,16 @@ static constexpr int TAPS = C::kernel_d * C::kernel_h;  // stages of a chunk, wh
 static constexpr int STAGES_K = CHUNKS * TAPS;          // of a tile
 static constexpr int BOX_BYTES = C::chunk * C::pitch * ELEMENT;
 static constexpr int BOX_PLACE = (BOX_BYTES + 127) / 128 * 128;  // where boxes may begin
-static constexpr int PIXEL_BYTES = GROUPS * BOX_PLACE;  // of a stage
 static constexpr int WEIGHT_BYTES = ROWS_B * COLUMNS * 128;  // of a stage
-static constexpr int STAGE_BYTES = (PIXEL_BYTES + 1023) / 1024 * 1024 + WEIGHT_BYTES;
-static constexpr int WEIGHTS_AT = STAGE_BYTES - WEIGHT_BYTES;
-static constexpr int ALL_COLUMNS = C::cout;
-static constexpr int BLOCKS_N = (ALL_COLUMNS + COLUMNS - 1) / COLUMNS;
-static constexpr int THREADS = 128 + CONSUMERS * 128;
-using Ring = RingOf<C::stages, STAGE_BYTES>;
-static constexpr int BARRIERS_AT = Ring::BYTES;
-static_assert(BARRIERS_AT + Ring::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
+static constexpr int WEIGHTS_AT = (GROUPS * BOX_PLACE + 1023) / 1024 * 1024;
+static constexpr int BLOCKS_N = (C::cout + COLUMNS - 1) / COLUMNS;
+static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static constexpr bool HOLDS = true, OWN_TILES = false;
+static constexpr int READERS = CONSUMERS;
+using Sums = float[MB][COLUMNS / 2];
+using Maps = TensorMap;
+using Ring = RingOf<C::stages, WEIGHTS_AT + WEIGHT_BYTES>;
+static_assert(Ring::BYTES + Ring::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
 
 // A step of K has SLOTS slots of `slot` taps: of `slots_lane` neighbouring ones along W, times channels. Further steps have further taps, then
 // further channels.
@@ -54,15 +48,15 @@ static __device__ __forceinline__ constexpr int tap_of(int step, int slot) { ret
 static __device__ __forceinline__ constexpr int slot_at(int step, int slot) { return channel_of(step, slot) * C::pitch + tap_of(step, slot) + C::lead; }
 
 struct Sizes {
-  int batch, in_d, in_h, in_w;                          // of the gradient
-  int groups_w, groups, tiles;                          // of a row; all; all tiles
+  int d, h, w;                                          // of the result
+  int groups_w, groups, unused, tiles;                  // of a row; all; all tiles
 };
 
 struct Group { int n, d, h, w; };                       // its first place
 
 static __device__ __forceinline__ Group group_at(int index, const Sizes& s) {
-  int row = index / s.groups_w, q = row / s.in_h;
-  return {q / s.in_d, q % s.in_d, row % s.in_h, index % s.groups_w * GROUP};
+  int row = index / s.groups_w, q = row / s.h;
+  return {q / s.d, q % s.d, row % s.h, index % s.groups_w * GROUP};
 }
 
 // Neighbouring blocks have the same places.
@@ -95,36 +89,44 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
 // Producer: a warp
 // =====================================================================================================================
 
-static __device__ __forceinline__ void produce(const TensorMap& map, const char* __restrict__ packed, const Sizes& s, const Ring& ring, int lane) {
-  typename Ring::Cursor cursor = {0, 1};                // all are free at first
-  bool packing = true;
-#pragma unroll 1
-  for (int tile = blockIdx.x; tile < s.tiles; tile += gridDim.x) {
-    Group group = group_at(first_group(tile) + lane, s);  // the last tile's may be of no image, whose boxes are zeros
-    int w = group.w * C::step_w + C::first, h = group.h * C::step_h - C::pad_h, d = group.d * C::step_d - C::pad_d;
+struct Loader {
+  const Work<Pairs>& work;
+  int lane, n, d, h, w;                                 // the lane's box
+  const char* weights;
+  bool packing;                                         // weights are not known to be packed
+
+  __device__ __forceinline__ Loader(const Work<Pairs>& work, int lane) : work(work), lane(lane), packing(true) {}
+
+  __device__ __forceinline__ int begin(int tile) {
+    Group group = group_at(first_group(tile) + lane, work.sizes);  // the last tile's may be of no image, whose boxes are zeros
+    n = group.n, d = group.d * C::step_d - C::pad_d, h = group.h * C::step_h - C::pad_h, w = group.w * C::step_w + C::first;
     if constexpr (C::line > 0) {                        // 1-D: the map has a channel's row as lines, of which a box has some
       h = w / C::line - (w % C::line < 0);
       w = 0;
     }
-    const char* from = packed + (long long)block_of(tile) * STAGES_K * WEIGHT_BYTES;
-#pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk++)
-#pragma unroll 1
-      for (int tap = 0; tap < TAPS; tap++, cursor.next(), from += WEIGHT_BYTES) {
-        u32 to = ring.stage(cursor), barrier = ring.full(cursor);
-        ring.wait_empty(cursor);
-        if (lane == 0) expect_bytes(barrier, GROUPS * BOX_BYTES + WEIGHT_BYTES);
-        __syncwarp();
-        if (lane < GROUPS)
-          load_box(to + lane * BOX_PLACE, map, w, h + tap % C::kernel_h * C::dilation_h, d + tap / C::kernel_h * C::dilation_d, chunk * C::chunk,
-                   group.n, barrier);
-        if (lane == 0) {
-          if (packing) wait_for_results();              // of `pack`
-          packing = false;
-          copy_bulk(to + WEIGHTS_AT, from, WEIGHT_BYTES, barrier);
-        }
-      }
+    weights = work.packed + (long long)block_of(tile) * STAGES_K * WEIGHT_BYTES;
+    return STAGES_K;
   }
+
+  __device__ __forceinline__ void load(int i, u32 to, u32 barrier) {
+    const int chunk = i / TAPS, tap = i % TAPS;
+    if (lane == 0) expect_bytes(barrier, GROUPS * BOX_BYTES + WEIGHT_BYTES);
+    __syncwarp();
+    if (lane < GROUPS)
+      load_box(to + lane * BOX_PLACE, work.maps, w, h + tap % C::kernel_h * C::dilation_h, d + tap / C::kernel_h * C::dilation_d,
+               chunk * C::chunk, n, barrier);
+    if (lane == 0) {
+      if (packing) wait_for_results();                  // of `pack`
+      packing = false;
+      copy_bulk(to + WEIGHTS_AT, weights, WEIGHT_BYTES, barrier);
+    }
+    weights += WEIGHT_BYTES;
+  }
+};
+
+static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + Ring::BYTES); }
+static __device__ __forceinline__ void produce(const Work<Pairs>& work) {
+  if (threadIdx.x < 32) ::produce<Pairs>(work, Loader(work, threadIdx.x));
 }
 
 // =====================================================================================================================
@@ -162,12 +164,34 @@ static __device__ __forceinline__ void load_fragments(u32 (&a)[2][MB][4], u32 fr
       }
 }
 
+struct Consumer {
+  const Work<Pairs>& work;
+  int wg, thread;
+  u32 own;
+  struct At { u32 stage, weights; };
+
+  __device__ __forceinline__ Consumer(const Work<Pairs>& work, int wg, int thread) : work(work), wg(wg), thread(thread), own(own_slot(wg, thread)) {}
+  __device__ __forceinline__ At at(u32 stage) const { return {stage, uniform(stage + WEIGHTS_AT)}; }
+  __device__ __forceinline__ int begin(Sums& acc, int) const {
+    zero(acc);
+    return STAGES_K;
+  }
+  __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32 held) const {
+#pragma unroll
+    for (int row = 0; row < ROWS_B; row++) multiply_row<Pairs>(acc, row, at.stage + own, at.weights, held, thread & 31);
+  }
+  __device__ __forceinline__ void store(const Sums& acc, int tile) const {
+    if (work.sizes.w % 2 == 0) Pairs::store<true>(acc, work.y, work.sizes, tile, wg, thread);
+    else Pairs::store<false>(acc, work.y, work.sizes, tile, wg, thread);
+  }
+};
+
 // A thread's sums: of columns 8j + 2t and the next, places g and g + 8 of MB x 64. PAIRED: rows have pairs of places. Then lanes of
-// neighbouring g exchange, so that an even one has g and g + 1, an odd one g + 7 and g + 8, and a warp stores 16 places of a column at once.
+// neighbouring g exchange, and a warp stores 16 places of a column at once.
 template <bool PAIRED>
-static __device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2], char* __restrict__ y, const Sizes& s, int tile, int wg, int thread) {
+static __device__ __forceinline__ void store(const Sums& acc, char* __restrict__ y, const Sizes& s, int tile, int wg, int thread) {
   constexpr int STORES = PAIRED ? 1 : 2;
-  int lane = thread & 31, odd = PAIRED ? lane >> 2 & 1 : 0, plane = s.in_d * s.in_h * s.in_w;
+  int lane = thread & 31, odd = PAIRED ? lane >> 2 & 1 : 0, plane = s.d * s.h * s.w;
   long long at[MB][STORES];                             // of the place in an image's first channel; -1: there is no such place
 #pragma unroll
   for (int m = 0; m < MB; m++)
@@ -176,8 +200,8 @@ static __device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2]
       int position = (wg * MB + m) * 64 + (thread >> 5) * 16 + (h + odd) * 8, index = first_group(tile) + position / GROUP;
       Group group = group_at(index, s);
       int w = group.w + position % GROUP + (lane >> 2) - odd;
-      long long row = (long long)group.n * C::cout * plane + (group.d * s.in_h + group.h) * s.in_w;
-      at[m][h] = index < s.groups && w < s.in_w ? row + w : -1;
+      long long row = (long long)group.n * C::cout * plane + (group.d * s.h + group.h) * s.w;
+      at[m][h] = index < s.groups && w < s.w ? row + w : -1;
     }
   int first = block_of(tile) * COLUMNS + lane % 4 * 2;
 #pragma unroll
@@ -190,7 +214,7 @@ static __device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2]
       u32 v[2][2];                                      // of a place, of a column
 #pragma unroll
       for (int i = 0; i < 4; i++) v[i / 2][i % 2] = Number::bits(acc[m][4 * j + i]);
-      if constexpr (PAIRED) exchange(v, odd);
+      if constexpr (PAIRED) exchange<NARROW>(v, odd);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         bool column = C::cout % COLUMNS == 0 || of + c < C::cout;
@@ -213,60 +237,4 @@ static __device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2]
     }
   }
 }
-
-// Of lanes that have places g and g + 8: an even one's g + 8 for an odd one's g. Both columns of 16 bits together.
-static __device__ __forceinline__ void exchange(u32 (&v)[2][2], int odd) {
-  if constexpr (NARROW) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) v[h][0] |= v[h][1] << 16;
-  }
-#pragma unroll
-  for (int c = 0; c < ELEMENT / 2; c++) {
-    u32 other = __shfl_xor_sync(0xffffffffu, odd ? v[0][c] : v[1][c], 4);
-    v[0][c] = odd ? other : v[0][c];
-    v[1][c] = odd ? v[1][c] : other;
-  }
-}
-
-static __device__ __forceinline__ void consume(char* y, const Sizes& s, const Ring& ring, int wg, int thread) {
-  int lane = thread & 31;
-  typename Ring::Cursor cursor = {0, 0};
-  float acc[MB][COLUMNS / 2];
-  u32 own = own_slot(wg, thread);
-#pragma unroll 1
-  for (int tile = blockIdx.x; tile < s.tiles; tile += gridDim.x) {
-    zero(acc);
-    u32 behind = 0;                                     // the stage that instructions under way read
-#pragma unroll 1
-    for (int i = 0; i < STAGES_K; i++, cursor.next()) {
-      u32 stage = ring.stage(cursor), weights = uniform(stage + WEIGHTS_AT);
-      ring.wait_full(cursor);
-#pragma unroll
-      for (int row = 0; row < ROWS_B; row++) multiply_row<Pairs>(acc, row, stage + own, weights, behind, lane);
-      behind = ring.empty(cursor);
-    }
-    wgmma_wait<0>();
-    give_back(behind, lane);
-    if (s.in_w % 2 == 0) store<true>(acc, y, s, tile, wg, thread);
-    else store<false>(acc, y, s, tile, wg, thread);
-  }
-}
-
-static __device__ __forceinline__ void run(const char* packed, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
-  const Ring ring = Ring::at(memory, memory + BARRIERS_AT);
-  run_block<1, CONSUMERS, 40, 232>(
-      [&] { ring.init(1, CONSUMERS * 4); },
-      [&] { if (threadIdx.x < 32) produce(map, packed, s, ring, threadIdx.x); },
-      [&](int consumer, int thread) {
-        consume(y, s, ring, consumer, thread);
-      });
-}
 };
-
-template <class C>
-__global__ void __launch_bounds__(Pairs<C>::THREADS, 1)
-pairs(const char* __restrict__ packed, const typename Pairs<C>::Type* __restrict__, char* __restrict__ y, int batch, int in_d, int in_h, int in_w,
-      int groups_w, int groups, int tiles, const __grid_constant__ TensorMap map) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Pairs<C>::run(packed, y, {batch, in_d, in_h, in_w, groups_w, groups, tiles}, map, shared_address(memory));
-}

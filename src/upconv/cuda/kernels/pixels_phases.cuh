@@ -1,6 +1,6 @@
-// Phases: the forward of layers with strides and few channels, NCHW, on tensor cores, for weights that stay in shared memory. Places q of
-// the input are rows of M (64 x MB neighbours), output channels of a row's phases columns of N: a layer of 32 output channels multiplies
-// 32 columns for each phase, where `gather`, whose rows of M are channels, fills 64 with several phases and multiplies all their taps.
+// Phases: the forward of layers with strides and few channels, NCHW, for weights that stay in shared memory. Places q of the input are rows of
+// M (64 x MB neighbours), output channels of a row's phases columns of N: a layer of 32 output channels multiplies 32 columns for each
+// phase, where `gather`, whose rows of M are channels, fills 64 with several phases and multiplies all their taps.
 //
 // A pair is a phase of D and one of H; its sums have all phases of W, so that a thread has neighbouring outputs. A phase's taps read the
 // input at q and a few offsets. So a row of the source is loaded once for each of its offsets along W (shifts), as fragments of A from
@@ -10,21 +10,17 @@
 //
 // Consumers take neighbouring tiles, each from a ring of its own, and never wait for each other. So both write their parts of a sector at
 // about the same time. It is faster than an offset between them, or turns (docs/experiments.md).
-//
-// Constants are Phases' C (cuda/pixels/phases.py computes them and explains each); sizes of the input are arguments.
-#include "columns.cuh"
-#include "table.cuh"
+#include "pixels.cuh"
 
-template <class C_>
-struct Phases : PacksUnits<Phases<C_>> {
-using C = C_;
-using Number = NumberOf<C::precision>;
-using Type = typename Number::Type;
+template <class C>
+struct Phases : PixelsOf<C>, PacksUnits<Phases<C>> {
+using typename PixelsOf<C>::Number;
+using typename PixelsOf<C>::Type;
+using PixelsOf<C>::ELEMENT;
+using PixelsOf<C>::NARROW;
+using PixelsOf<C>::VEC;
+using PixelsOf<C>::CONSUMERS;
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
-static constexpr int VEC = 16 / ELEMENT;
-static constexpr int CONSUMERS = 2;
 static constexpr int MB = C::mb, PAIRS = C::pairs, SHIFTS = C::shifts, CO_COLUMNS = C::co_columns, PASS = C::passed;
 static constexpr int TILE_D = C::tile_d, TILE_H = C::tile_h, TILE_W = C::tile_w, STEP_W = C::step_w;
 static constexpr int K_STEPS = C::chunk * ELEMENT / 32; // a matrix instruction takes 32 bytes of K
@@ -35,7 +31,11 @@ static constexpr int STAGE_BYTES = C::rows_d * C::rows_h * ROW_BYTES;  // rows a
 static constexpr int PAIR_COLUMNS = STEP_W * CO_COLUMNS;  // of a pair's sums
 static constexpr int STEP_BYTES = C::users * C::shift_columns * 32;  // of weights, of a step of K
 static constexpr int WEIGHT_BYTES = CHUNKS * K_STEPS * STEP_BYTES;
-static constexpr int THREADS = 128 + CONSUMERS * 128;
+static constexpr int PRODUCER_REGISTERS = 64, CONSUMER_REGISTERS = 216;
+static constexpr bool HOLDS = false, OWN_TILES = true;
+static constexpr int READERS = 1;
+using Sums = float[PAIRS][MB][PAIR_COLUMNS / 2];
+using Maps = TensorMap;
 using Ring = RingOf<C::stages, STAGE_BYTES>;
 
 // A consumer's buffer: `passed` output channels of its tile's rows, each in units of 16 bytes as they lie in memory, so that neighbouring
@@ -57,7 +57,7 @@ static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
 static_assert(BARRIERS_AT + 16 * CONSUMERS * C::stages + 8 == C::shared_bytes, "the planner's shared memory is not the kernel's");
 
 struct Sizes {
-  int out_d, out_h, out_w;                              // of the result
+  int d, h, w;                                          // of the result
   int tiles_d, tiles_h, tiles_w, tiles;
 };
 
@@ -79,9 +79,6 @@ static __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
 static constexpr int PACK_UNITS = WEIGHT_BYTES / 16;
 static constexpr int SECOND = C::cout, TAPS_IN_ALL = C::kernel_d * C::kernel_h * C::kernel_w;
 
-// The channel of a step at place `k` of K, as places.cuh has it.
-static __device__ __forceinline__ constexpr int channel_at(int k) { return NARROW ? k : k % 4 * 2 + k / 4; }
-
 // [step of K][user][shift][phase of W, output channel][32 bytes of channels, swizzled], zeros where there is none of either. The weight is
 // (C::cin, C::cout, kernel).
 template <class Write>
@@ -91,7 +88,7 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   int cout = column % CO_COLUMNS, of_w = constant_at<C::column_taps>(column / CO_COLUMNS);
   int tap = constant_at<C::user_taps>(user) * C::kernel_w + of_w;
   write((long long)(i - unit) * 16 + ((unit ^ (column >> 2 & 1)) << 4), [=](int e) -> WeightAt {
-    int cin = step * (32 / ELEMENT) + channel_at(unit * VEC + e);
+    int cin = step * (32 / ELEMENT) + (NARROW ? unit * VEC + e : 2 * e + unit);
     return {cin < C::cin && cout < C::cout && of_w >= 0, cin, cout, tap};
   });
 }
@@ -100,24 +97,42 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
 // Producers: a thread for each consumer, one for the weights
 // =====================================================================================================================
 
-static __device__ __forceinline__ int first_tile(int consumer) { return blockIdx.x * CONSUMERS + consumer; }
-static __device__ __forceinline__ int tiles_on() { return gridDim.x * CONSUMERS; }
+struct Loader {
+  const Work<Phases>& work;
+  Tile tile;
 
-static __device__ __forceinline__ void produce(const TensorMap& map, const Sizes& s, const Ring& ring, int consumer) {
-  typename Ring::Cursor cursor = {0, 1};                // all are free at first
+  __device__ __forceinline__ int begin(int index) {
+    tile = tile_at(index, work.sizes);
+    return CHUNKS;
+  }
+
+  __device__ __forceinline__ void load(int chunk, u32 to, u32 barrier) const {
+    expect_bytes(barrier, STAGE_BYTES);
 #pragma unroll 1
-  for (int index = first_tile(consumer); index < s.tiles; index += tiles_on()) {
-    Tile t = tile_at(index, s);
-#pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
-      u32 to = ring.stage(cursor), barrier = ring.full(cursor);
-      ring.wait_empty(cursor);
-      expect_bytes(barrier, C::rows_d * C::rows_h * ROW_BYTES);
-#pragma unroll 1
-      for (int row = 0; row < C::rows_d * C::rows_h; row++)
-        load_box(to + row * ROW_BYTES, map, t.w + C::first_w, t.h + C::first_h + row % C::rows_h, t.d + C::first_d + row / C::rows_h,
-                 chunk * C::chunk, t.n, barrier);
-    }
+    for (int row = 0; row < C::rows_d * C::rows_h; row++)
+      load_box(to + row * ROW_BYTES, work.maps, tile.w + C::first_w, tile.h + C::first_h + row % C::rows_h,
+               tile.d + C::first_d + row / C::rows_h, chunk * C::chunk, tile.n, barrier);
+  }
+};
+
+static __device__ __forceinline__ u32 landed(u32 memory) { return memory + BARRIERS_AT + 16 * CONSUMERS * C::stages; }  // weights
+
+static __device__ __forceinline__ Ring ring_of(u32 memory, int consumer) {
+  u32 full = memory + BARRIERS_AT + consumer * (8 * C::stages);
+  return {memory + RINGS_AT + consumer * (C::stages * STAGE_BYTES), full, full + 8 * CONSUMERS * C::stages};
+}
+
+static __device__ __forceinline__ void init(u32 memory) { barrier_init(landed(memory), 1); }
+
+static __device__ __forceinline__ void produce(const Work<Phases>& work) {
+  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+  if (threadIdx.x & 31) return;
+  if (warp < CONSUMERS) {
+    ::produce<Phases>(work, Loader{work}, warp);
+  } else if (warp == 3) {
+    wait_for_results();                                 // of `pack`
+    expect_bytes(landed(work.memory), WEIGHT_BYTES);
+    copy_packed(work.memory, work.packed, WEIGHT_BYTES, landed(work.memory));
   }
 }
 
@@ -151,7 +166,7 @@ static __device__ __forceinline__ void load_fragments(u32 (&a)[SHIFTS][MB][4], c
 }
 
 // acc += a source row x the weights of all pairs that read it; `weights`: of the step, as descriptors have it.
-static __device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][PAIR_COLUMNS / 2], const u32 (&a)[SHIFTS][MB][4], int row, u32 weights) {
+static __device__ __forceinline__ void multiply_row(Sums& acc, const u32 (&a)[SHIFTS][MB][4], int row, u32 weights) {
   wgmma_fence();
 #pragma unroll
   for (int shift = 0; shift < SHIFTS; shift++)
@@ -185,7 +200,7 @@ static __device__ __forceinline__ void fill_buffer(
         for (int h = 0; h < 2; h++) {
           int position = m * 64 + warp * 16 + h * 8, run = position / TILE_W;
           u32 to = own + run * (LINE_WORDS * 4) + position % TILE_W * (STEP_W * ELEMENT);
-          if (!C::aligned) to += (phase + (u32)(run / TILE_H * C::step_d * s.out_h + run % TILE_H * C::step_h) * s.out_w) % VEC * ELEMENT;
+          if (!C::aligned) to += (phase + (u32)(run / TILE_H * C::step_d * s.h + run % TILE_H * C::step_h) * s.w) % VEC * ELEMENT;
           float v[STEP_W];
 #pragma unroll
           for (int u = 0; u < STEP_W; u++) v[u] = acc[m][value_at<C::places_of_phases>(u) * (CO_COLUMNS / 2) + 4 * j + 2 * h + c] + b;
@@ -240,16 +255,16 @@ static __device__ __forceinline__ void store_row(int first, char* to_run, u32 of
 }
 
 static __device__ __forceinline__ void store(
-    const float (&acc)[PAIRS][MB][PAIR_COLUMNS / 2], const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer,
+    const Sums& acc, const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer,
     int wg, int warp, int lane) {
-  u32 plane = (u32)s.out_d * s.out_h * s.out_w;         // elements of a channel
-  int channel = (lane & 3) * 2, columns = s.out_w - t.w * STEP_W;
+  u32 plane = (u32)s.d * s.h * s.w;         // elements of a channel
+  int channel = (lane & 3) * 2, columns = s.w - t.w * STEP_W;
   columns = columns < RUN ? columns : RUN;              // of a row, that exist
   y += (long long)t.n * C::cout * plane * ELEMENT;
 #pragma unroll
   for (int pair = 0; pair < PAIRS; pair++) {
     int first_d = t.d * C::step_d + value_at<C::pair_phases_d>(pair), first_h = t.h * C::step_h + value_at<C::pair_phases_h>(pair);
-    char* begin = y + (long long)(((u32)first_d * s.out_h + first_h) * s.out_w + t.w * STEP_W) * ELEMENT;
+    char* begin = y + (long long)(((u32)first_d * s.h + first_h) * s.w + t.w * STEP_W) * ELEMENT;
 #pragma unroll
     for (int first = 0; first < CO_COLUMNS; first += PASS) {
       OPAQUE_2(plane, channel);                         // what follows from them is found here, not kept (spills)
@@ -258,87 +273,54 @@ static __device__ __forceinline__ void store(
       named_sync(1 + wg, 128);
 #pragma unroll 1
       for (int run = 0; run < RUNS; run++) {
-        bool row = first_d + run / TILE_H * C::step_d < s.out_d && first_h + run % TILE_H * C::step_h < s.out_h;
-        char* to_run = begin + (long long)((u32)(run / TILE_H * C::step_d * s.out_h + run % TILE_H * C::step_h) * s.out_w) * ELEMENT;
+        bool row = first_d + run / TILE_H * C::step_d < s.d && first_h + run % TILE_H * C::step_h < s.h;
+        char* to_run = begin + (long long)((u32)(run / TILE_H * C::step_d * s.h + run % TILE_H * C::step_h) * s.w) * ELEMENT;
         store_row(first, to_run, buffer + run * (LINE_WORDS * 4), row, columns, plane, warp, lane);
       }
     }
   }
 }
 
-static __device__ __forceinline__ void consume(
-    const Type* bias, char* y, const Sizes& s, u32 weights, const Ring& ring, u32 buffer, int wg, int thread) {
-  int lane = thread & 31;
-  constexpr int GROUPS = K_STEPS * C::source_row_count; // of instructions, of a chunk
-  typename Ring::Cursor cursor = {0, 0};
-  float acc[PAIRS][MB][PAIR_COLUMNS / 2];
+struct Consumer {
+  const Work<Phases>& work;
+  int wg, thread;
   u32 own[MB];                                          // where a stage has the lane's first channel and q
+  u32 weights;                                          // of the chunk, as descriptors have it
+
+  __device__ __forceinline__ Consumer(const Work<Phases>& work, int wg, int thread) : work(work), wg(wg), thread(thread) {
 #pragma unroll
-  for (int m = 0; m < MB; m++) {
-    int position = m * 64 + (thread >> 5) * 16, run = position / TILE_W;
-    own[m] = ring.stages + (run / TILE_H * C::rows_h + run % TILE_H) * ROW_BYTES + (lane & 3) * 2 * PITCH_BYTES + (position % TILE_W + (lane >> 2)) * ELEMENT;
-  }
-#pragma unroll 1
-  for (int index = first_tile(wg); index < s.tiles; index += tiles_on()) {
-    zero(acc);
-    u32 at = weights >> 4;
-#pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
-      u32 stage = cursor.stage * STAGE_BYTES;
-      u32 a[2][SHIFTS][MB][4];
-      ring.wait_full(cursor);
-#pragma unroll
-      for (int group = 0; group < GROUPS; group++) {
-        const int step = group / C::source_row_count, row = group % C::source_row_count;
-        if (group == 0 && GROUPS % 2) wgmma_wait<0>();  // its registers are read by the last group's instructions
-        else wgmma_wait<1>();
-        load_fragments(a[group % 2], own, stage + value_at<C::source_rows>(row) * ROW_BYTES + step * (32 / ELEMENT) * PITCH_BYTES);
-        multiply_row(acc, a[group % 2], row, uniform(at + step * (STEP_BYTES / 16)));
-        // Behind the instructions that take what was loaded. The arrival does not wait for loads, and these are late where stores fill the
-        // path to memory. Ahead of the instructions it gave wrong outputs on long rows (docs/experiments.md).
-        if (group == GROUPS - 1) give_back(ring.empty(cursor), lane);
-      }
-      at += K_STEPS * (STEP_BYTES / 16);
+    for (int m = 0; m < MB; m++) {
+      int position = m * 64 + (thread >> 5) * 16, run = position / TILE_W, g = (thread & 31) >> 2;
+      own[m] = (run / TILE_H * C::rows_h + run % TILE_H) * ROW_BYTES + (thread & 3) * 2 * PITCH_BYTES + (position % TILE_W + g) * ELEMENT;
     }
-    wgmma_wait<0>();
-    store(acc, bias, y, s, tile_at(index, s), buffer, wg, thread >> 5, lane);
+    barrier_wait(landed(work.memory), 0);
   }
-}
 
-static __device__ __forceinline__ Ring ring_of(int consumer, u32 memory) {
-  u32 full = memory + BARRIERS_AT + consumer * (8 * C::stages);
-  return {memory + RINGS_AT + consumer * (C::stages * STAGE_BYTES), full, full + 8 * CONSUMERS * C::stages};
-}
-
-static __device__ __forceinline__ void run(const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 memory) {
-  u32 landed = memory + BARRIERS_AT + 16 * CONSUMERS * C::stages;
-  run_block<1, CONSUMERS, 64, 216>(
-      [&] {
-        for (int i = 0; i < CONSUMERS; i++) ring_of(i, memory).init(1, 4);
-        barrier_init(landed, 1);
-      },
-      [&] {
-        int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-        if (threadIdx.x & 31) return;
-        if (warp < CONSUMERS) {
-          produce(map, s, ring_of(warp, memory), warp);
-        } else if (warp == 3) {
-          wait_for_results();                           // of `pack`
-          expect_bytes(landed, WEIGHT_BYTES);
-          copy_packed(memory, packed, WEIGHT_BYTES, landed);
-        }
-      },
-      [&](int consumer, int thread) {
-        barrier_wait(landed, 0);
-        consume(bias, y, s, memory, ring_of(consumer, memory), memory + BUFFERS_AT + consumer * BUFFER_BYTES, consumer, thread);
-      });
-}
+  struct At { u32 stage, weights; };
+  __device__ __forceinline__ At at(u32 stage) const { return {stage, uniform(weights)}; }
+  __device__ __forceinline__ int begin(Sums& acc, int) {
+    zero(acc);
+    weights = work.memory >> 4;
+    return CHUNKS;
+  }
+  // The stage is given back behind this, and so behind the instructions that take what was loaded. The arrival does not wait for loads, and
+  // these are late where stores fill the path to memory. Ahead of the instructions it gave wrong outputs on long rows (docs/experiments.md).
+  __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32) {
+    constexpr int GROUPS = K_STEPS * C::source_row_count;  // of instructions
+    u32 a[2][SHIFTS][MB][4];
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+      const int step = group / C::source_row_count, row = group % C::source_row_count;
+      if (group == 0 && GROUPS % 2) wgmma_wait<0>();    // its registers are read by the last group's instructions
+      else wgmma_wait<1>();
+      load_fragments(a[group % 2], own, at.stage + value_at<C::source_rows>(row) * ROW_BYTES + step * (32 / ELEMENT) * PITCH_BYTES);
+      multiply_row(acc, a[group % 2], row, at.weights + step * (STEP_BYTES / 16));
+    }
+    weights += K_STEPS * (STEP_BYTES / 16);
+  }
+  __device__ __forceinline__ void store(const Sums& acc, int tile) const {
+    u32 buffer = work.memory + BUFFERS_AT + wg * BUFFER_BYTES;
+    Phases::store(acc, work.bias, work.y, work.sizes, tile_at(tile, work.sizes), buffer, wg, thread >> 5, thread & 31);
+  }
 };
-
-template <class C>
-__global__ void __launch_bounds__(Phases<C>::THREADS, 1)
-phases(const char* __restrict__ packed, const typename Phases<C>::Type* __restrict__ bias, char* __restrict__ y, int out_d, int out_h, int out_w,
-       int tiles_d, int tiles_h, int tiles_w, int tiles, const __grid_constant__ TensorMap map) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Phases<C>::run(packed, bias, y, {out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, map, shared_address(memory));
-}
+};
