@@ -42,9 +42,9 @@ Each row is a situation from a public report in which a layer that replaces PyTo
 code with PyTorch's layers and with ours, and compares values, strides and error texts. Ours are built directly and by
 `upconv.accelerate`. On a CPU each is run once more with our engine forced on every call that it can serve.
 
-`same` says that nothing differs. The code of a row is the function of that name in
-[tests/situations](../tests/situations). `python benchmarks/situations.py` runs them all and
-`python benchmarks/situations.py --table` writes this page from the runs' reports.
+`same` says that nothing differs. A source such as `pytorch/pytorch#102212` is an issue on GitHub. The code of a row is
+the function of that name in [tests/situations](../tests/situations). `python benchmarks/situations.py` runs them all
+and `python benchmarks/situations.py --table` writes this page from the runs' reports.
 """
 
 
@@ -94,14 +94,16 @@ def page() -> str:
     lines += ["| situation | name | source | kind | CPU | GPU |", "| --- | --- | --- | --- | --- | --- |"]
     for s in situations.every():
         found = [reports[d]["verdicts"].get(s.name, "not run") if d in reports else "not run" for d in ("cpu", "cuda")]
-        cells = [s.text, f"`{s.name}`", f"[{label(s)}]({s.link})", s.kind, *(v.replace("|", "/") for v in found)]
+        cells = [s.text, f"`{s.name}`", source_cell(s), s.kind, *(v.replace("|", "/") for v in found)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def label(s: Situation) -> str:
-    """What a source is called in the table."""
-    return s.source if "#" in s.source else s.source.removeprefix("https://").removesuffix(".html").rpartition("/")[2]
+def source_cell(s: Situation) -> str:
+    """A source as the table has it: an issue's name, or a link to a page."""
+    if "#" in s.source:
+        return s.source
+    return f"[{s.source.removesuffix('.html').rpartition('/')[2]}]({s.source})"
 
 
 def main() -> int:

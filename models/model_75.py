@@ -1126,8 +1126,6 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 // multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 //
 // STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
-// LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those before are dealt out evenly, so that blocks that read
-// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
 //
 // `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
 // are done. Null: tiles are dealt out evenly.
@@ -1140,29 +1138,18 @@ __device__ __forceinline__ void claims_init(u32 ring) {
 }
 
 // The thread that claims. A block's first tile is `blockIdx.x`.
-template <int STEP, int LAST_ROUNDS>
+template <int STEP>
 struct Claimer {
   u32 ring;
   u32* counters;
   int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
   bool untold;
-  int dealt;                            // LAST_ROUNDS: tiles
   CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ Claimer(u32 ring, u32* counters, int tiles) : ring(ring), counters(counters), untold(false), cursor({0, 0}) {
-    if constexpr (LAST_ROUNDS > 0) {
-      const int rounds = tiles / (int)gridDim.x - LAST_ROUNDS;
-      dealt = gridDim.x * (rounds > 1 ? rounds : 1);
-    }
-    ask(blockIdx.x);
-  }
+  __device__ __forceinline__ Claimer(u32 ring, u32* counters) : ring(ring), counters(counters), untold(false), cursor({0, 0}) { ask(blockIdx.x); }
   __device__ __forceinline__ void ask(int index) {
     const int own = STEP == 1 ? 0 : blockIdx.x % STEP;
     upcoming = index + gridDim.x;
-    if constexpr (LAST_ROUNDS > 0) {
-      if (counters && upcoming >= dealt) upcoming = dealt + atomicAdd(counters + own, 1u) * STEP + own;
-    } else {
-      if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
-    }
+    if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
   }
   __device__ __forceinline__ int next() {
     untold = true;
@@ -1383,10 +1370,10 @@ struct Told {
   __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
   __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
 };
-template <class Sizes, int STEP, int LAST_ROUNDS>
+template <class Sizes, int STEP>
 struct Claiming {
-  Claimer<STEP, LAST_ROUNDS> claims;
-  __device__ __forceinline__ explicit Claiming(const Sizes& s) : claims(s.claims, s.counters, s.tiles) {}
+  Claimer<STEP> claims;
+  __device__ __forceinline__ explicit Claiming(const Sizes& s) : claims(s.claims, s.counters) {}
   __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
   __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
   __device__ __forceinline__ void tell() { claims.tell(); }
@@ -1456,7 +1443,7 @@ template <class C, class Sizes>
 struct Orders<C, Sizes, true, false> {
   using Order = Told<Sizes, false>;
   using AloneOrder = Told<Sizes, true>;
-  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1, C::last_rounds>;  // resident weights are of one M-group
+  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
 };
 
 template <class C_>
@@ -4947,7 +4934,6 @@ struct GradInput {
   static constexpr int store_unit = 0;
   static constexpr int cluster = 1;
   static constexpr bool claimed = false;
-  static constexpr int last_rounds = 0;
   static constexpr int shared_bytes = 223432;
   static constexpr int producer_registers = 96;
   static constexpr int consumer_registers = 160;

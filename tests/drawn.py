@@ -161,7 +161,7 @@ def phases_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
 
 def wgrad_tilings(p: Problem, gpu: Gpu) -> list[SyncTiling | WarpgroupTiling]:
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
     return list(wgrad_search.candidates(wgrad_search.any_size(p), gpu, aligned, aligned_g, *of_size))
 
 
@@ -207,19 +207,27 @@ def relayout_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     return None if isinstance(inner, str) else relayout.Choice(inner, p, 1e-5)
 
 
+def of_the_same_bytes(rng: random.Random, p: Problem, other: str) -> Problem:
+    """The layer, mostly changed so that it has another problem of this name (`upconv.problem`)."""
+    zeros, ones = (0,) * p.rank, (1,) * p.rank
+    bare: dict[str, Any] = {"padding": zeros, "output_padding": zeros, "dilation": ones}
+    bare = {} if rng.random() < 0.3 else bare
+    changes: dict[str, dict[str, Any]] = {
+        "abreast": {"layout": "channels_last"},
+        "stacked": {**bare, "kernel": p.stride, "layout": "channels_last"},
+        "in_a_row": {**bare, "kernel": ones, "stride": ones},
+        "flat": {**bare, "size": ones, "groups": 1, "bias": False, "layout": "nchw"},
+    }
+    return p.with_(**changes[other])
+
+
 def batches_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     """Of another problem whose tensors are the same bytes (`batches`): with the layer's own."""
     other = rng.choice(("abreast", "stacked", "in_a_row", "flat"))
-    zeros, ones = (0,) * p.rank, (1,) * p.rank
-    bare = p.with_(padding=zeros, output_padding=zeros, dilation=ones)
-    if other == "abreast":
-        p = p.with_(layout="channels_last")
-    elif other == "stacked":
-        p = bare.with_(kernel=p.stride, layout="channels_last")
-    elif other == "in_a_row":
-        p = bare.with_(kernel=ones, stride=ones)
-    else:
-        p = bare.with_(size=ones, groups=1, bias=False, layout="nchw")
+    try:
+        p = of_the_same_bytes(rng, p, other)
+    except ValueError:  # no output
+        return None
     q: Problem | None = getattr(p, other)
     if q is None or (other == "stacked" and p.pass_ == "grad-weight"):
         return None

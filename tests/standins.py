@@ -37,6 +37,16 @@ class StandIn(family.Defaults):
     seconds: float = 1e-3
     summary: str = "one tile"
     bound: str = "nothing"
+    failure: Exception | None = None
+    """What its kernel raises."""
+    packing: str | None = None
+    """What its packed weights depend on; by default on the choice."""
+    identity: bool = False
+    """Whether it reads weights where they are."""
+    fresh: list[bool] = field(default_factory=list, compare=False)
+    """Of each run, whether its kernel may overlap with what packs its weight."""
+    lasting: list[bool] = field(default_factory=list, compare=False)
+    """Of each run, whether it may allocate what outlives the call."""
 
     def sources(self) -> tuple[Unit, ...]:
         return (Unit(f"{self.problem.pass_} {self.problem.kernel}", f"// {self.problem}", ()),)
@@ -49,6 +59,7 @@ class StandIn(family.Defaults):
         """What kernels rely on."""
         layout = cpu.memory_format(self.problem.layout, self.problem.rank)
         assert all(t.is_contiguous(memory_format=layout) and t.dtype is self.problem.dtype for t in tensors)
+        assert not any(t.is_neg() for t in tensors), "a kernel knows nothing of PyTorch's negative bit"
 
 
 class Loaded:
@@ -65,7 +76,8 @@ class Data(Loaded):
     """``fwd`` and ``grad-input``."""
 
     def __init__(self, choice: StandIn) -> None:
-        self.choice = self.packing = choice
+        self.choice = choice
+        self.packing = choice if choice.packing is None else choice.packing
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         p = self.choice.problem
@@ -76,11 +88,17 @@ class Data(Loaded):
         return torch.cat(parts)
 
     def pack_to_keep(self, weight: Tensor) -> Tensor:
-        return self.pack(weight)
+        if not self.choice.identity:
+            return self.pack(weight)
+        found = weight.detach()
+        self.choice.log.append(("pack", self.choice.problem.pass_))
+        found.is_packed = True  # type: ignore[attr-defined]
+        return found
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What `pack` makes of a weight, or made of it before."""
-        if weight.dim() == 1:
+        assert not weight.is_neg()
+        if weight.dim() == 1 or hasattr(weight, "is_packed"):
             return weight
         single = bias is not None and bias.dtype is not self.choice.problem.dtype
         return self.pack(weight, bias if single else None)
@@ -90,8 +108,13 @@ class Data(Loaded):
     ) -> None:
         p, packed = self.choice.problem, self.packed(weight, bias)
         self.choice.log.append(("run", p.pass_))
+        self.choice.fresh.append(fresh)
+        self.choice.lasting.append(lasting)
+        if self.choice.failure is not None:
+            raise self.choice.failure
         self.choice.check(x, out)
-        count = math.prod(p.weight_shape)
+        assert bias is None or (bias.is_contiguous() and not bias.is_neg())
+        count, packed = math.prod(p.weight_shape), packed.flatten()
         if bias is not None and bias.dtype is not p.dtype:  # it went with the weights
             bias = packed[count:]
             assert len(bias) == p.out_channels

@@ -14,34 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 import upconv
+from measured import CPU, LAYER, TINY, fast_fixture  # noqa: F401
 from upconv.bench import files, latency, progress, report, roofline, run, suites, timing, training
 from upconv.bench.run import Job
 from upconv.cli import app, arguments
 from upconv.cuda.families import FAMILIES
-from upconv.problem import Problem
 
-CPU = torch.device("cpu")
-LAYER = ["--layer", "4,6,3,stride=2,padding=1", "--input", "2x4x5x6"]
-TINY = Problem.make(2, 4, 6, (5, 6), (3, 2), (2, 1), (1, 0), (1, 0), groups=2, bias=True)
 # The command with a line for each row instead of one now and then.
 TALKING = "import sys; from upconv.bench import progress; progress.EVERY = 0.0; from upconv.cli import main; main()"
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rounds a row, and ceilings that need no measuring."""
-    monkeypatch.setattr(timing, "QUICK", timing.Repeats(0.0, 3, 3))
-    monkeypatch.setattr("upconv.cli.measuring.QUICK", timing.Repeats(0.0, 3, 3))
-    monkeypatch.setattr("upconv.cli.measuring.FULL", timing.Repeats(0.0, 3, 3))
-    known = {"copy_bytes_per_s": 1e10}
-    monkeypatch.setattr(
-        roofline, "measure", lambda kinds, device: {**known, "matmul_flops_per_s": dict.fromkeys(kinds, 1e11)}
-    )
 
 
 def bench(*arguments: str) -> Any:
@@ -61,14 +45,6 @@ def test_a_layer_is_measured_at_its_own_size(fast: None, quick: list[str], tmp_p
     (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert done.exit_code == 0 and row["layer"].endswith(f" on {size}") and row["scale"] == 1
     assert row["flops"] == suites.parse_layer(given[1], size).flops
-
-
-def test_suites_are_scaled_down_where_they_are_large() -> None:
-    what = run.sweep(CPU)
-    cases = suites.SUITES["founding"]
-    assert all(job.scale < 1 for job in run.jobs("founding", cases, what, small=True, bias=None))
-    for whole in ("custom", "cpu"):
-        assert all(job.scale == 1 for job in run.jobs(whole, cases, what, small=True, bias=None))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -15,15 +15,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import upconv
-from upconv import cpu, modules, ops
-from upconv.bench import files, latency, models, report, roofline, run, timing, training
+from measured import CPU, LAYER, SHORT, TINY, command, fast_fixture, plans_fixture  # noqa: F401
+from upconv import cpu, modules
+from upconv.bench import files, latency, models, report, run, timing, training
 from upconv.bench.run import Job
 from upconv.cli import app
-from upconv.problem import Problem
 
-CPU = torch.device("cpu")
-SHORT = timing.Repeats(0.0, 3, 3)
-TINY = Problem.make(2, 4, 6, (5, 6), (3, 2), (2, 1), (1, 0), (1, 0), groups=2, bias=True)
 EVERY: dict[str, Any] = {"layouts": ("nchw", "channels_last"), "modes": ("step", "fwd")}
 
 
@@ -148,6 +145,12 @@ def test_on_a_cpu_only_eager_steps_run_unless_asked(monkeypatch: pytest.MonkeyPa
 # --- frozen ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def ours(plans: Any) -> None:
+    """Plans that are ours on a CPU."""
+    plans("shuffle")
+
+
 class Kept:
     """What `upconv.freeze` promises, by a stand-in: it remembers the modules, and may spoil what they compute."""
 
@@ -160,21 +163,6 @@ class Kept:
         if self.spoilt != 1.0:
             module.register_forward_hook(lambda module, given, out: out * self.spoilt)
         return module
-
-
-@pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch):
-    """Plans that are ours on a CPU."""
-    from dataclasses import replace
-
-    from upconv import planner
-
-    rule = planner.plan
-    monkeypatch.setattr(planner, "plan", lambda p, device: replace(rule(p, device), forward="shuffle"))
-    ops.forget_plans()
-    yield
-    monkeypatch.undo()
-    ops.forget_plans()
 
 
 def test_forwards_are_those_of_accelerated_modules(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,22 +212,18 @@ def test_frozen_weights_that_compute_wrongly_have_no_speed(ours: None, monkeypat
     assert run.row(Job("custom", "x", TINY), CPU, SHORT)["failure"] is None
 
 
-@pytest.mark.skipif(not hasattr(upconv, "freeze"), reason="upconv.freeze is not there yet")
 def test_freeze_itself_computes_the_same(ours: None) -> None:
     found = run.row(Job("custom", "x", TINY), CPU, SHORT, frozen=True)
     assert found["failure"] is None and found["frozen_ms"] and found["frozen_ratio"]
 
 
-def test_the_command_shows_and_keeps_frozen_rows(ours: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(upconv, "freeze", Kept(), raising=False)
-    monkeypatch.setattr("upconv.cli.measuring.QUICK", SHORT)
-    ceilings = {"copy_bytes_per_s": 1e10, "matmul_flops_per_s": {"ieee": 1e11}}
-    monkeypatch.setattr(roofline, "measure", lambda kinds, device: ceilings)
+def test_the_command_shows_and_keeps_frozen_rows(
+    ours: None, fast: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(upconv, "freeze", Kept())
     file = tmp_path / "r.json"
-    given = ["--layer", "4,6,3,stride=2,padding=1", "--input", "2x4x5x6", "--device", "cpu", "--frozen"]
-    done = CliRunner().invoke(app, ["bench", *given, "--json", str(file)])
+    code, out = command("bench", *LAYER, "--device", "cpu", "--frozen", "--json", str(file))
     (row,) = json.loads(file.read_text())["rows"]
-    assert done.exit_code == 0 and row["frozen_ratio"] == pytest.approx(row["torch_ms"] / row["frozen_ms"])
-    assert "frozen ms" in done.stdout and f"{row['frozen_ratio']:.2f}x" in done.stdout
-    assert f"{row['frozen_ratio']:.2f}x of the same rows with upconv.freeze" in done.stdout
+    assert code == 0 and row["frozen_ratio"] == pytest.approx(row["torch_ms"] / row["frozen_ms"])
+    assert "frozen ms" in out and f"{row['frozen_ratio']:.2f}x of the same rows with upconv.freeze" in out
     assert report.summarise([row])["frozen"] == pytest.approx(row["frozen_ratio"])

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from upconv.bench.suites import parse_layer
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gpu import H200
 from upconv.export import device, host
 
-needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 # Layers whose passes are served by every family and by both of a family's alignments.
 LAYERS = {
@@ -51,10 +51,10 @@ def test_kernels_compile_to_what_the_librarys_do(found: tuple[host.Variant, ...]
     """Registers and local memory of each; all kernels of the file in one program."""
     wanted = {v.kernel(entry): v.choice.sources()[0].entries for v in found for entry in v.entries}
     text = f"// entries: {'; '.join(wanted)}\n{text_of(found)}"
-    needs = sorted(each[:2] for each in jit._resources(jit.cubin(text, "90a")).values())
+    needs = sorted(each[:2] for each in elf.resources(jit.cubin(text, "90a")).values())
     alone = []
     for v in found:
-        of_source = jit.inspect(jit.cubin(v.source, "90a"))
+        of_source = elf.inspect(jit.cubin(v.source, "90a"))
         alone += [of_source[entry][:2] for entry in v.entries]
     assert needs == sorted(alone)
 

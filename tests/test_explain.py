@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,24 +12,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from typer.testing import CliRunner
 
 import upconv
+from measured import command
 from upconv import planner
 from upconv.bench.suites import parse_layer, parse_shape
-from upconv.cli import app
 from upconv.cuda import gpu
 from upconv.explain import estimated_ceilings, verdict
 from upconv.model_layers import calls
 from upconv.planner import Device
 from upconv.problem import Problem
 
+explain = partial(command, "explain")
 LAYER = ("64,64,4,stride=2,padding=1", "--input", "8x64x32x32")
-
-
-def explain(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["explain", *arguments])
-    return done.exit_code, done.stdout or done.stderr
 
 
 # --- GPUs by name ----------------------------------------------------------------------------------------------------
@@ -341,12 +337,6 @@ def test_tensors_that_do_not_fit_are_pytorchs_error(make: Any, shape: tuple[int,
 def _with(module: nn.Module, name: str, shape: tuple[int, ...]) -> nn.Module:
     setattr(module, name, nn.Parameter(torch.zeros(shape)))
     return module
-
-
-def test_a_single_layer_with_other_channels_is_one_sentence(net: str) -> None:
-    code, out = explain("--model", f"{net}:Up", "--input", "2x4x32x32", "--gpu", "L4")
-    assert code == 2 and out.count("\n") == 1
-    assert out.startswith("upconv: the model does not run on 2x4x32x32: RuntimeError: Given transposed=1, weight of")
 
 
 class Layers(nn.Module):

@@ -11,13 +11,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from conftest import EVERY, Stubs, precision_by_turns
-from test_gather import DTYPES, needs_nvrtc
+from conftest import EVERY, Stubs, needs_nvrtc, precision_by_turns
+from drawn import DTYPES
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families
 from upconv.cuda.axes import any_size, result_shape, source_shape
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200, Gpu
 from upconv.cuda.pixels import implicit
@@ -231,12 +231,12 @@ def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
     packing = ("pack", *(("pack_float",) if p.dtype.itemsize == 2 else ()))
     for unit in units:
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
-        found = jit.inspect(code)
+        found = elf.inspect(code)
         assert set(found) == {choice.tile.entry, *(packing if "pack" in unit.entries else ())}
         assert all(local == 0 for _, local, _ in found.values()), choice.summary
         columns = set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k\d+\." + re.escape(types), text))
         assert columns == {str(choice.tile.columns)}
-        assert "cp.async.bulk.tensor.5d" in text and jit.serialised(log) is None
+        assert "cp.async.bulk.tensor.5d" in text and nvrtc.serialised(log) is None
 
 
 @needs_nvrtc
@@ -252,8 +252,8 @@ def test_no_tile_s_instructions_are_serialised() -> None:
         for t in rng.sample(list(kinds.values()), 6 if EVERY else 3):
             unit = implicit.Choice(t, p, H200, 0.0, "").sources()[0]
             code, _, log = jit.built(unit.source, H200.arch, unit.label)
-            assert jit.serialised(log) is None, t
-            assert all(local == 0 for _, local, _ in jit.inspect(code).values()), t
+            assert nvrtc.serialised(log) is None, t
+            assert all(local == 0 for _, local, _ in elf.inspect(code).values()), t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -276,7 +276,7 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
 
     def launched(weights: torch.Tensor, fresh: bool, bias: int = 0) -> tuple[object, ...]:
         maps = *(grad.data_ptr(),) * 16, *(weights.data_ptr(),) * 16
-        return "implicit", choice.grid, fresh, (out.data_ptr(), bias, *t.arguments(p, H200), *maps)
+        return "pixels_last", choice.grid, fresh, (out.data_ptr(), bias, *t.arguments(p, H200), *maps)
 
     prepared.run(grad, packed, None, out, fresh=True)
     assert stubs.pop() == launched(packed, True)
@@ -307,7 +307,7 @@ def test_what_is_launched_for_a_forward(dtype: torch.dtype, stubs: Stubs) -> Non
 
     def launched(weights: torch.Tensor, fresh: bool, at_bias: int) -> tuple[object, ...]:
         maps = *(x.data_ptr(),) * 16, *(weights.data_ptr(),) * 16
-        return "implicit", choice.grid, fresh, (out.data_ptr(), at_bias, *t.arguments(p, H200), *maps)
+        return "pixels_last", choice.grid, fresh, (out.data_ptr(), at_bias, *t.arguments(p, H200), *maps)
 
     if dtype is torch.float32:
         assert not t.turnable

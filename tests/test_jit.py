@@ -9,19 +9,21 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from conftest import BARE
-from upconv.cuda.compile import cache, jit
+from situations.processes import in_threads
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu, arch_of, gpu
 
 GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
 TARGETS = [g.arch for g in GPUS]
 
 pytestmark = pytest.mark.usefixtures("cold")
-compiles = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+compiles = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 # Entries with static shared memory, without any, and with an array indexed at run time, which lives in local memory.
 SOURCE = """
@@ -60,13 +62,13 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The labels of what NVRTC is asked to compile, while it compiles it."""
     asked: list[str] = []
-    real = jit._compile
+    real = nvrtc.build
 
-    def counted(source: str, arch: str, label: str, key: str, ptx: bool = False) -> jit.Built:
+    def counted(source: str, arch: str, label: str, *given: Any) -> nvrtc.Built:
         asked.append(label)
-        return real(source, arch, label, key, ptx)
+        return real(source, arch, label, *given)
 
-    monkeypatch.setattr(jit, "_compile", counted)
+    monkeypatch.setattr(nvrtc, "build", counted)
     return asked
 
 
@@ -111,8 +113,8 @@ def test_a_compilation_leaves_pythons_shared_bytes_alone(tmp_path: Path) -> None
 @pytest.mark.parametrize("arch", TARGETS)
 def test_every_target_compiles_and_its_resources_are_those_the_assembler_reports(arch: str) -> None:
     code = jit.cubin(SOURCE, arch, "x.cu")
-    assert cache.arch_number(code) == int(arch.rstrip("a"))
-    found = jit.inspect(code)
+    assert elf.arch_number(code) == int(arch.rstrip("a"))
+    found = elf.inspect(code)
     assert found == ptxas_report(SOURCE, arch)
     assert set(found) == {"reversed", "plain", "dynamic", "local"}
     assert found["reversed"][2] == 512 and found["plain"][1] == 0 and found["local"][1] >= 320
@@ -120,7 +122,7 @@ def test_every_target_compiles_and_its_resources_are_those_the_assembler_reports
 
 @compiles
 def test_ptx_is_text_for_the_target() -> None:
-    text = jit.ptx(SOURCE, "90a")
+    text = jit.built(SOURCE, "90a", ptx=True).ptx
     assert ".target sm_90a" in text and ".entry reversed" in text and "\0" not in text
 
 
@@ -129,21 +131,21 @@ def test_inspect_rejects_what_is_no_cubin() -> None:
     code = jit.cubin(SOURCE, "80")
     for bad in (b"", b"\x7fELF" + bytes(100), code[:100], code[: len(code) // 2], SOURCE.encode()):
         with pytest.raises(ValueError, match=r"^cubin must be"):
-            jit.inspect(bad)
+            elf.inspect(bad)
 
 
 @compiles
 def test_a_compile_error_tells_what_where_and_why(kernels: Path, cold: Path) -> None:
     (kernels / "part.cuh").write_text("__device__ int half(int n) { return n / WRONG_NAME; }\n")
-    (kernels / "whole.cu").write_text('// one\n#include "part.cuh"\nextern "C" __global__ void f() {}\n')
-    text = jit.source("whole.cu", {"BLOCK_M": 64})
-    with pytest.raises(jit.CompileError) as caught:
+    (kernels / "whole.cu").write_text('// one\n#include "part.cuh"\n__global__ void f() {}\n')
+    text = jit.instance("whole.cu", {"block_m": 64}, ["f"])
+    with pytest.raises(nvrtc.CompileError) as caught:
         jit.cubin(text, "90a", "whole 64")
     message = str(caught.value)
     first, *rest = message.splitlines()
     assert re.fullmatch(r"NVRTC \d+\.\d+ could not compile whole 64 for sm_90a \(NVRTC_ERROR_COMPILATION\)\.", first)
     assert any("part.cuh(1): error" in line and "WRONG_NAME" in line for line in rest)
-    assert "macros: -DBLOCK_M=64" in rest
+    assert "constants: block_m=64" in rest
     path = Path(next(line for line in rest if line.startswith("source: ")).removeprefix("source: "))
     assert path.parent == cold and path.read_text() == text
     assert isinstance(caught.value, RuntimeError)
@@ -152,7 +154,7 @@ def test_a_compile_error_tells_what_where_and_why(kernels: Path, cold: Path) -> 
 @compiles
 def test_an_unknown_target_is_a_compile_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UPCONV_CACHE", "off")
-    with pytest.raises(jit.CompileError, match=r"sm_12345 .*\n(.*\n)*source: not kept\nmacros: \(none\)"):
+    with pytest.raises(nvrtc.CompileError, match=r"sm_12345 .*\n(.*\n)*source: not kept\nconstants: \(none\)"):
         jit.cubin(SOURCE, "12345")
 
 
@@ -166,17 +168,17 @@ def test_without_nvrtc_every_call_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     def broken() -> str:
         raise OSError("no libnvrtc\nanywhere")
 
-    monkeypatch.setattr(jit, "_nvrtc_version", broken)
-    jit.unavailable.cache_clear()
+    monkeypatch.setattr(nvrtc, "version", broken)
+    nvrtc.unavailable.cache_clear()
     try:
-        assert jit.unavailable() == "CUDA kernels need NVRTC, which cannot be loaded: no libnvrtc anywhere."
-        for call in (jit.cubin, jit.ptx):
+        assert nvrtc.unavailable() == "CUDA kernels need NVRTC, which cannot be loaded: no libnvrtc anywhere."
+        for call in (jit.cubin, jit.built):
             with pytest.raises(RuntimeError, match="no libnvrtc anywhere"):
                 call(SOURCE, "80")
         with pytest.raises(RuntimeError, match="no libnvrtc anywhere"):
             jit.kernel(SOURCE, "plain", "80")
     finally:
-        jit.unavailable.cache_clear()
+        nvrtc.unavailable.cache_clear()
 
 
 # --- what is compiled how often --------------------------------------------------------------------------------------
@@ -194,46 +196,35 @@ def test_memory_then_disk_then_compiler(
     jit._cubins.clear()
     assert jit.cubin(SOURCE, "80", "x.cu") == first
     assert capsys.readouterr().err == "upconv: loaded x.cu for sm_80 (cached)\n"
+    monkeypatch.delenv("UPCONV_DEBUG")
     jit.cubin(SOURCE, "86", "other target")
     jit.cubin(SOURCE + " ", "80", "other source")
-    monkeypatch.setattr(jit, "_nvrtc_version", lambda: "99.9")
+    monkeypatch.setattr(nvrtc, "version", lambda: "99.9")
     jit.cubin(SOURCE, "80", "other compiler")
-    monkeypatch.setattr(jit, "_FLAGS", ("-std=c++17", "-lineinfo"))
+    monkeypatch.setattr(nvrtc, "FLAGS", ("-std=c++17", "-lineinfo"))
     jit.cubin(SOURCE, "80", "other flags")
     assert compilations == ["x.cu", "other target", "other source", "other compiler", "other flags"]
-
-
-@compiles
-def test_without_debug_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    jit.cubin(SOURCE, "80")
-    jit._cubins.clear()
-    jit.cubin(SOURCE, "80")
-    assert capfd.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "")
 
 
 @compiles
 def test_threads_that_want_the_same_compile_it_once(compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UPCONV_CACHE", "off")
     start = threading.Barrier(8)
-    found: list[bytes] = []
 
-    def work() -> None:
+    def work() -> bytes:
         start.wait()
-        found.append(jit.cubin(SOURCE, "80"))
+        return jit.cubin(SOURCE, "80")
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(compilations) == 1 and len(found) == 8 and all(code is found[0] for code in found)
+    found = in_threads([work] * 8)
+    assert len(compilations) == 1 and all(code is found[0] for code in found)
     assert jit._busy == {}
 
 
 @compiles
 def test_a_failed_compilation_leaves_the_next_one_free(compilations: list[str]) -> None:
     for _ in range(2):
-        with pytest.raises(jit.CompileError):
+        with pytest.raises(nvrtc.CompileError):
             jit.cubin("wrong", "80")
     assert len(compilations) == 2 and jit._busy == {} and jit._cubins == {}
 
@@ -241,22 +232,22 @@ def test_a_failed_compilation_leaves_the_next_one_free(compilations: list[str]) 
 @compiles
 def test_other_threads_run_while_nvrtc_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the lock of the interpreter held there would be one turn at most; the compilation takes 0.3 s and more."""
-    nvrtc = jit._nvrtc()
+    real = nvrtc.bindings()
     inside, outside = threading.Event(), threading.Event()
     body = "".join(f"x[{i}] = sinf(x[{i}]) + powf(x[{i + 1}], x[{i + 2}]);" for i in range(40))
 
     class Watched:
         def __getattr__(self, name: str) -> object:
-            return getattr(nvrtc, name)
+            return getattr(real, name)
 
         def nvrtcCompileProgram(self, *arguments: object) -> object:
             inside.set()
-            done = nvrtc.nvrtcCompileProgram(*arguments)
+            done = real.nvrtcCompileProgram(*arguments)
             outside.set()
             return done
 
-    jit.unavailable()
-    monkeypatch.setattr(jit, "_nvrtc", Watched)
+    nvrtc.unavailable()
+    monkeypatch.setattr(nvrtc, "bindings", Watched)
     text = f'extern "C" __global__ void f(float* x) {{ {body} }}'
     thread = threading.Thread(target=jit.cubin, args=(text, "90a"))
     thread.start()
@@ -272,42 +263,42 @@ def test_other_threads_run_while_nvrtc_compiles(monkeypatch: pytest.MonkeyPatch)
 # --- sources ---------------------------------------------------------------------------------------------------------
 
 
-def test_source_has_macros_on_top_and_every_include_once(kernels: Path) -> None:
+def test_an_instance_has_constants_on_top_and_every_include_once(kernels: Path) -> None:
     (kernels / "a.cuh").write_text('#pragma once\n#include "b.cuh"\nint a;\n')
     (kernels / "b.cuh").write_text("#pragma once\n  int b;\n")
     (kernels / "k.cu").write_text(
         '// head\n#include "a.cuh"\n  #  include   "b.cuh"  // again\n#include <cuda_fp16.h>\nk\n'
     )
-    text = jit.source("k.cu", {"BLOCK_M": 64, "EVEN": True, "ALPHA": 0.5, "TYPE": "unsigned int"})
+    text = jit.instance("k.cu", {"block_m": 64, "even": True, "alpha": 0.5}, ["k"])
     lines = [line for line in text.splitlines() if line and not line.startswith(("//", "#line"))]
     assert lines == [
-        "#define BLOCK_M 64", "#define EVEN 1", "#define ALPHA 0.5", "#define TYPE unsigned int",
-        "  int b;", "int a;", "#include <cuda_fp16.h>", "k",
+        "struct Config {", "  static constexpr int block_m = 64;", "  static constexpr bool even = true;",
+        "  static constexpr float alpha = 0.5f;", "};", "  int b;", "int a;", "#include <cuda_fp16.h>", "k",
     ]  # fmt: skip
-    assert jit._macros(text) == {"BLOCK_M": "64", "EVEN": "1", "ALPHA": "0.5", "TYPE": "unsigned int"}
+    assert jit.constants_of(text) == {"block_m": "64", "even": "true", "alpha": "0.5f"}
 
 
 @compiles
 def test_lines_in_messages_are_those_of_the_files(kernels: Path) -> None:
     (kernels / "a.cuh").write_text("\n\nint a = UNKNOWN_A;\n")
     (kernels / "k.cu").write_text('// 1\n#include "a.cuh"\n// 3\n#include "a.cuh"\nint k = UNKNOWN_K;\n')
-    with pytest.raises(jit.CompileError) as caught:
-        jit.cubin(jit.source("k.cu", {"N": 3}), "80")
+    with pytest.raises(nvrtc.CompileError) as caught:
+        jit.cubin(jit.instance("k.cu", {"N": 3}, []), "80")
     assert "a.cuh(3): error" in str(caught.value) and "k.cu(5): error" in str(caught.value)
 
 
 @compiles
-def test_a_changed_include_or_macro_changes_the_key(kernels: Path) -> None:
+def test_a_changed_include_or_constant_changes_the_key(kernels: Path) -> None:
     (kernels / "a.cuh").write_text("#define A 1\n")
     (kernels / "k.cu").write_text('#include "a.cuh"\n')
-    keys = {jit._key(jit.source("k.cu", {"N": 3}), "80")}
-    keys.add(jit._key(jit.source("k.cu", {"N": 4}), "80"))
-    keys.add(jit._key(jit.source("k.cu", {"N": 3}), "86"))
+    keys = {nvrtc.key(jit.instance("k.cu", {"N": 3}, []), "80")}
+    keys.add(nvrtc.key(jit.instance("k.cu", {"N": 4}, []), "80"))
+    keys.add(nvrtc.key(jit.instance("k.cu", {"N": 3}, []), "86"))
     (kernels / "a.cuh").write_text("#define A 2\n")
-    keys.add(jit._key(jit.source("k.cu", {"N": 3}), "80"))
+    keys.add(nvrtc.key(jit.instance("k.cu", {"N": 3}, []), "80"))
     assert len(keys) == 4
     (kernels / "a.cuh").write_text("#define A 1\n")
-    assert jit._key(jit.source("k.cu", {"N": 3}), "80") in keys
+    assert nvrtc.key(jit.instance("k.cu", {"N": 3}, []), "80") in keys
 
 
 @compiles
@@ -319,19 +310,12 @@ def test_a_changed_cuda_header_changes_the_key(tmp_path: Path, monkeypatch: pyte
         folder.mkdir()
         (folder / "cuda_fp16.h").write_text('#include "cuda_fp16.hpp"\n')
         (folder / "cuda_fp16.hpp").write_text(f"#define VALUE {value}\n")
-        monkeypatch.setattr(jit, "_include_folders", lambda folder=folder: (str(folder),))
-        jit._header_digest.cache_clear()
-        keys.add(jit._key(text, "80"))
+        monkeypatch.setattr(nvrtc, "_include_folders", lambda folder=folder: (str(folder),))
+        nvrtc._header_digest.cache_clear()
+        keys.add(nvrtc.key(text, "80"))
         codes.add(jit.cubin(text, "80"))
-    jit._header_digest.cache_clear()
+    nvrtc._header_digest.cache_clear()
     assert len(keys) == len(codes) == 2
-
-
-@pytest.mark.parametrize("macros", [{"a b": 1}, {"": 1}, {"1A": 1}, {"A": "x\ny"}, {"A(x)": "x"}])
-def test_source_rejects_macros_that_are_none(kernels: Path, macros: dict[str, int | str]) -> None:
-    (kernels / "k.cu").write_text("")
-    with pytest.raises(ValueError, match="macros must map identifiers to text of one line; got"):
-        jit.source("k.cu", macros)
 
 
 SUMS = """
@@ -347,13 +331,13 @@ def test_an_instance_has_its_constants_and_the_entries_that_are_named(kernels: P
     (kernels / "k.cu").write_text(SUMS)
     constants = {"first": 3, "big": True, "terms": ((1, 2), (3, 4)), "scale": 0.5, "far": 2**40}
     text = jit.instance("k.cu", constants, ("plain<Config>", "packed<Sum<Config>>"))
-    assert set(jit.inspect(jit.cubin(text, "80"))) == {"plain", "packed"}
-    assert jit._macros(text) == {
+    assert set(elf.inspect(jit.cubin(text, "80"))) == {"plain", "packed"}
+    assert jit.constants_of(text) == {
         "first": "3", "big": "true", "terms": "{{1, 2}, {3, 4}}", "scale": "0.5f", "far": str(2**40),
     }  # fmt: skip
     struct_text, file = jit.parts_of(text)
     assert struct_text == jit.struct_of("Config", constants) and file == "k.cu"
-    with pytest.raises(jit.CompileError, match="absent"):
+    with pytest.raises(nvrtc.CompileError, match="absent"):
         jit.cubin(jit.instance("k.cu", constants, ("unwanted<Config>",)), "80")
 
 
@@ -375,29 +359,10 @@ def test_constants_must_have_names(constants: dict[str, int]) -> None:
 def test_a_missing_file_is_named(kernels: Path) -> None:
     (kernels / "k.cu").write_text('#include "absent.cuh"\n')
     with pytest.raises(FileNotFoundError, match=r"absent\.cuh"):
-        jit.source("k.cu", {})
+        jit.instance("k.cu", {}, [])
 
 
 # --- imports ---------------------------------------------------------------------------------------------------------
-
-
-def run(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_importing_imports_nothing_of_cudas() -> None:
-    """Some releases of PyTorch import cuda.bindings themselves; what counts is what comes with us."""
-    out = run(
-        "import sys, torch; before = set(sys.modules)\n"
-        "import upconv, upconv.cuda.gpu; from upconv.cuda.compile import cache, jit, launch\n"
-        "print(sorted(m for m in set(sys.modules) - before if m.split('.')[0] in ('cuda', 'nvidia')))\n"
-        "print('cuda.bindings.nvrtc' in sys.modules, torch.cuda.is_initialized())"
-    )
-    assert out.split("\n")[:2] == ["[]", "False False"]
 
 
 def test_without_the_bindings_the_sentence_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +370,8 @@ def test_without_the_bindings_the_sentence_names_the_package(monkeypatch: pytest
     for name in [m for m in sys.modules if m.startswith("cuda.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # type: ignore[arg-type]
-    jit._nvrtc_version.cache_clear()
-    found = jit.unavailable.__wrapped__()
+    nvrtc.version.cache_clear()
+    found = nvrtc.unavailable.__wrapped__()
     assert found is not None
     assert found.startswith("CUDA kernels need the package cuda-bindings, which cannot be imported: ")
 
@@ -462,28 +427,23 @@ def test_properties_that_a_release_of_pytorch_lacks_have_defaults(monkeypatch: p
     assert found == Gpu("Unheard of", (9, 0), "90a", 1, 232448, 233472, 1e12, 1.5e9, 6 << 20)
 
 
-def test_known_gpus_can_be_keys() -> None:
-    assert len({*GPUS}) == len(GPUS) == len({g.arch for g in GPUS})
-    assert (H200.shared_bytes, H200.shared_per_sm, H200.bandwidth, H200.clock) == (232448, 233472, 4.2e12, 1.755e9)
-
-
 @pytest.mark.gpu
 def test_the_description_of_the_device_at_hand() -> None:
     found, properties = gpu(0), torch.cuda.get_device_properties(0)
     assert found.name == properties.name and found.multiprocessors == properties.multi_processor_count
     assert found.capability == torch.cuda.get_device_capability(0)
     assert found.shared_per_sm - 1024 >= found.shared_bytes - 1024 > 0 and 1e8 < found.clock < 1e10
-    assert jit.inspect(jit.cubin(SOURCE, found.arch))
+    assert elf.inspect(jit.cubin(SOURCE, found.arch))
 
 
 FORKED = (
     BARE
     + """
 import os, signal, threading
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 
 source = 'extern "C" __global__ void plain() {}'
-held = jit._busy.setdefault(jit._key(source, "80"), threading.Lock())
+held = jit._busy.setdefault(nvrtc.key(source, "80"), threading.Lock())
 held.acquire()  # as by a thread that compiles
 jit._lock.now.acquire()
 child = os.fork()

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upconv.cuda.compile import jit
+from situations.processes import in_threads
+from upconv.cuda.compile import driver as driver_module
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.compile import launch as launch_module
-from upconv.cuda.compile.jit import Kernel
+from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.compile.launch import Launcher, LaunchError, TooManyBlocks, as_run
 from upconv.cuda.gpu import H200, gpu
 
@@ -162,7 +165,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         yield
         current[0] = before
 
-    monkeypatch.setattr(jit, "_driver", lambda: found)
+    monkeypatch.setattr(driver_module, "bindings", lambda: found)
     monkeypatch.setattr(launch_module, "current_device", lambda: current[0])
     monkeypatch.setattr(launch_module, "current_stream", lambda device: 1000 + device)
     monkeypatch.setattr(torch.cuda, "device", on)
@@ -241,21 +244,14 @@ def test_whether_clusters_fit_is_asked_once_of_a_device(
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(launch_module, "gpu", lambda device: H200)
     launch_module.cluster_fits.cache_clear()
+    driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
+    with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):  # which says nothing: it is asked again
+        launch_module.cluster_fits(0, 5)
+    driver.calls.clear()
     driver.answers = [] if answer == "SUCCESS" else [getattr(RESULTS, answer)]
     assert [launch_module.cluster_fits(0, 5) for _ in range(2)] == [answer == "SUCCESS"] * 2
     (asked,) = (call for call in driver.calls if call[0] == "clusters")
-    assert asked[2:] == (5, 1, 1, 32, 1, 1, H200.shared_bytes, 5, 1, 1) and loaded == [("probe", "90a")]
-    launch_module.cluster_fits.cache_clear()
-
-
-def test_a_failed_question_is_asked_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "kernel", lambda *given: Kernel("probe", 77, 32, 0, 0))
-    monkeypatch.setattr(launch_module, "gpu", lambda device: H200)
-    launch_module.cluster_fits.cache_clear()
-    driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
-    with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):
-        launch_module.cluster_fits(0, 5)
-    assert launch_module.cluster_fits(0, 5)
+    assert asked[2:] == (5, 1, 1, 32, 1, 1, H200.shared_bytes, 5, 1, 1) and set(loaded) == {("probe", "90a")}
     launch_module.cluster_fits.cache_clear()
 
 
@@ -272,7 +268,7 @@ VALUES = {
 def test_every_argument_arrives(data: st.DataObject, runs: list[tuple[str, bool]]) -> None:
     stub = Driver()
     patch = pytest.MonkeyPatch()
-    patch.setattr(jit, "_driver", lambda: stub)
+    patch.setattr(driver_module, "bindings", lambda: stub)
     patch.setattr(launch_module, "current_device", lambda: 0)
     patch.setattr(launch_module, "current_stream", lambda device: 5)
     try:
@@ -327,26 +323,17 @@ def test_threads_do_not_share_arguments(driver: Driver) -> None:
     launch = launcher(driver, "iq")
     driver.delay = 0.002
     start = threading.Barrier(8)
-    failures: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            start.wait()
-            for n in range(10):
-                launch(0, 1, (number, n))
-        except BaseException as error:
-            failures.append(error)
+        start.wait()
+        for n in range(10):
+            launch(0, 1, (number, n))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    assert in_threads([partial(work, n) for n in range(8)]) == [None] * 8
     assert sorted(found[3] for found in driver.launches) == [(n, m) for n in range(8) for m in range(10)]
 
 
-@pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+@pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 def test_a_source_is_loaded_once_for_all_its_entries(driver: Driver, cold: Path) -> None:
     fill = jit.kernel(SOURCE, "fill", "90a", "test")
     mirror = jit.kernel(SOURCE, "mirror", "90a", "test")
@@ -357,7 +344,7 @@ def test_a_source_is_loaded_once_for_all_its_entries(driver: Driver, cold: Path)
         ("library", b"fill"), ("library", b"mirror"),
     ]  # fmt: skip
     assert fill.handle != mirror.handle
-    needs = jit.inspect(jit.cubin(SOURCE, "90a"))
+    needs = elf.inspect(jit.cubin(SOURCE, "90a"))
     assert (mirror.name, mirror.registers, mirror.local_bytes, mirror.shared_bytes) == ("mirror", *needs["mirror"])
     other = jit.kernel(SOURCE, "fill", "80", "test")
     assert other is not fill and len([c for c in driver.calls if c[0] == "cuLibraryLoadData"]) == 2
@@ -376,15 +363,11 @@ def test_an_error_names_the_launch_and_cudas_code(driver: Driver) -> None:
     with pytest.raises(LaunchError, match=f"^{re.escape(message)}$") as caught:
         launch(0, 7, (1,))
     assert isinstance(caught.value, RuntimeError)
-    launch(0, 7, (2,))
-    assert driver.launches[-1][3] == (2,)
-
-
-def test_no_memory_is_pytorchs_error(driver: Driver) -> None:
-    launch = launcher(driver, "")
     driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
     with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        launch(0, 1, ())
+        launch(0, 7, (1,))
+    launch(0, 7, (2,))
+    assert driver.launches[-1][3] == (2,)
 
 
 def test_a_thread_without_a_context_gets_the_devices_and_launches_again(driver: Driver) -> None:
@@ -469,7 +452,7 @@ def test_a_kernel_computes(cold: Path) -> None:
     x = torch.zeros(1000, device="cuda")
     launch(0, 8, (x.data_ptr(), 999, 3 << 40, 0.5))
     assert torch.equal(x[:999], filled(999, 0.5)) and x[999].item() == 0
-    needs = jit.inspect(jit.cubin(SOURCE, gpu(0).arch))["fill"]
+    needs = elf.inspect(jit.cubin(SOURCE, gpu(0).arch))["fill"]
     assert (launch.kernel.registers, launch.kernel.local_bytes, launch.kernel.shared_bytes) == needs
 
 
@@ -513,18 +496,8 @@ def test_launches_are_on_pytorchs_current_stream(cold: Path) -> None:
 def test_a_new_thread_can_launch_first_of_all(cold: Path) -> None:
     launch = real("fill", 128, 0, "Piqf")
     x = torch.zeros(100, device="cuda")
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            launch(0, 1, (x.data_ptr(), 100, 3 << 40, 2.0))
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert failures == [] and torch.equal(x, filled(100, 2.0))
+    assert in_threads([lambda: launch(0, 1, (x.data_ptr(), 100, 3 << 40, 2.0))]) == [None]
+    assert torch.equal(x, filled(100, 2.0))
 
 
 @pytest.mark.gpu
@@ -569,7 +542,7 @@ def test_counters_of_a_stream_are_one_tensor_for_all_threads(monkeypatch: pytest
     stream = [0]
     monkeypatch.setattr(launch_module, "current_stream", lambda device: stream[0])
     counters, like = launch_module.Counters(0, 4), torch.empty(0)
-    meet, found = threading.Barrier(2, timeout=10), []
+    meet = threading.Barrier(2, timeout=10)
     zeros = torch.zeros
 
     def slow(*given: Any, **named: Any) -> torch.Tensor:
@@ -577,11 +550,7 @@ def test_counters_of_a_stream_are_one_tensor_for_all_threads(monkeypatch: pytest
         return zeros(*given, **named)
 
     monkeypatch.setattr(torch, "zeros", slow)
-    threads = [threading.Thread(target=lambda: found.append(counters.address(like))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = in_threads([lambda: counters.address(like)] * 2)
     monkeypatch.undo()
     assert found == [counters.of_streams[0].data_ptr()] * 2
     monkeypatch.setattr(launch_module, "current_stream", lambda device: stream[0])

@@ -12,6 +12,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +24,15 @@ from torch.utils.checkpoint import checkpoint
 
 import upconv
 from conftest import BARE, assert_equal, needs_gxx
+from situations.processes import in_threads
 from standins import Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
 from test_calls import Dispatch, Function
-from upconv import autograd, convolutions, dispatch, modules, ops, reference
-from upconv.cuda.compile import cache, jit
+from upconv import autograd, convolutions, dispatch, freezing, modules, ops, reference
+from upconv.cuda import weights
+from upconv.cuda.compile import cache
+from upconv.cuda.compile import driver as driver_module
 from upconv.cuda.compile import launch as launch_module
-from upconv.cuda.compile.jit import Kernel
+from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.compile.launch import Counters, Launcher, as_run
 from upconv.replay import calls, native, replays, tape
 
@@ -243,7 +248,7 @@ def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> I
     """Calls on CPU tensors are by the kernels above, and replayed from the fourth on."""
     found = Machine()
     driver = Machine._Driver(found)
-    monkeypatch.setattr(jit, "_driver", lambda: driver)
+    monkeypatch.setattr(driver_module, "bindings", lambda: driver)
     monkeypatch.setattr(launch_module, "current_device", lambda: -1)
     monkeypatch.setattr(launch_module, "current_stream", lambda device: 0)
     monkeypatch.setattr(Kernel, "ready", lambda self, device: None)
@@ -525,16 +530,12 @@ def test_gradients_of_gradients(machine: Machine) -> None:
     x = torch.randn(SIZES[0], dtype=torch.float64, requires_grad=True)
     warm(layer, x)
     assert is_replayed(layer(x))
-
-    out = layer(x)
-    (first,) = torch.autograd.grad(out.pow(2).sum(), x, create_graph=True)
-    found = torch.autograd.grad(first.pow(2).sum(), [x, *layer.parameters()])
-    theirs = nn.ConvTranspose2d(5, 6, 3, 2, 1).double()
+    theirs, found = nn.ConvTranspose2d(5, 6, 3, 2, 1).double(), []
     theirs.load_state_dict(layer.state_dict())
-    (first,) = torch.autograd.grad(theirs(x).pow(2).sum(), x, create_graph=True)
-    wanted = torch.autograd.grad(first.pow(2).sum(), [x, *theirs.parameters()])
-    for a, b in zip(found, wanted):
-        torch.testing.assert_close(a, b)
+    for each in (layer, theirs):
+        (first,) = torch.autograd.grad(each(x).pow(2).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.pow(2).sum(), [x, *each.parameters()]))
+    torch.testing.assert_close(*found)
 
 
 @needs_gxx
@@ -594,6 +595,23 @@ def test_computed_weights_and_layers_that_are_alike(machine: Machine) -> None:
 
 
 @needs_gxx
+def test_a_frozen_layer_is_not_replayed_as_another_that_is_alike(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient ends the promise, since an optimiser may step behind PyTorch's back then."""
+    monkeypatch.setattr(freezing, "_packed_on", lambda weight: True)
+    trained, kept = (upconv.ConvTranspose2d(5, 6, 3, 2, 1) for _ in range(2))
+    x = torch.randn(2, 5, 4, 7)
+    with upconv.frozen(kept.eval()):
+        warm(trained, x)
+        assert is_replayed(trained(x))
+        out = kept(x)
+        assert not is_replayed(out) and weights.is_frozen(kept.weight)
+        out.sum().backward()
+        assert not weights.is_frozen(kept.weight) and is_replayed(kept(x))
+
+
+@needs_gxx
 def test_pytorchs_compiler_of_backwards(machine: Machine) -> None:
     from torch._dynamo import compiled_autograd
 
@@ -633,22 +651,14 @@ def test_threads_replay_at_once(machine: Machine) -> None:
     warm(layer, x)
     given = [torch.randn(SIZES[3]) for _ in range(4)]
     truth = [torch.autograd.grad(layer(each).pow(2).sum(), layer.weight)[0] for each in given]
-    found: dict[int, bool] = {}
 
-    def work(i: int) -> None:
-        same = True
-        for _ in range(20):
-            out = layer(given[i])
-            same &= is_replayed(out)
-            same &= torch.equal(torch.autograd.grad(out.pow(2).sum(), layer.weight)[0], truth[i])
-        found[i] = same
+    def work(x: Tensor) -> list[Tensor]:
+        outs = [layer(x) for _ in range(20)]
+        assert all(map(is_replayed, outs))
+        return [torch.autograd.grad(out.pow(2).sum(), layer.weight)[0] for out in outs]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert found == dict.fromkeys(range(4), True)
+    for found, wanted in zip(in_threads([partial(work, each) for each in given]), truth):
+        assert all(torch.equal(each, wanted) for each in found)
 
 
 @needs_gxx
@@ -743,6 +753,7 @@ def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path: Any, monkeypatch
 HOLDING = f"""{BARE}
 import os, time
 from upconv.cuda.compile import cache
+from upconv.cuda.compile import driver as driver_module
 with cache.alone("key", lambda: False, 60):
     child = os.fork()
     if not child:  # it has the files that are open, the lock's among them
@@ -902,32 +913,37 @@ def test_a_refused_launch_leaves_no_layer_to_python_for_ever(machine: Machine) -
     assert is_replayed(layer(x)), "and is asked at every call again"
 
 
-def test_a_compiler_that_fails_leaves_everything_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho 'no header' >&2\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+    """A process in which nothing was compiled yet, and the compiler is a script."""
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
     for name, value in (("_module", None), ("_builder", None), ("_done", threading.Event()), ("_reason", "")):
         monkeypatch.setattr(native, name, value)
     monkeypatch.setattr(native, "_python_headers", lambda: tmp_path)
     (tmp_path / "Python.h").touch()
+
+    def make(script: str) -> Path:
+        path = tmp_path / "c++"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        return path
+
+    return make
+
+
+def test_a_compiler_that_fails_leaves_everything_in_python(compiler: Callable[[str], Path]) -> None:
+    broken = compiler("echo 'no header' >&2\nexit 3")
     assert native.wait(60) is None and native.hopeless()
     assert native.state() == f"RuntimeError: {broken} returned 3: no header"
 
 
-def test_nobody_waits_for_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_nobody_waits_for_a_compiler_that_hangs(
+    compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """But its thread, which stops it in the end."""
-    hanging = tmp_path / "c++"
-    hanging.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nexec sleep 600\n")
-    hanging.chmod(0o755)
-    monkeypatch.setenv("CXX", str(hanging))
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
-    for name, value in (("_module", None), ("_builder", None), ("_done", threading.Event()), ("_reason", "")):
-        monkeypatch.setattr(native, name, value)
-    monkeypatch.setattr(native, "_python_headers", lambda: tmp_path)
+    compiler(f"echo $$ > {tmp_path / 'pid'}\nexec sleep 600")
     monkeypatch.setattr(native, "_COMPILING_SECONDS", 2.0)
-    (tmp_path / "Python.h").touch()
     begin = time.monotonic()
     assert native.off() is None and native.module() is None and not native.hopeless()
     assert time.monotonic() - begin < 1.5

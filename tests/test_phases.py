@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, needs_gxx, off_16_bytes
+from conftest import Stubs, needs_gxx, needs_nvrtc, off_16_bytes
+from drawn import DTYPES
 from emulator import Emulator, emulator
-from test_gather import DTYPES, needs_nvrtc
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families
 from upconv.cuda.axes import Unfit, any_size
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.pixels import phases
@@ -332,14 +332,14 @@ def test_kernels_compile_without_spills(p: Problem, index: int) -> None:
         choice = replace(choice, tile=list(phases.candidates(p, H200))[index])
     (unit,) = choice.sources()
     code, text, log = jit.built(unit.source, H200.arch, unit.label)
-    found = jit.inspect(code)
+    found = elf.inspect(code)
     assert set(found) == {"pixels", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
     assert all(local == 0 for _, local, _ in found.values()), choice.summary
     types = {"tf32": "f32.tf32.tf32", "bf16": "f32.bf16.bf16", "fp16": "f32.f16.f16"}[p.precision]
     assert set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k\d+\." + re.escape(types), text)) == {
         str(width) for width in choice.tile.widths
     }
-    assert "cp.async.bulk.tensor.5d" in text and jit.serialised(log) is None
+    assert "cp.async.bulk.tensor.5d" in text and nvrtc.serialised(log) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,12 +22,12 @@ import pytest
 import torch
 
 import upconv
-from conftest import assert_accurate, by_turns
+from conftest import assert_accurate, by_turns, needs_nvrtc
+from drawn import DTYPES
 from one_mapped_gpu import operands, poisoned
-from test_gather import DTYPES, check_compiled, needs_nvrtc
 from upconv.bench.suites import SUITES
 from upconv.cuda import engine, prepared
-from upconv.cuda.compile import cache, jit, launch, provisional
+from upconv.cuda.compile import cache, elf, jit, launch, nvrtc, provisional
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import H200
@@ -175,7 +175,7 @@ def test_a_kernel_that_is_gone_is_not_kept(made: Launches) -> None:
 
 def test_a_final_form_that_cannot_be_compiled_is_told_once(made: Launches) -> None:
     def broken() -> None:
-        raise jit.CompileError("NVRTC 99 could not compile it.")
+        raise nvrtc.CompileError("NVRTC 99 could not compile it.")
 
     kernel = Provisional(lambda: made.form("quick"), broken, broken)  # type: ignore[arg-type]
     with pytest.warns(RuntimeWarning, match="keeps its quick form.*NVRTC 99 could not compile it"):
@@ -188,9 +188,9 @@ def test_a_final_form_that_cannot_be_compiled_is_told_once(made: Launches) -> No
 
 def test_a_quick_form_that_cannot_be_compiled_raises(made: Launches) -> None:
     def broken() -> Any:
-        raise jit.CompileError("NVRTC 99 could not compile it.")
+        raise nvrtc.CompileError("NVRTC 99 could not compile it.")
 
-    with pytest.raises(jit.CompileError, match="NVRTC 99"):
+    with pytest.raises(nvrtc.CompileError, match="NVRTC 99"):
         Provisional(broken, lambda: None, lambda: made.form("final"))
     assert made.made == [] and not provisional.pending()
 
@@ -220,7 +220,7 @@ def test_threads_see_either_form(made: Launches, monkeypatch: pytest.MonkeyPatch
 
 ENDS = """
 import sys, time
-from upconv.cuda.compile import provisional
+from upconv.cuda.compile import elf, jit, nvrtc, provisional
 
 provisional._THREADS = 1
 
@@ -265,7 +265,7 @@ def test_what_is_loaded_of_a_unit(cold: Path, monkeypatch: pytest.MonkeyPatch) -
     final, quick = (f'extern "C" __global__ void run() {{ {body} }}\n' for body in ("", ";"))
 
     def kernel(source: str, entry: str, arch: str, label: str, keep: bool) -> str:
-        jit._cubin(source, arch, label, jit._key(source, arch), keep)
+        jit.cubin(source, arch, label, keep)
         loaded.append((label, entry))
         return label
 
@@ -357,8 +357,8 @@ def test_quick_joined_rows_compile_without_spills_to_less_code(case: str) -> Non
     quick = final.quick()
     assert quick is not None
     code, text, log = jit.built(quick.source, H200.arch, quick.label)
-    assert all(local == 0 for _, local, _ in jit.inspect(code).values()) and jit.serialised(log) is None
-    assert 0 < text.count("wgmma.mma_async") < jit.ptx(final.source, H200.arch).count("wgmma.mma_async")
+    assert all(local == 0 for _, local, _ in elf.inspect(code).values()) and nvrtc.serialised(log) is None
+    assert 0 < text.count("wgmma.mma_async") < jit.built(final.source, H200.arch, ptx=True).ptx.count("wgmma.mma_async")
 
 
 def test_only_long_code_has_a_quick_form() -> None:
@@ -377,8 +377,10 @@ def test_quick_forms_compile_without_spills_to_less_code(case: str) -> None:
     choice = chosen(case)
     assert choice.quick is not None
     quick, final = choice.quick.sources()[0], choice.sources()[0]
-    text = check_compiled(choice.quick.tiling, quick.source, "90a")
-    assert text.count("wgmma.mma_async") * 2 <= jit.ptx(final.source, "90a").count("wgmma.mma_async")
+    code, text, log = jit.built(quick.source, "90a", quick.label)
+    assert all(local == 0 for _, local, _ in elf.inspect(code).values()) and nvrtc.serialised(log) is None
+    final_ptx = jit.built(final.source, "90a", ptx=True).ptx
+    assert 0 < text.count("wgmma.mma_async") * 2 <= final_ptx.count("wgmma.mma_async")
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

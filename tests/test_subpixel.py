@@ -9,12 +9,12 @@ import re
 import pytest
 import torch
 
-from conftest import Stubs, precision_by_turns, spread_by_precision
-from test_gather import DTYPES, needs_nvrtc
+from conftest import Stubs, needs_nvrtc, precision_by_turns, spread_by_precision
+from drawn import DTYPES
 from upconv.bench.suites import SUITES
 from upconv.cuda import families, family
 from upconv.cuda.axes import Unfit
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.pixels import subpixel
 from upconv.problem import Precision, Problem
@@ -137,12 +137,12 @@ def test_kernels_compile_without_spills_of_note(p: Problem) -> None:
     for t in spread_by_precision(list(subpixel.candidates(p, H200)), p.precision):
         (unit,) = subpixel.Choice(t, p, H200, 0.0, "").sources()
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
-        found = jit.inspect(code)
+        found = elf.inspect(code)
         assert set(found) == {"pixels", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
         assert all(local <= 16 for _, local, _ in found.values()), t
         types = {"tf32": "f32.tf32.tf32", "bf16": "f32.bf16.bf16", "fp16": "f32.f16.f16"}[p.precision]
         assert set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k\d+\." + re.escape(types), text)) == {str(t.columns)}
-        assert "cp.async.bulk.tensor" in text and jit.serialised(log) is None
+        assert "cp.async.bulk.tensor" in text and nvrtc.serialised(log) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,13 +10,14 @@ from itertools import product
 import pytest
 import torch
 
-from conftest import Stubs, by_turns, off_16_bytes
-from test_gather import DTYPES, PASSES, needs_nvrtc
+from conftest import Stubs, by_turns, needs_nvrtc, off_16_bytes
+from drawn import DTYPES
+from drawn import FORWARD_LIKE as PASSES
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families
 from upconv.cuda.axes import Unfit, any_size
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.family import weighed
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, B200, H200
@@ -171,14 +172,14 @@ def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
     assert isinstance(choice, sweep.Choice)
     (unit,) = choice.sources()
     code, text, log = jit.built(unit.source, H200.arch, unit.label)
-    found = jit.inspect(code)
+    found = elf.inspect(code)
     assert set(found) == {"sweep", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
     assert all(local == 0 for _, local, _ in found.values()), choice.summary
     types = {"tf32": "f32.tf32.tf32", "bf16": "f32.bf16.bf16", "fp16": "f32.f16.f16"}[p.precision]
     assert set(re.findall(r"wgmma\.mma_async\S*\.(m64n\d+)k\d+\." + re.escape(types), text)) == {
         f"m64n{choice.tile.columns}"
     }
-    assert "cp.async.bulk.tensor" in text and jit.serialised(log) is None
+    assert "cp.async.bulk.tensor" in text and nvrtc.serialised(log) is None
 
 
 def test_it_is_among_the_families() -> None:

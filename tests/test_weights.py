@@ -142,6 +142,11 @@ def _assigned(model: Model) -> None:
     model.load_state_dict(state, assign=True)
 
 
+def _loaded_in_inference_mode(model: Model) -> None:
+    with torch.inference_mode():
+        _loaded(model)
+
+
 def _trained_for_a_moment(model: Model) -> None:
     model.train()
     model.eval()
@@ -160,8 +165,12 @@ def _stepped(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", (_loaded, _assigned, _trained_for_a_moment, _initialised, _stepped, nn.Module.double, nn.Module.half)
-)
+    "change",
+    (
+        _loaded, _assigned, _trained_for_a_moment, _initialised, _stepped, nn.Module.double, nn.Module.half,
+        _loaded_in_inference_mode, upconv.restore,
+    ),
+)  # fmt: skip
 def test_what_pytorch_can_see_ends_the_promise(change: Callable[[Model], object], packing: None) -> None:
     model = upconv.freeze(ours().eval())
     model.eval()

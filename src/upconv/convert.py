@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
-from upconv import modules, planner
+from upconv import freezing, modules, planner
 from upconv.cuda import engine
 from upconv.problem import PRECISIONS, Layout, Problem
 from upconv.replay import native, replays
@@ -85,7 +85,7 @@ def _mark(module: nn.Module) -> None:
 
 
 def restore(model: Model, *, report: Report | None = None) -> Model:
-    """Undoes `accelerate`, in place: PyTorch computes the modules again.
+    """Undoes `accelerate`, in place: PyTorch computes the modules again. It ends their promise to be frozen too.
 
     The forward that `accelerate` gave torch.nn's classes stays; it calls PyTorch's for modules without the mark.
 
@@ -99,6 +99,7 @@ def restore(model: Model, *, report: Report | None = None) -> Model:
     modules.require(model, "restore")
     for names, module in modules_of(model, nn.Module):
         if vars(module).pop(modules.MARK, False):
+            freezing.thaw(module)
             _say(report, f"{' = '.join(names)}: restored")
     return model
 

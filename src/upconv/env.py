@@ -17,7 +17,7 @@ import torch
 import upconv
 from upconv import dispatch, planner
 from upconv.cuda import gpu
-from upconv.cuda.compile import cache, jit
+from upconv.cuda.compile import cache, nvrtc
 from upconv.replay import native
 
 Value = str | int | float | bool | None
@@ -200,7 +200,7 @@ def report() -> dict[str, dict[str, object]]:
                     "load_average": _load,
                     "commit": commit,
                     "package": lambda: str(_package_folder()),
-                    "cuda_compiler": lambda: jit.unavailable() or "available",
+                    "cuda_compiler": lambda: nvrtc.unavailable() or "available",
                     "native_host": native.state,
                 }
             )

@@ -107,11 +107,18 @@ def _forward_of(base: Any) -> Any:
         theirs = base.forward
         if theirs is not known and theirs is not _installed.get(base):
             return theirs(self, input, output_size)
-        if isinstance(input, fx.Proxy) and isinstance(input.tracer, fx.Tracer) and input.tracer.root is not self:
+        if isinstance(input, fx.Proxy) and _is_leaf(self, input.tracer, forward):
             return _leaf(self, input, output_size)
         return _transposed(self, stock, called, input, output_size)
 
     return forward
+
+
+def _is_leaf(module: nn.Module, tracer: object, forward: object) -> bool:
+    """Whether a graph may call the module: only if that is what is traced, this forward and nothing around it."""
+    alone = type(module).forward is forward and "forward" not in vars(module)
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return isinstance(tracer, fx.Tracer) and tracer.root is not module and alone and not hooked
 
 
 def _leaf(module: nn.Module, input: fx.Proxy, output_size: Any) -> fx.Proxy:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from upconv import autograd, dispatch, refusals
-from upconv.cuda import engine
+from upconv.cuda import engine, weights
 from upconv.dispatch import PLAIN, TORCH, IntOrInts, forget_plans
 from upconv.refusals import strict
 from upconv.replay import calls, replays
@@ -112,7 +112,9 @@ def repeated(
     ``plain``: whether it is a plain convolution.
     """
     host = replays.host
-    if host is not None and not engine._collectors:
+    # Whoever computes a frozen weight's gradient ends the promise, of which a replay knows nothing.
+    frozen = weights.frozen and type(weight) in PLAIN and weights.is_frozen(weight)
+    if host is not None and not engine._collectors and not frozen:
         out: Tensor | None = host.replay(
             plain, input, weight, bias, rank, stride, padding, output_padding, groups, dilation
         )

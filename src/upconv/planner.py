@@ -135,13 +135,13 @@ def device_of(device: torch.device) -> Device:
 @lru_cache(maxsize=64)
 def cuda_device(index: int) -> Device:
     """A CUDA device as the planner sees it, with the reason why upconv's kernels cannot run on it if they cannot."""
-    from upconv.cuda.compile import jit
+    from upconv.cuda.compile import nvrtc
 
     if not torch.cuda.is_available():
         return Device("cuda", unavailable="PyTorch finds no CUDA device")
     if getattr(torch.version, "hip", None) is not None:
         return Device("cuda", unavailable="upconv's kernels are CUDA, and this PyTorch is built for ROCm")
-    return Device("cuda", gpu=gpu.gpu(index), unavailable=jit.unavailable())
+    return Device("cuda", gpu=gpu.gpu(index), unavailable=nvrtc.unavailable())
 
 
 def cpu_device() -> Device:

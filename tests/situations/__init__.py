@@ -87,14 +87,6 @@ class Situation:
     def name(self) -> str:
         return self.run.__name__
 
-    @property
-    def link(self) -> str:
-        """The source's address."""
-        if self.source.startswith("http"):
-            return self.source
-        repository, number = self.source.split("#")
-        return f"https://github.com/{repository}/issues/{number}"
-
 
 TABLE: list[Situation] = []
 

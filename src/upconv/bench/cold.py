@@ -18,7 +18,7 @@ from upconv.bench import latency
 from upconv.bench.latency import Latency, Value
 from upconv.bench.suites import SUITES, Case
 from upconv.bench.uncached import no_caches, with_flags
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.launches import Unit
 from upconv.problem import LAYOUTS, Layout, Pass, Precision
 
@@ -62,7 +62,7 @@ def of_kernels(
     where: planner.Device, device: torch.device, cases: Sequence[Case], progress: Callable[[str], object]
 ) -> Latency:
     """`measure`, for the kernels of any GPU that a planner's device has; they are loaded on a CUDA ``device`` alone."""
-    reason = jit.unavailable()
+    reason = nvrtc.unavailable()
     if reason is not None or where.gpu is None:
         raise RuntimeError(reason or f"{device} is no GPU that kernels are compiled for")
     rows = _rows(where, where.gpu.arch, device, cases, progress)
@@ -86,7 +86,7 @@ def _rows(
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, mp_context=context) as process:
                 given = [(texts[unit], unit.entries[-1], unit.label) for unit in units]
-                loaded = dict(zip(units, process.submit(_loads, given, arch, str(device), jit._FLAGS).result()))
+                loaded = dict(zip(units, process.submit(_loads, given, arch, str(device), nvrtc.FLAGS).result()))
     for row, of in waits.items():
         longest = [max((took[unit] for unit in of.get(pass_, [])), default=None) for pass_ in _PASSES]
         behind = max((took[unit] for unit in final[row] if unit not in awaited), default=None)
@@ -153,9 +153,7 @@ def _loads(kernels: Sequence[tuple[str, str, str]], arch: str, device: str, flag
     jit.kernel(first[0], first[1], arch, first[2])  # libraries that a process loads once
     found = []
     for source, entry, label in kernels:
-        jit._kernels.clear()
-        jit._cubins.clear()
-        jit._libraries.clear()
+        jit.forget()
         begin = time.perf_counter()
         jit.kernel(source, entry, arch, label)
         found.append(time.perf_counter() - begin)

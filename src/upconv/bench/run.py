@@ -392,10 +392,10 @@ def compile_ahead(
     What no family can plan or NVRTC compile is left to the row that needs it, which says so. Of a gradient also the
     forward ahead of it is compiled.
     """
-    from upconv.cuda.compile import jit
+    from upconv.cuda.compile import jit, nvrtc
 
     where = planner.device_of(device)
-    if jit.unavailable() is not None or where.gpu is None:
+    if nvrtc.unavailable() is not None or where.gpu is None:
         return 0
     arch, found = where.gpu.arch, dict[tuple[str, str], str]()
     for job in todo:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import jit, nvrtc
 
 NO_CACHE = "--no-cache"
 
@@ -20,7 +20,7 @@ def no_caches() -> Iterator[None]:
     ``CUDA_CACHE_DISABLE`` helps; an option does (docs/experiments.md).
     """
     before = {name: os.environ.get(name) for name in ("UPCONV_CACHE_DIR", "UPCONV_CACHE")}
-    flags: tuple[str, ...] = jit._FLAGS
+    flags: tuple[str, ...] = nvrtc.FLAGS
     with tempfile.TemporaryDirectory(prefix="upconv-cold-") as folder:
         os.environ["UPCONV_CACHE_DIR"] = folder
         os.environ.pop("UPCONV_CACHE", None)
@@ -38,13 +38,13 @@ def no_caches() -> Iterator[None]:
 
 def _has_option() -> bool:
     """Whether NVRTC has a cache of its own, and an option to do without; older ones have neither."""
-    if jit.unavailable() is not None:
+    if nvrtc.unavailable() is not None:
         return False
-    flags: tuple[str, ...] = jit._FLAGS
+    flags: tuple[str, ...] = nvrtc.FLAGS
     with_flags((*flags, NO_CACHE))
     try:
         jit.built("", "80")
-    except jit.CompileError:
+    except nvrtc.CompileError:
         return False
     finally:
         with_flags(flags)
@@ -53,4 +53,4 @@ def _has_option() -> bool:
 
 def with_flags(flags: tuple[str, ...]) -> None:
     """Has NVRTC compile by these, which are part of a kernel's key."""
-    vars(jit)["_FLAGS"] = flags
+    nvrtc.FLAGS = flags

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.compile.launch import Counters, Launcher, Launches, TooManyBlocks, as_run, bind
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gpu import gpu as gpu_of
@@ -61,8 +61,8 @@ def loaded(launch: Launch, letters: str, device: int) -> Launches:
         return of(quick)
     try:
         return Provisional(lambda: of(quick), lambda: jit.cubin(unit.source, arch, unit.label), lambda: of(unit))
-    except jit.CompileError as error:
-        jit._tell(f"{unit.label} has no quick form: {error}")
+    except nvrtc.CompileError as error:
+        jit.tell(f"{unit.label} has no quick form: {error}")
         return of(unit)
 
 

@@ -129,7 +129,7 @@ def thaw(weight: Tensor) -> None:
 
 def is_frozen(weight: Tensor) -> bool:
     """Whether the promise for a weight holds, as far as PyTorch can tell."""
-    return bool(frozen) and _held(weight) is not None
+    return bool(frozen) and torch._C._has_storage(weight) and _held(weight) is not None
 
 
 def _held(weight: Tensor) -> Frozen | None:

@@ -117,7 +117,7 @@ def state() -> str:
 def _tell(line: str) -> None:
     from upconv.cuda.compile import jit
 
-    jit._tell(line)
+    jit.tell(line)
 
 
 def _start() -> None:

@@ -150,11 +150,12 @@ def layer(
 
 def _context(index: int) -> int:
     """A device's primary context, for a thread in which PyTorch has called nothing yet; 0 where there is none."""
-    from upconv.cuda.compile import jit
 
     try:
-        driver = jit._driver()
-        return int(jit._drive(driver.cuDevicePrimaryCtxRetain, jit._drive(driver.cuDeviceGet, index)))
+        from upconv.cuda.compile import driver
+
+        cuda = driver.bindings()
+        return int(driver.drive(cuda.cuDevicePrimaryCtxRetain, driver.drive(cuda.cuDeviceGet, index)))
     except Exception:  # each release of the bindings has its own for a driver that is not there
         return 0
 
@@ -169,9 +170,9 @@ def _tape(module: Any, what: str, run: tape.Pass, operands: Sequence[Tensor | No
         with torch.no_grad(), torch.autocast("cuda", enabled=False), on:
             return tape.record(run, operands, like, module.blob).packed(module.number)
     except tape.NoTape as reason:
-        jit._tell(f"native: {what} stays in Python: {reason}")
+        jit.tell(f"native: {what} stays in Python: {reason}")
     except Exception as error:  # whatever a dry run meets, the pass itself was computed
-        jit._tell(f"native: {what} stays in Python: {type(error).__name__}: {error}")
+        jit.tell(f"native: {what} stays in Python: {type(error).__name__}: {error}")
     return None
 
 

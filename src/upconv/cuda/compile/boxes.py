@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import driver
 from upconv.cuda.gpu import MAX_BOX
 
 Five = tuple[int, int, int, int, int]
@@ -155,32 +155,32 @@ def encode(
 
     Errors: RuntimeError with CUDA's error, for what the engine does not take.
     """
-    driver: Any = jit._driver()
-    types = driver.CUtensorMapDataType
+    cuda: Any = driver.bindings()
+    types = cuda.CUtensorMapDataType
     kind = {
         torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 if rounded else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     }[dtype]
-    swizzles = driver.CUtensorMapSwizzle
+    swizzles = cuda.CUtensorMapSwizzle
     swizzle = {
         0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
         32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
         64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
         128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
     }[span]
-    made = jit._drive(
-        driver.cuTensorMapEncodeTiled,
+    made = driver.drive(
+        cuda.cuTensorMapEncodeTiled,
         kind,
         5,
         address + tensor.begin,
-        [driver.cuuint64_t(n) for n in tensor.dims],
-        [driver.cuuint64_t(n) for n in tensor.strides],
-        [driver.cuuint32_t(n) for n in box],
-        [driver.cuuint32_t(n) for n in steps],
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        [cuda.cuuint64_t(n) for n in tensor.dims],
+        [cuda.cuuint64_t(n) for n in tensor.strides],
+        [cuda.cuuint32_t(n) for n in box],
+        [cuda.cuuint32_t(n) for n in steps],
+        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzle,
-        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{promotion}B"),
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        getattr(cuda.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{promotion}B"),
+        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return struct.pack("<16Q", *(int(word) for word in made.opaque))

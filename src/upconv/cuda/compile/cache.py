@@ -1,7 +1,7 @@
 """Compiled kernels on disk: one file per kernel, private to the user, checked on every read, read without locks.
 
-An entry is ``<key>.cubin``: the cubin, JSON that describes it (key, target, label, macros, NVRTC version, seconds), the
-JSON's length, a digest of both and a mark. So an entry is published by a single ``os.replace``, and tools for cubins
+An entry is ``<key>.cubin``: the cubin, JSON that describes it (key, target, label, constants, NVRTC version, seconds),
+the JSON's length, a digest of both and a mark. So an entry is published by one ``os.replace``, and tools for cubins
 still read it. ``<key>.cu`` beside it is the source, for people. ``<key>.so`` is a library for the host, sealed alike
 (`kept_library`).
 
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from upconv import forks
+from upconv.cuda.compile.elf import arch_number
 from upconv.cuda.compile.trust import insecure
 
 _MARK = b"upconv01"
@@ -144,15 +145,6 @@ def _warn(folder: Path | None, reason: str) -> None:
 
 
 # --- entries ---------------------------------------------------------------------------------------------------------
-
-
-def arch_number(cubin: bytes) -> int | None:
-    """The ``sm_`` number in a cubin's ELF header, or None when it is no cubin."""
-    if len(cubin) < 64 or cubin[:4] != b"\x7fELF" or cubin[18:20] != b"\xbe\x00":  # EM_CUDA is 190
-        return None
-    flags = int.from_bytes(cubin[48:52], "little")
-    # CUDA 13 writes OS ABI 0x41 and has the number in the second byte; before, it was 0x33 and the first byte.
-    return flags >> 8 & 0xFF if cubin[7] == 0x41 else flags & 0xFF
 
 
 def _seal(key: str, cubin: bytes, meta: dict[str, Any]) -> bytes:

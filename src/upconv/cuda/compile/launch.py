@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 
 from upconv import forks
-from upconv.cuda.compile import jit
-from upconv.cuda.compile.jit import Kernel
+from upconv.cuda.compile import driver, jit
+from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.gpu import current_device, current_stream, gpu
 
 # Each argument has a slot of 8 bytes, so that all are aligned; the driver reads as many of them as the type has.
@@ -42,11 +42,11 @@ def bind(device: int) -> None:
     """Makes a device's primary context the calling thread's.
 
     A thread in which PyTorch has called nothing yet (as those that run backward) has none; PyTorch's own calls would
-    make it. Errors: those of ``jit._drive``.
+    make it. Errors: those of `driver.drive`.
     """
-    driver = jit._driver()
-    context = jit._drive(driver.cuDevicePrimaryCtxRetain, jit._drive(driver.cuDeviceGet, device))
-    jit._drive(driver.cuCtxSetCurrent, context)
+    cuda = driver.bindings()
+    context = driver.drive(cuda.cuDevicePrimaryCtxRetain, driver.drive(cuda.cuDeviceGet, device))
+    driver.drive(cuda.cuCtxSetCurrent, context)
 
 
 class Notes(Protocol):
@@ -156,13 +156,13 @@ class Launcher:
         self._struct = struct.Struct("<" + "".join(_CODES.get(run, f"{8 * (len(run) - 2)}s") for run in runs))
         self._local = threading.local()
         self._ready: set[int] = set()
-        driver = jit._driver()
-        self._launch = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
+        cuda = driver.bindings()
+        self._launch = cuda.cuLaunchCooperativeKernel if cooperative else cuda.cuLaunchKernel
         self._shape = 1, 1, block, 1, 1, shared  # of a launch's arguments behind the grid
         self._rest = () if cooperative else (0,)  # and the last
-        self._launch_ex = driver.cuLaunchKernelEx
-        self._function = driver.CUfunction(kernel.handle)
-        self._stream_type = driver.CUstream
+        self._launch_ex = cuda.cuLaunchKernelEx
+        self._function = cuda.CUfunction(kernel.handle)
+        self._stream_type = cuda.CUstream
 
     def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
         """Launches ``grid`` blocks on PyTorch's current stream of the device, with ``args`` in the parameters' order.
@@ -207,16 +207,16 @@ class Launcher:
         Errors: RuntimeError from the driver.
         """
         self.kernel.ready(device)
-        driver = jit._driver()
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cuda = driver.bindings()
+        attribute = cuda.CUlaunchAttribute()
+        attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         attribute.value.clusterDim.x = blocks
         attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
         config = self._described(attribute)
         config.gridDimX = blocks
         bind(device)
-        error, found = driver.cuOccupancyMaxActiveClusters(self._function, config)
-        if error == driver.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
+        error, found = cuda.cuOccupancyMaxActiveClusters(self._function, config)
+        if error == cuda.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
             return 0
         if error:
             raise RuntimeError(f"cuOccupancyMaxActiveClusters returned {getattr(error, 'name', error)}")
@@ -234,9 +234,9 @@ class Launcher:
         """How a dependent is launched; one for each thread."""
         config = getattr(self._local, "config", None)
         if config is None:
-            driver = jit._driver()
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            cuda = driver.bindings()
+            attribute = cuda.CUlaunchAttribute()
+            attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             config = self._local.config = self._described(attribute)
         config.gridDimX, config.hStream = grid, stream
@@ -244,15 +244,15 @@ class Launcher:
 
     def _described(self, attribute: Any) -> Any:
         """A launch with one attribute, but for its grid and stream."""
-        config = jit._driver().CUlaunchConfig()
+        config = driver.bindings().CUlaunchConfig()
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.blockDimX, config.sharedMemBytes = self.block, self.shared
         config.attrs, config.numAttrs = [attribute], 1
         return config
 
     def _failed(self, error: Any, device: int, grid: int, stream: Any, pointers: int) -> None:
-        driver = jit._driver()
-        results = driver.CUresult
+        cuda = driver.bindings()
+        results = cuda.CUresult
         if error == results.CUDA_ERROR_INVALID_CONTEXT:
             bind(device)
             (error,) = self._launch(self._function, grid, *self._shape, stream, pointers, *self._rest)

@@ -69,7 +69,7 @@ class Provisional:
         One that NVRTC rejects is told of in a warning, and the quick form stays. Errors: the driver's; the next call
         tries again.
         """
-        from upconv.cuda.compile.jit import CompileError
+        from upconv.cuda.compile.nvrtc import CompileError
 
         with self._settling:
             if self._compiled is None:

@@ -18,7 +18,7 @@ import torch
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Tensor5, channels_last, dense, of_class
+from upconv.cuda.compile.boxes import Tensor5, channels_last, of_class
 from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
@@ -43,7 +43,6 @@ from upconv.cuda.wgrad.wgrad_costs import (
     alone,
     boxed,
     clustered,
-    hands_over,
     least,
     together,
     whole,
@@ -91,9 +90,7 @@ class Choice(family.Defaults):
         gapless = isinstance(t, WarpgroupTiling) and t.gapless
         shape += f" of {gapless} without gaps" if gapless else ""
         adding = ""
-        if self.hands_over:
-            adding = " of blocks that hand over half of their sums"
-        elif self.cluster > 1:
+        if self.cluster > 1:
             adding = f" in clusters of {self.cluster} that add up their sums"
         elif self.together:
             adding = " of blocks that add up their sums"
@@ -112,12 +109,6 @@ class Choice(family.Defaults):
         return clustered(self.tiling, self.splits, self.gpu)
 
     @property
-    def hands_over(self) -> bool:
-        """Whether the blocks of two splits exchange sums while they multiply: all at once or, in a graph that is
-        captured, as a `cluster`, to the same bits. Two steps give other bits."""
-        return hands_over(self.tiling, self.splits, self.gpu)
-
-    @property
     def together(self) -> bool:
         """Whether the splits' blocks, which are no cluster, may add up their sums: all run at once."""
         return together(self.tiling, self.splits, self.gpu)
@@ -131,7 +122,7 @@ class Choice(family.Defaults):
         """What NVRTC must compile; the same for all input sizes that share the tile (and are cut into as few splits).
 
         The first has both steps; the second, where there is a `cluster` or they add up `together` or are `alone`, needs
-        one; so does the third, where the cluster `hands_over` and all blocks run at once.
+        one.
         """
         p, t = self.problem, self.tiling
         label = f"wgrad {str(p).split(' on ')[0]} {p.precision} {p.layout}"
@@ -139,11 +130,8 @@ class Choice(family.Defaults):
         if not isinstance(t, WarpgroupTiling) or not (self.cluster > 1 or self.together or self.alone):
             return (steps,)
         kind = "alone" if self.alone else "together" if self.together else f"by clusters of {self.cluster}"
-        ways = {"cluster": self.cluster, "together": self.together, "alone": self.alone, "handover": self.hands_over}
-        one = one_step(f"{label} {kind}", t, **ways)
-        if not self.hands_over:
-            return steps, one
-        return steps, one, one_step(f"{label} together", t, together=True, handover=True)
+        ways = {"cluster": self.cluster, "together": self.together, "alone": self.alone}
+        return steps, one_step(f"{label} {kind}", t, **ways)
 
     # --- launches -----------------------------------------------------------------------------------------------------
 
@@ -152,14 +140,11 @@ class Choice(family.Defaults):
         return self.problem.dtype.itemsize == 2
 
     def on(self, device: int) -> Choice:
-        """Two steps where clusters take more waves of blocks, on a part of a GPU, say: they add up in the same order.
-
-        Pairs that hand over may take turns: two steps would give other bits.
-        """
+        """Two steps where clusters take more waves of blocks, as on a part of a GPU: they add up in the same order."""
         found = self
-        if (self.together or self.hands_over) and gpu_of(device).multiprocessors < self.grid:
+        if self.together and gpu_of(device).multiprocessors < self.grid:
             found = replace(found, at_once=False)
-        if self.cluster > 1 and not self.hands_over:
+        if self.cluster > 1:
             unit, t = self.sources()[1], self.tiling
             kernel = jit.kernel(unit.source, unit.entries[0], gpu_of(device).arch, unit.label)
             clusters = Launcher(kernel, t.threads, t.shared_bytes, "").clusters(device, self.cluster)
@@ -173,9 +158,9 @@ class Choice(family.Defaults):
 
     def launches(self, given: Given) -> tuple[Launch, ...]:
         units = self.sources()
-        if (self.together or self.hands_over) and self.at_once and given.lasting:
+        if self.together and self.at_once and given.lasting:
             return (self._one_step(units[-1], given, together=True),)
-        if self.alone or self.hands_over or (self.cluster > 1 and self.clusters):
+        if self.alone or (self.cluster > 1 and self.clusters):
             return (self._one_step(units[1], given),)
         return self._two_steps(units[0], given)
 
@@ -184,11 +169,8 @@ class Choice(family.Defaults):
         t, p = self.tiling, self.problem
         assert isinstance(t, WarpgroupTiling)
         sums = counters = NULL
-        if together or self.hands_over:
-            each = t.handed_bytes if self.hands_over else t.sums_bytes
-            sums = Pointer(Scratch("sums", self.grid * each))
         if together:
-            counters = Pointer(Zeros(2 * t.tiles))
+            sums, counters = Pointer(Scratch("sums", self.grid * t.sums_bytes)), Pointer(Zeros(2 * t.tiles))
         single = given.single or p.dtype is torch.float32
         pointers = self._gradient, Pointer("result"), sums, counters
         arguments = (*pointers, *self._sizes, *self._to(given), Int(int(single)), *self._maps)
@@ -269,18 +251,10 @@ def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
     """The tensors that a tiling's boxes of the input (or of the output's gradient ``g``) are cut from."""
     size = p.out_size if g else p.size
     channels = p.out_channels if g else p.in_channels
-    if t.x_one_box and not g:
-        w, pixels = size[-1], math.prod(size)
-        pitch = channels * t.element
-        # Strides need not grow: the engine asks for multiples of 16 bytes.
-        dims = t.x_width, w, pixels // w, p.batch, channels // t.x_width
-        return (Tensor5(0, dims, (pitch, w * pitch, pixels * pitch, t.x_width * t.element)),)
     if t.channels_last:
         return (channels_last(p.batch, channels, size, t.element, p.batch_as_width),)
     if t.lines and not g:
         size = (*size[:-2], 1, size[-2] * size[-1])
-    if t.lined and g:
-        return (dense((t.line, size[0] // t.line, channels, 1, p.batch), t.element),)
     of_rows, of_channels = t.classes if g else (1, 1)
     return tuple(
         of_class(p.batch, channels, size, t.element, (of_rows, j), (of_channels, k)).channels_second()
