@@ -24,9 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 import upconv
 from conftest import BARE, assert_equal, needs_gxx
+from situations.observers import Listing as Dispatch
+from situations.observers import Names as Function
 from situations.processes import in_threads
 from standins import Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
-from test_calls import Dispatch, Function
 from upconv import autograd, convolutions, dispatch, freezing, modules, ops, reference
 from upconv.cuda import weights
 from upconv.cuda.compile import cache
