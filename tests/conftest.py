@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-# Before NumPy's first import: as PyTorch's (below), its threads wait for each other at these small products and for the
-# cores of other workers. The interpreters of test_wgrad.py took 70 s of processor time with two threads, 30 with one.
+# Before NumPy's first import: as PyTorch's (below), its threads wait for each other and for other workers' cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
@@ -34,7 +34,7 @@ from upconv import autograd, cpu, dispatch, planner
 from upconv.cuda import engine
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import cache as cubins
-from upconv.cuda.compile import jit, launch
+from upconv.cuda.compile import jit, launch, nvrtc
 from upconv.cuda.gpu import H200, gpu
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Precision, Problem
@@ -122,15 +122,6 @@ extern "C" __global__ void nans(int words) {
   for (int i = threadIdx.x; i < words; i += blockDim.x) memory[i] = 0x7fffffffu;
 }
 """
-LAUNCHED_HERE = [
-    "test_batches",
-    "test_direct",
-    "test_gather_beside",
-    "test_gather_clusters",
-    "test_relayout",
-    "test_unshuffle",
-]
-"""Beside the modules of kernels on a GPU, ``test_*_gpu``, those that launch some family's themselves."""
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +131,7 @@ def _shared_memory_of_nans(request: pytest.FixtureRequest, monkeypatch: pytest.M
     Else a kernel that reads what nobody brought finds what an earlier launch left there, maybe its own right numbers.
     """
     name = request.node.path.stem
-    if not request.node.get_closest_marker("gpu") or not (name.endswith("_gpu") or name in LAUNCHED_HERE):
+    if not request.node.get_closest_marker("gpu") or not name.endswith("_gpu"):
         return
     launch_it = launch.Launcher.__call__
 
@@ -390,18 +381,12 @@ def each_plan(request: pytest.FixtureRequest) -> Iterator[list[Problem]]:
         yield forced
 
 
-def instance_header(file: str, constants: dict[str, Any], kernel: str) -> str:
-    """A kernel's templates for a C++ compiler without ``ptx.cuh``, with K, their instance of the constants."""
-    texts = "\n".join(jit.with_includes(file, {"ptx.cuh"}))
-    names = f"using K = {kernel}<Config>;\nstatic const int THREADS = K::THREADS;\n"
-    return f"{jit.struct_of(jit.CONFIG, constants)}\n{texts}\n{names}"
-
-
 # --- kernels without a GPU, graphs with one --------------------------------------------------------------------------
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
     """Puts these in the place of what modules of kernels import by the names (their launchers, their tensor maps)."""
+    import_module("upconv.cuda.prepared")  # which families import late
     for module in [one for name, one in sys.modules.items() if name.startswith("upconv.cuda.")]:
         if not module.__name__.startswith("upconv.cuda.compile."):
             for name in names.keys() & vars(module).keys():
@@ -628,6 +613,7 @@ def spread_by_precision(every: list[Any], precision: Precision, most: int = 2) -
 
 # --- kernels on the host ---------------------------------------------------------------------------------------------
 
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 HOST = Path(__file__).parent / "host"
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -638,22 +624,6 @@ def _gxx(*arguments: str) -> None:
     linker = ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()  # 0.1 s less of a program's 0.5
     done = subprocess.run(["g++", *flags, *linker, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
-
-
-@cache
-def _standard_headers() -> tempfile.TemporaryDirectory[str]:
-    """``host/standard.h``, compiled: of the 0.7 s that a program takes the standard library's headers are 0.4."""
-    folder = tempfile.TemporaryDirectory()
-    shutil.copy(HOST / "standard.h", folder.name)
-    _gxx("-x", "c++-header", f"{folder.name}/standard.h", "-o", f"{folder.name}/standard.h.gch")
-    return folder
-
-
-def host_program(main: Path, folder: Path) -> Path:
-    """A program that runs parts of a kernel on the host, from its ``main`` and headers in ``folder`` or ``host``."""
-    made = folder / main.stem
-    _gxx("-include", f"{_standard_headers().name}/standard.h", f"-I{folder}", f"-I{HOST}", str(main), "-o", str(made))
-    return made
 
 
 # All libraries of a process share an exported template's static array, which has the size of the first library's.

@@ -111,7 +111,7 @@ def gather_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     if classes is None:
         return None
     searches: list[dict[str, Any]] = [{"classes": classes}, {"classes": classes, "wgmma": False}, {"size": p.size}]
-    searches += [{"size": p.size, "beside": True}, {"classes": classes, "scarce": True}]
+    searches.append({"size": p.size, "beside": True})
     searches += [{"classes": classes, "drained": True}] if gather_search.drains(p) else []
     searches += [{"classes": classes, "shuffle": way} for way in ways(any_size(p))]
     tiling = one_of(rng, gather_search.candidates(any_size(p), gpu, **rng.choice(searches)))
@@ -161,7 +161,7 @@ def phases_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
 
 def wgrad_tilings(p: Problem, gpu: Gpu) -> list[SyncTiling | WarpgroupTiling]:
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
     return list(wgrad_search.candidates(wgrad_search.any_size(p), gpu, aligned, aligned_g, *of_size))
 
 
@@ -207,21 +207,27 @@ def relayout_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     return None if isinstance(inner, str) else relayout.Choice(inner, p, 1e-5)
 
 
+def of_the_same_bytes(rng: random.Random, p: Problem, other: str) -> Problem:
+    """The layer, mostly changed so that it has another problem of this name (`upconv.problem`)."""
+    zeros, ones = (0,) * p.rank, (1,) * p.rank
+    bare: dict[str, Any] = {"padding": zeros, "output_padding": zeros, "dilation": ones}
+    bare = {} if rng.random() < 0.3 else bare
+    changes: dict[str, dict[str, Any]] = {
+        "abreast": {"layout": "channels_last"},
+        "flat": {**bare, "size": ones, "groups": 1, "bias": False, "layout": "nchw"},
+    }
+    return p.with_(**changes[other])
+
+
 def batches_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     """Of another problem whose tensors are the same bytes (`batches`): with the layer's own."""
-    other = rng.choice(("abreast", "stacked", "in_a_row", "flat"))
-    zeros, ones = (0,) * p.rank, (1,) * p.rank
-    bare = p.with_(padding=zeros, output_padding=zeros, dilation=ones)
-    if other == "abreast":
-        p = p.with_(layout="channels_last")
-    elif other == "stacked":
-        p = bare.with_(kernel=p.stride, layout="channels_last")
-    elif other == "in_a_row":
-        p = bare.with_(kernel=ones, stride=ones)
-    else:
-        p = bare.with_(size=ones, groups=1, bias=False, layout="nchw")
+    other = rng.choice(("abreast", "flat"))
+    try:
+        p = of_the_same_bytes(rng, p, other)
+    except ValueError:  # no output
+        return None
     q: Problem | None = getattr(p, other)
-    if q is None or (other == "stacked" and p.pass_ == "grad-weight"):
+    if q is None:
         return None
     kind = WarpgroupTiling if gpu.arch == "90a" else SyncTiling
     choice = gather_choice(rng, q, gpu) if p.pass_ != "grad-weight" else wgrad_choice(rng, q, gpu, kind)

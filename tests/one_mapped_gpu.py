@@ -9,10 +9,29 @@ import torch
 from torch import Tensor
 
 from conftest import assert_accurate, tf32_magnitude
-from test_gather_gpu import _truth
 from upconv.cpu import memory_format
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.problem import Problem
+
+PRECISIONS = {
+    "tf32": torch.float32,
+    "ieee": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def _truth(p: Problem, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The pass's result from operands in float64."""
+    if p.pass_ == "fwd":
+        forward = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)[p.rank]
+        assert forward is not None
+        return forward(source, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+    transpose = (None, torch.conv1d, torch.conv2d, torch.conv3d)[p.rank]
+    assert transpose is not None
+    found = transpose(source, weight, None, p.stride, p.padding, p.dilation, p.groups)
+    # An output padding beyond the stride gives the convolution positions that no input has.
+    return found[(..., *(slice(n) for n in p.size))]
 
 
 class Operands(NamedTuple):

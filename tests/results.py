@@ -25,6 +25,7 @@ from upconv.problem import Problem
 GUARD = 64  # elements ahead of a result, and behind it
 BELOW = 1 - 2**-14  # of a number whose nearest one of TF32 or 16 bits is meant
 FINE = 1 + 2**-12  # times a small integer: float32 has it and sums of it, TF32 has not
+CUDA_CORES = ("direct", "staged")
 LONGEST_FINE = 5000  # products of a sum of these that float32 has exactly
 
 
@@ -135,6 +136,8 @@ def assert_computes(
     if emulator is not None:
         emulator.seed, emulator.gpu = seed, choice.gpu if hasattr(choice, "gpu") else H200
     p, prepared = p or original(choice.problem), choice.prepare(0)
+    if choice.family in CUDA_CORES and p.precision == "tf32":
+        p = p.with_(precision="ieee")  # they round nothing
     way = way or drawn_way(p, prepared.casts, seed)
     about = f"{p} {p.precision} {p.layout}\n{choice}\n{way}, seed {seed}"
     for _ in range(1 if emulator else 2):  # again, with what the first call left
@@ -181,15 +184,13 @@ def result(p: Problem, prepared: Any, place: Place, way: Way, infinite: bool = F
     out, around = place.guarded(laid_out(torch.empty(result_shape(p), dtype=p.dtype), p), way.off)
     source, weight = place.given(given(x, p), way.off), place.given(given(w, p, way.single), way.off)
     rounded = None if bias is None else place.given(given(bias, p, True) if way.single else bias)
-    if prepared.recorded and way.packing:
-        prepared.run(source, weight, rounded, out, claim=True)
+    if way.packing:
+        prepared.run(source, weight, rounded, out, lasting=True)
     else:
-        if prepared.recorded and (form := prepared._form(weight)) is not None:
+        if (form := prepared._form(weight)) is not None:
             prepared._program(Given(form, way.single))  # of one source, which is compiled once
         packed = prepared.pack(weight, rounded) if way.single and bias is not None else prepared.pack(weight)
-        prepared.run(
-            source, packed, rounded, out, **({"claim": way.once} if prepared.claims or prepared.recorded else {})
-        )
+        prepared.run(source, packed, rounded, out, lasting=way.once)
     if p.pass_ == "fwd":
         return Result(out, around, reference.forward(p, x, w, bias))
     truth = reference.gradients(p, x, x.new_zeros(p.input_shape), w)[0]

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from conftest import _forget_plans
 from upconv import convolutions, cpu, modules, planner, reference
-from upconv.cuda import engine, families, family, gpu, packs
+from upconv.cuda import engine, families, family, gpu
 from upconv.cuda import weights as packed
+from upconv.cuda.launches import Unit
 from upconv.planner import Device
 from upconv.problem import Problem
 
@@ -36,9 +37,19 @@ class StandIn(family.Defaults):
     seconds: float = 1e-3
     summary: str = "one tile"
     bound: str = "nothing"
+    failure: Exception | None = None
+    """What its kernel raises."""
+    packing: str | None = None
+    """What its packed weights depend on; by default on the choice."""
+    identity: bool = False
+    """Whether it reads weights where they are."""
+    fresh: list[bool] = field(default_factory=list, compare=False)
+    """Of each run, whether its kernel may overlap with what packs its weight."""
+    lasting: list[bool] = field(default_factory=list, compare=False)
+    """Of each run, whether it may allocate what outlives the call."""
 
-    def sources(self) -> tuple[packs.Unit, ...]:
-        return (packs.Unit(f"{self.problem.pass_} {self.problem.kernel}", f"// {self.problem}", ()),)
+    def sources(self) -> tuple[Unit, ...]:
+        return (Unit(f"{self.problem.pass_} {self.problem.kernel}", f"// {self.problem}", ()),)
 
     def prepare(self, device: int) -> Any:
         self.log.append(("prepare", self.problem.pass_))
@@ -48,13 +59,25 @@ class StandIn(family.Defaults):
         """What kernels rely on."""
         layout = cpu.memory_format(self.problem.layout, self.problem.rank)
         assert all(t.is_contiguous(memory_format=layout) and t.dtype is self.problem.dtype for t in tensors)
+        assert not any(t.is_neg() for t in tensors), "a kernel knows nothing of PyTorch's negative bit"
 
 
-class Data(family.Prepared):
+class Loaded:
+    """What the engine asks of every prepared choice."""
+
+    casts = biased = False
+    loaded = True
+
+    def load(self) -> None:
+        """There is nothing to load."""
+
+
+class Data(Loaded):
     """``fwd`` and ``grad-input``."""
 
     def __init__(self, choice: StandIn) -> None:
-        self.choice = self.packing = choice
+        self.choice = choice
+        self.packing = choice if choice.packing is None else choice.packing
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         p = self.choice.problem
@@ -64,11 +87,34 @@ class Data(family.Prepared):
         parts = [t.detach().to(p.dtype).flatten() for t in (weight, bias) if t is not None]
         return torch.cat(parts)
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        p = self.choice.problem
+    def pack_to_keep(self, weight: Tensor) -> Tensor:
+        if not self.choice.identity:
+            return self.pack(weight)
+        found = weight.detach()
+        self.choice.log.append(("pack", self.choice.problem.pass_))
+        found.is_packed = True  # type: ignore[attr-defined]
+        return found
+
+    def packed(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What `pack` makes of a weight, or made of it before."""
+        assert not weight.is_neg()
+        if weight.dim() == 1 or hasattr(weight, "is_packed"):
+            return weight
+        single = bias is not None and bias.dtype is not self.choice.problem.dtype
+        return self.pack(weight, bias if single else None)
+
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, lasting: bool = False
+    ) -> None:
+        p, packed = self.choice.problem, self.packed(weight, bias)
         self.choice.log.append(("run", p.pass_))
+        self.choice.fresh.append(fresh)
+        self.choice.lasting.append(lasting)
+        if self.choice.failure is not None:
+            raise self.choice.failure
         self.choice.check(x, out)
-        count = math.prod(p.weight_shape)
+        assert bias is None or (bias.is_contiguous() and not bias.is_neg())
+        count, packed = math.prod(p.weight_shape), packed.flatten()
         if bias is not None and bias.dtype is not p.dtype:  # it went with the weights
             bias = packed[count:]
             assert len(bias) == p.out_channels
@@ -80,13 +126,13 @@ class Data(family.Prepared):
             out.copy_(reference.gradients(p, x, torch.zeros(p.input_shape), packed)[0])
 
 
-class Weight(family.PreparedWeight):
+class Weight(Loaded):
     """``grad-weight``."""
 
     def __init__(self, choice: StandIn) -> None:
         self.choice = choice
 
-    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
         p = self.choice.problem
         self.choice.log.append(("run", p.pass_))
         self.choice.check(x, grad)

@@ -14,34 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 import upconv
-from upconv.bench import files, latency, progress, report, roofline, run, suites, timing, training
+from measured import CPU, LAYER, TINY, fast_fixture  # noqa: F401
+from upconv.bench import files, latency, progress, report, roofline, run, suites, tables, timing, training
 from upconv.bench.run import Job
 from upconv.cli import app, arguments
 from upconv.cuda.families import FAMILIES
-from upconv.problem import Problem
 
-CPU = torch.device("cpu")
-LAYER = ["--layer", "4,6,3,stride=2,padding=1", "--input", "2x4x5x6"]
-TINY = Problem.make(2, 4, 6, (5, 6), (3, 2), (2, 1), (1, 0), (1, 0), groups=2, bias=True)
 # The command with a line for each row instead of one now and then.
 TALKING = "import sys; from upconv.bench import progress; progress.EVERY = 0.0; from upconv.cli import main; main()"
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rounds a row, and ceilings that need no measuring."""
-    monkeypatch.setattr(timing, "QUICK", timing.Repeats(0.0, 3, 3))
-    monkeypatch.setattr("upconv.cli.measuring.QUICK", timing.Repeats(0.0, 3, 3))
-    monkeypatch.setattr("upconv.cli.measuring.FULL", timing.Repeats(0.0, 3, 3))
-    known = {"copy_bytes_per_s": 1e10}
-    monkeypatch.setattr(
-        roofline, "measure", lambda kinds, device: {**known, "matmul_flops_per_s": dict.fromkeys(kinds, 1e11)}
-    )
 
 
 def bench(*arguments: str) -> Any:
@@ -61,14 +45,6 @@ def test_a_layer_is_measured_at_its_own_size(fast: None, quick: list[str], tmp_p
     (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert done.exit_code == 0 and row["layer"].endswith(f" on {size}") and row["scale"] == 1
     assert row["flops"] == suites.parse_layer(given[1], size).flops
-
-
-def test_suites_are_scaled_down_where_they_are_large() -> None:
-    what = run.sweep(CPU)
-    cases = suites.SUITES["founding"]
-    assert all(job.scale < 1 for job in run.jobs("founding", cases, what, small=True, bias=None))
-    for whole in ("custom", "cpu"):
-        assert all(job.scale == 1 for job in run.jobs(whole, cases, what, small=True, bias=None))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -170,7 +146,7 @@ def test_a_row_has_the_quartiles_of_its_times(monkeypatch: pytest.MonkeyPatch) -
     run.set_roof(found, {"copy_bytes_per_s": 1e9, "matmul_flops_per_s": {"ieee": 1e10}})
     for width, shown in ((200, ("11.00-13.00", "2.000-4.000")), (100, ("spread", "67%"))):
         console = Console(record=True, width=width, file=io.StringIO())
-        report.show(report.build([found], {"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}, CPU), console)
+        tables.show(report.build([found], CPU, ceilings={"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}), console)
         text = console.export_text()
         assert all(part in text for part in shown), text
         assert "x: times vary by more than half: PyTorch's by 67%" in " ".join(text.split())
@@ -265,7 +241,7 @@ def test_ctrl_c_in_runs_of_other_kinds(kind: str, tmp_path: Path, monkeypatch: p
     asked = ["--host"] if kind == "host" else ["--suite", "training", "--case", "vae"]
     file = tmp_path / "r.json"
     done = bench(*asked, "--json", str(file))
-    found = latency.load(file)
+    found = report.load(file)
     assert done.exit_code == 130 and found["complete"] is False and len(found["rows"]) == 1
     assert "incomplete: the run was interrupted" in done.stdout and f"written: {file}" in done.stdout
 
@@ -305,7 +281,7 @@ def test_80_columns_of_a_terminal_are_enough() -> None:
         torch_upper_ms=2.0, ratio=13.31, percent_of_roof=119.0, rel_error=1.2e-7, engine="cpu:unbiased",
     )  # fmt: skip
     console = Console(record=True, width=80, file=io.StringIO())
-    report.show(report.build([row], {"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}, CPU), console)
+    tables.show(report.build([row], CPU, ceilings={"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}), console)
     line = next(line for line in console.export_text().splitlines() if line.startswith("dilation2-s1"))
     assert line.split() == ["dilation2-s1", "1044", "1134", "96%", "13.31x", "119%", "1e-07", "cpu:unbiased"]
 

@@ -15,15 +15,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import upconv
-from upconv import cpu, modules, ops
-from upconv.bench import files, latency, models, report, roofline, run, timing, training
+from measured import CPU, LAYER, SHORT, TINY, command, fast_fixture, plans_fixture  # noqa: F401
+from upconv import cpu, modules
+from upconv.bench import files, models, report, run, tables, timing, training
 from upconv.bench.run import Job
 from upconv.cli import app
-from upconv.problem import Problem
 
-CPU = torch.device("cpu")
-SHORT = timing.Repeats(0.0, 3, 3)
-TINY = Problem.make(2, 4, 6, (5, 6), (3, 2), (2, 1), (1, 0), (1, 0), groups=2, bias=True)
 EVERY: dict[str, Any] = {"layouts": ("nchw", "channels_last"), "modes": ("step", "fwd")}
 
 
@@ -82,16 +79,16 @@ def test_compiled_sides_have_times_and_a_ratio(compiler: None, tmp_path: Path) -
         ("step", "nchw"), ("step", "channels_last"), ("fwd", "nchw"), ("fwd", "channels_last"),
     ]  # fmt: skip
     for row in found["rows"]:
-        assert row["failure"] is None and set(row) == set(latency.TRAINING_KEYS)
-        for side in latency.TRAINING_SIDES:
+        assert row["failure"] is None and set(row) == set(report.KEYS["training"])
+        for side in report.TRAINING_SIDES:
             lower, middle, upper = (float(row[f"{side}{which}_ms"] or 0) for which in ("_lower", "", "_upper"))
             assert 0 < lower <= middle <= upper
         assert row["compile_ratio"] == pytest.approx(float(row["compile_ms"] or 0) / float(row["compile_ours_ms"] or 1))
-    assert heard[:6] == [f"vae bf16 {side}" for side in (*latency.TRAINING_SIDES, "times")]
+    assert heard[:6] == [f"vae bf16 {side}" for side in (*report.TRAINING_SIDES, "times")]
     files.save(found, tmp_path / "t.json")
-    assert latency.load(tmp_path / "t.json") == found
+    assert report.load(tmp_path / "t.json") == found
     console = Console(record=True, width=400, file=io.StringIO())
-    latency.show(found, console)
+    tables.show(found, console)
     text = console.export_text()
     assert "torch.compile ms" in text and "torch.compile, with upconv ms" in text and "ratio, compiled" in text
     assert "vae bf16 channels_last inference" in text
@@ -128,7 +125,7 @@ def test_on_a_cpu_only_eager_steps_run_unless_asked(monkeypatch: pytest.MonkeyPa
 
     def measure(device: torch.device, todo: list[training.Run], *, compiled: bool, progress: object) -> Any:
         asked.append(([one.name for one in todo], compiled))
-        return latency.build("training", device, "models", [])
+        return report.build([], device, kind="training", layer="models")
 
     monkeypatch.setattr(training, "measure", measure)
 
@@ -148,6 +145,12 @@ def test_on_a_cpu_only_eager_steps_run_unless_asked(monkeypatch: pytest.MonkeyPa
 # --- frozen ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def ours(plans: Any) -> None:
+    """Plans that are ours on a CPU."""
+    plans("shuffle")
+
+
 class Kept:
     """What `upconv.freeze` promises, by a stand-in: it remembers the modules, and may spoil what they compute."""
 
@@ -160,21 +163,6 @@ class Kept:
         if self.spoilt != 1.0:
             module.register_forward_hook(lambda module, given, out: out * self.spoilt)
         return module
-
-
-@pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch):
-    """Plans that are ours on a CPU."""
-    from dataclasses import replace
-
-    from upconv import planner
-
-    rule = planner.plan
-    monkeypatch.setattr(planner, "plan", lambda p, device: replace(rule(p, device), forward="shuffle"))
-    ops.forget_plans()
-    yield
-    monkeypatch.undo()
-    ops.forget_plans()
 
 
 def test_forwards_are_those_of_accelerated_modules(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,22 +212,18 @@ def test_frozen_weights_that_compute_wrongly_have_no_speed(ours: None, monkeypat
     assert run.row(Job("custom", "x", TINY), CPU, SHORT)["failure"] is None
 
 
-@pytest.mark.skipif(not hasattr(upconv, "freeze"), reason="upconv.freeze is not there yet")
 def test_freeze_itself_computes_the_same(ours: None) -> None:
     found = run.row(Job("custom", "x", TINY), CPU, SHORT, frozen=True)
     assert found["failure"] is None and found["frozen_ms"] and found["frozen_ratio"]
 
 
-def test_the_command_shows_and_keeps_frozen_rows(ours: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(upconv, "freeze", Kept(), raising=False)
-    monkeypatch.setattr("upconv.cli.measuring.QUICK", SHORT)
-    ceilings = {"copy_bytes_per_s": 1e10, "matmul_flops_per_s": {"ieee": 1e11}}
-    monkeypatch.setattr(roofline, "measure", lambda kinds, device: ceilings)
+def test_the_command_shows_and_keeps_frozen_rows(
+    ours: None, fast: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(upconv, "freeze", Kept())
     file = tmp_path / "r.json"
-    given = ["--layer", "4,6,3,stride=2,padding=1", "--input", "2x4x5x6", "--device", "cpu", "--frozen"]
-    done = CliRunner().invoke(app, ["bench", *given, "--json", str(file)])
+    code, out = command("bench", *LAYER, "--device", "cpu", "--frozen", "--json", str(file))
     (row,) = json.loads(file.read_text())["rows"]
-    assert done.exit_code == 0 and row["frozen_ratio"] == pytest.approx(row["torch_ms"] / row["frozen_ms"])
-    assert "frozen ms" in done.stdout and f"{row['frozen_ratio']:.2f}x" in done.stdout
-    assert f"{row['frozen_ratio']:.2f}x of the same rows with upconv.freeze" in done.stdout
+    assert code == 0 and row["frozen_ratio"] == pytest.approx(row["torch_ms"] / row["frozen_ms"])
+    assert "frozen ms" in out and f"{row['frozen_ratio']:.2f}x of the same rows with upconv.freeze" in out
     assert report.summarise([row])["frozen"] == pytest.approx(row["frozen_ratio"])

@@ -5,63 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from typer.main import get_command
-from typer.testing import CliRunner
 
 import upconv
-from upconv import cpu, env, ops, planner
-from upconv.bench import roofline, timing
+from measured import LAYER, command, fast_fixture, plans_fixture  # noqa: F401
+from upconv import cpu, env, planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cli import app
 from upconv.explain import kernel_drawing, phase_letters, phase_lines
-from upconv.planner import Candidate, Plan
 from upconv.problem import Problem
 
-LAYER = ["--layer", "4,6,3,stride=2,padding=1", "--input", "2x4x5x6"]
 ROW_KEYS = {
     "suite", "case", "pass", "dtype", "precision", "layout", "ours_ms", "torch_ms", "ratio", "roof_ms",
     "percent_of_roof", "rel_error", "torch_rel_error", "engine", "plan",
 }  # fmt: skip
-
-
-def upconv_(*arguments: str) -> tuple[int, str]:
-    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, list(arguments))
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, done.stdout or done.stderr
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rounds a row, and ceilings that need no measuring."""
-    monkeypatch.setattr(timing, "QUICK", timing.Repeats(0.0, 3, 3))
-
-    def known(precisions, device, seconds=0.0):
-        return roofline.Ceilings(copy_bytes_per_s=1e10, matmul_flops_per_s=dict.fromkeys(precisions, 1e11))
-
-    monkeypatch.setattr(roofline, "measure", known)
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch):
-    rule = planner.plan
-
-    def force(forward: str) -> None:
-        def plan(p: Problem, device: planner.Device) -> Plan:
-            chosen = (Candidate(forward, True, "forced"),)
-            return replace(rule(p, device), forward=forward, backward="native", candidates=chosen)
-
-        monkeypatch.setattr(planner, "plan", plan)
-        ops.forget_plans()
-
-    yield force
-    monkeypatch.undo()
-    ops.forget_plans()
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------
@@ -70,27 +31,14 @@ def plans(monkeypatch: pytest.MonkeyPatch):
 def test_a_run_is_a_table_a_report_and_a_plot(fast: None, plans, tmp_path: Path) -> None:
     plans("shuffle")
     file, picture = tmp_path / "r.json", tmp_path / "r.svg"
-    code, out = upconv_(
+    code, out = command(
         "bench", *LAYER, "--device", "cpu", "--dtype", "all", "--pass", "fwd", "--pass", "grad-weight",
         "--json", str(file), "--plot", str(picture),
     )  # fmt: skip
     assert code == 0, out
     found = json.loads(file.read_text())
-    assert (
-        set(found)
-        == {
-            "schema",
-            "when",
-            "commit",
-            "device",
-            "versions",
-            "load",
-            "complete",
-            "ceilings",
-            "rows",
-        }
-        and found["schema"] == 1
-    )
+    keys = {"schema", "when", "commit", "device", "versions", "load", "complete", "ceilings", "rows"}
+    assert set(found) == keys and found["schema"] == 1
     assert found["device"]["type"] == "cpu" and found["device"]["threads"] == torch.get_num_threads()
     assert found["versions"]["torch"] == torch.__version__ and found["versions"]["upconv"] == upconv.__version__
     assert found["ceilings"] == {
@@ -114,7 +62,7 @@ def test_a_run_is_a_table_a_report_and_a_plot(fast: None, plans, tmp_path: Path)
     )
     assert "<svg" in picture.read_text()
 
-    code, again = upconv_("bench", "--from", str(file))
+    code, again = command("bench", "--from", str(file))
     assert code == 0 and again == out.split("written: ")[0]
 
 
@@ -130,7 +78,7 @@ def test_a_wrong_engine_prints_no_speed_and_exits_with_1(
 
     monkeypatch.setattr(cpu, "forward", wrong)
     file = tmp_path / "r.json"
-    code, out = upconv_("bench", *LAYER, "--device", "cpu", "--json", str(file))
+    code, out = command("bench", *LAYER, "--device", "cpu", "--json", str(file))
     row = json.loads(file.read_text())["rows"][0]
     assert code == 1 and row["ours_ms"] is None and row["ratio"] is None
     assert row["rel_error"] == (pytest.approx(1.0) if engine == "zeros" else pytest.approx(1.6e-3, rel=0.5))
@@ -144,7 +92,7 @@ def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> Non
 
     monkeypatch.setattr(memory, "peak_bytes", lambda p, side, device: {"ours": 1_200_000, "torch": 3_400_000}[side])
     file = tmp_path / "r.json"
-    code, out = upconv_("bench", *LAYER, "--device", "cpu", "--memory", "--json", str(file))
+    code, out = command("bench", *LAYER, "--device", "cpu", "--memory", "--json", str(file))
     row = json.loads(file.read_text())["rows"][0]
     assert code == 0 and (row["ours_peak_bytes"], row["torch_peak_bytes"]) == (1_200_000, 3_400_000)
     assert "1.2" in out and "3.4" in out and "peak MB" in out
@@ -162,6 +110,11 @@ def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> Non
         ("bench --layout nhwc", "--layout must be one of nchw, channels_last, all; got 'nhwc'"),
         ("bench --pass bwd", "--pass must be one of fwd, grad-input, grad-weight, step, all; got 'bwd'"),
         ("bench --device gpu", "--device must be cpu, cuda or cuda:<index>; got 'gpu'"),
+        pytest.param(
+            "bench --device cuda",
+            "--device must be cpu here, since PyTorch finds no CUDA device; got 'cuda'",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
         (
             "bench --device cpu --precision tf32",
             "--precision must be one of ieee, bf16, fp16 and fp64 on a CPU; got 'tf32'",
@@ -180,7 +133,6 @@ def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> Non
         ("bench --compiled", "--compiled goes with --suite training alone; got True"),
         ("bench --frozen --pass step", "--frozen goes with --pass fwd alone; got step"),
         ("bench --suite training --case pix", "--case must be one of dcgan, unet, vae, hifigan; got 'pix'"),
-        ("bench --cold --device cpu", "--cold needs a CUDA device, for which kernels are compiled; got cpu"),
         ("bench --inputs ones", "--inputs must be one of normal, rand; got 'ones'"),
         ("bench --suite custom", "--suite custom needs --layer and --input; got None and None"),
         ("bench --suite cpu --layer 4,4,3", "--layer and --input go with --suite custom; got --suite cpu"),
@@ -193,7 +145,9 @@ def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> Non
         ("bench --from r.json", "--from: r.json cannot be read: No such file or directory"),
         (
             "explain 4,4 --input 1x4x8",
-            "the layer needs kernel_size, like \"64,64,(3,7),stride=2,padding=1\"; got '4,4'",
+            "the layer's arguments are in_channels, out_channels, kernel_size, stride, padding, output_padding, "
+            "groups, bias, dilation, like \"64,64,(3,7),stride=2,padding=1\"; got '4,4': missing a required argument: "
+            "'kernel_size'",
         ),
         (
             "explain 4,4,3 --input 1x4x8 --dtype int8",
@@ -209,26 +163,25 @@ def test_a_bad_argument_is_one_sentence_and_exit_code_2(
     arguments: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert upconv_(*arguments.split()) == (2, f"upconv: {sentence}\n")
+    assert command(*arguments.split()) == (2, f"upconv: {sentence}\n")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_gpu_is_one_sentence() -> None:
-    expected = "upconv: --device must be cpu here, since PyTorch finds no CUDA device; got 'cuda'\n"
-    assert upconv_("bench", "--device", "cuda") == (2, expected)
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "upconv", "--version"], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"upconv {upconv.__version__}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [["bench", "--nope"], ["explain"], ["what"], ["bench", "--json"]])
 def test_what_typer_refuses_has_exit_code_2_and_no_traceback(arguments: list[str]) -> None:
-    code, out = upconv_(*arguments)
+    code, out = command(*arguments)
     assert code == 2 and "Traceback" not in out and (arguments[-1] in out or "LAYER" in out)
 
 
-@pytest.mark.parametrize("command", ["bench", "explain", "env"])
-def test_help_has_an_example(command: str) -> None:
-    code, out = upconv_(command, "--help")
-    assert code == 0 and f"upconv {command} " in out and "xample" in out
-    assert command in upconv_("--help")[1]
+@pytest.mark.parametrize("name", ["bench", "explain", "env", "cache", "cache clear", "cache warm"])
+def test_help_has_an_example(name: str) -> None:
+    code, out = command(*name.split(), "--help")
+    assert code == 0 and f"upconv {name} " in out and "xample" in out
+    assert name.split()[0] in command("--help")[1]
 
 
 def test_help_names_every_suite() -> None:
@@ -242,7 +195,7 @@ def test_help_names_every_suite() -> None:
 
 def test_explain_says_sizes_taps_roof_and_plan(plans) -> None:
     plans("shuffle")
-    code, out = upconv_(
+    code, out = command(
         "explain", "32,64,(3,5),stride=(2,3),padding=(1,2),dilation=(2,1),groups=4", "--input", "2x32x64x128",
         "--device", "cpu", "--ceilings", "1e10,1e11",
     )  # fmt: skip
@@ -271,7 +224,7 @@ def test_explain_says_sizes_taps_roof_and_plan(plans) -> None:
 
 
 def test_explain_names_every_candidate_of_the_plan() -> None:
-    code, out = upconv_(
+    code, out = command(
         "explain", "16,16,3,stride=2", "--input", "1x16x32x32", "--device", "cpu", "--ceilings", "1e10,1e11"
     )
     p = parse_layer("16,16,3,stride=2", "1x16x32x32")
@@ -312,13 +265,13 @@ def test_many_phases_are_shortened() -> None:
 
 
 def test_env_tells_versions_devices_and_flags() -> None:
-    code, out = upconv_("env", "--json")
+    code, out = command("env", "--json")
     found = json.loads(out)
     assert code == 0 and set(found) == {"versions", "system", "devices", "flags", "caches"}
     assert found["versions"]["torch"] == torch.__version__ and found["versions"]["onednn"].count(".") >= 1
     assert found["devices"]["cpu"]["threads"] == torch.get_num_threads()
     assert found["flags"]["mkldnn.enabled"] == torch.backends.mkldnn.enabled
-    code, text = upconv_("env")
+    code, text = command("env")
     assert code == 0 and str(torch.__version__) in text and found["devices"]["cpu"]["name"] in text
 
 
@@ -329,12 +282,12 @@ def test_a_failing_probe_becomes_a_value(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.__config__, "show", broken)
     monkeypatch.setattr(env, "_cpu_name", broken)
     monkeypatch.setattr(torch.cuda, "device_count", broken)
-    code, out = upconv_("env", "--json")
+    code, out = command("env", "--json")
     found = json.loads(out)
     assert code == 0 and found["versions"]["onednn"] == "unavailable: RuntimeError: torn"
     assert found["devices"]["cpu"]["name"] == "unavailable: RuntimeError: torn"
     assert found["devices"]["cpu"]["threads"] == torch.get_num_threads()
-    assert upconv_("env")[0] == 0
+    assert command("env")[0] == 0
 
 
 def test_the_commit_is_that_of_this_projects_checkout_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,13 +315,3 @@ def test_the_commit_is_that_of_this_projects_checkout_or_none(tmp_path: Path, mo
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
-
-
-def test_the_module_runs_and_importing_the_package_stays_light() -> None:
-    code = (
-        "import sys, upconv; heavy = [m for m in ('upconv.bench', 'upconv.cli', 'rich', 'typer', 'matplotlib') "
-        "if m in sys.modules]; assert not heavy, heavy; sys.argv = ['upconv', '--version']; "
-        "import runpy; runpy.run_module('upconv', run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"upconv {upconv.__version__}\n", "")

@@ -3,7 +3,7 @@
 Of each layer of the ``cuda`` suite the forward's and both gradients' kernels in all precisions and layouts: those that
 a training step takes, those that pack weights themselves, quick forms, and those in reserve for where memory is short.
 That is 5,500 sources of about a second each: with UPCONV_TEST_EVERY=1 and ``pytest -n 16`` all of them, else a dozen.
-The tests of the families compile what the planner does not choose, too, and know more of each kernel.
+Of what the planner does not choose random choices of each family are compiled, and extreme layers.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from conftest import EVERY, by_turns
-from test_gather import needs_nvrtc
+from conftest import EVERY, by_turns, needs_nvrtc
+from drawn import FAMILIES, choices
 from upconv import planner
 from upconv.bench.suites import SUITES, Case
+from upconv.cuda import bias
 from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
-from upconv.problem import LAYOUTS, Layout, Pass, Precision
+from upconv.problem import LAYOUTS, Layout, Pass, Precision, Problem
 
 GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
 DTYPES: dict[Precision, torch.dtype] = {
@@ -38,11 +39,12 @@ PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 Kind = tuple[Precision, Layout, Pass]
 
 CUDA_CORES = ("direct", "staged")
-CUDA_CORE_ENTRIES = ("direct", "direct_walk", "grad_input", "grad_weight")
-ENTRIES = dict.fromkeys(CUDA_CORES, CUDA_CORE_ENTRIES) | {
-    "wgrad": ("wgrad", "wgrad_wgmma", "wgrad_whole", "wgrad_cluster"),
+OTHERS = {
+    *("pack", "pack_float", "direct_pack", "reduce", "reduce_float", "reduce_staged"),
+    *("to_channels_last", "to_contiguous", "widen"),
+    *("unshuffle", "unshuffle_and_expand", "unshuffle_and_expand_float", "fold", "fold_float"),
 }
-"""The kernels that multiply, of a family that has others than one of its own name."""
+"""Entries that pack, copy or add up; all others multiply."""
 OPERANDS = {"tf32": "tf32", "ieee": "tf32", "bf16": "bf16", "fp16": "f16"}
 """What matrix instructions call a precision's operands; IEEE's are sums of several TF32 ones."""
 MATRIX = re.compile(r"(?<![.\w])(wgmma\.mma_async|mma\.sync)\.[.\w]*\.f32\.(\w+)\.\2\b")
@@ -115,12 +117,17 @@ def sample() -> list[tuple[Case, Gpu, list[Kind]]]:
     return [(case, gpu, [kinds(case)[17 * i % len(kinds(case))]]) for i, (case, gpu) in enumerate(some)]
 
 
-def kernels(case: Case, gpu: Gpu, kind: Kind) -> Iterator[Kernel]:
-    """What a pass may launch on a GPU: as `upconv.bench.cold` does, quick forms and final ones."""
+def planned(case: Case, gpu: Gpu, kind: Kind) -> Any:
+    """What the planner chooses for a pass on a GPU."""
     precision, layout, pass_ = kind
     p = case.problem.with_(dtype=DTYPES[precision], precision=precision, layout=layout)
     choice = planner.plan(p, planner.Device("cuda", gpu=gpu)).selection(pass_).choice
     assert choice is not None, f"no kernel of ours computes {kind}"
+    return choice
+
+
+def kernels(choice: Any) -> Iterator[Kernel]:
+    """What a choice may launch: as benchmarks/cold.py does, quick forms and final ones."""
     for unit in (*choice.sources(), *choice.packing_sources):
         quick = getattr(unit, "quick", None)
         for form in (unit, None if quick is None else quick()):
@@ -138,18 +145,13 @@ def compiled(source: str, arch: str) -> Compiled:
     return Compiled(elf.inspect(code), matrix, nvrtc.serialised(log))
 
 
-def multiplies(entry: str, choice: Any) -> bool:
-    """Whether an entry is a choice's kernel itself; others pack, copy or add up."""
-    return entry in ENTRIES.get(choice.family, (choice.family,))
-
-
-def instruction(choice: Any, gpu: Gpu) -> str | None:
+def instruction(choice: Any) -> str | None:
     """By what a choice multiplies; None for CUDA cores."""
     if choice.family in CUDA_CORES:
         return None
-    # The weight's gradient has no wgmma for IEEE, nor for rows or channels that the tensor copy engine does not bring.
     by_warps = choice.family == "wgrad" and not isinstance(choice.tiling, WarpgroupTiling)
-    return "wgmma.mma_async" if gpu is H200 and not by_warps else "mma.sync"
+    by_warps |= choice.family == "gather" and not choice.tiling.wgmma
+    return "mma.sync" if by_warps else "wgmma.mma_async"
 
 
 def most_local(choice: Any, gpu: Gpu) -> int:
@@ -171,16 +173,30 @@ def complaints(kernel: Kernel, gpu: Gpu) -> Iterator[str]:
     # Beside a unit's entries are those that only autocast takes; and other passes' that nothing launches.
     for entry in sorted(e for e in found.needs if e in unit.entries or e.endswith("_float")):
         registers, local, _ = found.needs[entry]
-        own = multiplies(entry, choice)
+        own = entry not in OTHERS
         most = most_local(choice, gpu) if own else 0
         if local > most:
             yield f"{entry} has {local} bytes of local memory, and {most} are known of"
         if not 0 < registers <= 255:
             yield f"{entry} has {registers} registers"
-        by = instruction(choice, gpu) if own else None
+        by = instruction(choice) if own else None
         wanted = set() if by is None else {(by, OPERANDS[choice.problem.precision])}
         if found.matrix[entry] != wanted:
             yield f"{entry} multiplies by {found.matrix[entry] or 'no'} matrix instructions, not by {wanted or 'none'}"
+
+
+def multiplying(kernel: Kernel) -> set[str]:
+    return set(kernel.unit.entries) - OTHERS
+
+
+def assert_compiles(choice: Any, gpu: Gpu) -> None:
+    every = list(kernels(choice))
+    wrong = [f"{each.unit.label} for sm_{gpu.arch}: {what}" for each in every for what in complaints(each, gpu)]
+    assert not wrong, "\n".join(dict.fromkeys(wrong))
+    assert any(multiplying(each) for each in every), f"no kernel was looked at: {choice}"
+
+
+# --- what the planner chooses ----------------------------------------------------------------------------------------
 
 
 def test_the_sample_has_every_gpu_and_kind() -> None:
@@ -198,9 +214,71 @@ def test_the_sample_has_every_gpu_and_kind() -> None:
 def test_chosen_kernels_compile_without_spills_and_multiply_by_tensor_cores(
     case: Case, gpu: Gpu, of: list[Kind]
 ) -> None:
-    wrong: dict[str, None] = {}
     for kind in of:
-        for kernel in kernels(case, gpu, kind):
-            told = (f"{kernel.unit.label} for sm_{gpu.arch}: {what}" for what in complaints(kernel, gpu))
-            wrong |= dict.fromkeys(told)
-    assert not wrong, "\n".join(wrong)
+        assert_compiles(planned(case, gpu, kind), gpu)
+
+
+# --- and what it does not --------------------------------------------------------------------------------------------
+
+OLDER = ("gather", "wgrad by mma.sync", "direct", "staged")
+"""Families of other GPUs than Hopper's."""
+DRAWN = [(family, H200) for family in FAMILIES] + [(family, A100) for family in OLDER]
+
+
+def drawn(family: str, gpu: Gpu) -> list[Any]:
+    """The first random choices, and of more those whose entries none before has."""
+    found, seen = [], set[str]()
+    for i, (choice, _) in enumerate(islice(choices(family, gpu), 40)):
+        entries = {entry for each in kernels(choice) for entry in multiplying(each)}
+        if i < (20 if EVERY else 2) or entries - seen:
+            found.append(choice)
+            seen |= entries
+    return found
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "gpu"), DRAWN, ids=lambda of: of if isinstance(of, str) else f"sm_{of.arch}")
+def test_random_choices_compile(family: str, gpu: Gpu) -> None:
+    for choice in drawn(family, gpu):
+        assert_compiles(choice, gpu)
+
+
+EXTREMES = {
+    "thousands of taps": Problem.make(2, 64, 64, (4, 4), 64, 32, precision="bf16", dtype=torch.bfloat16),
+    "tens of thousands of phases": Problem.make(2, 64, 64, (4, 4), 64, 128, precision="bf16", dtype=torch.bfloat16),
+    "phases without taps": Problem.make(2, 64, 64, (8, 8), 45, 90, precision="bf16", dtype=torch.bfloat16),
+    "depthwise, a wide kernel": Problem.make(1, 4, 4, (8, 8), (128, 128), (16, 64), (56, 32), groups=4),
+    "depthwise, a row of 4096 taps": Problem.make(1, 4, 4, (8, 8), (3, 4096), (1, 4096), (1, 0), groups=4),
+    "depthwise, one dimension": Problem.make(1, 4, 4, (8,), 16384, 16384, groups=4),
+    "no tile": Problem.make(1, 2, 2, (3, 4), 3, 1, 0, 0, 500),
+    "no tile, float64": Problem.make(1, 1, 1, (4, 4), (2, 300), 2, dtype=torch.float64),
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_layers_compile(name: str) -> None:
+    """Their tables fit in constant memory, their taps in shared memory; or there is another kernel for them."""
+    choice = planner.select(EXTREMES[name], planner.Device("cuda", gpu=H200)).choice
+    assert choice is not None
+    for unit in choice.sources():
+        jit.cubin(unit.source, H200.arch, unit.label)
+
+
+def test_every_file_is_looked_at() -> None:
+    """Of the planner's sample or the random choices; those of the bias are compiled below."""
+    found = [planned(case, gpu, kind) for case, gpu, of in sample() for kind in of]
+    found += [choice for family, gpu in DRAWN for choice in drawn(family, gpu)]
+    texts = {each.unit.source for choice in found for each in kernels(choice)}
+    names = {name for text in texts for name in re.findall(r'^#line 1 "(\w+\.cu)"', text, re.MULTILINE)}
+    assert names | {"bias.cu"} == {path.name for path in jit.KERNELS.glob("*.cu")}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_sums_for_the_bias_compile_without_spills(gpu: Gpu) -> None:
+    for precision, layout in product(("ieee", "bf16", "fp16", "fp64"), LAYOUTS):
+        p = Problem.make(1, 1, 8, (8, 8), 1, dtype=DTYPES[precision], precision=precision, layout=layout)
+        needs = elf.inspect(jit.cubin(bias.instance(p), gpu.arch, "bias"))
+        assert needs and all(local == 0 for _, local, _ in needs.values())

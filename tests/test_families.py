@@ -17,10 +17,13 @@ from conftest import EVERY, assert_sentence
 from drawn import DTYPES, LAYOUTS, Layers
 from upconv import planner
 from upconv.bench.suites import SUITES
-from upconv.cuda import families, family
+from upconv.cuda import bias, families, family
 from upconv.cuda.compile import jit
+from upconv.cuda.gemm import gather
+from upconv.cuda.gemm.shuffle import countable, ways
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
-from upconv.problem import Pass, Problem
+from upconv.export import source
+from upconv.problem import Layout, Pass, Problem
 
 GPUS = (H200, A100, RTX3090, RTX4090, B200, RTX5090)
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
@@ -98,7 +101,7 @@ def test_general_choices_serve_every_size(seed: int) -> None:
     """Exported files have one source, which differs by how blocks come by tiles alone."""
 
     def texts(choice: Any) -> list[str]:
-        return [re.sub(r"(claimed|last_rounds|shared_bytes) = \w+;", "", unit.source) for unit in choice.sources()]
+        return [re.sub(r"(claimed|shared_bytes) = \w+;", "", unit.source) for unit in choice.sources()]
 
     found = set()
     for p, gpu in problems(seed, 8):
@@ -187,3 +190,55 @@ def test_every_pass_of_every_layer_has_a_kernel(gpu: Gpu) -> None:
         assert plan.grad_input.choice is not None and plan.grad_weight.choice is not None, p
         for candidate in plan.candidates:
             assert_sentence(candidate.reason)
+
+
+LAST_BF16: dict[str, Any] = {"layout": "channels_last", "dtype": DTYPES["bf16"], "precision": "bf16"}
+
+
+def test_another_problem_of_the_same_bytes_is_taken_where_it_is_faster() -> None:
+    """Not by an exported file, whose sizes are arguments."""
+    p = Problem.make(128, 512, 256, (4, 4), 4, 2, 1, **LAST_BF16)
+    taken, own = gather.candidate(p, H200), gather.choose(p, H200)
+    assert not isinstance(taken, str) and not isinstance(own, str)
+    assert taken.problem == p.abreast and taken.seconds < own.seconds
+    general = gather.candidate(p, H200, general=True)
+    assert not isinstance(general, str) and general.problem == p
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        Problem.make(2, 64, 64, (8, 8), 64, 32, groups=64),
+        Problem.make(2, 8, 8, (8, 8), 33, 16, dtype=DTYPES["fp64"]),
+    ],
+    ids=str,
+)
+def test_a_weights_gradient_that_no_tile_fits_is_pytorchs(p: Problem) -> None:
+    found = planner.plan(p, planner.Device("cuda", gpu=H200))
+    assert "native" not in (found.forward, found.grad_input.name) and found.grad_weight.name == "native"
+    assert found.grad_weight.candidates[0].reason == "none of upconv's kernels fits"
+    with pytest.raises(ValueError, match="must have kernels to be exported, and for grad-weight there is none"):
+        source(p)
+
+
+@pytest.mark.parametrize(("size", "stride"), [((6, 6, 1), (5, 3, 1)), ((6, 1, 3), (1, 1, 3)), ((2, 4, 2), (1, 2, 1))])
+def test_fewer_positions_than_lanes_have_a_tile(size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    p = Problem.make(4, 12, 84, size, (3, 4, 5), stride, (0, 1, 1), groups=4, pass_="grad-weight")
+    assert all(not isinstance(families.choose(p, gpu)["staged"], str) for gpu in GPUS)
+
+
+def test_the_gradient_for_the_bias_of_small_tensors_is_pytorchs() -> None:
+    def serves(batch: int, channels: int, side: int, layout: Layout = "nchw") -> bool:
+        return bias.serves(Problem.make(batch, 8, channels, (side, side), 1, layout=layout))
+
+    assert serves(8, 64, 128) and serves(1, 64, 64) and serves(64, 65, 128)
+    assert not serves(1, 64, 32) and not serves(8, 64, 64, "channels_last")
+    assert not serves(64, 65, 128, "channels_last"), "channels off 16 bytes"
+
+
+def test_phases_are_rows_where_32_bits_count_them() -> None:
+    """A channels-last row of 2^31 elements and a weight of as many are left to the strided layer's tilings."""
+    row = Problem.make(1, 56, 2, (1, 2**29), (1, 9), (1, 3), (0, 4), **LAST_BF16)
+    weight = Problem.make(1, 8192, 4096, (8, 8), 8, 8, dtype=DTYPES["bf16"])
+    for p, smaller in ((row, row.with_(size=(1, 2**20))), (weight, weight.with_(in_channels=4096))):
+        assert ways(p) and not countable(p) and countable(smaller)

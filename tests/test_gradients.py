@@ -407,25 +407,27 @@ def ours_alone(precision: str) -> Iterator[None]:
         yield
 
 
-def _gpu_gradients(p: Problem) -> tuple[list[Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """The gradients by kernels of ours alone, and the output's gradient, the input and the weight on the GPU."""
+def _on_gpu(p: Problem) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """Output and gradients by kernels of ours alone, and what they are of: the output's gradient, and the operands."""
     x, w, b, g = (None if t is None else t.cuda() for t in operands(p))
     assert x is not None and w is not None and g is not None
     made = [t.requires_grad_() for t in (x, w, b) if t is not None]
     with ours_alone(p.precision):
         out = call(p, made[0], made[1], made[2] if p.bias else None)
-        return list(torch.autograd.grad(out, made, g)), (g, x, w)
+        return [out.detach(), *torch.autograd.grad(out, made, g)], (g, x, w, b)
 
 
-def _assert_accurate(p: Problem, grads: list[Tensor], g: Tensor, x: Tensor, w: Tensor) -> None:
+def _assert_accurate(p: Problem, found: list[Tensor], g: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> None:
     """In TF32 both factors are rounded to 11 bits: ``2 * 2**-11`` of each product, and a float32 sum's roundings.
 
     In IEEE float32 three products of TF32 parts leave out that of the two low parts: 2**-22 of each.
     """
-    truth, magnitude = reference.gradients(p, g, x, w), reference.gradients(p, g.abs(), x.abs(), w.abs())
-    counts = (p.taps * p.out_channels, p.batch * x[0, 0].numel(), p.batch * g[0, 0].numel())
-    for i, (a, t, m, terms) in enumerate(zip(grads, truth, magnitude, counts)):
-        if p.precision == "tf32" and i < 2:
+    truth = reference.forward(p, x, w, b), *reference.gradients(p, g, x, w)
+    size = reference.forward(p, x.abs(), w.abs(), None if b is None else b.abs())
+    magnitude = size, *reference.gradients(p, g.abs(), x.abs(), w.abs())
+    counts = p.taps * p.in_channels + 1, p.taps * p.out_channels, p.batch * x[0, 0].numel(), p.batch * g[0, 0].numel()
+    for i, (a, t, m, terms) in enumerate(zip(found, truth, magnitude, counts)):
+        if p.precision == "tf32" and i < 3:
             assert ((a.double() - t).abs() / (2.1 * 2**-11 * m + 1e-30)).max().item() <= 1
         else:
             assert excess(a, t, m, terms + 8) <= 1
@@ -435,19 +437,21 @@ def _assert_accurate(p: Problem, grads: list[Tensor], g: Tensor, x: Tensor, w: T
 @given(p=problems())
 @settings(max_examples=40, deadline=None)  # each compiles kernels of its own
 def test_gpu_random_problems(p: Problem) -> None:
-    grads, (g, x, w) = _gpu_gradients(p)
-    _assert_accurate(p, grads, g, x, w)
-    again, _ = _gpu_gradients(p)
-    assert all(torch.equal(a, b) for a, b in zip(grads, again)), "not the same bits twice"
-    theirs = [t.requires_grad_() for t in (x.detach(), w.detach())]
-    bias = torch.zeros(p.out_channels, dtype=p.dtype, device="cuda") if p.bias else None
-    for a, b in zip(grads, torch.autograd.grad(call(p, *theirs, bias, THEIRS), theirs, g)):  # type: ignore[misc]
+    found, (g, x, w, b) = _on_gpu(p)
+    _assert_accurate(p, found, g, x, w, b)
+    again, _ = _on_gpu(p)
+    assert all(torch.equal(a, b) for a, b in zip(found, again)), "not the same bits twice"
+    theirs = [t.detach().requires_grad_() for t in (x, w)]
+    out = call(p, *theirs, b, THEIRS)  # type: ignore[misc]
+    assert found[0].stride() == out.stride()
+    for a, b in zip(found[1:], torch.autograd.grad(out, theirs, g)):
         assert a.dtype is b.dtype
         # PyTorch goes by the output's gradient; where that is both formats at once, so may be the result.
         assert a.stride() == b.stride() or g.is_contiguous()
     if p.dtype is torch.float32:
         single = p.with_(precision="tf32")
-        _assert_accurate(single, *(lambda found: (found[0], *found[1]))(_gpu_gradients(single)))
+        found, operands_ = _on_gpu(single)
+        _assert_accurate(single, found, *operands_)
 
 
 LAYERS = [
@@ -475,8 +479,8 @@ def test_gpu_layers_of_models(p: Problem, precision: Any, layout: Any) -> None:
         return
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(precision, torch.float32)
     p = p.with_(dtype=dtype, precision=precision, layout=layout)
-    grads, given_ = _gpu_gradients(p)
-    _assert_accurate(p, grads, *given_)
+    found, operands_ = _on_gpu(p)
+    _assert_accurate(p, found, *operands_)
 
 
 @CUDA

@@ -15,7 +15,7 @@ import torch
 
 import upconv
 from conftest import HOPPER, assert_accurate, assert_capturable, tf32_magnitude
-from test_gather_gpu import PRECISIONS, _truth
+from one_mapped_gpu import PRECISIONS, _truth
 from test_implicit import tiles_of
 from upconv import planner
 from upconv.cpu import memory_format

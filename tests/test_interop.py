@@ -441,13 +441,3 @@ def test_a_compiled_model_follows_marks() -> None:
     ours = [any("upconv" in str(target) for target in graph) for graph in graphs]
     assert ours == [False, True, False]  # the last call finds the second graph
     assert all(len(graph) == 1 for graph in graphs)
-
-
-@pytest.mark.parametrize("strict", (False, True))
-def test_exported_programs_hold_torchs_operator(strict: bool) -> None:
-    model = nn.Sequential(twins("accelerated", 2, 4, 3, 3, 2)[0])
-    x = image(2)
-    program = torch.export.export(model, (x,), strict=strict)
-    calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert calls == ["aten.conv_transpose2d.input"]
-    assert_close(program.module()(x), model(x), length=512)

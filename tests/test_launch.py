@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from situations.processes import in_threads
 from upconv.cuda.compile import driver as driver_module
 from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.compile import launch as launch_module
@@ -242,21 +244,14 @@ def test_whether_clusters_fit_is_asked_once_of_a_device(
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(launch_module, "gpu", lambda device: H200)
     launch_module.cluster_fits.cache_clear()
+    driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
+    with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):  # which says nothing: it is asked again
+        launch_module.cluster_fits(0, 5)
+    driver.calls.clear()
     driver.answers = [] if answer == "SUCCESS" else [getattr(RESULTS, answer)]
     assert [launch_module.cluster_fits(0, 5) for _ in range(2)] == [answer == "SUCCESS"] * 2
     (asked,) = (call for call in driver.calls if call[0] == "clusters")
-    assert asked[2:] == (5, 1, 1, 32, 1, 1, H200.shared_bytes, 5, 1, 1) and loaded == [("probe", "90a")]
-    launch_module.cluster_fits.cache_clear()
-
-
-def test_a_failed_question_is_asked_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "kernel", lambda *given: Kernel("probe", 77, 32, 0, 0))
-    monkeypatch.setattr(launch_module, "gpu", lambda device: H200)
-    launch_module.cluster_fits.cache_clear()
-    driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
-    with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):
-        launch_module.cluster_fits(0, 5)
-    assert launch_module.cluster_fits(0, 5)
+    assert asked[2:] == (5, 1, 1, 32, 1, 1, H200.shared_bytes, 5, 1, 1) and set(loaded) == {("probe", "90a")}
     launch_module.cluster_fits.cache_clear()
 
 
@@ -328,22 +323,13 @@ def test_threads_do_not_share_arguments(driver: Driver) -> None:
     launch = launcher(driver, "iq")
     driver.delay = 0.002
     start = threading.Barrier(8)
-    failures: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            start.wait()
-            for n in range(10):
-                launch(0, 1, (number, n))
-        except BaseException as error:
-            failures.append(error)
+        start.wait()
+        for n in range(10):
+            launch(0, 1, (number, n))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    assert in_threads([partial(work, n) for n in range(8)]) == [None] * 8
     assert sorted(found[3] for found in driver.launches) == [(n, m) for n in range(8) for m in range(10)]
 
 
@@ -377,15 +363,11 @@ def test_an_error_names_the_launch_and_cudas_code(driver: Driver) -> None:
     with pytest.raises(LaunchError, match=f"^{re.escape(message)}$") as caught:
         launch(0, 7, (1,))
     assert isinstance(caught.value, RuntimeError)
-    launch(0, 7, (2,))
-    assert driver.launches[-1][3] == (2,)
-
-
-def test_no_memory_is_pytorchs_error(driver: Driver) -> None:
-    launch = launcher(driver, "")
     driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
     with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        launch(0, 1, ())
+        launch(0, 7, (1,))
+    launch(0, 7, (2,))
+    assert driver.launches[-1][3] == (2,)
 
 
 def test_a_thread_without_a_context_gets_the_devices_and_launches_again(driver: Driver) -> None:
@@ -514,18 +496,8 @@ def test_launches_are_on_pytorchs_current_stream(cold: Path) -> None:
 def test_a_new_thread_can_launch_first_of_all(cold: Path) -> None:
     launch = real("fill", 128, 0, "Piqf")
     x = torch.zeros(100, device="cuda")
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            launch(0, 1, (x.data_ptr(), 100, 3 << 40, 2.0))
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert failures == [] and torch.equal(x, filled(100, 2.0))
+    assert in_threads([lambda: launch(0, 1, (x.data_ptr(), 100, 3 << 40, 2.0))]) == [None]
+    assert torch.equal(x, filled(100, 2.0))
 
 
 @pytest.mark.gpu
@@ -570,7 +542,7 @@ def test_counters_of_a_stream_are_one_tensor_for_all_threads(monkeypatch: pytest
     stream = [0]
     monkeypatch.setattr(launch_module, "current_stream", lambda device: stream[0])
     counters, like = launch_module.Counters(0, 4), torch.empty(0)
-    meet, found = threading.Barrier(2, timeout=10), []
+    meet = threading.Barrier(2, timeout=10)
     zeros = torch.zeros
 
     def slow(*given: Any, **named: Any) -> torch.Tensor:
@@ -578,11 +550,7 @@ def test_counters_of_a_stream_are_one_tensor_for_all_threads(monkeypatch: pytest
         return zeros(*given, **named)
 
     monkeypatch.setattr(torch, "zeros", slow)
-    threads = [threading.Thread(target=lambda: found.append(counters.address(like))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = in_threads([lambda: counters.address(like)] * 2)
     monkeypatch.undo()
     assert found == [counters.of_streams[0].data_ptr()] * 2
     monkeypatch.setattr(launch_module, "current_stream", lambda device: stream[0])

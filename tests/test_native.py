@@ -12,6 +12,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 import upconv
 from conftest import BARE, assert_equal, needs_gxx
+from situations.observers import Listing as Dispatch
+from situations.observers import Names as Function
+from situations.processes import in_threads
 from standins import Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
-from test_calls import Dispatch, Function
 from upconv import autograd, convolutions, dispatch, freezing, modules, ops, reference
 from upconv.cuda import weights
 from upconv.cuda.compile import cache
@@ -190,8 +194,10 @@ class LaunchedData(Data):
         self._pack(-1, 3, given)
         return packed
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        p = self.choice.problem
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, lasting: bool = False
+    ) -> None:
+        p, packed = self.choice.problem, self.packed(weight, bias)
         self.choice.log.append(("run", p.pass_))
         size = torch.Size(p.weight_shape).numel() * p.dtype.itemsize
         of_bias = 0 if bias is None else bias.data_ptr()
@@ -224,7 +230,7 @@ class LaunchedWeight(Weight):
 
         self._run = machine.launcher("PPPPi", multiply, cooperative=True)
 
-    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
         self.choice.log.append(("run", "grad-weight"))
         sums = x.new_empty_strided((8,), (1,), dtype=torch.float32)
         given = (x.data_ptr(), grad.data_ptr(), sums.data_ptr(), out.data_ptr(), int(out.dtype is torch.float32))
@@ -525,16 +531,12 @@ def test_gradients_of_gradients(machine: Machine) -> None:
     x = torch.randn(SIZES[0], dtype=torch.float64, requires_grad=True)
     warm(layer, x)
     assert is_replayed(layer(x))
-
-    out = layer(x)
-    (first,) = torch.autograd.grad(out.pow(2).sum(), x, create_graph=True)
-    found = torch.autograd.grad(first.pow(2).sum(), [x, *layer.parameters()])
-    theirs = nn.ConvTranspose2d(5, 6, 3, 2, 1).double()
+    theirs, found = nn.ConvTranspose2d(5, 6, 3, 2, 1).double(), []
     theirs.load_state_dict(layer.state_dict())
-    (first,) = torch.autograd.grad(theirs(x).pow(2).sum(), x, create_graph=True)
-    wanted = torch.autograd.grad(first.pow(2).sum(), [x, *theirs.parameters()])
-    for a, b in zip(found, wanted):
-        torch.testing.assert_close(a, b)
+    for each in (layer, theirs):
+        (first,) = torch.autograd.grad(each(x).pow(2).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.pow(2).sum(), [x, *each.parameters()]))
+    torch.testing.assert_close(*found)
 
 
 @needs_gxx
@@ -650,22 +652,14 @@ def test_threads_replay_at_once(machine: Machine) -> None:
     warm(layer, x)
     given = [torch.randn(SIZES[3]) for _ in range(4)]
     truth = [torch.autograd.grad(layer(each).pow(2).sum(), layer.weight)[0] for each in given]
-    found: dict[int, bool] = {}
 
-    def work(i: int) -> None:
-        same = True
-        for _ in range(20):
-            out = layer(given[i])
-            same &= is_replayed(out)
-            same &= torch.equal(torch.autograd.grad(out.pow(2).sum(), layer.weight)[0], truth[i])
-        found[i] = same
+    def work(x: Tensor) -> list[Tensor]:
+        outs = [layer(x) for _ in range(20)]
+        assert all(map(is_replayed, outs))
+        return [torch.autograd.grad(out.pow(2).sum(), layer.weight)[0] for out in outs]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert found == dict.fromkeys(range(4), True)
+    for found, wanted in zip(in_threads([partial(work, each) for each in given]), truth):
+        assert all(torch.equal(each, wanted) for each in found)
 
 
 @needs_gxx
@@ -920,32 +914,37 @@ def test_a_refused_launch_leaves_no_layer_to_python_for_ever(machine: Machine) -
     assert is_replayed(layer(x)), "and is asked at every call again"
 
 
-def test_a_compiler_that_fails_leaves_everything_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho 'no header' >&2\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+    """A process in which nothing was compiled yet, and the compiler is a script."""
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
     for name, value in (("_module", None), ("_builder", None), ("_done", threading.Event()), ("_reason", "")):
         monkeypatch.setattr(native, name, value)
     monkeypatch.setattr(native, "_python_headers", lambda: tmp_path)
     (tmp_path / "Python.h").touch()
+
+    def make(script: str) -> Path:
+        path = tmp_path / "c++"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        return path
+
+    return make
+
+
+def test_a_compiler_that_fails_leaves_everything_in_python(compiler: Callable[[str], Path]) -> None:
+    broken = compiler("echo 'no header' >&2\nexit 3")
     assert native.wait(60) is None and native.hopeless()
     assert native.state() == f"RuntimeError: {broken} returned 3: no header"
 
 
-def test_nobody_waits_for_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_nobody_waits_for_a_compiler_that_hangs(
+    compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """But its thread, which stops it in the end."""
-    hanging = tmp_path / "c++"
-    hanging.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nexec sleep 600\n")
-    hanging.chmod(0o755)
-    monkeypatch.setenv("CXX", str(hanging))
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
-    for name, value in (("_module", None), ("_builder", None), ("_done", threading.Event()), ("_reason", "")):
-        monkeypatch.setattr(native, name, value)
-    monkeypatch.setattr(native, "_python_headers", lambda: tmp_path)
+    compiler(f"echo $$ > {tmp_path / 'pid'}\nexec sleep 600")
     monkeypatch.setattr(native, "_COMPILING_SECONDS", 2.0)
-    (tmp_path / "Python.h").touch()
     begin = time.monotonic()
     assert native.off() is None and native.module() is None and not native.hopeless()
     assert time.monotonic() - begin < 1.5

@@ -12,9 +12,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from conftest import EVERY, Stubs, needs_gxx, precision_by_turns, spread_by_precision
+from conftest import EVERY, Stubs, needs_gxx, needs_nvrtc, precision_by_turns, spread_by_precision
+from drawn import DTYPES
 from emulator import Emulator, emulator
-from test_gather import DTYPES, needs_nvrtc
 from upconv.bench.suites import SUITES
 from upconv.cuda import families, family
 from upconv.cuda.axes import Unfit

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, needs_gxx, off_16_bytes
+from conftest import Stubs, needs_gxx, needs_nvrtc, off_16_bytes
+from drawn import DTYPES
 from emulator import Emulator, emulator
-from test_gather import DTYPES, needs_nvrtc
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families

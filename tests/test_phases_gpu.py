@@ -13,8 +13,7 @@ import torch
 
 import upconv
 from conftest import HOPPER, assert_accurate, assert_capturable
-from one_mapped_gpu import assert_serves, operands, poisoned
-from test_gather_gpu import PRECISIONS
+from one_mapped_gpu import PRECISIONS, assert_serves, operands, poisoned
 from upconv import planner
 from upconv.cuda.gpu import gpu
 from upconv.cuda.pixels import phases

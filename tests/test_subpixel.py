@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from conftest import Stubs, precision_by_turns, spread_by_precision
-from test_gather import DTYPES, needs_nvrtc
+from conftest import Stubs, needs_nvrtc, precision_by_turns, spread_by_precision
+from drawn import DTYPES
 from upconv.bench.suites import SUITES
 from upconv.cuda import families, family
 from upconv.cuda.axes import Unfit

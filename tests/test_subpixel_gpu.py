@@ -10,8 +10,7 @@ import torch
 
 import upconv
 from conftest import HOPPER, assert_capturable
-from one_mapped_gpu import assert_serves, operands
-from test_gather_gpu import PRECISIONS
+from one_mapped_gpu import PRECISIONS, assert_serves, operands
 from upconv import planner
 from upconv.cuda.gpu import gpu
 from upconv.cuda.pixels import subpixel

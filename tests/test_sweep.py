@@ -10,8 +10,9 @@ from itertools import product
 import pytest
 import torch
 
-from conftest import Stubs, by_turns, off_16_bytes
-from test_gather import DTYPES, PASSES, needs_nvrtc
+from conftest import Stubs, by_turns, needs_nvrtc, off_16_bytes
+from drawn import DTYPES
+from drawn import FORWARD_LIKE as PASSES
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families

@@ -13,7 +13,7 @@ import torch
 
 import upconv
 from conftest import HOPPER, assert_accurate, assert_capturable, off_16_bytes, tf32_magnitude
-from test_gather_gpu import PRECISIONS, _truth
+from one_mapped_gpu import PRECISIONS, _truth
 from upconv import planner
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gemm import gather_search

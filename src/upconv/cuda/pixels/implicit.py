@@ -4,8 +4,8 @@
 rows of 8 pixels and more, and images of 14 x 14 leave a quarter of them empty. Where taps share little (the kernel is
 about the stride), or channels are many and images small, there is nothing to gain by that: here each tap has pixels of
 its own, a tile is a box of any shape, and channels of the result are columns of any number. Weights stream through the
-ring beside the pixels, so that layers of any width are served (``kernels/implicit.cu``). A forward has a GEMM for each
-phase, whose K is the phase's taps.
+ring beside the pixels, so that layers of any width are served (``kernels/pixels_implicit.cuh``). A forward has a GEMM
+for each phase, whose K is the phase's taps.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from upconv.cuda.compile.boxes import Five, channels_last, fullest
 from upconv.cuda.compile.launch import cluster_fits
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
-from upconv.cuda.launches import Argument, Given, Launch, Map, Operand, Pointer, Unit, ints
+from upconv.cuda.launches import Argument, Given, Launch, Map, Operand, Pointer, Unit, WeightForm, ints
 from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries, rows_of_taps
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
 from upconv.cuda.pixels.tile import CONSUMERS, THREADS, fitted, of_axes, triple
 from upconv.cuda.pixels.tile import Tile as Base
-from upconv.cuda.prepared import Prepared
 from upconv.derived import derived
 from upconv.problem import Problem
 
@@ -167,7 +166,7 @@ class Tile(Base):
     @property
     def entry(self) -> str:
         """The kernel's name."""
-        return "implicit_clusters" if self.cluster > 1 else "implicit"
+        return "pixels_last_clusters" if self.cluster > 1 else "pixels_last"
 
     @property
     def turnable(self) -> bool:
@@ -179,7 +178,7 @@ class Tile(Base):
             yield f"{self.mb} x 64 x {self.columns} sums are more than registers hold"
 
     def constants(self, turned: bool = False) -> dict[str, jit.Constant]:
-        """The kernel's, see kernels/implicit.cu. ``turned``: of weights as a forward's lie."""
+        """The kernel's, see kernels/pixels_implicit.cuh. ``turned``: of weights as a forward's lie."""
         found: dict[str, jit.Constant] = super().constants() | {
             "chunk": self.chunk,
             "columns": self.columns,
@@ -318,27 +317,26 @@ class Choice(TileChoice[Tile], PackingLaunch):
         The first packs weights; the second, of some forwards, takes channels-last ones as they lie.
         """
         t, label = self.tile, f"implicit {layer_text(self.problem)}"
-        kernel = f"{t.entry}<{jit.CONFIG}>"
+        kernel = f"{t.entry}<Implicit<{jit.CONFIG}>>"
         packing = packing_entries(f"Implicit<{jit.CONFIG}>", self.problem)
-        packed = Unit(label, jit.instance("implicit.cu", t.constants(), (*packing, kernel)), ("pack", t.entry))
+        packed = Unit(label, jit.instance("pixels.cu", t.constants(), (*packing, kernel)), ("pack", t.entry))
         if not t.turnable:
             return (packed,)
-        turned = jit.instance("implicit.cu", t.constants(turned=True), (kernel,))
+        turned = jit.instance("pixels.cu", t.constants(turned=True), (kernel,))
         return packed, Unit(f"{label} unpacked", turned, (t.entry,))
 
-    def prepare(self, device: int) -> Prepared:
-        """As `gather.Choice.prepare`."""
-        if self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster):
-            return Prepared(self, device)
+    def on(self, device: int) -> Choice:
+        """As `gather.Choice.on`."""
+        fits = self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster)
         alone: Any = replace(self.tile, cluster=1)
-        return Prepared(replace(self, tile=alone), device)
+        return self if fits else replace(self, tile=alone)
 
     # --- launches -----------------------------------------------------------------------------------------------------
 
     biased = True
 
     @property
-    def reads(self) -> str | None:
+    def reads(self) -> WeightForm | None:
         return "channels_last" if self.in_place else None
 
     @property
