@@ -1,4 +1,4 @@
-// What kernels share whose columns of N are output channels (pixels, sweep), or whose rows of M are (joined):
+// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases), or whose rows of M are (joined):
 // sums, and the operands that descriptors are of.
 #include "packing.cuh"
 #include "wgmma.cuh"
