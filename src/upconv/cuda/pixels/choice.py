@@ -10,14 +10,13 @@ from upconv.cuda.compile import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Argument, Given, Launch, Map, Pointer, Unit, ints
 from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries
-from upconv.cuda.prepared import Prepared
 from upconv.problem import Problem
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class TileChoice(family.Defaults, PackingLaunch, Generic[T]):
+class TileChoice(PackingLaunch, Generic[T]):
     """A tile for a problem on a GPU, and what the model thinks of it.
 
     Its kernel is the entry ``entry`` of ``<file>.cu``, a template over the mode's struct. Its arguments are the packed
@@ -95,10 +94,6 @@ class TileChoice(family.Defaults, PackingLaunch, Generic[T]):
     def _quick(self) -> Unit:
         """The same to the last bit, compiled fast."""
         return self.unit(self.of.constants() | {"quick": True}).passing()
-
-    def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return Prepared(self, device)
 
     # --- launches ----------------------------------------------------------------------------------------------------
 

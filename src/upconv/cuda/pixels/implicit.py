@@ -23,14 +23,13 @@ from upconv.cuda.compile.boxes import Five, channels_last, fullest
 from upconv.cuda.compile.launch import cluster_fits
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
-from upconv.cuda.launches import Argument, Given, Map, Operand, Unit, ints
+from upconv.cuda.launches import Argument, Given, Map, Operand, Unit, WeightForm, ints
 from upconv.cuda.packs import rows_of_taps
 from upconv.cuda.pixels import tile
 from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.tile import CONSUMERS, fitted, of_axes, stores_wide, triple
 from upconv.cuda.pixels.tile import Tile as Base
-from upconv.cuda.prepared import Prepared
 from upconv.derived import derived
 from upconv.problem import Problem
 
@@ -321,19 +320,18 @@ class Choice(TileChoice[Tile]):
         turned = jit.instance("pixels.cu", self.tile.constants(turned=True), (kernel,))
         return *packed, Unit(f"{packed[0].label} unpacked", turned, (self.entry,))
 
-    def prepare(self, device: int) -> Prepared:
-        """As `gather.Choice.prepare`."""
-        if self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster):
-            return Prepared(self, device)
+    def on(self, device: int) -> Choice:
+        """As `gather.Choice.on`."""
+        fits = self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster)
         alone: Any = replace(self.tile, cluster=1)
-        return Prepared(replace(self, tile=alone), device)
+        return self if fits else replace(self, tile=alone)
 
     @property
     def entry(self) -> str:
         return "pixels_last_clusters" if self.tile.cluster > 1 else "pixels_last"
 
     @property
-    def reads(self) -> str | None:
+    def reads(self) -> WeightForm | None:
         return "channels_last" if self.in_place else None
 
     @property
