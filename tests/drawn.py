@@ -111,7 +111,7 @@ def gather_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     if classes is None:
         return None
     searches: list[dict[str, Any]] = [{"classes": classes}, {"classes": classes, "wgmma": False}, {"size": p.size}]
-    searches += [{"size": p.size, "beside": True}, {"classes": classes, "scarce": True}]
+    searches.append({"size": p.size, "beside": True})
     searches += [{"classes": classes, "drained": True}] if gather_search.drains(p) else []
     searches += [{"classes": classes, "shuffle": way} for way in ways(any_size(p))]
     tiling = one_of(rng, gather_search.candidates(any_size(p), gpu, **rng.choice(searches)))
