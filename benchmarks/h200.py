@@ -32,8 +32,9 @@ from layers import some
 import upconv
 from upconv import env
 from upconv.bench import cold, files, latency, report, run, training
+from upconv.bench.report import Row
 from upconv.bench.roofline import Ceilings
-from upconv.bench.run import Job, Row
+from upconv.bench.run import Job
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import SWEEP, Repeats
 from upconv.problem import LAYOUTS, Layout, Pass, Precision
@@ -77,7 +78,7 @@ CHILDREN = 12
 """After so many the machine itself is at fault."""
 
 
-UNSWEPT: dict[str, Callable[[torch.device], latency.Latency]] = {
+UNSWEPT: dict[str, Callable[[torch.device], report.Report]] = {
     "host": latency.host,
     "shapes": latency.shapes,
     "cold": lambda device: cold.measure(device, progress=lambda label: print(f"compiles {label}", flush=True)),
@@ -161,7 +162,7 @@ def sweep(
             known[run.key(row)] = row
     if ceilings is not None and all(run.job_key(job) in known for job in todo):
         return not report.wrong(list(known.values()))
-    base = report.build([], Ceilings(copy_bytes_per_s=1.0, matmul_flops_per_s={}), device)
+    base = report.build([], device, ceilings=Ceilings(copy_bytes_per_s=1.0, matmul_flops_per_s={}))
     base["versions"]["sources"] = sources()
 
     def publish(rows: list[Row], ceilings: Ceilings) -> None:
@@ -211,7 +212,7 @@ def child(options: argparse.Namespace) -> int:
             elif name == "training":
                 train(path, device, end, not options.eager, options.cases, keep=options.keep)
             elif not options.cases and (
-                not path.exists() or (not options.keep and latency.load(path)["versions"].get("sources") != sources())
+                not path.exists() or (not options.keep and report.load(path)["versions"].get("sources") != sources())
             ):
                 if begin > end:
                     raise TimeUp
@@ -235,8 +236,8 @@ def train(
     ``compiled``: with ``torch.compile`` beside. ``only``: these models, anew. ``keep``: a report of other sources stays
     as it is, since its rows tell of no commit of their own. Errors: TimeUp.
     """
-    rows: dict[str, dict[str, latency.Value]] = {}
-    kept = latency.load(path) if path.exists() else None
+    rows: dict[str, dict[str, Any]] = {}
+    kept = report.load(path) if path.exists() else None
     if kept and kept["versions"].get("sources") != sources():
         if keep:
             return

@@ -100,17 +100,10 @@ EVERY_LANE = {
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         (".init(1, 4 * M::READERS);", ".init(1, 128 * M::READERS);"),
     ),
-    "implicit.cu": (
-        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("C::halves ? 4 * CONSUMERS : 4);", "C::halves ? 128 * CONSUMERS : 128);"),
-    ),
     "wgrad_wgmma.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("if (of.lane == 0) barrier_arrive(block.empty", "barrier_arrive(block.empty"),
         ("if (i > first && of.lane == 0) barrier_arrive(block.empty", "if (i > first) barrier_arrive(block.empty"),
-        ("if (way.i > 0 && lane == 0) barrier_arrive(block.empty", "if (way.i > 0) barrier_arrive(block.empty"),
-        ("if (lane == 0) barrier_arrive_cluster(met, rank ^ 1);", "barrier_arrive_cluster(met, rank ^ 1);"),
-        ("C::handover ? C::warpgroups * 4 : 1);", "C::handover ? C::warpgroups * 128 : 1);"),
         ("barrier_init(empty + 8 * i, C::warpgroups * 4);", "barrier_init(empty + 8 * i, C::warpgroups * 128);"),
     ),
 }
@@ -132,7 +125,6 @@ PLAIN = Problem.make(4, 64, 64, (16, 32), 3, bias=False)
 SHEETS = Problem.make(1, 40, 70, (3, 14, 24), 3, bias=False)
 DEEP = Problem.make(1, 32, 16, (4, 12, 24), (3, 5, 7), bias=False)
 ODD = Problem.make(1, 16, 32, (3, 6, 40), 3, 2, 1, bias=False)  # rows of 79
-PAIR = Problem.make(8, 128, 64, (16, 32), 2, 2, bias=False)
 LONE = Problem.make(1, 300, 24, (16, 24), 2, 2, bias=False)  # more chunks than stages
 TAPPED = Problem.make(3, 300, 24, (72,), 8, 4, 2, bias=False)
 LONE_BACK = LONE.with_(in_channels=24, out_channels=300)
@@ -262,25 +254,21 @@ def run_wgrad(
     interleaved: bool = False,
     steps: bool = False,
     stages: int = 0,
-    handed: bool = False,
-    lasting: bool = True,
 ) -> None:
     """The first tiling whose blocks can add up the splits: as a cluster, or together where they are more than 8.
 
     ``descriptors``: both operands come by these. ``interleaved``: the taps of an instruction are neighbours in M.
-    ``steps``: in two steps, as on a GPU whose blocks do not add up. ``stages``: of the ring, at least. ``handed``: two
-    splits' blocks exchange sums while they multiply; all at once or, where the call is not ``lasting``, as clusters.
+    ``steps``: in two steps, as on a GPU whose blocks do not add up. ``stages``: of the ring, at least.
     """
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
     every = wgrad_search.candidates(wgrad_search.any_size(p), gpu(0), aligned, aligned_g, *of_size)
-    kind = descriptors, interleaved, interleaved and wgrad_search.lined(p), handed
     wanted = (t for t in every if isinstance(t, WarpgroupTiling) and t.adds_up)
-    wanted = (t for t in wanted if (t.a_shared, t.interleaved, t.lined, t.hands_over) == kind)
+    wanted = (t for t in wanted if (t.a_shared, t.interleaved) == (descriptors, interleaved))
     tiling = next(t for t in wanted if t.tiles <= 9 and t.stages >= stages)
     prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, 0.0, "").prepare(0)
-    prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=lasting)
-    expected = (False, False) if steps else (splits <= MAX_CLUSTER, splits > MAX_CLUSTER or handed)
+    prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)
+    expected = (False, False) if steps else (splits <= MAX_CLUSTER, splits > MAX_CLUSTER)
     if (prepared._one_step is not None, prepared.together) != expected:
         raise RuntimeError(f"{splits} splits were not launched as expected")
 
@@ -389,9 +377,9 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "subpixel-16": ("pixels", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),
     "pairs": ("pixels", lambda: run_choice(pairs, problem(LONE_BACK, "tf32", "nchw", "grad-input"))),
     "pairs-16": ("pixels", lambda: run_choice(pairs, problem(TAPPED_BACK, "bf16", "nchw", "grad-input"))),
-    "implicit": ("implicit", lambda: run_implicit(problem(STRIDED, "tf32", "channels_last", "grad-input"), True, 2)),
-    "implicit-turns": ("implicit", lambda: run_implicit(problem(STRIDED, "bf16", "channels_last", "fwd"), False, 3)),
-    "implicit-cluster": ("implicit", lambda: run_implicit(problem(CROSSED, "tf32", "channels_last", "fwd"), True)),
+    "implicit": ("pixels_last", lambda: run_implicit(problem(STRIDED, "tf32", "channels_last", "grad-input"), True, 2)),
+    "implicit-turns": ("pixels_last", lambda: run_implicit(problem(STRIDED, "bf16", "channels_last", "fwd"), False, 3)),
+    "implicit-cluster": ("pixels_last", lambda: run_implicit(problem(CROSSED, "tf32", "channels_last", "fwd"), True)),
     "phases": ("pixels", lambda: run_phases(problem(ODD, "tf32", "nchw", "fwd"), 2)),
     "phases-16": ("pixels", lambda: run_phases(problem(NARROW, "bf16", "nchw", "fwd"), 3)),
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 3, steps=True)),
@@ -403,11 +391,6 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "neighbours": ("wgrad", lambda: run_wgrad(problem(TAPPED, "tf32", "nchw", "grad-weight"), 3, False, True)),
     "neighbours-16": ("wgrad", lambda: run_wgrad(problem(LONE, "bf16", "nchw", "grad-weight"), 4, False, True)),
     "descriptors": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2, True)),
-    "handed": ("wgrad", lambda: run_wgrad(problem(PAIR, "bf16", "channels_last", "grad-weight"), 2, True, handed=True)),
-    "handed-cluster": (
-        "wgrad",
-        lambda: run_wgrad(problem(PAIR, "bf16", "channels_last", "grad-weight"), 2, True, handed=True, lasting=False),
-    ),
     "deep-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2, stages=6)),
     "relayout": ("to_", lambda: run_relayout(problem(STRIDED, "bf16", "nchw", "grad-input"))),
 }

@@ -21,7 +21,7 @@ from typing import Any
 
 import curves
 
-from upconv.bench import exported, latency, plots, report
+from upconv.bench import plots, report, tables
 from upconv.bench.files import publish
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -297,32 +297,14 @@ def rounding() -> str:
     return f"{table(heads, cells, 1)}\n\n{_conditions(found)}"
 
 
-def columns_of(found: Any, shown: Sequence[tuple[str, Callable[[Row], str]]], words: int) -> str:
-    """The table that the bench shows of a report; ``words``: how many columns have no numbers."""
-    shown = [(head, text) for head, text in shown if head != "engine"]
-    cells = [[text(row) for _, text in shown] for row in found["rows"]]
-    return f"{table([head for head, _ in shown], cells, words)}\n\n{_conditions(found)}"
-
-
-def training() -> str:
-    found = latency.load(RESULTS / "h200-training.json")
-    return columns_of(found, latency.columns(found), 1)
-
-
-def host() -> str:
-    found = latency.load(RESULTS / "h200-host.json")
-    return columns_of(found, latency.columns(found), 2)
-
-
-def shapes() -> str:
-    found = latency.load(RESULTS / "h200-shapes.json")
-    return columns_of(found, latency.columns(found), 1)
-
-
-def files() -> str:
-    """The exported files by KernelBench's rules."""
-    found = exported.load(RESULTS / "h200-exported.json")
-    return f"{exported.summary(found)}.\n\n{columns_of(found, exported.columns(found), 2)}"
+def as_shown(stem: str) -> str:
+    """The table that the bench shows of a report."""
+    found = report.load(RESULTS / f"{stem}.json")
+    shown = [column for column in tables.columns(found) if column.head != "engine"]
+    cells = [[str(column.text(row)) for column in shown] for row in found["rows"]]
+    words = sum(column.words for column in shown)
+    summary = [f"{line}." for line in tables.summary(found)]
+    return "\n\n".join([*summary, table([column.head for column in shown], cells, words), _conditions(found)])
 
 
 def compiled() -> str:
@@ -370,8 +352,9 @@ def _conditions(found: Any) -> str:
 # --- the pages -------------------------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "gains": gains, "reports": reports, "layers": layers, "rounding": rounding, "training": training,
-    "compiled": compiled, "host": host, "shapes": shapes, "cold": cold, "exported": files, "cpu": cpu,
+    "gains": gains, "reports": reports, "layers": layers, "rounding": rounding, "compiled": compiled, "cold": cold,
+    "cpu": cpu,
+    **{kind: lambda kind=kind: as_shown(f"h200-{kind}") for kind in ("training", "host", "shapes", "exported")},
     "curves": lambda: curves.stated(curves.load(RESULTS / "h200-curves.json")),
 }  # fmt: skip
 

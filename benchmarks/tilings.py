@@ -35,7 +35,6 @@ from torch import Tensor
 
 from upconv import reference
 from upconv.bench import files, report, timing
-from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import SUITES
 from upconv.cpu import memory_format
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
@@ -191,9 +190,8 @@ def measure(
 def time_all(options: argparse.Namespace, console: Console) -> int:
     device = torch.device("cuda", 0)
     gpu, end = gpu_of(0), time.monotonic() + options.budget
-    base: dict[str, Any] = {**report.build([], Ceilings(copy_bytes_per_s=0.0, matmul_flops_per_s={}), device)}
+    base: dict[str, Any] = report.build([], device)
     base["versions"]["sources"] = sources()
-    del base["ceilings"]
     if options.file.exists():
         before = json.loads(options.file.read_text(encoding="utf-8"))
         if before["versions"].get("sources") == sources() and before["device"].get("name") == base["device"].get(

@@ -152,8 +152,6 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 #else
 #endif
 #if HAS_ASYNC_PROXY
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
 // All threads of a cluster that have not returned; what they stored before is seen by all behind it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
@@ -168,17 +166,6 @@ __device__ __forceinline__ u32 cluster_address(u32 a, int rank) {
 __device__ __forceinline__ void load_cluster_128(float (&v)[4], u32 a, int rank) {
   const u32 there = cluster_address(a, rank);
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];\n" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(there) : "memory");
-}
-// At another block's barrier: what this thread stored in the cluster before is seen by who waits for it.
-__device__ __forceinline__ void barrier_arrive_cluster(u32 barrier, int rank) {
-  const u32 there = cluster_address(barrier, rank);
-  asm volatile("fence.acq_rel.cluster;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(there) : "memory");
-}
-// Until a barrier's first phase is done, at which other blocks arrive.
-__device__ __forceinline__ void barrier_wait_cluster(u32 barrier) {
-  u32 done;
-  do asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n selp.u32 %0, 1, 0, p;\n}\n" : "=r"(done) : "r"(barrier) : "memory");
-  while (!done);
 }
 #endif
 
@@ -1134,8 +1121,6 @@ joined(const char* __restrict__ packed, const typename Joined<C>::Type* __restri
 // multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 //
 // STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
-// LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those before are dealt out evenly, so that blocks that read
-// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
 //
 // `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
 // are done. Null: tiles are dealt out evenly.
@@ -1148,29 +1133,18 @@ __device__ __forceinline__ void claims_init(u32 ring) {
 }
 
 // The thread that claims. A block's first tile is `blockIdx.x`.
-template <int STEP, int LAST_ROUNDS>
+template <int STEP>
 struct Claimer {
   u32 ring;
   u32* counters;
   int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
   bool untold;
-  int dealt;                            // LAST_ROUNDS: tiles
   CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ Claimer(u32 ring, u32* counters, int tiles) : ring(ring), counters(counters), untold(false), cursor({0, 0}) {
-    if constexpr (LAST_ROUNDS > 0) {
-      const int rounds = tiles / (int)gridDim.x - LAST_ROUNDS;
-      dealt = gridDim.x * (rounds > 1 ? rounds : 1);
-    }
-    ask(blockIdx.x);
-  }
+  __device__ __forceinline__ Claimer(u32 ring, u32* counters) : ring(ring), counters(counters), untold(false), cursor({0, 0}) { ask(blockIdx.x); }
   __device__ __forceinline__ void ask(int index) {
     const int own = STEP == 1 ? 0 : blockIdx.x % STEP;
     upcoming = index + gridDim.x;
-    if constexpr (LAST_ROUNDS > 0) {
-      if (counters && upcoming >= dealt) upcoming = dealt + atomicAdd(counters + own, 1u) * STEP + own;
-    } else {
-      if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
-    }
+    if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
   }
   __device__ __forceinline__ int next() {
     untold = true;
@@ -1391,10 +1365,10 @@ struct Told {
   __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
   __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
 };
-template <class Sizes, int STEP, int LAST_ROUNDS>
+template <class Sizes, int STEP>
 struct Claiming {
-  Claimer<STEP, LAST_ROUNDS> claims;
-  __device__ __forceinline__ explicit Claiming(const Sizes& s) : claims(s.claims, s.counters, s.tiles) {}
+  Claimer<STEP> claims;
+  __device__ __forceinline__ explicit Claiming(const Sizes& s) : claims(s.claims, s.counters) {}
   __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
   __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
   __device__ __forceinline__ void tell() { claims.tell(); }
@@ -1464,7 +1438,7 @@ template <class C, class Sizes>
 struct Orders<C, Sizes, true, false> {
   using Order = Told<Sizes, false>;
   using AloneOrder = Told<Sizes, true>;
-  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1, C::last_rounds>;  // resident weights are of one M-group
+  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
 };
 
 template <class C_>
@@ -4435,7 +4409,7 @@ static constexpr int SET_UNITS = S::SET_TAPS / OF_UNIT;
 // --- x -----------------------------------------------------------------------------------------------------------------
 
 // Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT]. Channels_last of 16 bits: for
-// each X_WIDTH channels a box of the chunk's pixels, or (x_one_box) one box that brings them in that order.
+// each X_WIDTH channels a box of the chunk's pixels.
 static constexpr bool TURN_X = LAST && !S::NARROW;      // channels_last float32 is turned by the copying warpgroup
 static constexpr bool K_MAJOR = !LAST || TURN_X;
 static constexpr int PIXELS = S::X_ROWS * C::tile_w;
@@ -4456,27 +4430,24 @@ static constexpr int NB = C::block_ci / N_WIDTH;
 static constexpr int CLASSES = C::row_classes * C::channel_classes;
 static constexpr bool CLASSED = CLASSES > 1;
 static constexpr int G_CHANNELS = C::block_co / C::channel_classes;  // of a class
-static constexpr int G_BEGIN = C::lined ? 128 / SIZE : S::VEC;       // elements at multiples of which boxes begin
 
-// Channels_last: boxes have G_WIDTH channels, a swizzled row, and the columns of one row; g_one_box: all rows of a plane. Gapless: a
+// Channels_last: boxes have G_WIDTH channels, a swizzled row, and all rows of a plane. Gapless: a
 // plane is a tap's pixels. Parted: a plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours,
 // which meet different banks, and columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each
 // g_planes taps.
-static constexpr bool PLANES = LAST && C::g_one_box;
 static constexpr int G_WIDTH = C::block_co % 64 == 0 && S::NARROW ? 64 : C::block_co % 32 == 0 ? 32 : 16;
 static constexpr int G_BOXES = LAST ? C::block_co / G_WIDTH : 1;
 static constexpr int G_COLUMN_BYTES = G_WIDTH * SIZE;
 static constexpr int G_BOX_BYTES =                                   // of a row
-    !LAST ? G_CHANNELS * C::g_pitch * SIZE : PLANES ? C::plane_columns * G_COLUMN_BYTES : (S::G_COLUMNS * G_COLUMN_BYTES + 127) / 128 * 128;
+    LAST ? C::plane_columns * G_COLUMN_BYTES : G_CHANNELS * C::g_pitch * SIZE;
 static constexpr int PLANE_BYTES = (S::G_ROWS * G_BOX_BYTES + 127) / 128 * 128;  // where a box may begin
-static constexpr int G_SLAB_BYTES = PLANES ? C::g_planes * PLANE_BYTES : S::G_ROWS * G_BOX_BYTES;  // of G_WIDTH channels
-static constexpr int G_LINE = PLANES ? C::plane_columns : C::box_g ? G_BOX_BYTES / G_COLUMN_BYTES : S::G_COLUMNS;  // pixels from row to row
-static constexpr int G_BYTES = LAST && C::box_g ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
+static constexpr int G_SLAB_BYTES = C::g_planes * PLANE_BYTES;  // of G_WIDTH channels
+static constexpr int G_LINE = C::plane_columns;  // pixels from row to row
+static constexpr int G_BYTES = LAST ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
 static constexpr int CLASS_BYTES = G_BYTES / CLASSES;
-// From one pixel of g's tile to the next (of NCHW counted in elements), from one of q to the next, and from one row to the next.
+// From one pixel of g's tile to the next (of NCHW counted in elements), and from one of q to the next.
 static constexpr int G_PIXEL_BYTES = LAST ? C::g_pitch * SIZE : 1;
 static constexpr int G_STEP_W = C::parted ? 1 : C::step_w;           // in pixels
-static constexpr int G_ROW_BYTES = LAST && !C::box_g ? G_LINE * G_PIXEL_BYTES : G_BOX_BYTES;
 
 // --- stages and sums ---------------------------------------------------------------------------------------------------
 
@@ -4488,7 +4459,7 @@ static_assert(BARRIERS_AT + 16 * C::stages + 16 == C::shared_bytes, "the planner
 
 // How sums leave: blocks may add them up, and then take them from registers to the weight (`put_rows`).
 static constexpr bool ADDS_UP = C::cluster > 1 || C::together || C::alone;
-static constexpr bool BY_ROWS = C::handover || (C::alone && C::a_shared && !C::stacked);
+static constexpr bool BY_ROWS = C::alone && C::a_shared && !C::stacked;
 // A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
 // ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
 static constexpr int SUMS_PITCH = C::block_co + 4;
@@ -4539,7 +4510,6 @@ using C = typename T::C;
 using Sizes = typename T::Sizes;
 using Chunk = typename T::Chunk;
 using Work = typename T::Work;
-using Rows = typename T::Rows;
 using TensorMaps = typename T::TensorMaps;
 
 // --- x ---
@@ -4551,17 +4521,13 @@ static __device__ __forceinline__ int chunk_pixels(const Sizes& s) {
 
 // A chunk, from its input channel `channel` on.
 static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
-  if constexpr (C::x_one_box) {
-    load_box(to, map, 0, c.w, c.h - T::STACK + 1, c.n, channel / T::X_WIDTH, barrier);
-  } else {
 #pragma unroll 1
-    for (int i = 0; i < T::BOXES; i++) {
-      if constexpr (C::channels_last) {
-        load_box(to + i * T::BOX_BYTES, map, channel + i * T::X_WIDTH, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
-      } else {
-        int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
-        load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
-      }
+  for (int i = 0; i < T::BOXES; i++) {
+    if constexpr (C::channels_last) {
+      load_box(to + i * T::BOX_BYTES, map, channel + i * T::X_WIDTH, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
+    } else {
+      int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
+      load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
     }
   }
 }
@@ -4613,26 +4579,11 @@ static __device__ __forceinline__ void load_planes(const TensorMap& map, const C
     load_box(to + i / C::g_planes * T::G_SLAB_BYTES + i % C::g_planes * T::PLANE_BYTES, map, channel + i / C::g_planes * T::G_WIDTH, at.w + i % C::g_planes * C::dilation_w, at.h, at.d, at.n, barrier);
 }
 
-static __device__ __forceinline__ void load_rows(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
-#pragma unroll 1
-  for (int r = 0; r < T::G_ROWS; r++) {
-    Rows of = T::g_row(r);
-    if constexpr (C::channels_last) {
-      for (int i = 0; i < T::G_BOXES; i++)
-        load_box(to + (i * T::G_ROWS + r) * T::G_BOX_BYTES, map, channel + i * T::G_WIDTH, at.w, at.h + of.h, at.d + of.d, at.n + of.n, barrier);
-    } else {
-      load_box(to + r * T::G_BOX_BYTES, map, at.w - (at.w & (T::VEC - 1)), channel, at.h + of.h, at.d + of.d, at.n + of.n, barrier);
-    }
-  }
-}
-
 static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
   if constexpr (T::CLASSED) load_classes(maps, s, at, channel, to, barrier);
   else if constexpr (C::gapless) load_taps(*maps, at, channel, to, barrier);
-  else if constexpr (T::PLANES) load_planes(*maps, at, channel, to, barrier);
-  else if constexpr (C::lined) load_box(to, *maps, 0, (at.w - (at.w & (T::G_BEGIN - 1))) / T::G_BEGIN, channel, 0, at.n, barrier);
-  else if constexpr (C::g_one_box) load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
-  else load_rows(*maps, at, channel, to, barrier);
+  else if constexpr (C::channels_last) load_planes(*maps, at, channel, to, barrier);
+  else load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
 }
 
 // --- a chunk ---
@@ -4640,8 +4591,7 @@ static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes
 // Bytes that `load` brings.
 static __device__ __forceinline__ int bytes_of(const Sizes& s) {
   if constexpr (C::gapless) return chunk_pixels(s) * (((T::TURN_X ? 0 : C::block_ci) + T::SET_TAPS * C::block_co) * T::ELEMENT);
-  constexpr int COLUMNS = C::g_one_box ? C::g_planes * C::plane_columns : T::G_COLUMNS;
-  constexpr int OF_G = C::channels_last ? T::G_ROWS * COLUMNS * C::block_co * T::ELEMENT : T::G_BYTES;
+  constexpr int OF_G = C::channels_last ? T::G_ROWS * C::g_planes * C::plane_columns * C::block_co * T::ELEMENT : T::G_BYTES;
   return (T::TURN_X ? 0 : T::X_TILE_BYTES) + (C::box_g ? OF_G : 0);
 }
 
@@ -4685,7 +4635,7 @@ struct WgradBlock {
   typename T::Work work;
   int split;
   unsigned char* memory;
-  u32 base, full, empty, last;             // memory's address; barriers: of stages, and of raw pixels or (handover) of the other block's sums
+  u32 base, full, empty, last;             // memory's address; barriers: of stages, and of raw pixels
 
   __device__ __forceinline__ int begin() const { return split * s.per_split; }
   __device__ __forceinline__ int end() const { return begin() + s.per_split < s.chunks ? begin() + s.per_split : s.chunks; }
@@ -4743,7 +4693,7 @@ struct WgradByTurning {
   }
 };
 
-// g by words of all threads, x by boxes.
+// NCHW: g by words of all threads, x by boxes.
 template <class T>
 struct WgradByWords {
   using C = typename T::C;
@@ -4758,13 +4708,11 @@ struct WgradByWords {
     const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
     const int channel = block.work.group * C::cout + block.work.co;
     Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, tile + T::X_TILE_BYTES, thread);
-    if constexpr (!C::channels_last) {
-      if (Copies::has_borders(memory, at)) {
-        copy_commit();
-        copy_wait<0>();
-        named_sync<1, T::COPIERS>();       // all have landed
-        Copies::clear_borders(block.g, memory, at, channel, tile + T::X_TILE_BYTES, thread);
-      }
+    if (Copies::has_borders(memory, at)) {
+      copy_commit();
+      copy_wait<0>();
+      named_sync<1, T::COPIERS>();         // all have landed
+      Copies::clear_borders(block.g, memory, at, channel, tile + T::X_TILE_BYTES, thread);
     }
     arrive_when_copied(barrier);
     barrier_arrive(barrier);               // what it stored itself
@@ -4929,15 +4877,14 @@ using V = WgradView<T>;
 
 static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
   int channel = of.channel + (of.lane >> 3 & 1) * 8, first = (of.lane & 7) * T::G_STEP_W * T::G_PIXEL_BYTES;
-  if constexpr (C::box_g) return first + channel / T::G_WIDTH * T::G_SLAB_BYTES + channel % T::G_WIDTH * 2;
-  else return first + channel * 2;
+  return first + channel / T::G_WIDTH * T::G_SLAB_BYTES + channel % T::G_WIDTH * 2;
 }
 
 static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes&, const typename V::Phases&, int u, const typename V::Step& step, int lane_at) {
   int p0 = step.half[0].row * T::G_LINE + step.half[0].column, p1 = step.half[1].row * T::G_LINE + step.half[1].column;
   int p = taps.at[u] + p0 + ((threadIdx.x & 16) ? p1 - p0 : 0);
   u32 address = shared_address(g_tile) + p * T::G_PIXEL_BYTES + lane_at;
-  if constexpr (C::box_g) address ^= (address >> 7 & (T::G_WIDTH / 8 - 1)) << 4;  // the engine's swizzle, a function of the address
+  address ^= (address >> 7 & (T::G_WIDTH / 8 - 1)) << 4;  // the engine's swizzle, a function of the address
   load_matrices_turned(a, address);
 }
 };
@@ -5147,7 +5094,7 @@ static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const un
   WgradUnits<T> units;
   const int first = run * (C::unrolled / C::entries);
   const typename F::Half from = F::step_of(first).half[0];
-  const unsigned char* g_tile = tile + T::X_TILE_BYTES + from.row * T::G_ROW_BYTES;
+  const unsigned char* g_tile = tile + T::X_TILE_BYTES + from.row * T::G_BOX_BYTES;
   if constexpr (!C::channels_last && !C::aligned_g && !T::CLASSED) phases.of[0] += F::memory_row(from.memory, s);
   int lane_from = lane_at + from.column * T::G_PIXEL_BYTES;
   u32 x_from = shared_address(tile) + T::x_at(first);
@@ -5168,8 +5115,7 @@ static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const un
 
 // How sums leave a block of wgrad_wgmma.cu: as a slice for `reduce`; or blocks that have all splits of a tile between them write the
 // weight's gradient from their sums in shared memory, as a cluster, together through global memory, or alone, or (T::BY_ROWS) from
-// registers. Sums of splits are added in the order of `reduce`, to the same bits; those that are handed over (wgrad_handover.cuh) are of
-// other ranges.
+// registers. Sums of splits are added in the order of `reduce`, to the same bits.
 
 // A slice of partial sums, [split][taps][COUT][cin].
 template <class T>
@@ -5556,241 +5502,6 @@ static __device__ __forceinline__ void put_share_of_taps(const Gradient& out, co
 }
 };
 
-// Handover: blocks of two splits of K that exchange half of a tile's sums while they multiply. Both take all of a tile's units until
-// HANDED chunks, those in the middle of K, are left. Then each hands its sums of half of the units over, through global memory, and
-// multiplies these chunks for its own units alone, whose sums it gets from the other block meanwhile; so that behind the last chunk it
-// has half of the tile's sums, whole, in registers, and writes them to the weight.
-//
-// Blocks meet as a cluster, or in a cooperative launch. The latter is faster, since the order of its blocks is free (`wgrad_tile_of`):
-// neighbours have the same pixels of g, which are more than x's. With 8 chunks and more the second-level cache is late, since such a chunk
-// brings x for half of the products.
-//
-// A warpgroup has two units; the first of these, by the block's `rank`, is its own. Two blocks are a cluster, or all blocks run at once
-// (together) and meet by counters, as wgrad_sums.cuh has it.
-
-// A block's chunks: `whole` ones, then those `handed`, which both blocks have.
-struct WgradHalves {
-  static constexpr int HANDED = 4;
-  int whole, handed, rank;
-  __device__ __forceinline__ WgradHalves(int chunks, int rank) : rank(rank) {
-    handed = HANDED + (chunks & 1);        // so that the others are even
-    if (handed > chunks) handed = chunks;
-    whole = (chunks - handed) / 2;
-  }
-  __device__ __forceinline__ int count() const { return whole + handed; }
-  __device__ __forceinline__ int chunk(int i) const { return rank && i < whole ? i + count() : i; }
-};
-
-// Where a tile lies: of neighbours (of one set of taps) four have two blocks of channels of each operand between them, sixteen four, and
-// sixty-four eight, where channels have so many. So, together, two of a pair of multiprocessors share g; those of a cluster are the two
-// halves of K, and share nothing.
-template <int CI_TILES, int CO_TILES>
-__device__ __forceinline__ void wgrad_tile_of(int index, int& ci, int& co) {
-  int ci_left = CI_TILES, co_left = CO_TILES, ci_unit = 1, co_unit = 1;
-  ci = co = 0;
-#pragma unroll
-  for (int level = 0; level < 3; level++) {
-    if (ci_left % 2 == 0) {
-      ci += index % 2 * ci_unit;
-      index /= 2, ci_left /= 2, ci_unit *= 2;
-    }
-    if (co_left % 2 == 0) {
-      co += index % 2 * co_unit;
-      index /= 2, co_left /= 2, co_unit *= 2;
-    }
-  }
-  co += index % co_left * co_unit;
-  ci += index / co_left % ci_left * ci_unit;
-}
-
-// --- the thread that loads -----------------------------------------------------------------------------------------------
-
-template <class T>
-struct WgradHandoverCopies {
-using C = typename T::C;
-using Boxes = WgradBoxes<T>;
-static constexpr int OWN_PLANES = C::parted && C::g_planes == 2 && C::taps_w % 2 == 0 ? 1 : C::g_planes;  // 1: the columns of a unit, by its parity
-
-// A chunk of x, and of g what a block's own units take.
-static __device__ __forceinline__ void load_own(const WgradBlock<T>& block, const typename T::Chunk& c, u32 to, u32 barrier) {
-  expect_bytes(barrier, T::X_TILE_BYTES + T::G_ROWS * OWN_PLANES * C::plane_columns * C::block_co * T::ELEMENT);
-  Boxes::load_x(block.maps.of[0], c, block.work.group * C::cin + block.work.ci, to, barrier);
-  const int channel = block.work.group * C::cout + block.work.co;
-  to += T::X_TILE_BYTES;
-  const typename T::Chunk at = T::in_g(c, block.work);
-#pragma unroll 1
-  for (int i = 0; i < T::G_BOXES * OWN_PLANES; i++) {
-    const int plane = OWN_PLANES < C::g_planes ? block.split : i % OWN_PLANES, box = i / OWN_PLANES;
-    load_box(to + box * T::G_SLAB_BYTES + plane * T::PLANE_BYTES, block.maps.of[1], channel + box * T::G_WIDTH, at.w + plane * C::dilation_w, at.h, at.d, at.n, barrier);
-  }
-}
-
-static __device__ __forceinline__ void produce(const WgradBlock<T>& block) {
-  const WgradHalves halves(block.s.chunks, block.split);
-  CursorOf<C::stages> cursor = {0, 1};
-#pragma unroll 1
-  for (int i = 0; i < halves.count(); i++, cursor.next()) {
-    const typename T::Chunk c = T::chunk_at(halves.chunk(i), block.s);
-    const u32 to = block.base + cursor.stage * T::STAGE_BYTES, barrier = block.full + cursor.stage * 8;
-    barrier_wait(block.empty + cursor.stage * 8, cursor.parity);
-    if (i < halves.whole) Boxes::load(block.maps, block.s, c, block.work, to, barrier);
-    else load_own(block, c, to, barrier);
-  }
-}
-};
-
-// --- ways in which two blocks meet: `tell` behind a thread's stores, `wait` ahead of its loads ---------------------------
-
-template <class T>
-struct WgradMeetTogether {
-  u32* counters;
-  __device__ __forceinline__ void tell(int, int wg, int thread) const {
-    named_sync<2, T::CONSUMERS>();         // all have stored theirs
-    if (wg == 0 && thread == 0) wgrad_arrive(counters);
-  }
-  __device__ __forceinline__ void wait(int wg, int thread) const {
-    if (wg == 0 && thread == 0) wgrad_wait(counters, 2);
-    named_sync<2, T::CONSUMERS>();
-  }
-};
-
-template <class T>
-struct WgradMeetInCluster {
-  u32 met;                                 // a barrier
-  __device__ __forceinline__ void tell(int rank, int, int thread) const {
-    int lane = thread & 31;
-    cluster_wait();                        // the other block's barriers are ready
-    __syncwarp();
-    if (lane == 0) barrier_arrive_cluster(met, rank ^ 1);
-  }
-  __device__ __forceinline__ void wait(int, int) const { barrier_wait_cluster(met); }
-};
-
-template <class T>
-using WgradMeet = WgradEither<T::C::together, WgradMeetTogether<T>, WgradMeetInCluster<T>>;
-
-// --- consumers -----------------------------------------------------------------------------------------------------------
-
-template <class T>
-struct WgradHandover {
-using C = typename T::C;
-using M = WgradMultiply<T>;
-using F = typename M::F;
-using Taps = typename F::Taps;
-using Gradient = WgradGradient<T>;
-static constexpr int WORDS = T::CONSUMERS * (T::N_WIDTH / 2);  // that a block hands over
-
-// A warpgroup on its way over its chunks.
-struct Way {
-  int i;                                   // the chunk
-  CursorOf<C::stages> cursor;
-};
-
-// A chunk by the first of a warpgroup's units, or by both.
-template <int OF_UNITS>
-static __device__ __forceinline__ void multiply_chunk(typename M::Sums& acc, Way& way, const WgradBlock<T>& block, const Taps& taps, int lane_first, int lane) {
-  const unsigned char* tile = block.memory + way.cursor.stage * T::STAGE_BYTES;
-  const u32 x_tile = shared_address(tile);
-  barrier_wait(block.full + way.cursor.stage * 8, way.cursor.parity);
-  wgmma_fence();
-#pragma unroll 1
-  for (int run = 0; run < T::STEPS / C::unrolled; run++) {
-    u32 a[4];
-    const int first = run * (C::unrolled / C::entries);
-    const typename F::Half from = F::step_of(first).half[0];
-    const unsigned char* g_tile = tile + T::X_TILE_BYTES + from.row * T::G_ROW_BYTES;
-    const int lane_from = lane_first + from.column * T::G_PIXEL_BYTES;
-    const u32 x_from = x_tile + T::x_at(first);
-#pragma unroll
-    for (int step = 0; step < C::unrolled; step++) {
-      const int e = step % C::entries, k = step / C::entries;
-      if (e >= OF_UNITS) continue;
-      F::load(a, g_tile, taps, block.s, typename F::Phases{}, e, F::step_of(k), lane_from);
-      M::multiply(acc[e], 0, 1, a, x_from + T::x_at(k));
-    }
-  }
-  wgmma_commit();
-  wgmma_wait<1>();                         // the chunk before is done with
-  if (way.i > 0 && lane == 0) barrier_arrive(block.empty + (way.cursor.stage ? way.cursor.stage - 1 : C::stages - 1) * 8);
-  way.cursor.next();
-  way.i++;
-}
-
-// A block's own units, from shared memory to any weight.
-static __device__ __forceinline__ void put_own(const Gradient& out, const typename T::Work& work, u32 sums, int rank, int thread) {
-  constexpr int QUADS = C::block_co / 4, ITEMS = T::SET_UNITS / T::UNITS * QUADS, AT_ONCE = T::CONSUMERS / ITEMS;
-  const int item = thread % ITEMS, co = item % QUADS * 4, tap = item / QUADS * T::UNITS + rank;
-  const int rows = C::cin - work.ci < C::block_ci ? C::cin - work.ci : C::block_ci;
-  const bool by_co = out.stride_co == 1;
-  const long long to = out.place_of(work, tap, 0, co);
-  if (to < 0) return;
-#pragma unroll 4
-  for (int row = thread / ITEMS; row < rows; row += AT_ONCE) {
-    u32 words[4];
-    load_shared_128(words, sums + T::sum_at(tap, row, co));
-    const float sum[4] = {__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]), __uint_as_float(words[3])};
-    if (by_co) out.put_quad(work, sum, to + row * out.stride_ci, 0, co, true);
-    else out.store_each(work, sum, to + row * out.stride_ci, co, out.stride_co);
-  }
-}
-
-// A block's own sums, whole, to the weight.
-static __device__ __forceinline__ void put(const Gradient& out, const WgradBlock<T>& block, const float (&sums)[T::N_WIDTH / 2], const typename F::Lane& of, int wg, int thread) {
-  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
-  const u32 shared = shared_address(block.memory);
-  if (out.has_rows()) {
-    out.put_rows(block.work, sums, shared + wg * Gradient::ROWS_BYTES, of.first_unit + block.split, of.wg_m * T::ROWS_PER_SUB, wg, thread);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < T::N_WIDTH / 8; j++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const u32 at = shared + T::sum_at(of.first_unit + block.split, j * 8 + 2 * of.q, of.channel + of.row + 8 * h);
-      store_shared_f32(at, sums[4 * j + 2 * h]);
-      store_shared_f32(at + T::SUMS_PITCH * 4, sums[4 * j + 2 * h + 1]);
-    }
-  named_sync<2, T::CONSUMERS>();
-  put_own(out, block.work, shared, block.split, threadIdx.x - T::COPIERS);
-}
-
-// `handed`: WORDS in global memory of each block; `other` is the block they are exchanged with.
-static __device__ __forceinline__ void consume(const Gradient& out, const WgradBlock<T>& block, float4* handed, const WgradMeet<T>& meet, int other, int wg, int thread) {
-  const typename F::Lane of = F::lane_of(wg, thread);
-  const int rank = block.split, lane_first = F::lane_first(of);
-  Taps taps;
-#pragma unroll
-  for (int u = 0; u < T::UNITS; u++) F::set_tap(taps, u, of.first_unit + (u ^ rank), block.s);
-  typename M::Sums acc = {};
-  const WgradHalves halves(block.s.chunks, rank);
-  Way way = {0, {0, 0}};
-#pragma unroll 1
-  while (way.i < halves.whole) multiply_chunk<T::UNITS>(acc, way, block, taps, lane_first, of.lane);
-  multiply_chunk<1>(acc, way, block, taps, lane_first, of.lane);  // which the tensor cores have while sums leave
-  float (&passed)[T::N_WIDTH / 2] = acc[1][0];
-  float4* to = handed + (long long)blockIdx.x * (WORDS / 4) + wg * 128 + thread;
-#pragma unroll
-  for (int j = 0; j < T::N_WIDTH / 8; j++) to[j * T::CONSUMERS] = make_float4(passed[4 * j], passed[4 * j + 1], passed[4 * j + 2], passed[4 * j + 3]);
-  meet.tell(rank, wg, thread);
-#pragma unroll 1
-  while (way.i < halves.count() - 2) multiply_chunk<1>(acc, way, block, taps, lane_first, of.lane);
-  meet.wait(wg, thread);
-  const float4* from = handed + (long long)other * (WORDS / 4) + wg * 128 + thread;
-#pragma unroll
-  for (int j = 0; j < T::N_WIDTH / 8; j++) {
-    const float4 v = __ldcg(from + j * T::CONSUMERS);
-    passed[4 * j] = v.x, passed[4 * j + 1] = v.y, passed[4 * j + 2] = v.z, passed[4 * j + 3] = v.w;
-  }
-#pragma unroll 1
-  while (way.i < halves.count()) multiply_chunk<1>(acc, way, block, taps, lane_first, of.lane);
-  wgmma_wait<0>();
-  float (&sums)[T::N_WIDTH / 2] = acc[0][0];
-#pragma unroll
-  for (int j = 0; j < T::N_WIDTH / 2; j++) sums[j] += passed[j];
-  put(out, block, sums, of, wg, thread);
-}
-};
-
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
 //
 // The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
@@ -5801,8 +5512,8 @@ static __device__ __forceinline__ void consume(const Gradient& out, const WgradB
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
 //      rounded to TF32 on the way; channels_last of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
 //      that channels_last float32 is turned by the copying warpgroup.
-// g comes by boxes too (box_g): by one where its rows lie evenly (g_one_box; channels_last for each G_WIDTH channels and plane), by
-// one for each row, NCHW by one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
+// g comes by boxes too (box_g), where its rows lie evenly: channels_last by one for each G_WIDTH channels and plane; NCHW by one, or by
+// one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
 // Roles: one warpgroup copies, the others multiply: split_m of them divide the output channels of a block, the others its taps,
 // UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap; or, stacked, a column of
 // taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
@@ -5813,11 +5524,10 @@ static __device__ __forceinline__ void consume(const Gradient& out, const WgradB
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where splits are
 // few, their blocks are a cluster, which adds the sums through its shared memory in the same order, and writes the weight itself.
 // Where more are, but all blocks run at once (a cooperative launch), those of a tile wait for each other and do it together, through
-// global memory. A split that is the only one (alone) writes the weight from its own shared memory. Two splits may exchange sums while
-// they multiply (handover); these have chunks in another order than two steps have, and other roundings.
+// global memory. A split that is the only one (alone) writes the weight from its own shared memory.
 //
 // Files: wgrad_tiles.cuh (a chunk in shared memory), wgrad_copies.cuh (who brings it), wgrad_multiply.cuh (fragments and matrix
-// instructions), wgrad_sums.cuh (how sums leave), wgrad_handover.cuh.
+// instructions), wgrad_sums.cuh (how sums leave).
 
 template <class C_>
 struct WgradWgmma {
@@ -5843,7 +5553,7 @@ static __device__ __forceinline__ void begin_rows(int& lane_at, typename F::Phas
   const Sizes& s = block.s;
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
   if constexpr (C::aligned_g) {
-    lane_at += c.w & (T::G_BEGIN - 1);
+    lane_at += c.w & (T::VEC - 1);
   } else if constexpr (T::CLASSED) {
     const int of_channels = (of.channel + of.row) / T::G_CHANNELS;  // the lane's class
 #pragma unroll
@@ -5907,7 +5617,7 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
 // They are added to those of other splits, and written to the weight.
 struct Whole {
   Gradient out;
-  char* partial;                           // together: SUMS_BYTES of each block; handover: 4 WgradHandover::WORDS
+  char* partial;                           // together: SUMS_BYTES of each block
   u32* counters;                           // together: two of each tile
 
   static constexpr int TILES = T::SETS * T::CO_TILES * T::CI_TILES * C::groups;
@@ -5935,20 +5645,6 @@ struct Whole {
       WgradAdding<T>::add_share_of_rows(out, block.work, {}, block.base, block.split, thread);
     }
   }
-
-  // Or they are exchanged with another block's meanwhile.
-  __device__ __forceinline__ void hand_over(const Block& block, int wg, int thread) const {
-    int other;
-    WgradMeet<T> meet;
-    if constexpr (C::together) {
-      other = block.split ? blockIdx.x - TILES : blockIdx.x + TILES;
-      meet.counters = counters + 2 * (block.split ? other : (int)blockIdx.x);
-    } else {
-      other = blockIdx.x ^ 1;
-      meet.met = block.last;
-    }
-    WgradHandover<T>::consume(out, block, (float4*)partial, meet, other, wg, thread);
-  }
 };
 
 // =====================================================================================================================
@@ -5961,10 +5657,7 @@ static __device__ __forceinline__ void take_work(Block& block) {
   int index = blockIdx.x;
   if constexpr (C::cluster > 1) block.split = index % C::cluster, index /= C::cluster;  // so that a cluster's blocks are neighbours
   int set = index % T::SETS;  index /= T::SETS;
-  if constexpr (C::handover) {
-    wgrad_tile_of<T::CI_TILES, T::CO_TILES>(index % (T::CI_TILES * T::CO_TILES), work.ci, work.co);
-    work.ci *= C::block_ci, work.co *= C::block_co, index /= T::CI_TILES * T::CO_TILES;
-  } else if constexpr (C::cluster > 1 && T::CI_TILES % 2 == 0) {  // two clusters have the same pixels of g, for L2
+  if constexpr (C::cluster > 1 && T::CI_TILES % 2 == 0) {  // two clusters have the same pixels of g, for L2
     work.ci = index % 2;  index /= 2;
     work.co = index % T::CO_TILES * C::block_co;  index /= T::CO_TILES;
     work.ci = (work.ci + index % (T::CI_TILES / 2) * 2) * C::block_ci;  index /= T::CI_TILES / 2;
@@ -5987,29 +5680,18 @@ static __device__ __forceinline__ void run(const char* g, const E& end, const Si
       barrier_init(full + 8 * i, WgradWay<T>::ARRIVALS);
       barrier_init(empty + 8 * i, C::warpgroups * 4);
     }
-    barrier_init(last, C::handover ? C::warpgroups * 4 : 1);
+    barrier_init(last, 1);
     barriers_begun();
   }
   if constexpr (C::gapless) WgradBoxes<T>::clear_tails(base, s, threadIdx.x);
   __syncthreads();
-  constexpr bool MEETS = C::handover && C::cluster > 1;
-  if constexpr (MEETS) cluster_arrive();   // who hands sums over waits for the other block's
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
     fewer_registers<C::producer_registers>();
-    if constexpr (C::handover) {
-      if (thread == 0) WgradHandoverCopies<T>::produce(block);
-      if constexpr (MEETS) {
-        __syncwarp();
-        cluster_wait();
-      }
-    } else {
-      wgrad_produce(block, thread);
-    }
+    wgrad_produce(block, thread);
   } else {
     more_registers<C::consumer_registers>();
-    if constexpr (C::handover) end.hand_over(block, role - 1, thread);
-    else consume(end, block, role - 1, thread);
+    consume(end, block, role - 1, thread);
   }
 }
 };
@@ -6467,7 +6149,6 @@ struct Forward {
   static constexpr int store_unit = 0;
   static constexpr int cluster = 1;
   static constexpr bool claimed = true;
-  static constexpr int last_rounds = 0;
   static constexpr int shared_bytes = 201200;
   static constexpr int producer_registers = 56;
   static constexpr int consumer_registers = 200;
@@ -6557,7 +6238,6 @@ struct ForwardUnaligned {
   static constexpr int store_unit = 0;
   static constexpr int cluster = 1;
   static constexpr bool claimed = false;
-  static constexpr int last_rounds = 0;
   static constexpr int shared_bytes = 211216;
   static constexpr int producer_registers = 72;
   static constexpr int consumer_registers = 184;
@@ -6647,7 +6327,6 @@ struct GradInput {
   static constexpr int store_unit = 0;
   static constexpr int cluster = 1;
   static constexpr bool claimed = false;
-  static constexpr int last_rounds = 0;
   static constexpr int shared_bytes = 231664;
   static constexpr int producer_registers = 72;
   static constexpr int consumer_registers = 184;
@@ -6700,12 +6379,10 @@ struct GradWeight {
   static constexpr int cluster = 1;
   static constexpr bool together = false;
   static constexpr bool alone = false;
-  static constexpr bool handover = false;
   static constexpr int warpgroups = 3;
   static constexpr int split_m = 1;
   static constexpr int subs = 1;
   static constexpr bool interleaved = false;
-  static constexpr bool lined = false;
   static constexpr int entries = 3;
   static constexpr int stages = 2;
   static constexpr int unrolled = 8;
@@ -6716,8 +6393,6 @@ struct GradWeight {
   static constexpr int row_classes = 1;
   static constexpr int channel_classes = 1;
   static constexpr bool box_g = false;
-  static constexpr bool g_one_box = false;
-  static constexpr bool x_one_box = false;
   static constexpr bool parted = false;
   static constexpr bool a_shared = false;
   static constexpr int g_planes = 1;

@@ -411,8 +411,6 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 // multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 //
 // STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
-// LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those before are dealt out evenly, so that blocks that read
-// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
 //
 // `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
 // are done. Null: tiles are dealt out evenly.
@@ -425,29 +423,18 @@ __device__ __forceinline__ void claims_init(u32 ring) {
 }
 
 // The thread that claims. A block's first tile is `blockIdx.x`.
-template <int STEP, int LAST_ROUNDS>
+template <int STEP>
 struct Claimer {
   u32 ring;
   u32* counters;
   int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
   bool untold;
-  int dealt;                            // LAST_ROUNDS: tiles
   CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ Claimer(u32 ring, u32* counters, int tiles) : ring(ring), counters(counters), untold(false), cursor({0, 0}) {
-    if constexpr (LAST_ROUNDS > 0) {
-      const int rounds = tiles / (int)gridDim.x - LAST_ROUNDS;
-      dealt = gridDim.x * (rounds > 1 ? rounds : 1);
-    }
-    ask(blockIdx.x);
-  }
+  __device__ __forceinline__ Claimer(u32 ring, u32* counters) : ring(ring), counters(counters), untold(false), cursor({0, 0}) { ask(blockIdx.x); }
   __device__ __forceinline__ void ask(int index) {
     const int own = STEP == 1 ? 0 : blockIdx.x % STEP;
     upcoming = index + gridDim.x;
-    if constexpr (LAST_ROUNDS > 0) {
-      if (counters && upcoming >= dealt) upcoming = dealt + atomicAdd(counters + own, 1u) * STEP + own;
-    } else {
-      if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
-    }
+    if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
   }
   __device__ __forceinline__ int next() {
     untold = true;
@@ -691,10 +678,10 @@ struct Told {
   __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
   __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
 };
-template <class Sizes, int STEP, int LAST_ROUNDS>
+template <class Sizes, int STEP>
 struct Claiming {
-  Claimer<STEP, LAST_ROUNDS> claims;
-  __device__ __forceinline__ explicit Claiming(const Sizes& s) : claims(s.claims, s.counters, s.tiles) {}
+  Claimer<STEP> claims;
+  __device__ __forceinline__ explicit Claiming(const Sizes& s) : claims(s.claims, s.counters) {}
   __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
   __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
   __device__ __forceinline__ void tell() { claims.tell(); }
@@ -764,7 +751,7 @@ template <class C, class Sizes>
 struct Orders<C, Sizes, true, false> {
   using Order = Told<Sizes, false>;
   using AloneOrder = Told<Sizes, true>;
-  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1, C::last_rounds>;  // resident weights are of one M-group
+  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
 };
 
 template <class C_>
@@ -3826,13 +3813,10 @@ static __device__ __forceinline__ void store_sums(T* gi, const Acc (&acc)[CI_TIL
   }
 }
 
-static constexpr int PARTS = C::kw_parts, OF_PART = THREADS / PARTS;
 static __device__ __forceinline__ void grad_input(unsigned char* memory, const T* __restrict__ g, const T* __restrict__ weight, T* __restrict__ gi, const Sizes& s, int whole_units) {
   Acc *tile = (Acc*)memory, *weights = tile + G_WORDS;
-  // Threads of a part take a few columns of the taps for all positions; the parts' sums are added in the end.
-  const int part = PARTS > 1 ? threadIdx.x / OF_PART : 0, worker = PARTS > 1 ? threadIdx.x % OF_PART : threadIdx.x;
-  const int lane = worker & 31;
-  const Own own = own_of(BY_CHANNELS ? worker / 32 : worker, lane);
+  const int lane = threadIdx.x & 31;
+  const Own own = own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
   const Item item = item_of(blockIdx.x, s);
   Acc acc[ROWS][CI_TILE] = {};
 #pragma unroll 1
@@ -3845,9 +3829,7 @@ static __device__ __forceinline__ void grad_input(unsigned char* memory, const T
     store_weights(weights, taps);
     __syncthreads();
 #pragma unroll C::unroll_w
-    for (int j = 0; j < C::kw_tile; j++) {
-      const int kw = PARTS > 1 ? part * C::kw_tile + j : j;
-      if (KERNEL_W % C::kw_tile && kw >= KERNEL_W) break;
+    for (int kw = 0; kw < KERNEL_W; kw++) {
       const Acc* column = tile + own.at + column_at(SHIFT + kw * C::dilation_w);
 #pragma unroll C::unroll_h
       for (int kh = 0; kh < KERNEL_H; kh++) {
@@ -3861,22 +3843,6 @@ static __device__ __forceinline__ void grad_input(unsigned char* memory, const T
         }
       }
     }
-  }
-  if constexpr (PARTS > 1) {
-    __syncthreads();                       // the last slice has been read
-#pragma unroll
-    for (int r = 0; r < ROWS; r++)
-#pragma unroll
-      for (int i = 0; i < CI_TILE; i++)
-        if (part) tile[((part - 1) * (ROWS * CI_TILE) + r * CI_TILE + i) * OF_PART + worker] = acc[r][i];
-    __syncthreads();
-    if (part) return;
-#pragma unroll
-    for (int r = 0; r < ROWS; r++)
-#pragma unroll
-      for (int i = 0; i < CI_TILE; i++)
-#pragma unroll
-        for (int p = 0; p < PARTS - 1; p++) acc[r][i] += tile[(p * (ROWS * CI_TILE) + r * CI_TILE + i) * OF_PART + worker];
   }
   const Tile& t = item.tile;
   if (t.w + own.tx >= s.in_w || (BY_CHANNELS && (lane >= CHANNELS || item.ci + lane >= CIN))) return;
@@ -4735,7 +4701,6 @@ struct Forward {
   static constexpr int store_unit = 0;
   static constexpr int cluster = 1;
   static constexpr bool claimed = true;
-  static constexpr int last_rounds = 0;
   static constexpr int shared_bytes = 188880;
   static constexpr int producer_registers = 72;
   static constexpr int consumer_registers = 184;
@@ -4824,7 +4789,6 @@ struct ForwardUnaligned {
   static constexpr int store_unit = 0;
   static constexpr int cluster = 1;
   static constexpr bool claimed = false;
-  static constexpr int last_rounds = 0;
   static constexpr int shared_bytes = 227504;
   static constexpr int producer_registers = 72;
   static constexpr int consumer_registers = 184;
@@ -4872,7 +4836,6 @@ struct GradInput {
   static constexpr int min_blocks = 4;
   static constexpr int kw_tile = 7;
   static constexpr int kh_tile = 1;
-  static constexpr int kw_parts = 1;
   static constexpr int weights_read = 8;
   static constexpr int stored = 4;
   static constexpr int unroll_h = 5;

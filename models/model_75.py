@@ -808,9 +808,8 @@ static __device__ __forceinline__ Acc packed_weight(const T* src, i64 at, const 
 // (PHASES_H SH: each input row is then read once for all phases, and every tap is unrolled). For every depth tap of
 // the block's phase and every chunk of CHUNK input channels: the block copies the input tile with its halo (zeros
 // outside) and the chunk's weights to shared memory, while the threads walk channels and taps of the stage before.
-// SPLIT sets of threads share the channels of a stage where the image alone has too few threads; their sums meet in
-// shared memory in a fixed order. A row in shared memory has one word between runs of CELLS, and rows are padded so that
-// the threads of a warp, over all its rows, have one odd stride: reads are free of bank conflicts.
+// A row in shared memory has one word between runs of CELLS, and rows are padded so that the threads of a warp, over all
+// its rows, have one odd stride: reads are free of bank conflicts.
 // Halves are loaded four at a time where alignment allows, and wait in registers for the end of the stage before.
 // The sums leave through shared memory, so that stores cover whole lines; directly when a thread's are one vector.
 //
@@ -826,14 +825,14 @@ using Acc = typename Scalar::Acc;
 using Pack = typename Scalar::Pack;
 
 static constexpr int VEC = Scalar::VEC, THREADS = C::threads, GROUPS = C::groups, CI = C::cin_g, CO_GROUP = C::cout_g;
-static constexpr int CO = C::co_tile, CELLS = C::cells, SLOTS = C::slots, CHUNK = C::chunk, SPLIT = C::split;
+static constexpr int CO = C::co_tile, CELLS = C::cells, SLOTS = C::slots, CHUNK = C::chunk;
 static constexpr int KD = C::kernel_d, KH = C::kernel_h, KW = C::kernel_w, SD = C::stride_d, SH = C::stride_h, SW = C::stride_w;
 static constexpr int PD = C::padding_d, PH = C::padding_h, PW = C::padding_w, DD = C::dilation_d, DH = C::dilation_h, DW = C::dilation_w;
 static constexpr int COUT_BLOCKS = Weights::COUT_BLOCKS, WEIGHT_ROW = Weights::WORDS;
 static constexpr int PHASES_H = C::phases_h;
 static constexpr bool ALL_H = PHASES_H > 1;
 static constexpr int ROWS = C::block_h * SH / PHASES_H;  // rows of threads
-static constexpr int UNITS = ROWS * C::block_x;          // threads that compute, per slot and split
+static constexpr int UNITS = ROWS * C::block_x;          // threads that compute, per slot
 static constexpr int BLOCK_W = C::block_x * CELLS;       // cells
 static constexpr int RUN = CELLS * SW;                   // neighbouring outputs of a thread
 static constexpr int PITCH = CELLS | 1;                  // words from one thread's cells to the next one's
@@ -845,7 +844,6 @@ static constexpr int WEIGHT_CHANNEL = KH * WEIGHT_ROW;
 static constexpr int WEIGHT_WORDS = CHANNELS * WEIGHT_CHANNEL;  // per stage; a multiple of VEC
 static constexpr int STAGE_WORDS = (WEIGHT_WORDS + CHANNELS * PLANE + VEC - 1) / VEC * VEC;
 static constexpr int GROUP_BLOCKS = (GROUPS + SLOTS - 1) / SLOTS;
-static_assert(SPLIT == 1 || (SLOTS == 1 && UNITS % 32 == 0), "the sets of threads are whole warps");
 
 struct Sizes { int d, h, w, od, oh, ow, tiles_h, tiles_w; };
 
@@ -857,7 +855,7 @@ struct Place {
 
 // What a thread of it computes: its cells along W, and its row of cells and phase along H. Rows go phase by phase, so that the threads
 // of a warp share their taps.
-struct Thread { int split, slot, unit, tx, th, jh; };
+struct Thread { int slot, unit, tx, th, jh; };
 
 using Sums = Acc[CO][RUN];
 using Copies = DirectCopies<Direct>;
@@ -880,21 +878,13 @@ static __device__ __forceinline__ Place place_of(u32 at, const Sizes& s) {
 
 static __device__ __forceinline__ Thread thread_of(int tid) {
     Thread own;
-    own.split = SPLIT > 1 ? tid / UNITS : 0;
-    own.slot = SPLIT > 1 ? 0 : tid / UNITS;
+    own.slot = tid / UNITS;
     own.unit = tid % UNITS;
     own.tx = own.unit % C::block_x;
     const int row = own.unit / C::block_x;
     own.th = ALL_H ? 0 : row / C::block_h;
     own.jh = ALL_H ? row : row % C::block_h;
     return own;
-}
-
-// Whether output t of a cell along H has taps at all.
-static __device__ constexpr bool has_taps_h(int t) {
-    for (int k = 0; k < KH; ++k)
-        if (floor_mod(k * DH - PH, SH) == t) return true;
-    return false;
 }
 
 // A depth tap of the block's phase whose input plane exists, and a chunk of input channels.
@@ -970,13 +960,13 @@ static __device__ __forceinline__ int first_tap(int th) {
     return first;
 }
 
-// A stage's products: the channels of the thread's set.
+// A stage's products.
 static __device__ __forceinline__ void multiply_stage(Sums (&sum)[PHASES_H], const Acc* stage, const Thread& own, int channels, int first_kh) {
     const Acc* weights = stage + own.slot * CHUNK * WEIGHT_CHANNEL;
     const Acc* tile = stage + WEIGHT_WORDS + own.slot * CHUNK * PLANE + own.tx * PITCH;
     const int first_row = own.jh + (own.th + PH - first_kh * DH - C::min_h * SH) / SH;  // exact where the phase has taps
 #pragma unroll 1
-    for (int ci = own.split; ci < channels; ci += SPLIT) {
+    for (int ci = 0; ci < channels; ++ci) {
         if constexpr (ALL_H) {  // input row by input row, each for the taps of all phases that meet it
 #pragma unroll
             for (int r = 0; r <= C::span_h; ++r)
@@ -992,29 +982,6 @@ static __device__ __forceinline__ void multiply_stage(Sums (&sum)[PHASES_H], con
             for (int kh = first_kh; kh < KH; kh += C::step_kh, r -= C::step_row)
                 multiply(sum[0], tile + ci * PLANE + r * ROW_PITCH, weights + (ci * KH + kh) * WEIGHT_ROW);
         }
-    }
-}
-
-// The sets of threads add up, one after the other.
-static __device__ __forceinline__ void add_sets(Sums (&sum)[PHASES_H], Acc* shared, const Thread& own) {
-#pragma unroll 1
-    for (int s = 1; s < SPLIT; ++s) {
-#pragma unroll
-        for (int t = 0; t < PHASES_H; ++t)
-#pragma unroll
-            for (int c = 0; c < CO; ++c)
-#pragma unroll
-                for (int v = 0; v < RUN; ++v)
-                    if (own.split == s && (!ALL_H || has_taps_h(t))) shared[((t * CO + c) * RUN + v) * UNITS + own.unit] = sum[t][c][v];
-        __syncthreads();
-#pragma unroll
-        for (int t = 0; t < PHASES_H; ++t)
-#pragma unroll
-            for (int c = 0; c < CO; ++c)
-#pragma unroll
-                for (int v = 0; v < RUN; ++v)
-                    if (own.split == 0 && (!ALL_H || has_taps_h(t))) sum[t][c][v] += shared[((t * CO + c) * RUN + v) * UNITS + own.unit];
-        __syncthreads();
     }
 }
 
@@ -1036,7 +1003,7 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
     const bool vector = C::quads && (C::channels_last || s.w % 4 == 0) && (unsigned long long)x % (4 * sizeof(T)) == 0;
     const int tid = threadIdx.x;
     const Thread own = thread_of(tid);
-    const bool computes = tid < SPLIT * SLOTS * UNITS;
+    const bool computes = tid < SLOTS * UNITS;
     const int first_kh = first_tap(own.th);
 
     Sums sum[PHASES_H];
@@ -1069,7 +1036,6 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
         if (C::stages > 1 && stage.kd < KD) Copies::finish(next + WEIGHT_WORDS, held, vector);
         __syncthreads();
     }
-    add_sets(sum, shared, own);
 
     const int g = p.group + own.slot;
     const bool stores = tid < SLOTS * UNITS && g < GROUPS;
@@ -1077,7 +1043,6 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
     if constexpr (C::channels_last) {
         Stores::store_pixels(sum, out, shared, p, own, s);
     } else {
-        if (SPLIT > 1 && own.split) return;
         Stores::store_rows(sum, out, shared, p, own, stores, s);
     }
 }
@@ -1126,8 +1091,6 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 // multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 //
 // STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
-// LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those before are dealt out evenly, so that blocks that read
-// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
 //
 // `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
 // are done. Null: tiles are dealt out evenly.
@@ -1140,29 +1103,18 @@ __device__ __forceinline__ void claims_init(u32 ring) {
 }
 
 // The thread that claims. A block's first tile is `blockIdx.x`.
-template <int STEP, int LAST_ROUNDS>
+template <int STEP>
 struct Claimer {
   u32 ring;
   u32* counters;
   int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
   bool untold;
-  int dealt;                            // LAST_ROUNDS: tiles
   CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ Claimer(u32 ring, u32* counters, int tiles) : ring(ring), counters(counters), untold(false), cursor({0, 0}) {
-    if constexpr (LAST_ROUNDS > 0) {
-      const int rounds = tiles / (int)gridDim.x - LAST_ROUNDS;
-      dealt = gridDim.x * (rounds > 1 ? rounds : 1);
-    }
-    ask(blockIdx.x);
-  }
+  __device__ __forceinline__ Claimer(u32 ring, u32* counters) : ring(ring), counters(counters), untold(false), cursor({0, 0}) { ask(blockIdx.x); }
   __device__ __forceinline__ void ask(int index) {
     const int own = STEP == 1 ? 0 : blockIdx.x % STEP;
     upcoming = index + gridDim.x;
-    if constexpr (LAST_ROUNDS > 0) {
-      if (counters && upcoming >= dealt) upcoming = dealt + atomicAdd(counters + own, 1u) * STEP + own;
-    } else {
-      if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
-    }
+    if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
   }
   __device__ __forceinline__ int next() {
     untold = true;
@@ -1383,10 +1335,10 @@ struct Told {
   __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
   __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
 };
-template <class Sizes, int STEP, int LAST_ROUNDS>
+template <class Sizes, int STEP>
 struct Claiming {
-  Claimer<STEP, LAST_ROUNDS> claims;
-  __device__ __forceinline__ explicit Claiming(const Sizes& s) : claims(s.claims, s.counters, s.tiles) {}
+  Claimer<STEP> claims;
+  __device__ __forceinline__ explicit Claiming(const Sizes& s) : claims(s.claims, s.counters) {}
   __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
   __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
   __device__ __forceinline__ void tell() { claims.tell(); }
@@ -1456,7 +1408,7 @@ template <class C, class Sizes>
 struct Orders<C, Sizes, true, false> {
   using Order = Told<Sizes, false>;
   using AloneOrder = Told<Sizes, true>;
-  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1, C::last_rounds>;  // resident weights are of one M-group
+  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
 };
 
 template <class C_>
@@ -4852,7 +4804,6 @@ struct Forward {
   static constexpr int slots = 1;
   static constexpr int chunk = 8;
   static constexpr int phases_h = 2;
-  static constexpr int split = 1;
   static constexpr int stages = 1;
   static constexpr int step_kh = 1;
   static constexpr int step_row = 1;
@@ -4947,7 +4898,6 @@ struct GradInput {
   static constexpr int store_unit = 0;
   static constexpr int cluster = 1;
   static constexpr bool claimed = false;
-  static constexpr int last_rounds = 0;
   static constexpr int shared_bytes = 223432;
   static constexpr int producer_registers = 96;
   static constexpr int consumer_registers = 160;

@@ -161,7 +161,7 @@ def phases_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
 
 def wgrad_tilings(p: Problem, gpu: Gpu) -> list[SyncTiling | WarpgroupTiling]:
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
     return list(wgrad_search.candidates(wgrad_search.any_size(p), gpu, aligned, aligned_g, *of_size))
 
 

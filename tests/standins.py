@@ -36,6 +36,16 @@ class StandIn(family.Defaults):
     seconds: float = 1e-3
     summary: str = "one tile"
     bound: str = "nothing"
+    failure: Exception | None = None
+    """What its kernel raises."""
+    packing: str | None = None
+    """What its packed weights depend on; by default on the choice."""
+    identity: bool = False
+    """Whether it reads weights where they are."""
+    packs: bool = False
+    claims: bool = False
+    fresh: list[bool] = field(default_factory=list, compare=False)
+    """Of each run, whether it was to begin beside its packing."""
 
     def sources(self) -> tuple[packs.Unit, ...]:
         return (packs.Unit(f"{self.problem.pass_} {self.problem.kernel}", f"// {self.problem}", ()),)
@@ -48,27 +58,43 @@ class StandIn(family.Defaults):
         """What kernels rely on."""
         layout = cpu.memory_format(self.problem.layout, self.problem.rank)
         assert all(t.is_contiguous(memory_format=layout) and t.dtype is self.problem.dtype for t in tensors)
+        assert not any(t.is_neg() for t in tensors), "a kernel knows nothing of PyTorch's negative bit"
 
 
 class Data(family.Prepared):
     """``fwd`` and ``grad-input``."""
 
     def __init__(self, choice: StandIn) -> None:
-        self.choice = self.packing = choice
+        self.choice = choice
+        self.packing = choice if choice.packing is None else choice.packing
+        self.packs, self.claims = choice.packs, choice.claims
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         p = self.choice.problem
         self.choice.log.append(("pack", p.pass_))
         assert weight.dtype is p.dtype or (self.casts and weight.dtype is torch.float32)
         assert bias is None or weight.dtype is bias.dtype is torch.float32
+        if self.choice.identity:
+            return weight.detach()
         parts = [t.detach().to(p.dtype).flatten() for t in (weight, bias) if t is not None]
         return torch.cat(parts)
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+    def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        assert self.packs and not weight.is_neg()
+        self.choice.log.append(("packing", self.choice.problem.pass_))
+        self.run(x, weight.detach().contiguous(), bias, out)
+
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
         p = self.choice.problem
-        self.choice.log.append(("run", p.pass_))
+        self.choice.log.append(("claim" if claim else "run", p.pass_))
+        self.choice.fresh.append(fresh)
+        if self.choice.failure is not None:
+            raise self.choice.failure
         self.choice.check(x, out)
-        count = math.prod(p.weight_shape)
+        assert bias is None or (bias.is_contiguous() and not bias.is_neg())
+        count, packed = math.prod(p.weight_shape), packed.flatten()
         if bias is not None and bias.dtype is not p.dtype:  # it went with the weights
             bias = packed[count:]
             assert len(bias) == p.out_channels

@@ -33,11 +33,13 @@ from upconv.bench import (
     roofline,
     run,
     suites,
+    tables,
     timing,
     training,
     uncached,
 )
-from upconv.bench.run import Job, Row
+from upconv.bench.report import Row
+from upconv.bench.run import Job
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import Repeats
 from upconv.cuda.compile import jit, nvrtc
@@ -478,7 +480,7 @@ def row(case: str, ratio: float | None, engine: str = "cpu:flip", **changes: obj
         "failure": None if ratio is not None else "wrong result: relative error 1.0e+00, PyTorch's 2.0e-07",
         "ours_peak_bytes": None, "torch_peak_bytes": None, "inputs": "normal", "tolerance_used": None, "wall_s": 0.0,
     }  # fmt: skip
-    return {**dict.fromkeys(Row.__required_keys__), **found, **changes}  # type: ignore[typeddict-item, return-value]
+    return {**dict.fromkeys(report.KEYS[report.LAYERS]), **found, **changes}  # type: ignore[typeddict-item, return-value]
 
 
 ROWS = [row("A", 4.0), row("B", 1.0, "torch"), row("C", None), row("D", 0.5), row("FSR-s3", 8.0, scale=1 / 256)]
@@ -486,7 +488,7 @@ ROWS = [row("A", 4.0), row("B", 1.0, "torch"), row("C", None), row("D", 0.5), ro
 
 @pytest.fixture
 def sample() -> report.Report:
-    return report.build(ROWS, CEILINGS, CPU)
+    return report.build(ROWS, CPU, ceilings=CEILINGS)
 
 
 def test_a_delegated_row_counts_as_one_and_never_as_ours() -> None:
@@ -580,7 +582,7 @@ def test_host_time_is_ours_and_torchs_on_the_same_layer(tmp_path: Path) -> None:
         ("float32", "no_grad"), ("float32", "training"), ("bfloat16", "no_grad"),
     ]  # fmt: skip
     for row in found["rows"]:
-        assert set(row) == set(latency.HOST_KEYS) and row["calls"] == 3 * latency.CALLS
+        assert set(row) == set(report.KEYS["host"]) and row["calls"] == 3 * latency.CALLS
         assert row["ours_lower_us"] <= row["ours_us"] <= row["ours_upper_us"]
         assert row["torch_lower_us"] <= row["torch_us"] <= row["torch_upper_us"]
         ours, theirs = row["ours_us"], row["torch_us"]
@@ -588,25 +590,25 @@ def test_host_time_is_ours_and_torchs_on_the_same_layer(tmp_path: Path) -> None:
         assert row["added_us"] == pytest.approx(ours - theirs)
     path = tmp_path / "h.json"
     files.save(found, path)
-    assert latency.load(path) == found and found["kind"] == "host"
+    assert report.load(path) == found and found["kind"] == "host"
 
 
 def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
     found = latency.shapes(CPU, ((5, 6), (7, 9)))
     assert [row["shape"] for row in found["rows"]] == ["4x64x5x6", "4x64x7x9"]
     for row in found["rows"]:
-        assert set(row) == set(latency.SHAPES_KEYS)
+        assert set(row) == set(report.KEYS["shapes"])
         assert row["torch_benchmark_ms"] is None and row["ours_compiled"] is None
         assert all(isinstance(row[key], float) and row[key] > 0 for key in ("ours_ms", "torch_ms", "torch_again_ms"))
     path = tmp_path / "s.json"
     files.save(found, path)
-    assert latency.load(path) == found
+    assert report.load(path) == found
     path.write_text(json.dumps({**found, "rows": [{"shape": "1x1x1"}]}))
     with pytest.raises(ValueError, match=r"s\.json lacks rows\[\]\.engine, "):
-        latency.load(path)
+        report.load(path)
     path.write_text(json.dumps({"schema": 1}))
-    with pytest.raises(ValueError, match="must be a report of kind host or shapes or training or cold, got None"):
-        latency.load(path)
+    with pytest.raises(ValueError, match=r"s\.json lacks ceilings, commit, device, rows, versions, when"):
+        report.load(path)
 
 
 @pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
@@ -622,7 +624,7 @@ def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = cold.of_kernels(where, CPU, cases, heard.append)
     assert [(row["case"], row["layout"]) for row in found["rows"]] == [("kb64", "nchw")]
     for row, case in zip(found["rows"], cases):
-        assert set(row) == set(latency.COLD_KEYS)
+        assert set(row) == set(report.KEYS["cold"])
         p = case.problem.with_(dtype=torch.bfloat16, precision="bf16")
         for key, pass_ in (("fwd_s", "fwd"), ("grad_input_s", "grad-input"), ("grad_weight_s", "grad-weight")):
             there = bool(planner.plan(p, where).choices(pass_))  # type: ignore[arg-type]
@@ -639,9 +641,9 @@ def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"NVRTC took 0\.00 s for what took it 0\.3\d s: from a cache"):
         cold.of_kernels(where, CPU, cases, heard.append)
     files.save(found, tmp_path / "c.json")
-    assert latency.load(tmp_path / "c.json") == found
+    assert report.load(tmp_path / "c.json") == found
     show = Console(width=200, record=True, file=io.StringIO())
-    latency.show(found, show)
+    tables.show(found, show)
     assert "for the weight s" in show.export_text()
     with pytest.raises(ValueError, match="--cold needs a CUDA device, for which kernels are compiled; got cpu"):
         cold.measure(CPU)
@@ -657,16 +659,16 @@ def test_training_steps(tmp_path: Path) -> None:
     found = training.measure(CPU, training.runs(todo), SHORT, compiled=False, progress=heard.append)
     assert [row["case"] for row in found["rows"]] == [f"{c.name} {t}" for c in todo for t in ("fp32", "bf16")]
     for row in found["rows"]:
-        assert set(row) == set(latency.TRAINING_KEYS) and row["failure"] is None
+        assert set(row) == set(report.KEYS["training"]) and row["failure"] is None
         assert float(row["ratio"] or 0) == float(row["torch_ms"] or 0) / float(row["ours_ms"] or 1)
         assert row["compile_ms"] is None and row["ours_peak_bytes"] is None
         assert float(row["convolutions_ratio"] or 0) == float(row["torch_ms"] or 0) / float(row["convolutions_ms"] or 1)
     assert heard[:4] == ["dcgan fp32 ours", "dcgan fp32 convolutions", "dcgan fp32 torch", "dcgan fp32 times"]
     path = tmp_path / "training.json"
     files.save(found, path)
-    assert latency.load(path) == found
+    assert report.load(path) == found
     console = Console(record=True, width=100)
-    latency.show(found, console)
+    tables.show(found, console)
     text = console.export_text()
     assert "hifigan bf16" in text and "Adam" in text
 
@@ -712,12 +714,12 @@ def h200(monkeypatch: pytest.MonkeyPatch):
 
 def test_whole_models_are_measured_row_by_row(h200, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, bool]] = []
-    fixed = dict.fromkeys(latency.TRAINING_KEYS, 1.0)
+    fixed = dict.fromkeys(report.KEYS["training"], 1.0)
 
-    def measure(device: torch.device, todo: list, *, compiled: bool, progress: object) -> latency.Latency:
+    def measure(device: torch.device, todo: list, *, compiled: bool, progress: object) -> report.Report:
         asked.append((todo[0].name, compiled))
         row = {**fixed, "case": todo[0].name, "ours_ms": float(len(asked))}
-        return latency.build("training", device, "models", [row])  # type: ignore[list-item]
+        return report.build([row], device, kind="training", layer="models")  # type: ignore[list-item]
 
     monkeypatch.setattr(h200.training, "measure", measure)
     path, later = tmp_path / "h200-training.json", time.monotonic() + 60
@@ -730,12 +732,12 @@ def test_whole_models_are_measured_row_by_row(h200, tmp_path: Path, monkeypatch:
     h200.train(path, CPU, later, True, [])  # goes on with the rest
     assert asked == [(name, True) for name in (*vae, *(name for name in every if name not in vae))]
     h200.train(path, CPU, later, False, ["dcgan"])  # anew
-    found = latency.load(path)
+    found = report.load(path)
     assert [row["case"] for row in found["rows"]] == every and asked[-1] == (every[7], False)
     assert found["rows"][0]["ours_ms"] == len(every) + 1 and found["rows"][8]["ours_ms"] == 17
     monkeypatch.setattr(h200, "sources", lambda: "others")
     h200.train(path, CPU, later, True, [], keep=True)
-    assert latency.load(path) == found and len(asked) == len(every) + 8
+    assert report.load(path) == found and len(asked) == len(every) + 8
     h200.train(path, CPU, later, True, [])  # of these sources nothing is there
     assert len(asked) == 2 * len(every) + 8
 

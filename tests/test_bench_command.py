@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import upconv
 from measured import CPU, LAYER, TINY, fast_fixture  # noqa: F401
-from upconv.bench import files, latency, progress, report, roofline, run, suites, timing, training
+from upconv.bench import files, latency, progress, report, roofline, run, suites, tables, timing, training
 from upconv.bench.run import Job
 from upconv.cli import app, arguments
 from upconv.cuda.families import FAMILIES
@@ -146,7 +146,7 @@ def test_a_row_has_the_quartiles_of_its_times(monkeypatch: pytest.MonkeyPatch) -
     run.set_roof(found, {"copy_bytes_per_s": 1e9, "matmul_flops_per_s": {"ieee": 1e10}})
     for width, shown in ((200, ("11.00-13.00", "2.000-4.000")), (100, ("spread", "67%"))):
         console = Console(record=True, width=width, file=io.StringIO())
-        report.show(report.build([found], {"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}, CPU), console)
+        tables.show(report.build([found], CPU, ceilings={"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}), console)
         text = console.export_text()
         assert all(part in text for part in shown), text
         assert "x: times vary by more than half: PyTorch's by 67%" in " ".join(text.split())
@@ -241,7 +241,7 @@ def test_ctrl_c_in_runs_of_other_kinds(kind: str, tmp_path: Path, monkeypatch: p
     asked = ["--host"] if kind == "host" else ["--suite", "training", "--case", "vae"]
     file = tmp_path / "r.json"
     done = bench(*asked, "--json", str(file))
-    found = latency.load(file)
+    found = report.load(file)
     assert done.exit_code == 130 and found["complete"] is False and len(found["rows"]) == 1
     assert "incomplete: the run was interrupted" in done.stdout and f"written: {file}" in done.stdout
 
@@ -281,7 +281,7 @@ def test_80_columns_of_a_terminal_are_enough() -> None:
         torch_upper_ms=2.0, ratio=13.31, percent_of_roof=119.0, rel_error=1.2e-7, engine="cpu:unbiased",
     )  # fmt: skip
     console = Console(record=True, width=80, file=io.StringIO())
-    report.show(report.build([row], {"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}, CPU), console)
+    tables.show(report.build([row], CPU, ceilings={"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}), console)
     line = next(line for line in console.export_text().splitlines() if line.startswith("dilation2-s1"))
     assert line.split() == ["dilation2-s1", "1044", "1134", "96%", "13.31x", "119%", "1e-07", "cpu:unbiased"]
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import upconv
 from measured import CPU, LAYER, SHORT, TINY, command, fast_fixture, plans_fixture  # noqa: F401
 from upconv import cpu, modules
-from upconv.bench import files, latency, models, report, run, timing, training
+from upconv.bench import files, models, report, run, tables, timing, training
 from upconv.bench.run import Job
 from upconv.cli import app
 
@@ -79,16 +79,16 @@ def test_compiled_sides_have_times_and_a_ratio(compiler: None, tmp_path: Path) -
         ("step", "nchw"), ("step", "channels_last"), ("fwd", "nchw"), ("fwd", "channels_last"),
     ]  # fmt: skip
     for row in found["rows"]:
-        assert row["failure"] is None and set(row) == set(latency.TRAINING_KEYS)
-        for side in latency.TRAINING_SIDES:
+        assert row["failure"] is None and set(row) == set(report.KEYS["training"])
+        for side in report.TRAINING_SIDES:
             lower, middle, upper = (float(row[f"{side}{which}_ms"] or 0) for which in ("_lower", "", "_upper"))
             assert 0 < lower <= middle <= upper
         assert row["compile_ratio"] == pytest.approx(float(row["compile_ms"] or 0) / float(row["compile_ours_ms"] or 1))
-    assert heard[:6] == [f"vae bf16 {side}" for side in (*latency.TRAINING_SIDES, "times")]
+    assert heard[:6] == [f"vae bf16 {side}" for side in (*report.TRAINING_SIDES, "times")]
     files.save(found, tmp_path / "t.json")
-    assert latency.load(tmp_path / "t.json") == found
+    assert report.load(tmp_path / "t.json") == found
     console = Console(record=True, width=400, file=io.StringIO())
-    latency.show(found, console)
+    tables.show(found, console)
     text = console.export_text()
     assert "torch.compile ms" in text and "torch.compile, with upconv ms" in text and "ratio, compiled" in text
     assert "vae bf16 channels_last inference" in text
@@ -125,7 +125,7 @@ def test_on_a_cpu_only_eager_steps_run_unless_asked(monkeypatch: pytest.MonkeyPa
 
     def measure(device: torch.device, todo: list[training.Run], *, compiled: bool, progress: object) -> Any:
         asked.append(([one.name for one in todo], compiled))
-        return latency.build("training", device, "models", [])
+        return report.build([], device, kind="training", layer="models")
 
     monkeypatch.setattr(training, "measure", measure)
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,7 +92,9 @@ def test_an_entry_is_the_cubin_with_its_description_and_its_source(folder: Path)
 
 
 @compiles
-@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "text", "no tail", "other key", "other target"])
+@pytest.mark.parametrize(
+    "damage", ["empty", "cut", "flipped", "text", "no tail", "other key", "other target", "other code"]
+)
 def test_a_bad_entry_is_deleted_and_built_again(folder: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     code = jit.cubin(SOURCE, "80")
     (path,) = entries(folder)
@@ -107,6 +110,7 @@ def test_a_bad_entry_is_deleted_and_built_again(folder: Path, monkeypatch: pytes
             "no tail": code,
             "other key": cache._seal(KEY, code, {"arch": "80"}),
             "other target": cache._seal(key, nvrtc.build(SOURCE, "86", "f").code, {"arch": "86"}),
+            "other code": cache._seal(key, nvrtc.build(SOURCE, "89", "f").code, {"arch": "80"}),
         }[damage]
     )
     assert cache.read(key, "80") is None and not path.exists()
@@ -114,15 +118,6 @@ def test_a_bad_entry_is_deleted_and_built_again(folder: Path, monkeypatch: pytes
     assert compile_again() == code and asked == ["80"]
     assert compile_again() == code and asked == ["80"]
     assert path.read_bytes().startswith(code)
-
-
-@compiles
-def test_a_cubin_for_another_target_than_its_description_says_is_built_again(folder: Path) -> None:
-    code = jit.cubin(SOURCE, "80")
-    (path,) = entries(folder)
-    foreign = nvrtc.build(SOURCE, "89", "f").code
-    path.write_bytes(cache._seal(path.stem, foreign, {"arch": "80"}))
-    assert compile_again() == code != foreign
 
 
 @pytest.mark.parametrize("system", [0x41, 0x33])
@@ -503,37 +498,53 @@ def only_in_memory(monkeypatch: pytest.MonkeyPatch, reason: str, folder: Path) -
     assert str(folder) in message and re.search(reason, message), message
 
 
-@compiles
-@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
-def test_a_directory_that_others_can_write_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+def _planted(folder: Path, patch: pytest.MonkeyPatch, mode: int) -> None:
+    """Another user's kernel is in a directory that others may write to."""
     folder.mkdir()
     key = nvrtc.key(SOURCE, "80")
-    (folder / f"{key}.cubin").write_bytes(cache._seal(key, elf(80), {"arch": "80"}))  # planted by another user
+    (folder / f"{key}.cubin").write_bytes(cache._seal(key, elf(80), {"arch": "80"}))
     folder.chmod(mode)
-    only_in_memory(monkeypatch, rf"others may write to it \(mode {mode:04o}\)", folder)
-    assert [p.name for p in folder.iterdir()] == [f"{key}.cubin"]
 
 
-@compiles
-def test_a_directory_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _of_another(folder: Path, patch: pytest.MonkeyPatch) -> None:
     folder.mkdir(mode=0o700)
     owner = folder.stat().st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    only_in_memory(monkeypatch, rf"it belongs to user {owner}, not to user {owner + 1}", folder)
-    assert list(folder.iterdir()) == []
+    patch.setattr(os, "geteuid", lambda: owner + 1)
+
+
+def _below_a_file(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    folder.write_text("")
+    patch.setenv("UPCONV_CACHE_DIR", str(folder / "below"))
+
+
+def _full(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    patch.setattr(cache.os, "replace", full)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    **{
+        f"mode {mode:o}": (partial(_planted, mode=mode), rf"others may write to it \(mode {mode:04o}\)")
+        for mode in (0o770, 0o707, 0o777, 0o1777)
+    },
+    "of another user": (_of_another, r"it belongs to user \d+, not to user \d+"),
+    "a file": (lambda folder, patch: folder.write_text(""), "it is not a directory"),
+    "below a file": (_below_a_file, "Not a directory|File exists"),
+    "full": (_full, "No space left on device"),
+}
 
 
 @compiles
-def test_a_directory_that_is_a_file_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.write_text("")
-    only_in_memory(monkeypatch, "it is not a directory", folder)
-
-
-@compiles
-def test_a_directory_that_cannot_be_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.write_text("")
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(folder / "below"))
-    only_in_memory(monkeypatch, "Not a directory|File exists", folder / "below")
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_directory_that_is_no_good_costs_a_warning(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written or left there, and nothing of it is read."""
+    prepare, reason = REFUSED[case]
+    prepare(folder, monkeypatch)
+    before = sorted(folder.iterdir()) if folder.is_dir() else []
+    only_in_memory(monkeypatch, reason, folder)
+    assert (sorted(folder.iterdir()) if folder.is_dir() else []) == before
 
 
 @compiles
@@ -551,18 +562,6 @@ def test_a_directory_that_is_read_only_still_gives_what_it_has(folder: Path, mon
     finally:
         folder.chmod(0o700)
     assert len(entries(folder)) == 1
-
-
-@compiles
-def test_a_full_disk_costs_a_warning_and_leaves_no_temporary_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(source: object, target: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cache.os, "replace", full)
-    only_in_memory(monkeypatch, "No space left on device", folder)
-    assert list(folder.iterdir()) == []
 
 
 @compiles

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,90 +18,16 @@ import upconv
 from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, make_call
 from situations import error
 from situations.processes import in_threads
+from standins import H200, Data, Kernels, Log, StandIn, kernels_fixture  # noqa: F401
 from strategies import operands
 from upconv import dispatch, planner, reference
 from upconv.compiler.arguments import text_of
-from upconv.cuda import engine, families, family, gpu
+from upconv.cuda import engine, families, gpu
 from upconv.cuda import weights as packed
 from upconv.cuda.compile import jit, nvrtc
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 from upconv.replay import calls
-
-H200 = Device("cuda", gpu=gpu.H200)
-
-
-# --- a stand-in for a kernel family ----------------------------------------------------------------------------------
-
-
-class Unit(NamedTuple):
-    label: str
-    source: str
-    entries: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Choice(family.Defaults):
-    """Computes on the CPU from packed weights alone, and counts what it is asked to do."""
-
-    problem: Problem
-    log: list[str] = field(default_factory=list, compare=False)
-    fresh: list[bool] = field(default_factory=list, compare=False)
-    failure: Exception | None = None
-    identity: bool = False
-    packing: str | None = None
-    packs: bool = False
-    claims: bool = False
-    family: str = "stand-in"
-    seconds: float = 1e-3
-    summary: str = "one tile"
-    bound: str = "nothing"
-
-    def sources(self) -> tuple[Unit, ...]:
-        return (Unit(f"kernel {self.problem.kernel}", f"// {self.problem.kernel}"),)
-
-    def prepare(self, device: int) -> Prepared:
-        self.log.append("prepare")
-        return Prepared(self)
-
-
-class Prepared(family.Prepared):
-    def __init__(self, choice: Choice) -> None:
-        self.choice = choice
-        self.packing = choice if choice.packing is None else choice.packing
-        self.packs = choice.packs
-        self.claims = choice.claims
-
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        self.choice.log.append("pack")
-        return weight.detach() if self.choice.identity else weight.detach().clone(memory_format=torch.contiguous_format)
-
-    def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        assert self.choice.packs
-        self.choice.log.append("packing")
-        self.run(x, weight.detach().clone(memory_format=torch.contiguous_format), bias, out)
-
-    def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
-    ) -> None:
-        p = self.choice.problem
-        self.choice.log.append("claim" if claim else "run")
-        self.choice.fresh.append(fresh)
-        if self.choice.failure is not None:
-            raise self.choice.failure
-        assert x.is_contiguous(memory_format=engine.cpu.memory_format(p.layout, p.rank))
-        assert bias is None or bias.is_contiguous()
-        raw = [None if t is None else torch.frombuffer(_bytes(t), dtype=t.dtype).view(t.shape) for t in (packed, bias)]
-        assert raw[0] is not None
-        wide = [None if t is None else t.double() for t in (x, *raw)]
-        y = torch.convolution(*wide, p.stride, p.padding, p.dilation, True, p.output_padding, p.groups)  # type: ignore[arg-type]
-        out.copy_(y)
-
-
-def _bytes(t: Tensor) -> bytearray:
-    """The memory as a kernel would read it, which knows nothing of PyTorch's negative bit."""
-    assert t.is_contiguous()
-    return bytearray((ctypes.c_char * t.nbytes).from_address(t.data_ptr()))
 
 
 @dataclass
@@ -127,24 +53,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     packed.frozen.clear()
 
 
-def a_plan(p: Problem, **changes: Any) -> tuple[Plan, list[str]]:
-    choice = Choice(p, **changes)
+def a_plan(p: Problem, **changes: Any) -> tuple[Plan, Log]:
+    choice = StandIn(p, [], **changes)
     return Plan(p, H200, "stand-in", "native", (Candidate("stand-in", True, "a test"),), choice), choice.log
 
 
-@pytest.fixture
-def served(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Every call on CPU tensors is planned as if for a GPU, and computed by the stand-in; yields its log."""
-    log: list[str] = []
-
-    def plan(p: Problem, device: Device) -> Plan:
-        return Plan(p, H200, "stand-in", "native", (Candidate("stand-in", True, "a test"),), Choice(p, log))
-
-    _forget_plans()
-    monkeypatch.setattr(planner, "plan", plan)
-    yield log
-    monkeypatch.undo()
-    _forget_plans()
+def names(log: Log) -> list[str]:
+    return [what for what, _ in log]
 
 
 P = Problem.make(2, 4, 6, (5, 4), 3, 2, 1, 1, groups=2, bias=True)
@@ -155,13 +70,13 @@ P = Problem.make(2, 4, 6, (5, 4), 3, 2, 1, 1, groups=2, bias=True)
 
 @pytest.mark.parametrize("rank", (1, 2, 3))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
-def test_outputs_and_gradients_are_pytorchs(rank: int, dtype: torch.dtype, served: list[str]) -> None:
+def test_outputs_and_gradients_are_pytorchs(rank: int, dtype: torch.dtype, kernels: Kernels) -> None:
     shape, weight, kwargs = (2, 4, *(5,) * rank), (4, 3, *(3,) * rank), {"stride": 2, "padding": 1, "groups": 2}
     for bias in (True, False):
         call = make_call(shape, weight, bias, dtype=dtype, **kwargs)
         call.check()
         Call(call.input[0], call.weight, call.bias, call.kwargs).check()
-    assert "run" in served
+    assert "fwd" in kernels.ran()
 
 
 def _strides(device: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
@@ -180,18 +95,18 @@ def _strides(device: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("change", _strides("cpu"))
-def test_operands_of_any_strides(change: str, served: list[str]) -> None:
+def test_operands_of_any_strides(change: str, kernels: Kernels) -> None:
     Call(*_strides("cpu")[change], {"stride": 2}).check()
-    assert "run" in served
+    assert "fwd" in kernels.ran()
 
 
-def test_a_nested_tensor_behind_known_calls_is_pytorchs(served: list[str]) -> None:
+def test_a_nested_tensor_behind_known_calls_is_pytorchs(kernels: Kernels) -> None:
     """PyTorch's guards, which recognise the calls before it, would end the process."""
     layer = upconv.ConvTranspose2d(4, 3, 3)
     nested = torch.nested.nested_tensor([torch.randn(4, 5, 5), torch.randn(4, 6, 6)])
     for _ in range(4):
         layer(torch.randn(2, 4, 5, 5))
-    assert any(seen.calls for seen in calls.seen.values()) and "run" in served
+    assert any(seen.calls for seen in calls.seen.values()) and "fwd" in kernels.ran()
     found, wanted = (error(partial(m, nested)) for m in (layer, nn.ConvTranspose2d(4, 3, 3)))
     assert found == wanted and wanted[0] == "NotImplementedError"
 
@@ -214,7 +129,7 @@ def test_threads_prepare_once(machine: Machine) -> None:
     x, w, b, _ = operands(P)
     plan, log = a_plan(P)
     results = in_threads([lambda: engine.forward(plan, x, w, b)] * 8)
-    assert log.count("prepare") == 1
+    assert names(log).count("prepare") == 1
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -231,12 +146,12 @@ class Weights:
 
     def packs(self, weight: Tensor | None = None, lasting: bool = True) -> int:
         weight = self.weight if weight is None else weight
-        before = self.log.count("pack")
+        before = names(self.log).count("pack")
         with torch.no_grad():
             out = engine.forward(self.plan, self.x, weight, self.b, lasting)
         truth = reference.forward(P, self.x, weight, self.b)
         assert reference.relative_error(out, truth) < 1e-6, "computed with weights that are no longer the layer's"
-        return self.log.count("pack") - before
+        return names(self.log).count("pack") - before
 
 
 @pytest.fixture
@@ -253,7 +168,7 @@ def frozen(weights: Weights) -> Weights:
 def test_a_kernel_may_begin_beside_its_own_packing_alone(weights: Weights, machine: Machine) -> None:
     """Not beside what a frozen weight was packed for (an event is behind it), nor in a capture."""
     choice = weights.plan.choice
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, StandIn)
     for freezes, capturing, expected in (
         (False, False, True), (True, False, False), (True, False, False), (False, False, True), (False, True, False),
         (True, True, False),
@@ -276,31 +191,29 @@ def test_one_kernel_packs_and_runs_where_weights_are_not_kept(machine: Machine) 
         if freezes and not packed.is_frozen(weights.weight):
             packed.freeze(weights.weight)
         weights.packs()
-        assert weights.log == ran
+        assert names(weights.log) == ran
     weights.log.clear()
     weights.packs(torch.complex(weights.weight, -weights.weight).conj().imag)
-    assert weights.log == ["packing", "run"]
+    assert names(weights.log) == ["packing", "run"]
 
 
-def test_compiled_graphs_allocate_nothing_that_outlives_them(
-    served: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_graphs_allocate_nothing_that_outlives_them(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph's pool refuses what a kernel that packs keeps for its next launch, so their calls pack by two kernels."""
-    monkeypatch.setattr(Choice, "prepare", lambda self, device: Prepared(replace(self, packs=True)))
+    monkeypatch.setattr(StandIn, "prepare", lambda self, device: Data(replace(self, packs=True)))
     x, weight = torch.randn(1, 2, 4), torch.randn(2, 3, 3)
     grad = torch.randn(1, 3, 6)
     arguments = ([1], [0], [0], 1, [1])
     stood: list[bool] = []
     for graph in (True, False):
-        served.clear()
+        kernels.log.clear()
         if graph:
             out = torch.ops.upconv.conv_transpose(x, weight, None, *arguments)
             torch.ops.upconv.conv_transpose_backward(grad, x, weight, text_of(*arguments), 1)
         else:
             out = upconv.conv_transpose1d(x, weight.requires_grad_())
         torch.testing.assert_close(out, torch.conv_transpose1d(x, weight))
-        stood.append("packing" in served)
-        assert "run" in served
+        stood.append("packing" in names(kernels.log))
+        assert "fwd" in kernels.ran()
     assert stood == [False, True]
 
 
@@ -345,7 +258,7 @@ def test_a_call_reads_the_weights_as_they_are(change: str, weights: Weights) -> 
 
 
 @pytest.mark.parametrize("change", UNCOUNTED)
-def test_recorded_calls_read_the_weights_as_they_are(change: str, served: list[str]) -> None:
+def test_recorded_calls_read_the_weights_as_they_are(change: str, kernels: Kernels) -> None:
     """Through autograd: a forward, the gradient for the input, and the forward of an evaluation in between."""
     layer = upconv.ConvTranspose2d(4, 6, 3, stride=2)
     for _ in range(3):
@@ -360,7 +273,7 @@ def test_recorded_calls_read_the_weights_as_they_are(change: str, served: list[s
         assert_close(out, truth)
         assert_close(found, expected)
         UNCOUNTED[change](layer.weight)
-    assert "run" in served
+    assert "fwd" in kernels.ran()
 
 
 def test_frozen_weights_are_packed_once(frozen: Weights) -> None:
@@ -494,7 +407,7 @@ def test_blocks_claim_tiles_where_memory_may_outlive_the_call(claims: bool, mach
     machine.capturing = True
     outs.append(engine.forward(plan, x, weight, bias))
     assert all(torch.equal(out, outs[0]) for out in outs)
-    ran = [entry for entry in log if entry in ("run", "claim")]
+    ran = [name for name in names(log) if name in ("run", "claim")]
     assert ran == (["claim", "claim", "run", "run"] if claims else ["run"] * 4)
 
 
@@ -524,7 +437,7 @@ def test_choices_of_equal_packing_share_the_weights(machine: Machine) -> None:
         plan, log = a_plan(p, packing="by 64")
         x, _, b, _ = operands(p)
         engine.forward(plan, x, weight, b)
-        logs += log
+        logs += names(log)
     assert logs.count("pack") == 1
 
 
@@ -594,7 +507,7 @@ def cuda_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Proble
     """The problem that a call would be on an H200."""
     _forget_plans()
     monkeypatch.setattr(planner, "cuda_device", lambda index: Device("cuda", gpu=gpu.H200))
-    monkeypatch.setattr(families, "choose", lambda p, g, general=False: {"stand-in": Choice(p)})
+    monkeypatch.setattr(families, "choose", lambda p, g, general=False: {"stand-in": StandIn(p, [])})
 
     def find(x: Tensor, w: Tensor, **kwargs: Any) -> Problem | None:
         arguments = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1, **kwargs}
@@ -712,10 +625,10 @@ def test_strict_as_a_function_holds_in_all_threads() -> None:
     assert all("upconv.strict" in str(one) for one in refused)
 
 
-def test_strict_lets_pass_what_an_engine_serves(served: list[str]) -> None:
+def test_strict_lets_pass_what_an_engine_serves(kernels: Kernels) -> None:
     with upconv.strict():
         make_call((2, 4, 5, 6), (4, 3, 3, 3), stride=2).check()
-    assert "run" in served
+    assert "fwd" in kernels.ran()
 
 
 def test_strict_leaves_pytorchs_errors_alone() -> None:
@@ -770,38 +683,38 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def test_warmup_loads_what_calls_left_out(
-    served: list[str], compiled: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, compiled: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer has no kernel yet for weights that lie otherwise than those which it has met."""
-    monkeypatch.setattr(Prepared, "loaded", False, raising=False)
-    monkeypatch.setattr(Prepared, "load", lambda self: self.choice.log.append("load"), raising=False)
+    monkeypatch.setattr(Data, "loaded", False)
+    monkeypatch.setattr(Data, "load", lambda self: self.choice.log.append(("load", "fwd")))
     layer = upconv.ConvTranspose1d(2, 3, 3)
     layer(torch.randn(1, 2, 4))
-    served.clear()
-    assert upconv.warmup(layer, torch.randn(1, 2, 4)) == ["kernel (3,) for sm_90a"]
-    assert served == ["load"]
-    monkeypatch.setattr(Prepared, "loaded", True)
-    served.clear()
-    assert upconv.warmup(layer, torch.randn(1, 2, 4)) == [] and "load" not in served
+    kernels.log.clear()
+    assert upconv.warmup(layer, torch.randn(1, 2, 4)) == ["fwd (3,) for sm_90a"]
+    assert names(kernels.log) == ["load"]
+    monkeypatch.setattr(Data, "loaded", True)
+    kernels.log.clear()
+    assert upconv.warmup(layer, torch.randn(1, 2, 4)) == [] and "load" not in names(kernels.log)
 
 
-def test_warmup_compiles_and_loads_everything(served: list[str], compiled: list[tuple[str, str]]) -> None:
+def test_warmup_compiles_and_loads_everything(kernels: Kernels, compiled: list[tuple[str, str]]) -> None:
     model = Net().train()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     told: list[tuple[str, int, int]] = []
     model.norm.eval()
     lines = upconv.warmup(model, torch.randn(2, 4, 5, 5), progress=lambda *args: told.append(args))
-    assert lines == ["kernel (3, 3) for sm_90a", "kernel (5, 5) for sm_90a"]
-    assert sorted(compiled) == [("// (3, 3)", "90a"), ("// (5, 5)", "90a")]
+    assert lines == ["fwd (3, 3) for sm_90a", "fwd (5, 5) for sm_90a"]
+    assert [arch for _, arch in compiled] == ["90a", "90a"] and len(set(compiled)) == 2
     assert [args[1:] for args in told] == [(1, 2), (2, 2)]
-    assert served == ["prepare", "prepare"]  # loaded, and nothing was run
+    assert names(kernels.log) == ["prepare", "prepare"]  # loaded, and nothing was run
     assert model.training and model.up.training and not model.norm.training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert upconv.warmup(model, torch.randn(2, 4, 5, 5)) == []
-    served.clear()
+    kernels.log.clear()
     with torch.no_grad():
         model(torch.randn(2, 4, 5, 5))
-    assert "prepare" not in served
+    assert "prepare" not in names(kernels.log)
 
 
 @pytest.mark.parametrize(
@@ -816,12 +729,12 @@ def test_warmup_compiles_and_loads_everything(served: list[str], compiled: list[
     ids=("shape", "shape and tensor", "list", "dict of both", "dict"),
 )
 def test_warmup_takes_shapes_and_arguments(
-    example: tuple[Any, ...], served: list[str], compiled: list[tuple[str, str]]
+    example: tuple[Any, ...], kernels: Kernels, compiled: list[tuple[str, str]]
 ) -> None:
     assert len(upconv.warmup(Net(), *example)) == 2
 
 
-def test_warmup_says_what_cannot_be_compiled(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_says_what_cannot_be_compiled(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     def cubin(source: str, arch: str, label: str = "") -> bytes:
         raise nvrtc.CompileError("a brace is missing")
 

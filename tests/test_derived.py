@@ -124,8 +124,7 @@ def searched(seed: int) -> list[Any]:
     found += [gather_search.candidates(layer, gpu, shuffle=way) for way in ways(layer)[:1]]
     of_weight = p.with_(pass_="grad-weight", bias=False)
     for aligned, classes in ((True, (1, 1)), (False, (1, 1)), (False, (2, 2))):
-        lined = p.rank == 1 and aligned
-        found.append(wgrad_search.candidates(of_weight, gpu, True, aligned, p.size[-1], classes, lined=lined))
+        found.append(wgrad_search.candidates(of_weight, gpu, True, aligned, p.size[-1], classes))
     if p.rank == 3 and not isinstance(sweep.choose(towards, gpu), str):
         found.append(sweep.candidates(towards, gpu))
     drawn = [list(islice(some, rng.randrange(40), 4000, 37)) for some in found]

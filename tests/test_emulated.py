@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from conftest import EVERY, needs_gxx
-from drawn import DTYPES, FAMILIES, LAYOUTS, SCALAR, choices, gpus, wgrad_tilings
+from drawn import DTYPES, FAMILIES, LAYOUTS, SCALAR, choices, gpus
 from emulator import Emulator, emulator
 from results import Place, assert_computes, laid_out, numbers
 from upconv.cuda import bias
@@ -24,7 +24,6 @@ from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import H200
-from upconv.cuda.wgrad import wgrad, wgrad_costs
 from upconv.problem import Layout, Precision, Problem
 
 pytestmark = needs_gxx
@@ -144,20 +143,12 @@ def chunks_of_a_cluster(rng: random.Random) -> Any:
     return gather.Choice(replace(tiling, cluster=2).checked(H200.shared_bytes), p, H200, 1e-3, "")
 
 
-def sums_that_are_handed_over(rng: random.Random) -> Any:
-    p = Problem.make(1, 64, 64, (16, 16), 2, 2, layout="channels_last", pass_="grad-weight", **HALVES)
-    every = [wgrad_costs.boxed(t, p) for t in wgrad_tilings(p, H200)]
-    tiling = rng.choice([t for t in every if wgrad_costs.hands_over(t, 2, H200)])
-    return wgrad.Choice(tiling, p, H200, 2, 1e-5, "")
-
-
-HALVES: Any = {"dtype": torch.bfloat16, "precision": "bf16"}
-SELDOM = (stored_by_the_copy_engine, chunks_of_a_cluster, sums_that_are_handed_over)
+SELDOM = (stored_by_the_copy_engine, chunks_of_a_cluster)
 
 
 @pytest.mark.parametrize("ways", SELDOM, ids=[of.__name__ for of in SELDOM])
 def test_what_random_draws_seldom_meet(ways: Callable[[random.Random], Any], emulator: Emulator) -> None:
-    """At once and late; sums that are handed over by a cluster, and by blocks of a cooperative launch."""
+    """At once and late."""
     choice = ways(random.Random(0))
     for seed in (0, 3):
         assert_computes(choice, emulator, seed)
@@ -172,7 +163,7 @@ OF_RING = r"ring\.wait_full\(cursor\);"
 FAULTS = {
     "implicit: no wait for a stage": ("implicit", OF_RING, ""),
     "implicit: a tap's shift": ("implicit", r"\+ constant_at<C::taps_w>\(tap\)", "+ constant_at<C::taps_w>(tap) + 1"),
-    "implicit: a stage given back too early": ("implicit", r"wgmma_wait<LAG>\(\);", ""),
+    "implicit: a stage given back too early": ("implicit", r"wgmma_wait<HOLDS>\(\);", ""),
     "subpixel: a place": ("subpixel", r"tile\.p \+ b \* ROW_PIXELS", "tile.p + b * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),
     "sweep: the first slot": ("sweep", r"int first_slot = (-?\d+);", r"int first_slot = \1 + 1;"),

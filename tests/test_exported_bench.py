@@ -13,7 +13,8 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from upconv.bench import exported, files, suites, timing
+from upconv.bench import check, exported, files, suites, tables, timing
+from upconv.bench import report as reports
 from upconv.bench.suites import Case
 from upconv.bench.timing import Repeats
 from upconv.cli import app
@@ -47,7 +48,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     monkeypatch.setattr(exported, "refusal", lambda text: None)
 
-    def judge(run: Any, text: str = GOOD, gradients: bool = False) -> dict[str, exported.Value]:
+    def judge(run: Any, text: str = GOOD, gradients: bool = False) -> dict[str, Any]:
         path = tmp_path / "model_57.py"
         path.write_text(text)
         real = exported.model
@@ -190,22 +191,22 @@ def test_builds_run_side_by_side_and_say_what_went_wrong(tmp_path: Path) -> None
     assert found[wrong][1].endswith("RuntimeError: no nvcc here") and len(heard) == 2
 
 
-def row(name: str, **values: exported.Value) -> dict[str, exported.Value]:
-    found: dict[str, exported.Value] = dict.fromkeys(exported.KEYS)
+def row(name: str, **values: Any) -> dict[str, Any]:
+    found: dict[str, Any] = dict.fromkeys(reports.KEYS["exported"])
     found.update(case=name, file=f"model_{name[2:]}.py", layer="64->64 k3 s1 p0 on 8x64x8x8", build_s=60.0)
     return {**found, **values}
 
 
-def report(*rows: dict[str, exported.Value]) -> exported.Exported:
+def report(*rows: dict[str, Any]) -> reports.Report:
     device: dict[str, Any] = {"type": "cuda", "name": "NVIDIA H200"}
     versions: dict[str, Any] = {"upconv": "0", "torch": "2.11", "cudnn": "9"}
-    return exported.Exported(
-        schema=exported.report.SCHEMA, kind="exported", when="2026-01-01T00:00:00", commit="abc", device=device,
-        versions=versions, rows=list(rows), load={"start": None, "end": None}, complete=True,
-    )  # fmt: skip
+    return {
+        "schema": reports.SCHEMA, "kind": "exported", "when": "2026-01-01T00:00:00", "commit": "abc", "device": device,
+        "versions": versions, "rows": list(rows), "load": {"start": None, "end": None}, "complete": True,
+    }  # fmt: skip
 
 
-TIMED: dict[str, exported.Value] = {
+TIMED: dict[str, Any] = {
     "torch_ms": 4.0, "ours_ms": 2.0, "library_ms": 1.95, "ratio": 2.0, "worst": 0.5, "library_precision": "tf32",
     "runs": 100,
 }  # fmt: skip
@@ -217,22 +218,22 @@ def test_a_report_survives_its_file_and_shows_what_failed(tmp_path: Path) -> Non
     )
     path = tmp_path / "exported.json"
     files.save(found, path)
-    assert exported.load(path) == found
+    assert reports.load(path) == found
     console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
-    exported.show(found, console)
+    tables.show(found, console)
     text = console.export_text()
     assert "build failed: no nvcc" in text and "1.03x" in text and "grad-input" not in text
     assert "2 of 3 files correct, geometric mean 2.00x over PyTorch; 1 within 5% of upconv's layer" in text
-    shown = exported.columns(report(row("kb57", **TIMED, grad_input_error=1e-4, grad_weight_error=2e-4)))
-    assert [head for head, _ in shown][-2:] == ["grad-input error", "grad-weight error"]
+    shown = tables.columns(report(row("kb57", **TIMED, grad_input_error=1e-4, grad_weight_error=2e-4)))
+    assert [column.head for column in shown][-2:] == ["grad-input error", "grad-weight error"]
     path.write_text(json.dumps({**found, "rows": [{"case": "kb57"}]}))
     with pytest.raises(ValueError, match=r"lacks rows\[\]"):
-        exported.load(path)
+        reports.load(path)
     path.write_text("{}")
-    with pytest.raises(ValueError, match="kind exported"):
-        exported.load(path)
+    with pytest.raises(ValueError, match="must be a report of schema 1"):
+        reports.load(path)
     with pytest.raises(ValueError, match="cannot be read"):
-        exported.load(tmp_path / "none.json")
+        reports.load(tmp_path / "none.json")
 
 
 def test_the_command_needs_a_gpu_and_the_files(tmp_path: Path) -> None:
@@ -260,6 +261,6 @@ def test_on_a_gpu_the_library_is_timed_with_the_precision_that_the_files_have() 
     library = exported._library(case, theirs, device)
     x = exported.draw(case.problem.input_shape, device, 0)
     with torch.no_grad(), timing.precision_flags("ieee"):
-        assert exported.difference(library(x), theirs(x)) <= 1
+        assert check.tolerance_used("tf32", library(x), theirs(x)) <= 1
     found = exported._times(library, theirs, library, x, "ieee", SHORT)
     assert set(found) == {"torch", "ours", "library"} and min(side.lower for side in found.values()) > 0

@@ -102,7 +102,7 @@ def test_general_choices_serve_every_size(seed: int) -> None:
     """Exported files have one source, which differs by how blocks come by tiles alone."""
 
     def texts(choice: Any) -> list[str]:
-        return [re.sub(r"(claimed|last_rounds|shared_bytes) = \w+;", "", unit.source) for unit in choice.sources()]
+        return [re.sub(r"(claimed|shared_bytes) = \w+;", "", unit.source) for unit in choice.sources()]
 
     found = set()
     for p, gpu in problems(seed, 8):

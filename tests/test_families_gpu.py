@@ -13,7 +13,7 @@ from torch import Tensor
 
 import upconv
 from conftest import EVERY, HOPPER, replayed
-from drawn import DTYPES, FAMILIES, LAYOUTS, MOST_MACS, SCALAR, choices, wgrad_tilings
+from drawn import DTYPES, FAMILIES, LAYOUTS, MOST_MACS, SCALAR, choices
 from results import Place, assert_computes, laid_out
 from test_families import problems
 from upconv import planner, reference
@@ -25,7 +25,7 @@ from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import gpu
 from upconv.cuda.rearrange import around, unshuffle
-from upconv.cuda.wgrad import wgrad, wgrad_costs
+from upconv.cuda.wgrad import wgrad
 from upconv.problem import Layout, Pass, Precision, Problem
 
 pytestmark = HOPPER
@@ -74,13 +74,6 @@ def last(p: Problem) -> Problem:
     return p.with_(layout="channels_last", dtype=torch.bfloat16, precision="bf16")
 
 
-def hands_over() -> Any:
-    p = last(Problem.make(16, 256, 128, (16, 16), 4, 2, 1, pass_="grad-weight"))
-    every = (t for t in wgrad_tilings(p, gpu(0)) if wgrad_costs.hands_over(wgrad_costs.boxed(t, p), 2, gpu(0)))
-    tiling = next(t for t in every if t.tiles <= 64)
-    return wgrad.Choice(wgrad_costs.boxed(tiling, p), p, gpu(0), 2, 1e-5, "")
-
-
 AT_ONCE: dict[str, tuple[Callable[[], Any], str]] = {
     "weights packed by the kernel": (
         lambda: gather.choose(Problem.make(9, 64, 48, (40, 36), 4, 2, 1, precision="tf32"), gpu(0)), "packs",
@@ -92,7 +85,6 @@ AT_ONCE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: wgrad.choose(last(Problem.make(16, 256, 128, (16, 16), 4, 2, 1, pass_="grad-weight")), gpu(0)),
         "together",
     ),
-    "blocks that hand over sums": (hands_over, "hands_over"),
 }  # fmt: skip
 
 

@@ -276,7 +276,7 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
 
     def launched(weights: torch.Tensor, fresh: bool, bias: int = 0) -> tuple[object, ...]:
         maps = *(grad.data_ptr(),) * 16, *(weights.data_ptr(),) * 16
-        return "implicit", choice.grid, fresh, (out.data_ptr(), bias, *t.arguments(p, H200), *maps)
+        return "pixels_last", choice.grid, fresh, (out.data_ptr(), bias, *t.arguments(p, H200), *maps)
 
     prepared.run(grad, packed, None, out, fresh=True)
     assert stubs.pop() == launched(packed, True)
@@ -307,7 +307,7 @@ def test_what_is_launched_for_a_forward(dtype: torch.dtype, stubs: Stubs) -> Non
 
     def launched(weights: torch.Tensor, fresh: bool, at_bias: int) -> tuple[object, ...]:
         maps = *(x.data_ptr(),) * 16, *(weights.data_ptr(),) * 16
-        return "implicit", choice.grid, fresh, (out.data_ptr(), at_bias, *t.arguments(p, H200), *maps)
+        return "pixels_last", choice.grid, fresh, (out.data_ptr(), at_bias, *t.arguments(p, H200), *maps)
 
     if dtype is torch.float32:
         assert not t.turnable

@@ -271,66 +271,6 @@ def test_a_lasting_call_is_one_cooperative_launch(
     assert stubs.names() == ["wgrad_whole together"], "on another stream it is not refused"
 
 
-def handing() -> tuple[Problem, wgrad.Choice]:
-    """A layer whose two splits hand over sums."""
-    (layer,) = (case.problem for case in SUITES["models"] if case.name == "unet1")
-    p = layer.with_(
-        batch=8, dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight", bias=False
-    )
-    choice = wgrad.choose(p, H200)
-    assert isinstance(choice, wgrad.Choice) and choice.hands_over
-    return p, choice
-
-
-def test_blocks_that_hand_over_are_launched_at_once_or_by_clusters(
-    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cooperatively where a call lasts, with counters of its stream; else, and where that is refused, by clusters."""
-    monkeypatch.setattr(launch, "current_stream", lambda index: 7)
-    p, choice = handing()
-    t, prepared = choice.tiling, choice.prepare(0)
-    assert (
-        isinstance(t, WarpgroupTiling) and prepared.together and stubs.loaded == ["wgrad_whole"] and not prepared.loaded
-    )
-    x, g = (torch.randn(shape, dtype=p.dtype) for shape in (p.input_shape, p.output_shape))
-    out = torch.empty(p.weight_shape, dtype=p.dtype).contiguous(memory_format=torch.channels_last)
-    prepared.run(x, g, out, lasting=True)
-    name, grid, _, args = stubs.pop()
-    assert (name, grid) == ("wgrad_whole together", 2 * t.tiles) and not stubs.launched
-    (counters,) = prepared._counters.of_streams.values()
-    assert counters.numel() == 2 * t.tiles and args[:2] == (g.data_ptr(), out.data_ptr())
-    assert args[3] == counters.data_ptr() and args[16:20] == (*out.stride()[:2], out.stride()[-1], False)
-    prepared.run(x, g, out)
-    name, grid, _, args = stubs.pop()
-    assert (name, grid) == ("wgrad_cluster", 2 * t.tiles) and prepared.loaded
-    assert stubs.loaded == ["wgrad_whole", "wgrad_cluster"]
-    assert args[:2] == (g.data_ptr(), out.data_ptr()) and args[2] and not args[3]
-    assert args[16:20] == (*out.stride()[:2], out.stride()[-1], False)
-
-    def refused(*_: object) -> None:
-        raise launch.TooManyBlocks("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
-
-    at_once = prepared._at_once
-    monkeypatch.setattr(prepared, "_at_once", refused)
-    for _ in range(2):
-        prepared.run(x, g, out, lasting=True)
-    assert stubs.names() == ["wgrad_cluster"] * 2
-    monkeypatch.setattr(prepared, "_at_once", at_once)
-    prepared.run(x, g, out, lasting=True)
-    assert stubs.names()[2:] == ["wgrad_whole together"], "on another stream it is not refused"
-
-
-@pytest.mark.parametrize("fit", (0, 1, 20))
-def test_pairs_that_hand_over_may_take_turns(fit: int, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a part of a GPU, where fewer pairs than tiles run at once; never two steps, which round otherwise."""
-    p, choice = handing()
-    assert choice.tiling.tiles > 20
-    monkeypatch.setattr(wgrad.Launcher, "clusters", lambda self, device, blocks: fit)
-    x, g = (torch.randn(shape, dtype=p.dtype) for shape in (p.input_shape, p.output_shape))
-    choice.prepare(0).run(x, g, torch.empty(p.weight_shape, dtype=p.dtype))
-    assert stubs.names() == ["wgrad_cluster"]
-
-
 HALVES: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "bf16"}
 
 

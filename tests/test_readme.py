@@ -166,7 +166,7 @@ def measured(precision: str, ratios: dict[str, float | None], **changes: object)
             row.update({"engine": "cuda:gather", "torch_ms": 2.0, "ours_ms": 2 / ratio, "ratio": ratio})  # type: ignore
             row.update(changes)  # type: ignore[typeddict-item]
         rows.append(row)
-    return report.build(rows, CEILINGS, CPU)
+    return report.build(rows, CPU, ceilings=CEILINGS)
 
 
 @pytest.fixture

@@ -42,6 +42,13 @@ def rows_of(model: nn.Module, *example: Any) -> dict[str, tuple[Any, ...]]:
     return {row.name: (row.input, row.forward, row.calls) for row in upconv.summary(model, *example).rows}
 
 
+def reported(model: nn.Module, **kwargs: Any) -> list[str]:
+    """What `accelerate` reports."""
+    lines: list[str] = []
+    upconv.accelerate(model, report=lines.append, **kwargs)
+    return lines
+
+
 def test_a_row_a_layer() -> None:
     model = Net()
     model.up = upconv.accelerate(model.up)
@@ -260,9 +267,7 @@ UNLISTED = "The model has no transposed convolution module to list; calls of fun
 def test_models_without_transposed_convolutions_are_told_so() -> None:
     found = upconv.summary(nn.Sequential(nn.Conv2d(3, 3, 3)), (1, 3, 8, 8))
     assert str(found) == UNLISTED
-    lines: list[str] = []
-    upconv.accelerate(nn.Linear(2, 2), report=lines.append)
-    upconv.accelerate(nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv1d(3, 3, 3)), report=lines.append)
+    lines = reported(nn.Linear(2, 2)) + reported(nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv1d(3, 3, 3)))
     nothing = "nothing to accelerate: the model has no transposed convolution module"
     assert lines == [nothing, f"{nothing}; accelerate(model, convolutions=True) takes its 2 plain ones"]
 
@@ -276,7 +281,7 @@ def test_functional_calls_are_not_denied() -> None:
 
 
 class Replacing(nn.Module):
-    """Writes one buffer in place and replaces another."""
+    """Writes one buffer in place and replaces another; TorchScript takes no other of `Counting`'s ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,8 +303,7 @@ def test_scripted_modules_are_pytorchs() -> None:
     assert [row.name for row in mixed.rows] == ["1"] and mixed.closing.endswith(" Its scripted modules are PyTorch's.")
     for name, value in scripted.state_dict().items():
         assert_equal(value, before[name])
-    lines: list[str] = []
-    upconv.accelerate(scripted, report=lines.append)
+    lines = reported(scripted)
     assert lines == [
         "nothing to accelerate: the model has no transposed convolution module; its scripted modules are PyTorch's"
     ]
@@ -325,8 +329,7 @@ def test_the_report_counts_by_the_planner(monkeypatch: pytest.MonkeyPatch) -> No
         nn.ConvTranspose2d(8, 8, 3), nn.ConvTranspose2d(8, 3, 3), nn.ConvTranspose2d(8, 4, 3),
         nn.ConvTranspose2d(8, 8, 3, dtype=torch.complex64), nn.ConvTranspose2d(8, 8, 3, device="meta"),
     )  # fmt: skip
-    lines: list[str] = []
-    upconv.accelerate(model, report=lines.append)
+    lines = reported(model)
     assert lines == [
         "0: accelerated: upconv computes it on a CPU (shuffle)",
         "1: accelerated: its input decides whose operator computes it on a CPU; upconv's for some (shuffle)",
@@ -348,8 +351,7 @@ def test_the_report_states_what_no_input_changes(monkeypatch: pytest.MonkeyPatch
         "batch": (nn.ConvTranspose2d(64, 3, 4, 2, 1), ((64, 64, 32, 32),)),
         "never": (nn.ConvTranspose2d(64, 64, 4, 2, 1), ()),
     }
-    lines: list[str] = []
-    upconv.accelerate(nn.ModuleDict({name: layer for name, (layer, _) in layers.items()}), report=lines.append)
+    lines = reported(nn.ModuleDict({name: layer for name, (layer, _) in layers.items()}))
     for line, (layer, shapes) in zip(lines, layers.values()):
         for batch, channels, *size in shapes:
             p = Problem.make(
@@ -368,8 +370,7 @@ def test_the_report_looks_at_both_layouts(monkeypatch: pytest.MonkeyPatch) -> No
         return Plan(p, device, name, "native", (Candidate("x", True, "a reason"),))
 
     monkeypatch.setattr(planner, "plan", plan)
-    lines: list[str] = []
-    upconv.accelerate(nn.ModuleList([nn.ConvTranspose3d(4, 4, 3), nn.ConvTranspose1d(4, 4, 3)]), report=lines.append)
+    lines = reported(nn.ModuleList([nn.ConvTranspose3d(4, 4, 3), nn.ConvTranspose1d(4, 4, 3)]))
     assert "its input decides" in lines[0] and lines[1].endswith("computes it on a CPU: a reason")
 
 
@@ -401,17 +402,15 @@ def test_the_report_on_a_gpu(known: Device, line: str, monkeypatch: pytest.Monke
     """By what is known of the GPU: a plan is not looked for."""
     monkeypatch.setattr(planner, "device_of", lambda device: known)
     monkeypatch.setattr(planner, "plan", None)
-    lines: list[str] = []
-    upconv.accelerate(nn.ConvTranspose2d(4, 4, 3), report=lines.append)
+    lines = reported(nn.ConvTranspose2d(4, 4, 3))
     assert lines[0] == f"(the model itself): {line}"
 
 
 def test_the_report_of_a_plain_convolution_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its input decides; and not where settings rule it out."""
     monkeypatch.setattr(planner, "device_of", lambda device: Device("cuda", gpu=gpu.H200))
-    lines: list[str] = []
     model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, groups=2))
-    upconv.accelerate(model, convolutions=True, report=lines.append)
+    lines = reported(model, convolutions=True)
     assert lines[:2] == [
         "0: accelerated: its input decides whose operator computes it on NVIDIA H200; upconv's where it is expected to "
         "be faster",

@@ -28,8 +28,8 @@ PARTS = 4  # tests that divide the cases
 MOST = 6e7  # products of a case's tiles
 SEEDS = range(2000)
 FIRST = (
-    51, 68, 91, 98, 109, 141, 156, 162, 195, 223, 255, 272, 314, 351, 362, 428, 431, 471, 485, 495,
-    517, 519, 570, 585, 595, 630, 642, 755, 794, 913, 977, 1025, 1029, 1049, 1176,
+    6, 51, 68, 91, 98, 109, 156, 162, 195, 223, 255, 272, 314, 351, 362, 431, 485, 495, 517, 519,
+    570, 585, 595, 642, 1029,
 )  # fmt: skip
 """Of the seeds a few whose layers have every mode. Others are drawn where these do no longer."""
 
@@ -86,12 +86,12 @@ def serves(t: AnyTiling, p: Problem, q: Problem) -> bool:
     """Whether a tiling of a layer at one size serves it at another."""
     if not isinstance(t, WarpgroupTiling):
         return True
-    whole = (not t.lines or p.size[-1] == q.size[-1]) and (not t.lined or wgrad_search.lined(q))
+    whole = not t.lines or p.size[-1] == q.size[-1]
     return whole and (not t.classed or wgrad_search.classes_of(q) == t.classes)
 
 
 def strided(p: Problem, rng: random.Random) -> dict[str, Any]:
-    """Neighbouring taps of a wide stride, of rows and of lines."""
+    """Neighbouring taps of a wide stride."""
     kernel, stride, padding = rng.choice(((2, 2, 0), (4, 2, 1), (8, 4, 2), (16, 8, 4)))
     size = (64,) if p.rank == 1 else (*p.size[:-1], rng.choice((16, 24)))
     lead = (1,) * (p.rank - 1)
@@ -142,8 +142,8 @@ def narrow(p: Problem, rng: random.Random) -> dict[str, Any]:
     return {"size": (*(rng.randint(1, 6) for _ in p.size[1:]), rng.choice((8, 16, 32))), "layout": "nchw"}
 
 
-def exchanged(p: Problem, rng: random.Random) -> dict[str, Any]:
-    """Blocks of two splits that hand over sums, and weights of many elements."""
+def large(p: Problem, rng: random.Random) -> dict[str, Any]:
+    """Weights of many elements."""
     kernel, stride = rng.choice(((2, 2), (2, 1), (4, 2)))
     channels = rng.choice((64, 64, 128, 192)), rng.choice((64, 128, 192))
     kind = rng.choice(("fp16", "bf16", "bf16", "tf32"))
@@ -162,7 +162,7 @@ def exchanged(p: Problem, rng: random.Random) -> dict[str, Any]:
 
 Draw = Callable[[Problem, random.Random], dict[str, Any]]
 DRAWS: tuple[Draw, ...] = (
-    lambda p, rng: {}, strided, columns, wide, classed, last, last, last, narrow, exchanged, exchanged,
+    lambda p, rng: {}, strided, columns, wide, classed, last, last, last, narrow, large, large,
 )  # fmt: skip
 
 
@@ -212,9 +212,7 @@ OfCase = dict[str, Callable[[Case], bool]]
 
 NCHW: OfTiling = {
     "g by threads": lambda t: not t.box_g,
-    "g by a box": lambda t: t.box_g and t.g_one_box and not (t.classed or t.lined),
-    "g by boxes of rows": lambda t: t.box_g and not t.g_one_box,
-    "g in lines": lambda t: t.lined,
+    "g by a box": lambda t: t.box_g and not t.classed,
     "x in lines": lambda t: t.lines,
     "x in lines, several boxes": lambda t: t.lines and t.tile[3] * t.tile[2] * t.element > t.segment,
     "words that taps share": lambda t: t.shared_words,
@@ -226,14 +224,11 @@ LAST: OfTiling = {
     "x turned": lambda t: t.turned,
     "both by descriptors": lambda t: t.a_shared,
     "both by descriptors, columns of taps": lambda t: t.a_shared and t.stacked,
-    "g by threads": lambda t: not t.box_g,
-    "g by a box": lambda t: t.box_g and t.g_one_box and not t.parted,
-    "g by boxes of rows": lambda t: t.box_g and not t.g_one_box,
+    "g by a box": lambda t: not t.parted,
     "columns of g by three remainders or more": lambda t: t.parted and not t.gapless and t.g_planes[0] > 2,
     "columns of g by two remainders": lambda t: t.parted and not t.gapless and t.g_planes[0] == 2,
     "columns of g that no tap reads": lambda t: t.parted and t.g_pixels < t.spans[2],
-    "g by a box, no descriptors": lambda t: t.element == 2 and t.box_g and not t.a_shared,
-    "x by one box": lambda t: t.x_one_box,
+    "g by a box, no descriptors": lambda t: t.element == 2 and not t.a_shared,
     "chunks without gaps, 16 bits": lambda t: t.gapless and t.element == 2,
     "chunks without gaps, turned": lambda t: t.gapless and t.turned,
     "chunks without gaps that are not full": lambda t: t.gapless > math.prod(t.tile),
@@ -276,7 +271,7 @@ def numbered() -> OfTiling:
     for width in (32, 48, 64, 80, 96, 128, 160, 256):
         found[f"{width} columns"] = lambda t, n=width: t.block[0] == n
     for width in (16, 32, 64):
-        found[f"boxes of {width} channels of g"] = lambda t, n=width: t.channels_last and t.box_g and t.g_width == n
+        found[f"boxes of {width} channels of g"] = lambda t, n=width: t.channels_last and t.g_width == n
         found[f"boxes of {width} channels of x"] = lambda t, n=width: (
             t.channels_last and not t.turned and t.x_width == n
         )
@@ -288,15 +283,15 @@ def numbered() -> OfTiling:
 def end(case: Case) -> str:
     """How a case's sums become the weight's gradient."""
     c = case.choice
-    if case.way.once and (c.together or c.hands_over) and c.gpu.multiprocessors >= c.tiling.tiles * c.splits:
-        return "handed over together" if c.hands_over else "together"
+    if case.way.once and c.together and c.gpu.multiprocessors >= c.tiling.tiles * c.splits:
+        return "together"
     if c.cluster > 1:
-        return "handed over by clusters" if c.hands_over else "by clusters"
+        return "by clusters"
     return "alone" if c.alone else "steps"
 
 
 def ends() -> OfCase:
-    every = ("steps", "by clusters", "together", "alone", "handed over together", "handed over by clusters")
+    every = ("steps", "by clusters", "together", "alone")
     found: OfCase = {}
     for how in every:
         for name, way in (("contiguous", (False, False)), ("channels_last", (True, False)), ("float32", (None, True))):
@@ -324,16 +319,6 @@ def ends() -> OfCase:
             end(case) == "by clusters" and case.choice.tiling.channel_tiles[0] % 2 == 0
         ),
         "rows from registers": lambda case: rows(case) and end(case) == "alone",
-        "rows from registers, handed over": lambda case: rows(case) and "handed" in end(case),
-        "float32 in channels_last, handed over": lambda case: (
-            "handed" in end(case) and case.way.single and case.way.last
-        ),
-        "columns of stride 1, handed over": lambda case: "handed" in end(case) and not case.choice.tiling.parted,
-        "few chunks handed over": lambda case: "handed" in end(case) and chunks(case) < 4,
-        "odd numbers of chunks, handed over": lambda case: "handed" in end(case) and chunks(case) in (5, 7, 9, 11),
-        "even numbers of chunks, handed over": lambda case: "handed" in end(case) and chunks(case) in (6, 8, 10, 12),
-        "two tiles of each channels, handed over": lambda case: "handed" in end(case) and channel_tiles(case) == (2, 2),
-        "three tiles of channels, handed over": lambda case: "handed" in end(case) and 3 in channel_tiles(case),
         "channels off four in channels_last": lambda case: (
             end(case) in ("alone", "by clusters", "together")
             and case.way.last
@@ -347,15 +332,6 @@ def few_sums(case: Case) -> bool:
     """Whether lanes divide the splits of a quad of sums."""
     t, share = wgmma(case), -(-math.prod(case.choice.tiling.block) // 4 // case.choice.splits)
     return t is not None and t.reduce_rows == 1 and t.set_taps * share <= t.warpgroups * 64
-
-
-def chunks(case: Case) -> int:
-    return math.prod(case.choice.tiling.counts(case.choice.problem))
-
-
-def channel_tiles(case: Case) -> tuple[int, int]:
-    found: tuple[int, int] = case.choice.tiling.channel_tiles
-    return found
 
 
 def rows(case: Case) -> bool:

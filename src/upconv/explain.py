@@ -10,9 +10,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from upconv.bench.report import si
 from upconv.bench.roofline import Ceilings
 from upconv.bench.run import plan_text
+from upconv.bench.tables import si
 from upconv.compiler import rule
 from upconv.cuda.gpu import Gpu
 from upconv.model_layers import Call

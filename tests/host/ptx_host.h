@@ -52,8 +52,6 @@ static void cluster_sync() {
 }
 static u32 cluster_address(u32 a, int rank) { return (a & 0xffffff) | (u32)(rank + 1) << 24; }
 static void load_cluster_128(float (&v)[4], u32 a, int rank) { memcpy(v, machine::shared_at(cluster_address(a, rank), 16), 16); }
-static void barrier_arrive_cluster(u32 barrier, int rank) { barrier_arrive(cluster_address(barrier, rank)); }
-static void barrier_wait_cluster(u32 barrier) { barrier_wait(barrier, 0); }
 
 // --- copies into shared memory ------------------------------------------------------------------------------------------
 

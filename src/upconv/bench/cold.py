@@ -13,9 +13,9 @@ from itertools import product
 
 import torch
 
-from upconv import env, planner
-from upconv.bench import latency
-from upconv.bench.latency import Latency, Value
+from upconv import planner
+from upconv.bench import report
+from upconv.bench.report import KEYS, Report
 from upconv.bench.suites import SUITES, Case
 from upconv.bench.uncached import no_caches, with_flags
 from upconv.cuda.compile import jit, nvrtc
@@ -37,7 +37,7 @@ Row = tuple[str, Precision, Layout]
 
 def measure(
     device: torch.device, cases: Sequence[Case] | None = None, progress: Callable[[str], object] = lambda label: None
-) -> Latency:
+) -> Report:
     """Seconds that NVRTC takes for the kernels of the suite's layers, none of them from a cache; milliseconds to load.
 
     A first call waits for a quick form where a kernel has one (`upconv.cuda.compile.provisional`). Several are compiled
@@ -60,13 +60,13 @@ def measure(
 
 def of_kernels(
     where: planner.Device, device: torch.device, cases: Sequence[Case], progress: Callable[[str], object]
-) -> Latency:
+) -> Report:
     """`measure`, for the kernels of any GPU that a planner's device has; they are loaded on a CUDA ``device`` alone."""
     reason = nvrtc.unavailable()
     if reason is not None or where.gpu is None:
         raise RuntimeError(reason or f"{device} is no GPU that kernels are compiled for")
     rows = _rows(where, where.gpu.arch, device, cases, progress)
-    return latency.build("cold", device, f"kernels of {len(cases)} layers", rows, env.load_average())
+    return report.gather(rows, device, kind="cold", layer=f"kernels of {len(cases)} layers")
 
 
 Waits = dict[Row, dict[Pass, list[Unit]]]
@@ -74,7 +74,7 @@ Waits = dict[Row, dict[Pass, list[Unit]]]
 
 def _rows(
     where: planner.Device, arch: str, device: torch.device, cases: Sequence[Case], progress: Callable[[str], object]
-) -> Iterator[dict[str, Value]]:
+) -> Iterator[report.Row]:
     waits, final = _units(where, cases)
     awaited = dict.fromkeys(unit for of in waits.values() for units in of.values() for unit in units)
     every = dict.fromkeys((*awaited, *(unit for units in final.values() for unit in units)))
@@ -91,7 +91,7 @@ def _rows(
         longest = [max((took[unit] for unit in of.get(pass_, [])), default=None) for pass_ in _PASSES]
         behind = max((took[unit] for unit in final[row] if unit not in awaited), default=None)
         from_disk = max((1e3 * loaded[unit] for unit in final[row] if unit in loaded), default=None)
-        yield dict(zip(latency.COLD_KEYS, (*row, *longest, behind, from_disk)))
+        yield dict(zip(KEYS["cold"], (*row, *longest, behind, from_disk)))
 
 
 def _units(where: planner.Device, cases: Sequence[Case]) -> tuple[Waits, dict[Row, list[Unit]]]:

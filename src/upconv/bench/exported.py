@@ -19,21 +19,18 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor, nn
 
 import upconv
-from upconv import env
-from upconv.bench import files as output
 from upconv.bench import report, suites, timing
+from upconv.bench.check import tolerance_used
+from upconv.bench.report import Report, Row
 from upconv.bench.suites import Case
 from upconv.bench.timing import Clock, Quartiles, Repeats
 from upconv.export import kernelbench_problem
@@ -41,35 +38,12 @@ from upconv.problem import Precision
 
 SEED = 42
 TRIALS = 5
-TOLERANCE = 1e-4
-"""Absolute and relative, of outputs in float32."""
 GRADIENT = 4e-3
 """Largest norm of a gradient's difference from PyTorch's over its norm: eight times TF32's unit roundoff.
 
 About half of that is what cuDNN's own gradients differ by.
 """
 RUNS = Repeats(math.inf, 100, 100)
-WITHIN = 1.05
-"""An exported file is to take at most this many times the library's own layer."""
-
-Value = str | int | float | bool | None
-_SPREAD = (
-    *(f"{side}_{which}_ms" for side in ("torch", "ours", "library") for which in ("lower", "upper")), "warning",
-)  # fmt: skip
-"""Quartiles, and a warning as in `upconv.bench.run.Row`; older reports lack them."""
-KEYS = (
-    "case", "file", "layer", "failure", "build_s", "worst", "torch_ms", "ours_ms", "library_ms", "ratio",
-    "library_precision", "grad_input_error", "grad_weight_error", "runs", *_SPREAD,
-)  # fmt: skip
-"""A row. ``worst`` is the largest difference from PyTorch's outputs in units of the tolerance, so that above 1 is
-wrong; ``ratio`` is PyTorch's median over the file's; ``failure`` says in a sentence why there are no times."""
-
-
-class Exported(report.Head):
-    """A run as JSON holds it; `KEYS` has its rows' keys."""
-
-    kind: str
-    rows: list[dict[str, Value]]
 
 
 # --- the files -------------------------------------------------------------------------------------------------------
@@ -262,7 +236,7 @@ def measure(
     gradients: bool = False,
     repeats: Repeats = RUNS,
     progress: Callable[[str], object] = lambda line: None,
-) -> Exported:
+) -> Report:
     """Builds the files, then judges and times them one after the other.
 
     Args:
@@ -278,12 +252,7 @@ def measure(
     """
     if device.type != "cuda":
         raise ValueError(f"--as-exported needs a CUDA GPU, for which the files are written; got {device}")
-    begun = env.load_average()
-    found, complete = report.gather(_rows(every, device, gradients, repeats, progress))
-    made: Exported = {**report.head(device, begun, complete=complete), "kind": "exported", "rows": found}
-    if not complete:
-        raise report.Interrupted(made)
-    return made
+    return report.gather(_rows(every, device, gradients, repeats, progress), device, kind="exported")
 
 
 def _rows(
@@ -292,12 +261,12 @@ def _rows(
     gradients: bool,
     repeats: Repeats,
     progress: Callable[[str], object],
-) -> Iterator[dict[str, Value]]:
+) -> Iterator[Row]:
     built = build(every, progress)
     for file in every:
         progress(file.case.name)
         seconds, failure = built[file.path]
-        row: dict[str, Value] = dict.fromkeys(KEYS)
+        row: Row = dict.fromkeys(report.KEYS["exported"])
         row.update(
             case=file.case.name,
             file=file.path.name,
@@ -315,7 +284,7 @@ def _rows(
         yield row
 
 
-def judge(file: File, device: torch.device, *, gradients: bool, repeats: Repeats) -> dict[str, Value]:
+def judge(file: File, device: torch.device, *, gradients: bool, repeats: Repeats) -> Row:
     """Correctness by the rules, and times if it is given."""
     from upconv.export.signatures import init_arguments
 
@@ -330,28 +299,24 @@ def judge(file: File, device: torch.device, *, gradients: bool, repeats: Repeats
         return {"failure": "its parameters under seed 42 are not the original's"}
     torch.manual_seed(SEED)
     seeds = [int(torch.randint(0, 2**32 - 1, (1,)).item()) for _ in range(TRIALS)]
-    found: dict[str, Value] = {"worst": 0.0}
+    worst = 0.0
     with torch.no_grad():
         for seed in seeds:
             x = draw(p.input_shape, device, seed)
-            wrong = difference(ours(x), theirs(x))
-            found["worst"] = max(float(found["worst"] or 0), wrong)
-    if not float(found["worst"] or 0) <= 1:
-        share = float(found["worst"] or 0)
-        found["worst"] = share if math.isfinite(share) else None
-        return {**found, "failure": f"its output differs by {share:.3g} of the tolerance"}
+            worst = max(worst, tolerance_used("tf32", ours(x), theirs(x)))
+    found: Row = {"worst": worst if math.isfinite(worst) else None}
+    if not worst <= 1:
+        return {**found, "failure": f"its output differs by {worst:.3g} of the tolerance"}
     if gradients:
         errors = _gradient_errors(ours, theirs, draw(p.input_shape, device, seeds[0]), seeds[1])
         found["grad_input_error"], found["grad_weight_error"] = errors
         if not max(errors) <= GRADIENT:
             return {**found, "failure": f"its gradients differ by {max(errors):.3g} in norm"}
     precision = kernelbench_problem(file.number).precision  # the file's own
-    taken = _times(
-        ours, theirs, _library(file.case, theirs, device), draw(p.input_shape, device, SEED), precision, repeats
-    )
+    library = _library(file.case, theirs, device)
+    taken = _times(ours, theirs, library, draw(p.input_shape, device, SEED), precision, repeats)
     for name, side in taken.items():
-        found |= {f"{name}_ms": 1e3 * side.median}
-        found |= {f"{name}_lower_ms": 1e3 * side.lower, f"{name}_upper_ms": 1e3 * side.upper}
+        found |= timing.in_ms(name, side)
     found["warning"] = timing.unsteady({"PyTorch": taken["torch"], "the file": taken["ours"]})
     found |= {"ratio": taken["torch"].median / taken["ours"].median, "library_precision": precision}
     return found | {"runs": repeats.most}
@@ -360,18 +325,6 @@ def judge(file: File, device: torch.device, *, gradients: bool, repeats: Repeats
 def draw(shape: Sequence[int], device: torch.device, seed: int) -> Tensor:
     """An input of KernelBench's: uniform on [0, 1), drawn on the device."""
     return torch.rand(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
-
-
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference in units of the tolerance, as ``torch.allclose`` has it; infinite where that is no number
-    or the shapes differ. Image by image, since a difference as large as the output may not fit."""
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return math.inf
-    worst = 0.0
-    for a, b in zip(ours, theirs):
-        share = float(((a - b).abs() / (TOLERANCE + TOLERANCE * b.abs())).max())
-        worst = max(worst, share if math.isfinite(share) else math.inf)
-    return worst
 
 
 def _gradient_errors(ours: nn.Module, theirs: nn.Module, x: Tensor, seed: int) -> tuple[float, float]:
@@ -412,84 +365,3 @@ def _times(
             clocks[name](works[0])
         taken = timing.interleave(runs, clocks, repeats)
     return {name: timing.quartiles(values) for name, values in taken.items()}
-
-
-# --- files and the terminal ------------------------------------------------------------------------------------------
-
-
-def load(path: str | Path) -> Exported:
-    """Reads a report.
-
-    Raises:
-        ValueError: the file is missing, is no JSON, or holds no such report; in one sentence.
-    """
-    found = output.read(path)
-    kind = found.get("kind") if isinstance(found, dict) else None
-    if kind != "exported" or found.get("schema") != report.SCHEMA:
-        raise ValueError(f"{path} must be a report of kind exported, got {kind!r}")
-    report.complete_head(found)
-    missing = Exported.__required_keys__ - set(found) or {
-        f"rows[].{key}" for row in found["rows"] for key in KEYS if key not in row and key not in _SPREAD
-    }
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
-    loaded: Exported = found
-    return loaded
-
-
-Column = tuple[str, Callable[[Mapping[str, Any]], str]]
-
-
-def columns(found: Exported) -> list[Column]:
-    """What a table of the report shows; gradients' errors only where they were asked for."""
-
-    def number(key: str, form: str = ".3g") -> Callable[[Mapping[str, Any]], str]:
-        return lambda row: "" if row[key] is None else format(row[key], form)
-
-    def times_library(row: Mapping[str, Any]) -> str:
-        return "" if row["library_ms"] is None else f"{row['ours_ms'] / row['library_ms']:.2f}x"
-
-    shown: list[Column] = [
-        ("case", lambda row: row["case"]),
-        ("layer", lambda row: row["layer"]),
-        ("PyTorch ms", number("torch_ms", ".3f")),
-        ("exported ms", number("ours_ms", ".3f")),
-        ("ratio", lambda row: row["failure"] or f"{row['ratio']:.2f}x"),
-        ("upconv ms", number("library_ms", ".3f")),
-        ("exported / upconv", times_library),
-        ("of tolerance", number("worst")),
-    ]
-    for head, key in (("grad-input error", "grad_input_error"), ("grad-weight error", "grad_weight_error")):
-        if any(row[key] is not None for row in found["rows"]):
-            shown.append((head, number(key, ".1e")))
-    return shown
-
-
-def summary(found: Exported) -> str:
-    """How many files are right, their geometric mean, and how many keep within 5% of the library; in a line."""
-    right = [row for row in found["rows"] if not row["failure"]]
-    text = f"{len(right)} of {len(found['rows'])} files correct"
-    if right:
-        ratios = [float(row["ratio"] or 0) for row in right]
-        near = sum(float(row["ours_ms"] or 0) <= WITHIN * float(row["library_ms"] or 0) for row in right)
-        text += (
-            f", geometric mean {report.geometric_mean(ratios):.2f}x over PyTorch; {near} within 5% of upconv's layer"
-        )
-    return text
-
-
-def show(found: Exported, console: Console) -> None:
-    """Prints the table and its conditions."""
-    console.print(Text("upconv bench · exported files by KernelBench's rules", style="bold"))
-    report.show_conditions(found, console)
-    grid = Table(header_style="bold", pad_edge=False)
-    shown = columns(found)
-    for head, _ in shown:
-        grid.add_column(head, justify="left" if head in ("case", "layer") else "right")
-    for row in found["rows"]:
-        grid.add_row(*(text(row) for _, text in shown))
-    console.print(grid)
-    console.print(summary(found))
-    for row in found["rows"]:
-        if row.get("warning"):
-            console.print(Text(f"{row['case']}: {row['warning']}", style="yellow"))

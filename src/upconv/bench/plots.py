@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from upconv.bench import files
-from upconv.bench.report import SWEPT, Report, ceiling_text, conditions, si, swept
+from upconv.bench.report import Report, Row
 from upconv.bench.roofline import Ceilings
-from upconv.bench.run import Row
+from upconv.bench.tables import SWEPT, ceiling_text, conditions, constant, si
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +75,7 @@ def plot_roofs(reports: Sequence[Report], path: Path) -> None:
         panels = figure.subplots(1, len(reports), squeeze=False)[0]
         for axes, report, rows in zip(panels, reports, timed):
             _draw_roofs(axes, rows)
-            axes.set_title(" · ".join(swept(rows)[0][1:]), loc="left", fontweight="bold")
+            axes.set_title(" · ".join(constant(rows)[1:]), loc="left", fontweight="bold")
             axes.set_xlabel(f"percent of the roof ({ceiling_text(report['ceilings'])})", fontsize=8)
         figure.supxlabel(conditions(reports[0]), fontsize=8, color="#555555")
         files.publish(path, lambda temporary: figure.savefig(temporary, dpi=150))
@@ -107,7 +107,7 @@ def _times(ratio: float) -> str:
 
 
 def _series(row: Row) -> str:
-    return " · ".join(text(row) for _, text in SWEPT[1:])
+    return " · ".join(str(column.text(row)) for column in SWEPT[1:])
 
 
 def _draw_bars(

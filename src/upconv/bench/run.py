@@ -9,68 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypedDict, cast
+from typing import TypedDict
 
 import torch
 
 from upconv import planner
 from upconv.bench import check, memory, roofline, timing
+from upconv.bench.report import KEYS, LAYERS, Row
 from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import Case, quick
 from upconv.bench.timing import Inputs, Repeats, Side
 from upconv.planner import Plan
 from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Layout, Pass, Precision, Problem, dtype_name
-
-Row = TypedDict(
-    "Row",
-    {
-        "suite": str,
-        "case": str,
-        "pass": Pass,
-        "dtype": str,
-        "precision": Precision,
-        "layout": Layout,
-        "ours_ms": "float | None",
-        "torch_ms": "float | None",
-        "ratio": "float | None",
-        "roof_ms": float,
-        "percent_of_roof": "float | None",
-        "rel_error": "float | None",
-        "torch_rel_error": "float | None",
-        "engine": str,
-        "plan": str,
-        # beyond the schema's keys
-        "layer": str,
-        "scale": float,
-        "flops": int,
-        "bytes": int,
-        "rounds": int,
-        "failure": "str | None",
-        "warning": "str | None",
-        "ours_lower_ms": "float | None",
-        "ours_upper_ms": "float | None",
-        "torch_lower_ms": "float | None",
-        "torch_upper_ms": "float | None",
-        "frozen_ms": "float | None",
-        "frozen_lower_ms": "float | None",
-        "frozen_upper_ms": "float | None",
-        "frozen_ratio": "float | None",
-        "ours_peak_bytes": "int | None",
-        "torch_peak_bytes": "int | None",
-        "inputs": Inputs,
-        "tolerance_used": "float | None",
-        "wall_s": float,
-    },
-)
-"""A row of the report, as in JSON.
-
-Times are medians in milliseconds, beside them the lower and the upper quartile; a wrong row has none, and ``failure``
-says what is wrong with it. ``warning`` says that times vary by more than half, see `timing.unsteady`. ``ratio`` is
-PyTorch's time over ours: above 1 ours is faster. ``frozen`` is ours with `upconv.freeze`, where it was measured.
-``scale`` is the share of the whole case's multiplications that the row computes. Peak bytes are beside inputs and
-results, where they were measured. ``tolerance_used`` is `check.tolerance_used` on KernelBench's own kind of inputs, of
-a forward on a GPU. ``wall_s`` is what the row cost in seconds, everything counted.
-"""
 
 
 @dataclass(frozen=True)
@@ -212,17 +162,14 @@ _TIMES = tuple(f"{side}{which}_ms" for side in ("ours", "torch", "frozen") for w
 
 def fail(found: Row, reason: str) -> None:
     """Makes a row one that has no speed, and says why."""
-    found["failure"] = reason
-    empty: dict[str, None] = dict.fromkeys((*_TIMES, "ratio", "frozen_ratio", "warning"))
-    found.update(cast(Row, empty))
+    found |= {**dict.fromkeys((*_TIMES, "ratio", "frozen_ratio", "warning")), "failure": reason}
 
 
 def blank(job: Job, device: torch.device, inputs: Inputs = "normal") -> Row:
     """The row of a job with nothing measured yet."""
     p = job.problem
     plan = planner.plan(p, planner.device_of(device))
-    found: Any = dict.fromkeys(Row.__required_keys__)
-    found |= {
+    return dict.fromkeys(KEYS[LAYERS]) | {
         "suite": job.suite,
         "case": job.case,
         "pass": p.pass_,
@@ -240,8 +187,6 @@ def blank(job: Job, device: torch.device, inputs: Inputs = "normal") -> Row:
         "inputs": inputs,
         "wall_s": 0.0,
     }
-    row: Row = found
-    return row
 
 
 def _check(found: Row, p: Problem, device: torch.device, frozen: bool, seed: int) -> None:
@@ -270,17 +215,15 @@ def _check(found: Row, p: Problem, device: torch.device, frozen: bool, seed: int
 
 def _time(found: Row, p: Problem, device: torch.device, frozen: bool, repeats: Repeats, seed: int) -> None:
     asked: tuple[Side, ...] = ("ours", "frozen", "torch") if frozen else ("ours", "torch")
-    sides: tuple[Side, ...] = ("torch",) if found["engine"] == "torch" else asked
-    seconds, found["rounds"] = timing.compare(p, device, sides, repeats, seed, found["inputs"])
-    times: Any = found
+    run = ("torch",) if found["engine"] == "torch" else asked
+    seconds, found["rounds"] = timing.sides(p, device, run, repeats, seed, found["inputs"])
     for side in asked:
-        lower, middle, upper = seconds.get(side, seconds["torch"])
-        times |= {f"{side}_lower_ms": 1e3 * lower, f"{side}_ms": 1e3 * middle, f"{side}_upper_ms": 1e3 * upper}
+        found |= timing.in_ms(side, seconds.get(side, seconds["torch"]))
     names = {"ours": "upconv", "torch": "PyTorch", "frozen": "frozen upconv"}
     found["warning"] = timing.unsteady({names[side]: values for side, values in seconds.items()})
-    found["ratio"] = times["torch_ms"] / times["ours_ms"]
+    found["ratio"] = found["torch_ms"] / found["ours_ms"]
     if frozen:
-        found["frozen_ratio"] = times["torch_ms"] / times["frozen_ms"]
+        found["frozen_ratio"] = found["torch_ms"] / found["frozen_ms"]
 
 
 def set_roof(found: Row, ceilings: Ceilings) -> None:

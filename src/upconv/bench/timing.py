@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -254,6 +254,12 @@ def quartiles(values: Sequence[float]) -> Quartiles:
     return Quartiles(lower, middle, upper)
 
 
+def in_ms(side: str, found: Quartiles) -> dict[str, float]:
+    """A row's entries for the times of a side."""
+    names = (f"{side}_lower_ms", f"{side}_ms", f"{side}_upper_ms")
+    return {name: 1e3 * seconds for name, seconds in zip(names, found)}
+
+
 def unsteady(sides: Mapping[str, Quartiles]) -> str | None:
     """A warning of the sides whose times vary by more than half, in a sentence; None where none do.
 
@@ -319,33 +325,55 @@ def interleave(
     return taken
 
 
+def compare(
+    runs: Mapping[str, Sequence[Callable[[], object]]],
+    device: torch.device,
+    repeats: Repeats,
+    tuned: Sequence[str],
+    wait: bool = True,
+) -> tuple[dict[str, Quartiles], int]:
+    """Seconds of each name's work on sets of inputs, and the rounds.
+
+    Args:
+        runs: as `interleave` takes them.
+        device: where. On a GPU every set runs once ahead of the rounds: kernels are compiled, weights packed and
+            cuDNN's plans found in the first call of each.
+        repeats: how often.
+        tuned: the names that a GPU also times with ``cudnn.benchmark`` on; the better time counts.
+        wait: see `clock`.
+    """
+    take = clock(device, wait=wait)
+    if device.type != "cuda":
+        taken = interleave(runs, take, repeats)
+    else:
+        under = cudnn_clocks(take)
+        both = {(name, "off"): works for name, works in runs.items()} | {(name, "on"): runs[name] for name in tuned}
+        every = {f"{name} {flag}": works for (name, flag), works in both.items()}
+        clocks = {f"{name} {flag}": under[flag] for name, flag in both}
+        was = torch.backends.cudnn.benchmark
+        try:
+            for name, works in every.items():
+                for run in works:
+                    clocks[name](run)
+            found = interleave(every, clocks, repeats)
+        finally:
+            torch.backends.cudnn.benchmark = was
+        pairs = {
+            name: [found[f"{name} {flag}"] for flag in ("off", "on") if f"{name} {flag}" in found] for name in runs
+        }
+        taken = {name: min(values, key=median) for name, values in pairs.items()}
+    return {name: quartiles(values) for name, values in taken.items()}, len(next(iter(taken.values())))
+
+
 SET_BYTES = 2 * 10**9
 """Input sets of a row together stay below this, but there are at least two and at most four."""
 
 
-def compare(
-    p: Problem, device: torch.device, sides: Sequence[Side], repeats: Repeats, seed: int, inputs: Inputs = "normal"
-) -> tuple[dict[Side, Quartiles], int]:
-    """Seconds of each side, and the rounds. PyTorch's are the better ones of ``cudnn.benchmark`` on and off."""
+def sides(
+    p: Problem, device: torch.device, asked: Sequence[Side], repeats: Repeats, seed: int, inputs: Inputs = "normal"
+) -> tuple[dict[str, Quartiles], int]:
+    """Seconds of each side of a layer, and the rounds. PyTorch's are those of the better ``cudnn.benchmark``."""
     count = max(2, min(4, SET_BYTES // max(p.bytes, 1)))
     sets = [operands(p, device, seed + i, inputs) for i in range(count)]
-    runs: dict[str, list[Work]] = {side: [work(side, p, given) for given in sets] for side in sides}
-    if device.type != "cuda":
-        taken = interleave(runs, clock(device), repeats)
-    else:
-        runs["torch-benchmark"] = runs["torch"]
-        under = cudnn_clocks(clock(device))
-        clocks = {name: under["on" if name == "torch-benchmark" else "off"] for name in runs}
-        was = torch.backends.cudnn.benchmark
-        try:
-            # Every set once: kernels are compiled, weights packed and cuDNN's plans found in the first call of each.
-            for name, works in runs.items():
-                for run in works:
-                    clocks[name](run)
-            taken = interleave(runs, clocks, repeats)
-        finally:
-            torch.backends.cudnn.benchmark = was
-    found = {name: quartiles(values) for name, values in taken.items()}
-    tuned = found.pop("torch-benchmark", found["torch"])
-    found["torch"] = min(found["torch"], tuned, key=lambda one: one.median)
-    return {side: found[side] for side in sides}, len(taken["torch"])
+    runs = {str(side): [work(side, p, given) for given in sets] for side in asked}
+    return compare(runs, device, repeats, tuned=("torch",))

@@ -9,7 +9,7 @@ off (the models have plain convolutions) and its better time counts.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import upconv
-from upconv import env
-from upconv.bench import latency, timing
-from upconv.bench.latency import Latency, Value
+from upconv.bench import report, timing
 from upconv.bench.models import Case, cases
-from upconv.bench.timing import Quartiles, Repeats
+from upconv.bench.report import KEYS, Report, Row
+from upconv.bench.timing import Repeats
 from upconv.cpu import memory_format
 from upconv.cuda.compile import provisional
 from upconv.problem import Layout
@@ -139,7 +138,7 @@ def measure(
     *,
     compiled: bool = True,
     progress: Callable[[str], object] = lambda case: None,
-) -> Latency:
+) -> Report:
     """Median milliseconds of every row and side, with quartiles, and peak memory.
 
     Args:
@@ -152,23 +151,20 @@ def measure(
     Raises:
         report.Interrupted: Ctrl-C, with the report of the rows before it.
     """
-    begun = env.load_average()
     if device.type == "cuda":
         native.wait()  # a training run has it from its first half a minute on
     every = runs() if todo is None else todo
-    rows: Iterator[dict[str, Value]] = (_row(run, device, repeats, compiled, progress) for run in every)
-    return latency.build("training", device, "whole models", rows, begun)
+    rows = (_row(run, device, repeats, compiled, progress) for run in every)
+    return report.gather(rows, device, kind="training", layer="whole models")
 
 
-def _row(
-    run: Run, device: torch.device, repeats: Repeats, compiled: bool, progress: Callable[[str], object]
-) -> dict[str, Value]:
-    row: dict[str, Value] = dict.fromkeys(latency.TRAINING_KEYS)
+def _row(run: Run, device: torch.device, repeats: Repeats, compiled: bool, progress: Callable[[str], object]) -> Row:
+    row: Row = dict.fromkeys(KEYS["training"])
     row |= {"case": run.name, "pass": run.mode, "layout": run.layout, "rounds": 0}
     if compiled:
         torch.compiler.reset()  # Dynamo compiles a model's code for few copies of it, and runs the rest uncompiled
     trainers: dict[Side, Trainer] = {}
-    first: dict[Side, _First] = {}
+    first: dict[Side, Any] = {}
     for side in (*EAGER, *(COMPILED if compiled else ())):
         progress(f"{run.name} {side}")
         try:
@@ -187,78 +183,39 @@ def _row(
             row["failure"] = f"wrong: {wrong}" + (f" ({NAMES[side]})" if side in COMPILED else "")
             return row
     progress(f"{run.name} times")
-    _fill(row, *_times(trainers, device, repeats))
+    # A compiled graph's guards hold the flag and its thread's state: it keeps to the one that it was compiled under.
+    tuned = [side for side in trainers if side not in COMPILED]
+    works = {str(side): [trainer] for side, trainer in trainers.items()}
+    # A step that waits for its host does so when it trains.
+    taken, row["rounds"] = timing.compare(works, device, repeats, tuned, wait=False)
+    for side in trainers:
+        row |= timing.in_ms(side, taken[side])
+    row["warning"] = timing.unsteady({NAMES[side]: taken[side] for side in trainers})
+    for ratio, a, b in (
+        ("ratio", "torch", "ours"), ("convolutions_ratio", "torch", "convolutions"),
+        ("compile_ratio", "compile", "compile_ours"),
+    ):  # fmt: skip
+        if a in taken and b in taken:
+            row[ratio] = taken[a].median / taken[b].median
     return row
 
 
-def _fill(row: dict[str, Value], taken: dict[Side, Quartiles], rounds: int) -> None:
-    """Writes times and ratios into a row."""
-    row["rounds"] = rounds
-    for side, seconds in taken.items():
-        row[f"{side}_ms"] = 1e3 * seconds.median
-        row[f"{side}_lower_ms"], row[f"{side}_upper_ms"] = 1e3 * seconds.lower, 1e3 * seconds.upper
-    row["warning"] = timing.unsteady({NAMES[side]: seconds for side, seconds in taken.items()})
-    row["ratio"] = taken["torch"].median / taken["ours"].median
-    row["convolutions_ratio"] = taken["torch"].median / taken["convolutions"].median
-    if "compile" in taken and "compile_ours" in taken:
-        row["compile_ratio"] = taken["compile"].median / taken["compile_ours"].median
-
-
-@dataclass(frozen=True)
-class _First:
-    """What a side's first step or inference found, by which sides are compared."""
-
-    losses: list[float]
-    norms: list[float]
-    output: Tensor | None
-
-
-def _first(trainer: Trainer) -> _First:
+def _first(trainer: Trainer) -> list[tuple[str, float, list[Tensor]]]:
+    """What a side's first step or inference found: its name, how far sides may be apart, and values."""
     found = trainer()
     if trainer.run.mode == "fwd":
-        return _First([], [], found[0].float())
-    return _First([value.item() for value in found], trainer.norms(), None)
+        return [("the outputs", WITHIN_OUTPUT, [found[0].float()])]
+    norms = [torch.tensor(norm) for norm in trainer.norms()]
+    return [("the first losses", WITHIN, found), ("the first gradients' norms", WITHIN_GRADIENT, norms)]
 
 
-def _wrong(ours: _First, theirs: _First) -> str | None:
+def _wrong(ours: list[tuple[str, float, list[Tensor]]], theirs: list[tuple[str, float, list[Tensor]]]) -> str | None:
     """What differs by too much from PyTorch's, in words; None for nothing."""
-    if ours.output is not None and theirs.output is not None:
-        apart = ((ours.output - theirs.output).norm() / theirs.output.norm()).item()
-        return None if apart <= WITHIN_OUTPUT else f"the outputs differ by {apart:.1e}"
-    for what, limit, a, b in (
-        ("losses", WITHIN, ours.losses, theirs.losses),
-        ("gradients' norms", WITHIN_GRADIENT, ours.norms, theirs.norms),
-    ):
-        apart = max(abs(x - y) / max(abs(y), 1e-9) for x, y in zip(a, b))
+    for (what, limit, mine), (_, _, others) in zip(ours, theirs):
+        apart = max(((a - b).norm() / b.norm().clamp(min=1e-9)).item() for a, b in zip(mine, others))
         if not apart <= limit:
-            return f"the first {what} differ by {apart:.1e}"
+            return f"{what} differ by {apart:.1e}"
     return None
-
-
-def _times(trainers: dict[Side, Trainer], device: torch.device, repeats: Repeats) -> tuple[dict[Side, Quartiles], int]:
-    take = timing.clock(device, wait=False)  # a step that waits for its host does so when it trains
-    # A compiled graph's guards hold the flag and its thread's state: it keeps to the one that it was compiled under.
-    flags = ("off", "on") if device.type == "cuda" else ("off",)
-    names = {f"{side} {flag}": side for side in trainers for flag in flags if (side in COMPILED) <= (flag == "off")}
-    works = {name: [trainers[side]] for name, side in names.items()}
-    if device.type != "cuda":
-        taken = timing.interleave(works, take, repeats)
-    else:
-        under = timing.cudnn_clocks(take)
-        clocks = {name: under[name.split()[1]] for name in names}
-        was = torch.backends.cudnn.benchmark
-        try:
-            for name, side in names.items():  # cuDNN's plans are found in the first step of each
-                clocks[name](trainers[side])
-            taken = timing.interleave(works, clocks, repeats)
-        finally:
-            torch.backends.cudnn.benchmark = was
-    best: dict[Side, Quartiles] = {}
-    for name, values in taken.items():
-        found = timing.quartiles(values)
-        side = names[name]
-        best[side] = min(best.get(side, found), found, key=lambda one: one.median)
-    return best, len(taken["ours off"])
 
 
 def _peak(trainer: Trainer, device: torch.device) -> int | None:

@@ -72,7 +72,7 @@ def cache(context: typer.Context) -> None:
         return
     from datetime import datetime
 
-    from upconv.bench.report import si
+    from upconv.bench.tables import si
     from upconv.cuda.compile.cache import contents
 
     found = contents()

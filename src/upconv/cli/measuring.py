@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
-from rich.console import Console
 
 from upconv import env
-from upconv.bench import cold, exported, files, latency, models, plots, report, training
+from upconv.bench import cold, exported, files, latency, models, plots, report, tables, training
 from upconv.bench import run as runs
 from upconv.bench.progress import Progress
-from upconv.bench.report import Interrupted
+from upconv.bench.report import Interrupted, Report, Row
 from upconv.bench.roofline import Ceilings
-from upconv.bench.run import Job, Row
+from upconv.bench.run import Job
 from upconv.bench.suites import SUITES, Case, choose, parse_layer
 from upconv.bench.timing import FULL, INPUTS, QUICK, SWEEP
 from upconv.cli.arguments import console, device_of, one, several, sweep_of
@@ -28,50 +27,25 @@ WRONG, INTERRUPTED = 1, 130
 """Exit codes: a row has no speed, and Ctrl-C."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of ``upconv bench`` as they were given; ``given`` names those that were."""
+class Options(SimpleNamespace):
+    """The options of ``upconv bench``, by the names of its parameters; ``given`` names those that were."""
 
     given: frozenset[str]
-    suite: Sequence[str] | None
-    case: Sequence[str] | None
-    layer: str | None
-    input: str | None
-    device: str | None
-    dtype: Sequence[str] | None
-    precision: Sequence[str] | None
-    layout: Sequence[str] | None
-    pass_: Sequence[str] | None
-    bias: bool | None
-    quick: bool | None
-    inputs: str
-    memory: bool
-    frozen: bool
-    compiled: bool | None
-    host: bool
-    shapes: bool
-    cold: bool
-    as_exported: bool
-    models: str
-    json: str | None
-    plot: str | None
-    from_: str | None
 
     def only(self, kind: str, *allowed: str) -> None:
         """Refuses what a kind of run does not take. Errors: ValueError, one sentence."""
-        for name in (field.name for field in fields(self) if field.name in self.given.difference(allowed)):
-            value = getattr(self, name)
-            got = value if isinstance(value, (str, bool)) else " ".join(value)
-            raise ValueError(f"{option(name)} does not go with {kind}; got {got!r}")
+        for name, value in vars(self).items():
+            if name in self.given.difference(allowed):
+                got = value if isinstance(value, (str, bool)) else " ".join(value)
+                raise ValueError(f"{option(name)} does not go with {kind}; got {got!r}")
 
 
 def option(name: str) -> str:
-    """An option as it is typed, by the name of its field."""
+    """An option as it is typed, by the name of its parameter."""
     return f"--{name.rstrip('_').replace('_', '-')}"
 
 
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(NamedTuple):
     """The files that a run writes, tried ahead of it."""
 
     json: Path | None
@@ -89,14 +63,14 @@ def run(options: Options) -> int:
     if len(alone) > 1:
         raise ValueError(f"{' and '.join(alone)} are runs of their own; got {len(alone)} of them")
     if options.from_ is not None:
-        return _again(options, options.from_, outputs)
+        return _again(options, outputs)
     if alone:
-        return _latency(options, alone[0], outputs)
+        return _measured(_latency(options, alone[0]), outputs)
     if options.suite and "training" in options.suite:
-        return _training(options, outputs)
+        return _measured(_training(options), outputs)
     if options.as_exported:
-        return _exported(options, outputs)
-    return _rows(options, outputs)
+        return _measured(_exported(options), outputs)
+    return _measured(_layers(options), outputs)
 
 
 def _outputs(options: Options) -> Outputs:
@@ -106,39 +80,41 @@ def _outputs(options: Options) -> Outputs:
     return Outputs(None if options.json is None else files.writable("--json", options.json), picture)
 
 
-def _again(options: Options, path: str, outputs: Outputs) -> int:
-    """A report of rows that was written before."""
+def _again(options: Options, outputs: Outputs) -> int:
+    """A report that was written before."""
     options.only("--from", "from_", "json", "plot")
     try:
-        found = report.load(path)
+        found = report.load(options.from_)
     except ValueError as error:
         raise ValueError(f"--from: {error}") from None
-    return _finish(found, report.show, outputs, WRONG if report.wrong(found["rows"]) else 0)
+    return _finish(found, outputs, WRONG if report.wrong(found["rows"]) else 0)
 
 
 # --- kinds of runs ---------------------------------------------------------------------------------------------------
 
+Measure = Callable[[Progress], Report]
 
-def _latency(options: Options, kind: str, outputs: Outputs) -> int:
-    """The runs of ``--host``, ``--shapes`` and ``--cold``, whose reports are tables of their own."""
+
+def _latency(options: Options, kind: str) -> Measure:
+    """The runs of ``--host``, ``--shapes`` and ``--cold``."""
     options.only(kind, kind[2:], "device", "json")
     device = device_of(options.device)
 
-    def measure(tell: Progress) -> latency.Latency:
+    def measure(tell: Progress) -> Report:
         if kind == "--cold":
             return cold.measure(device, progress=lambda label: tell(f"compiling {label}"))
         tell(f"measuring {kind[2:]}")
         return latency.host(device) if kind == "--host" else latency.shapes(device)
 
-    return _measured(measure, latency.show, outputs)
+    return measure
 
 
-def _training(options: Options, outputs: Outputs) -> int:
+def _training(options: Options) -> Measure:
     """Whole models; ``--quick``: of an eighth of the width."""
     allowed = ("suite", "case", "device", "dtype", "layout", "pass_", "quick", "compiled", "json")
     options.only("--suite training", *allowed)
-    if len(options.suite or ()) > 1:
-        raise ValueError(f"--suite training is a run of its own; got {' and '.join(options.suite or ())}")
+    if len(options.suite) > 1:
+        raise ValueError(f"--suite training is a run of its own; got {' and '.join(options.suite)}")
     device = device_of(options.device)
     small = device.type == "cpu" if options.quick is None else options.quick
     whole = device.type == "cuda" and not small if options.compiled is None else options.compiled
@@ -157,10 +133,10 @@ def _training(options: Options, outputs: Outputs) -> int:
     )
     if not todo:
         raise ValueError("--layout must be nchw for hifigan, which has no channels_last; got 'channels_last'")
-    return _measured(lambda tell: training.measure(device, todo, compiled=whole, progress=tell), latency.show, outputs)
+    return lambda tell: training.measure(device, todo, compiled=whole, progress=tell)
 
 
-def _exported(options: Options, outputs: Outputs) -> int:
+def _exported(options: Options) -> Measure:
     """KernelBench's rules for exported files."""
     if list(options.suite or ()) != ["kernelbench"]:
         raise ValueError(f"--as-exported goes with --suite kernelbench alone; got {options.suite or None}")
@@ -170,23 +146,10 @@ def _exported(options: Options, outputs: Outputs) -> int:
         raise ValueError(f"--pass must be fwd or step with --as-exported; got {', '.join(passes)}")
     device = device_of(options.device)
     every = exported.files(Path(options.models), options.case)
-    gradients = passes == ["step"]
-    return _measured(
-        lambda tell: exported.measure(every, device, gradients=gradients, progress=tell), exported.show, outputs
-    )
+    return lambda tell: exported.measure(every, device, gradients=passes == ["step"], progress=tell)
 
 
-def _measured(measure: Callable[[Progress], Any], show: Callable[[Any, Console], None], outputs: Outputs) -> int:
-    """Measures a report of rows with failures, shows and writes it; the exit code."""
-    try:
-        with Progress() as tell:
-            found = measure(tell)
-    except Interrupted as stopped:
-        return _finish(stopped.found, show, outputs, INTERRUPTED)
-    return _finish(found, show, outputs, WRONG if any(row.get("failure") for row in found["rows"]) else 0)
-
-
-def _rows(options: Options, outputs: Outputs) -> int:
+def _layers(options: Options) -> Measure:
     """Layers of suites, or one from the command line."""
     for name, kind in (("compiled", "--suite training"), ("models", "--as-exported")):
         if name in options.given:
@@ -203,27 +166,31 @@ def _rows(options: Options, outputs: Outputs) -> int:
         raise ValueError("--layout must be nchw for 1-D layers, which have no channels_last; got 'channels_last'")
     # Suites of five or six layers are timed at length, a sweep of dozens of rows on a GPU is not.
     repeats = QUICK if small else SWEEP if device.type == "cuda" and len(todo) > 12 else FULL
-    begun = env.load_average()
-    rows: list[Row] = []
-    ceilings = Ceilings(copy_bytes_per_s=0.0, matmul_flops_per_s={})
 
-    def publish(so_far: list[Row], rates: Ceilings) -> None:
-        nonlocal rows, ceilings
-        rows, ceilings = so_far, rates
+    def measure(tell: Progress) -> Report:
+        begun, complete = env.load_average(), True
+        rows: list[Row] = []
+        ceilings = Ceilings(copy_bytes_per_s=0.0, matmul_flops_per_s={})
 
-    complete = True
-    try:
-        with Progress() as tell:
-            tell("measuring what the machine copies and multiplies", 0, len(todo))
+        def publish(so_far: list[Row], rates: Ceilings) -> None:
+            nonlocal rows, ceilings
+            rows, ceilings = so_far, rates
+
+        tell("measuring what the machine copies and multiplies", 0, len(todo))
+        try:
             runs.run(
                 todo, device, repeats, peaks=options.memory, inputs=drawn, frozen=options.frozen,
                 planning=lambda job: tell(f"planning {_named(job)}"),
                 progress=lambda job: tell(_named(job), len(rows), len(todo)), publish=publish,
             )  # fmt: skip
-    except KeyboardInterrupt:
-        complete = False
-    found = report.build(rows, ceilings, device, begun=begun, complete=complete)
-    return _finish(found, report.show, outputs, (WRONG if report.wrong(rows) else 0) if complete else INTERRUPTED)
+        except KeyboardInterrupt:
+            complete = False
+        found = report.build(rows, device, begun, complete, ceilings=ceilings)
+        if not complete:
+            raise Interrupted(found)
+        return found
+
+    return measure
 
 
 def _named(job: Job) -> str:
@@ -254,25 +221,31 @@ def _cases(options: Options, device: torch.device) -> list[tuple[str, Sequence[C
 # --- the end of a run ------------------------------------------------------------------------------------------------
 
 
-def _finish(found: Any, show: Callable[[Any, Console], None], outputs: Outputs, code: int) -> int:
-    """Shows a report and writes its files; the exit code, which is 1 instead of 0 where a file was not written."""
-    screen = console()
-    show(found, screen)
-    written = [
-        _written("written", outputs.json, lambda path: files.save(found, path), screen),
-        _written("drawn", outputs.plot, lambda path: plots.plot(found, path), screen),
-    ]
-    return code or (0 if all(written) else WRONG)
-
-
-def _written(done: str, path: Path | None, write: Callable[[Path], object], screen: Console) -> bool:
-    """Writes a file, if one was asked for, and says so; whether there is nothing to regret."""
-    if path is None:
-        return True
+def _measured(measure: Measure, outputs: Outputs) -> int:
+    """Measures a report, shows and writes it; the exit code."""
     try:
-        write(path)
-    except (OSError, ValueError) as error:
-        print(f"upconv: {path} was not {done}: {error}", file=sys.stderr)
-        return False
-    screen.print(f"{done}: {path}", soft_wrap=True)
-    return True
+        with Progress() as tell:
+            found = measure(tell)
+    except Interrupted as stopped:
+        return _finish(stopped.found, outputs, INTERRUPTED)
+    return _finish(found, outputs, WRONG if report.wrong(found["rows"]) else 0)
+
+
+def _finish(found: Report, outputs: Outputs, code: int) -> int:
+    """Shows a report and writes its files; the exit code, which is 1 instead of 0 where a file was not written."""
+    screen, failed = console(), False
+    tables.show(found, screen)
+    for done, path, write in (
+        ("written", outputs.json, lambda path: files.save(found, path)),
+        ("drawn", outputs.plot, lambda path: plots.plot(found, path)),
+    ):
+        if path is None:
+            continue
+        try:
+            write(path)
+        except (OSError, ValueError) as error:
+            print(f"upconv: {path} was not {done}: {error}", file=sys.stderr)
+            failed = True
+        else:
+            screen.print(f"{done}: {path}", soft_wrap=True)
+    return code or (WRONG if failed else 0)

@@ -641,19 +641,18 @@ CLASSES = {
             unit: int
             cells: int  # of a thread along width
             strip: int  # and along height
-            pieces: int  # threads of a cell
             stride: tuple[int, int]  # results of a cell along height, width
-            channel_blocks: int  # threads for the channels of a cell
+            channels: int
             whole: bool  # a block's threads are of one channel
             words: int  # of the packed weights
             packed: torch.dtype
 
             def launch(self, batch, source, result, processors):
                 """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-                runs = ceil(ceil(result[2], self.stride[1]), self.cells) * self.pieces
+                runs = ceil(ceil(result[2], self.stride[1]), self.cells)
                 strips = ceil(ceil(result[1], self.stride[0]), self.strip)
                 of_channel = ceil(runs * strips, 128) * 128 if self.whole else runs * strips
-                threads = batch * self.channel_blocks * of_channel
+                threads = batch * self.channels * of_channel
                 return ceil(threads, 128), (*source[1:], *result[1:], runs, strips, self.strip, threads)
         '''
     ),
@@ -805,10 +804,8 @@ def record(v: Variant) -> str:
         p, (_, h, w_axis) = c.problem, axes(c.problem)
         stride = (h.stride, w_axis.stride)
         if isinstance(c.tile, Walk):
-            blocks = p.groups // c.tile.channels
-            given |= {"cells": c.tile.cells, "strip": c.tile.strip, "pieces": c.tile.pieces}
-            given |= {"stride": stride, "channel_blocks": blocks}
-            given |= {"whole": p.layout != "channels_last"}
+            given |= {"cells": c.tile.cells, "strip": c.tile.strip}
+            given |= {"stride": stride, "channels": p.groups, "whole": p.layout != "channels_last"}
         else:
             cells = (c.tile.block_h, c.tile.cells * c.tile.block_x)
             blocks = -(-p.groups // c.tile.slots) * -(-p.out_channels // p.groups // c.tile.co)

@@ -30,7 +30,7 @@ from upconv.problem import Problem
 
 _ANY_THREADS = 256
 _PACK_THREADS = 256
-_BLOCKS = 8  # of a kind of thread whose chunks and splits are all estimated
+_BLOCKS = 8  # of a kind of thread whose chunks are all estimated
 MARGIN = 1.1  # `Choice.margin`
 _PACKING = {
     "direct": "WeightRows",
@@ -229,7 +229,7 @@ def _best_blocks(every: Iterable[Tile], cost: Callable[[Tile], Cost | None]) -> 
         blocks.setdefault((tile.block_x, tile.block_h, tile.slots), []).append(tile)
     seconds = {}
     for block, of in blocks.items():  # by its largest chunk that fits
-        costs = map(cost, sorted(of, key=lambda t: (-t.chunk, t.split)))
+        costs = map(cost, sorted(of, key=lambda t: -t.chunk))
         if (fitting := next((each for each in costs if each is not None), None)) is not None:
             seconds[block] = fitting.seconds
     kept = sorted(seconds, key=lambda block: seconds[block])[:_BLOCKS]
@@ -247,14 +247,14 @@ def _summary(p: Problem, tile: Tile | Walk, cost: Cost) -> str:
     w = axes(p)[2]
     if isinstance(tile, Walk):
         return (
-            f"depthwise walk of {tile.strip} x {tile.cells} cells x {tile.channels} channels per thread, "
+            f"depthwise walk of {tile.strip} x {tile.cells} cells per thread, "
             f"{cost.blocks} blocks of {walks.THREADS} threads"
         )
     m = tiles.constants(p, tile)
     return (
         f"{tile.block_h}x{tile.cells * tile.block_x} cells x {tile.slots * tile.co} channels, {m['threads']} threads x "
         f"{tile.co}x{tile.phases}x{tile.cells * w.stride} outputs, {m['stages']} stages of {tile.chunk} channels"
-        f"{f' split in {tile.split}' if tile.split > 1 else ''}, {cost.blocks} blocks"
+        f", {cost.blocks} blocks"
     )
 
 

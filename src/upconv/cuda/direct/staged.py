@@ -45,7 +45,6 @@ _MAX_BYTES = 64 << 20  # of partial sums
 _MOST_WARPS = 16
 _REDUCE_THREADS = 256  # of a block that adds the ranges' sums
 _POSITIONS = 256, 4096  # of a tile, at least and at most, where lanes are columns (grad-weight)
-_WIDE_KERNEL = 8  # columns from which on their taps may be cut into parts; none of fewer was faster so
 _LAUNCH = 4e-6  # seconds
 _LOADS, _ISSUE, _MIX = 1.0, 1.6, 0.2  # clocks of a wavefront, of four instructions, and of the lesser of both
 _OVERLAP = 0.2  # of the second of what limits, beside the first
@@ -79,7 +78,7 @@ class Tile:
     """Input channels of a thread."""
     kh: int = 1
     kw: int = 1
-    """Taps of a thread along H (of grad-input all) and W."""
+    """Taps of a thread along H and W (of grad-input all)."""
     warps: int = 8
     vector: int = 1
     """Elements of a unit."""
@@ -170,11 +169,6 @@ class Tile:
         return -(-self.axes[1][0] // self.kh) * -(-self.axes[2][0] // self.kw)
 
     @property
-    def parts(self) -> int:
-        """Of a block's threads, which share the columns of the taps (grad-input)."""
-        return -(-self.axes[2][0] // self.kw)
-
-    @property
     def sums(self) -> int:
         """Of a thread."""
         return self.kh * self.kw * self.ci if self.weight else self.rows * self.ci
@@ -201,7 +195,6 @@ class Tile:
             words = max(words, self.warps * self.sums * self.channels)
         else:
             words = g + -(-column // 4) * 4 * self.axes[2][0]
-            words = max(words, (self.parts - 1) * self.sums * self.threads // self.parts)
         return -(-words * self.accumulator // 16) * 16
 
     @property
@@ -223,7 +216,7 @@ class Tile:
             raise Unfit(f"a thread wants {self._registers} registers")
         lanes = 1 if self.lanes_are_channels else 32
         units = self.h * self.w // self.rows
-        if self.h % self.rows or units % lanes or (not self.weight and units * self.parts != self.warps * lanes):
+        if self.h % self.rows or units % lanes or (not self.weight and units != self.warps * lanes):
             raise Unfit(f"{self.h} x {self.w} positions by {self.rows} are not those of {self.warps} warps")
         return self
 
@@ -299,11 +292,10 @@ class Tile:
     def _of_input(self) -> dict[str, int]:
         """The constants of the gradient for the input, which are 1 for the other's."""
         if self.weight:
-            return dict.fromkeys(("kw_parts", "weights_read", "stored", "unroll_h", "unroll_w"), 1)
+            return dict.fromkeys(("weights_read", "stored", "unroll_h", "unroll_w"), 1)
         taps_h, taps_w = self.axes[1][0], self.axes[2][0]
         column = taps_h * self.rows * self.ci
         return {
-            "kw_parts": self.parts,
             "weights_read": 1 if self.lanes_are_channels else self.weights,
             "stored": self.stored,
             "unroll_h": taps_h if column <= _UNROLLED else 1,
@@ -529,12 +521,10 @@ def tiles(p: Problem, beyond: bool = False) -> Iterator[Tile]:
     if p.pass_ == "grad-input":
         per = (1,) if cin == 1 else tuple({-(-cin // -(-cin // n)) for n in (4, 8, 16, 32)})
         kernel_h, kernel_w = probe.axes[1][0], probe.axes[2][0]
-        cuts = (1, 2, 4) if kernel_w >= _WIDE_KERNEL else (1,)
-        for ci, parts, warps, r, w in product(sorted(per), cuts, (4, 8), rows, widths):
-            kw = -(-kernel_w // parts)
-            units = warps * (1 if probe.lanes_are_channels else 32) // parts
-            if -(-kernel_w // kw) == parts and w <= units and r * ci <= most:
-                yield _with_units(p, Tile(layer, units // w * r, w, r, ci, kernel_h, kw, warps))
+        for ci, warps, r, w in product(sorted(per), (4, 8), rows, widths):
+            units = warps * (1 if probe.lanes_are_channels else 32)
+            if w <= units and r * ci <= most:
+                yield _with_units(p, Tile(layer, units // w * r, w, r, ci, kernel_h, kernel_w, warps))
         return
     kernel_h, kernel_w = probe.axes[1][0], probe.axes[2][0]
     kh = -(-kernel_h // -(-kernel_h // 16))
@@ -596,7 +586,6 @@ def _slice(tile: Tile, gpu: Gpu) -> _Slice:
         walks = 1.0 * tile.warps
         taps = kernel_h * tile.kw
         reads += taps * (1.0 if tile.lanes_are_channels else tile.weights * tile.accumulator / 16)
-        reads += 2 * tile.sums if tile.parts > 1 else 0
         weights = kernel_h * kernel_w * tile.weights / 32
         loads += weights
         issue += 8 * weights

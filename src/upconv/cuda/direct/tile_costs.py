@@ -78,7 +78,7 @@ def facts(layer: Problem, tile: Tile) -> Facts:
         loads=loads,
         load_issues=load_issues,
         bytes=_bytes(layer, tile, m),
-        latency=(1.2e-6 if slow else 0.4e-6) * max(0, steps - 1) + 2.0e-6 + 0.2e-6 * (tile.split - 1),
+        latency=(1.2e-6 if slow else 0.4e-6) * max(0, steps - 1) + 2.0e-6,
     )
 
 
@@ -163,14 +163,6 @@ def _stores(p: Problem, tile: Tile, facts: Facts) -> _Work:
     return _Work(passes, outputs + segments * (12 + math.ceil(lanes * run / (32 * wide)) * (6 + 2 * wide)))
 
 
-def _adds(p: Problem, tile: Tile) -> _Work:
-    """The sums of sets of threads that share channels."""
-    _, h, w = axes(p)
-    sums = tile.phases * tile.co * tile.cells * w.stride * tile.rows(h.stride) * tile.block_x / 32
-    issues = 2 * (tile.split - 1) * sums
-    return _Work(issues * _words(p), issues)
-
-
 def cost(p: Problem, tile: Tile, facts: Facts, gpu: Gpu) -> Cost | None:
     """The model's time of a tile, or None where it does not fit the GPU."""
     if facts.shared > gpu.shared_bytes:
@@ -181,9 +173,9 @@ def cost(p: Problem, tile: Tile, facts: Facts, gpu: Gpu) -> Cost | None:
     if resident < 1 or blocks >= 2**31:
         return None
     fmas, products = _products(p, tile, facts.lines, weight_row(p, tile.co))
-    stores, adds = _stores(p, tile, facts), _adds(p, tile)
-    passes = products.passes + facts.loads * _words(p) + stores.passes + adds.passes
-    issues = products.issues + facts.load_issues + stores.issues + adds.issues
+    stores = _stores(p, tile, facts)
+    passes = products.passes + facts.loads * _words(p) + stores.passes
+    issues = products.issues + facts.load_issues + stores.issues
     clocks = gpu.multiprocessors * gpu.clock
     in_flight = min(blocks, gpu.multiprocessors * resident)
     warps = in_flight / gpu.multiprocessors * threads / 32

@@ -38,8 +38,6 @@ class Tile:
     """Input channels of each group per stage."""
     phases: int = 1
     """Output rows of a cell per thread: one or all."""
-    split: int = 1
-    """Sets of threads that share the input channels of a stage."""
 
     def rows(self, stride: int) -> int:
         """Of threads, where cells have so many rows."""
@@ -53,7 +51,7 @@ class Tile:
 def constants(p: Problem, tile: Tile) -> dict[str, int]:
     """Of the tiled kernel for a problem; no size of the image is among them."""
     d, h, w = axes(p)
-    threads = -(-tile.split * tile.slots * tile.rows(h.stride) * tile.block_x // 32) * 32
+    threads = -(-tile.slots * tile.rows(h.stride) * tile.block_x // 32) * 32
     chunks = -(-(p.in_channels // p.groups) // tile.chunk)
     quads = _loads_quads(p, tile)
     # Halves are loaded four at a time, from columns that are multiples of four.
@@ -70,7 +68,6 @@ def constants(p: Problem, tile: Tile) -> dict[str, int]:
         "slots": tile.slots,
         "chunk": tile.chunk,
         "phases_h": tile.phases,
-        "split": tile.split,
         "stages": 2 if chunks * d.kernel > 1 else 1,
         "step_kh": h.tap_step,
         "step_row": h.dilation * h.tap_step // h.stride,
@@ -142,8 +139,6 @@ def shared_words(p: Problem, m: dict[str, int]) -> tuple[int, int, int]:
         epilogue = rows * m["block_x"] * (run * m["slots"] * m["part"] | 1)
     else:
         epilogue = 0 if stores_directly(p, m) else m["threads"] * m["run_pitch"] * m["part"]
-    if m["split"] > 1:
-        epilogue = max(epilogue, m["phases_h"] * m["co_tile"] * run * rows * m["block_x"])
     return weights, stage, max(m["stages"] * stage, epilogue)
 
 
@@ -187,7 +182,7 @@ def held(p: Problem, tile: Tile) -> int:
     if p.dtype.itemsize > 2 or (p.in_channels // p.groups <= tile.chunk and d.kernel == 1):
         return 0
     pixels = (tile.block_h + h.span) * (tile.block_x * tile.cells + w.span)
-    threads = tile.split * tile.slots * tile.block_h * h.stride // tile.phases * tile.block_x
+    threads = tile.slots * tile.block_h * h.stride // tile.phases * tile.block_x
     return -(-tile.slots * tile.chunk * pixels // (4 * threads))
 
 
@@ -266,17 +261,16 @@ def of_kind(p: Problem, kind: Kind) -> Iterator[Tile]:
         if p.layout == "nchw" and block_x * width < min(16, w.cells):
             continue
         units = block_x * block_h * h.stride // phases
-        for slots, split in _threads(p, co, units):
-            threads = units * slots * split
+        for slots in _slots(p, co, units):
+            threads = units * slots
             if threads > _MAX_THREADS or (threads < 128 and block_h < h.cells and 2 * units <= 128):
                 continue
             for chunk in (ci,) if slots > 1 else chunks:
-                if chunk % split == 0:
-                    yield Tile(co, width, block_x, block_h, slots, chunk, phases, split)
+                yield Tile(co, width, block_x, block_h, slots, chunk, phases)
 
 
-def _threads(p: Problem, co: int, units: int) -> Iterator[tuple[int, int]]:
-    """Groups of a block, and sets of threads that share a group's channels; ``units``: threads that compute a group."""
+def _slots(p: Problem, co: int, units: int) -> Iterator[int]:
+    """Groups of a block; ``units``: threads that compute a group."""
     if units > _MAX_THREADS:
         return
     ci, co_group, item = p.in_channels // p.groups, p.out_channels // p.groups, p.dtype.itemsize
@@ -286,5 +280,4 @@ def _threads(p: Problem, co: int, units: int) -> Iterator[tuple[int, int]]:
             continue
         if slots > 1 and not (small or units * slots <= 128):
             continue
-        for split in (1, 2, 4) if slots == 1 and ci >= 8 and units % 32 == 0 else (1,):
-            yield slots, split
+        yield slots

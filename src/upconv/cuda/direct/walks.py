@@ -16,9 +16,6 @@ from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.problem import Problem
 
 THREADS = 128
-# Of a walk's time, where several threads have a cell, and rows begin at the vectors that they store
-# (docs/experiments.md).
-_BY_PIECES = 0.95
 _LAUNCH = 2e-6  # seconds
 
 
@@ -28,12 +25,8 @@ class Walk:
 
     cells: int
     """Neighbouring cells along W per thread."""
-    channels: int
-    """Neighbouring channels per thread: 1 for NCHW."""
     strip: int
     """Cells along H that a thread iterates over; no constant of the kernels."""
-    pieces: int = 1
-    """Threads of a cell along W, each of which stores a vector of its outputs; if several, ``cells`` is 1."""
 
 
 @lru_cache(maxsize=1024)
@@ -41,17 +34,15 @@ def constants(p: Problem, walk: Walk) -> dict[str, int]:
     """Of a depthwise kernel for a problem; no size of the image is among them."""
     found = {**cells.constants(p), **cells.window(p), "threads": THREADS, "cells": walk.cells}
     if p.layout == "nchw":
-        return {**found, "pieces": walk.pieces, "min_blocks": 4}
-    blocks = max(1, min(cells.resident(THREADS, _registers(p, walk)), 16))
-    return {**found, "channels": walk.channels, "min_blocks": blocks}
+        return {**found, "min_blocks": 4}
+    return {**found, "min_blocks": max(1, min(cells.resident(THREADS, _registers(p, walk)), 16))}
 
 
 def _registers(p: Problem, walk: Walk) -> int:
     """Registers per thread in channels_last: weights, window, the next row, a row of sums."""
     _, h, w = axes(p)
     words = 2 if p.dtype == torch.float64 else 1
-    columns = (walk.cells + w.span) * walk.channels
-    need = h.kernel * w.kernel * walk.channels + (h.span + 2) * columns + walk.cells * w.stride * walk.channels
+    need = h.kernel * w.kernel + (h.span + 2) * (walk.cells + w.span) + walk.cells * w.stride
     return cells.rounded(words * need + 48)
 
 
@@ -63,11 +54,11 @@ def packed_words(p: Problem) -> int:
 def grid(p: Problem, walk: Walk) -> tuple[int, int, int]:
     """Runs along W, strips along H, threads in all (NCHW: with those that make whole blocks of a channel's)."""
     _, h, w = axes(p)
-    runs, strips = -(-w.cells // walk.cells) * walk.pieces, -(-h.cells // walk.strip)
+    runs, strips = -(-w.cells // walk.cells), -(-h.cells // walk.strip)
     of_channel = runs * strips
     if p.layout != "channels_last":
         of_channel = -(-of_channel // THREADS) * THREADS
-    return runs, strips, p.batch * (p.groups // walk.channels) * of_channel
+    return runs, strips, p.batch * p.groups * of_channel
 
 
 # --- which are worth a try -------------------------------------------------------------------------------------------
@@ -80,37 +71,30 @@ def walks(p: Problem) -> Iterator[Walk]:
         return
     if not all(axis.countable for axis in axes(p)):
         return
-    for one in _threads(p):
+    for width in _widths(p):
         for strip in (1, 4, 8, 16, 32, 64) if p.layout == "channels_last" else (1, 2, 3, 4, 6, 8, 12, 16, 32):
             if strip > 1 and strip >= 2 * h.cells:
                 continue
-            walk = Walk(one.cells, one.channels, strip, one.pieces)
+            walk = Walk(width, strip)
             if grid(p, walk)[2] < 2**31:
                 yield walk
 
 
-def _threads(p: Problem) -> Iterator[Walk]:
-    """Those of one cell along H."""
-    _, _, w = axes(p)
-    last, words = p.layout == "channels_last", 2 if p.dtype == torch.float64 else 1
-    ways = [(width, 1) for width in (1, 2, 4, 8)]
-    if not last and _pieces(p) > 1:
-        ways.append((1, _pieces(p)))
-    for channels in (1, 2, 4) if last else (1,):
-        for width, pieces in ways:
-            if p.groups % channels or (width > 1 and width >= 2 * w.cells) or channels * p.dtype.itemsize > 16:
-                continue
-            walk = Walk(width, channels, 1, pieces)
-            if (_fits_last if last else _fits_nchw)(p, walk, words):
-                yield walk
+def _widths(p: Problem) -> Iterator[int]:
+    """Their cells along W."""
+    w, words = axes(p)[2], 2 if p.dtype == torch.float64 else 1
+    fits = _fits_last if p.layout == "channels_last" else _fits_nchw
+    for width in (1, 2, 4, 8):
+        if (width == 1 or width < 2 * w.cells) and fits(p, Walk(width, 1), words):
+            yield width
 
 
 def _fits_last(p: Problem, walk: Walk, words: int) -> bool:
     """Whether weights and window are few enough for registers."""
     _, h, w = axes(p)
-    unrolled = (h.span + 1) * p.taps * walk.cells * walk.channels
-    ring = (h.span + 2) * (walk.cells + w.span) * walk.channels
-    if unrolled > MAX_UNROLLED or words * max(p.taps * walk.channels, ring) > 80:
+    unrolled = (h.span + 1) * p.taps * walk.cells
+    ring = (h.span + 2) * (walk.cells + w.span)
+    if unrolled > MAX_UNROLLED or words * max(p.taps, ring) > 80:
         return False
     return _registers(p, walk) <= 168
 
@@ -118,10 +102,10 @@ def _fits_last(p: Problem, walk: Walk, words: int) -> bool:
 def _fits_nchw(p: Problem, walk: Walk, words: int) -> bool:
     """Whether window and a row of outputs fit in 128 registers; several cells only as one vector (others spilled)."""
     _, h, w = axes(p)
-    run = walk.cells * w.stride // walk.pieces
+    run = walk.cells * w.stride
     if walk.cells > 1 and run != _vector(run, p.dtype.itemsize):
         return False
-    ring = (h.span + 2) * _columns(p, walk)
+    ring = (h.span + 2) * (walk.cells + w.span)
     if p.taps * walk.cells > MAX_UNROLLED or words * ring > 80 or words * run > 32 or words * (ring + 2 * run) > 96:
         return False
     return h.out * w.out < 2**31
@@ -130,24 +114,6 @@ def _fits_nchw(p: Problem, walk: Walk, words: int) -> bool:
 def _vector(run: int, item: int) -> int:
     """Outputs of a run in one vector: the largest power of two that divides it, at most 16 bytes."""
     return math.gcd(run & -run, 16 // item)
-
-
-def _columns(p: Problem, walk: Walk) -> int:
-    """Input columns of a thread's window, in NCHW."""
-    w = axes(p)[2]
-    return w.kernel // w.stride if walk.pieces > 1 else walk.cells + w.span
-
-
-def _pieces(p: Problem) -> int:
-    """Threads that may have a cell along W together, with a vector of its outputs each; 1 where they may not.
-
-    Taps of a vector must be neighbours, as many for each of its outputs, and of the same columns. Vectors of float64
-    are of two, and gain nothing.
-    """
-    w = axes(p)[2]
-    vector = _vector(w.stride, p.dtype.itemsize)
-    alike = w.dilation == 1 and w.kernel % w.stride == 0 and w.padding % vector == 0
-    return w.stride // vector if alike and vector * p.dtype.itemsize == 16 and p.dtype != torch.float64 else 1
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -166,13 +132,12 @@ def _cost_nchw(p: Problem, walk: Walk, gpu: Gpu) -> Cost:
     _, h, w = axes(p)
     item, half = p.dtype.itemsize, p.dtype.itemsize == 2
     blocks = grid(p, walk)[2] // THREADS
-    run, columns = walk.cells * w.stride // walk.pieces, _columns(p, walk)
+    run, columns = walk.cells * w.stride, walk.cells + w.span
     vector = _vector(run, item)
     lines, units = run // vector, run // math.gcd(vector, p.out_size[-1])
-    taps = p.taps / walk.pieces  # of a thread
-    fmas = taps * walk.cells / h.stride  # of a row of outputs
+    fmas = p.taps * walk.cells / h.stride  # of a row of outputs
     stores = 4 if units == 1 else 6 + 3 * lines + 10 * units
-    row = fmas + taps / 4 / h.stride + run * (1 + 2 * half) + 6 + stores
+    row = fmas + p.taps / 4 / h.stride + run * (1 + 2 * half) + 6 + stores
     step = h.stride * row + columns * (7 + h.span)
     issues = walk.strip * step + h.span * columns * 5 + 60 + p.taps / 16
     warps, resident = blocks * THREADS / 32, min(5, threads_per_sm(gpu) // THREADS)
@@ -186,11 +151,9 @@ def _cost_nchw(p: Problem, walk: Walk, gpu: Gpu) -> Cost:
     }
     bound = max(terms, key=lambda name: terms[name])
     body = terms[bound] + 0.18 * (sum(terms.values()) - terms[bound])
-    # Blocks that walk far write at many places at once, which the memory minds in float32, and by vectors as they are.
-    far = (0.002 if half and walk.pieces == 1 else 0.014) * walk.strip * p.bytes / gpu.bandwidth
-    return Cost(
-        _LAUNCH + (body + far) * (_BY_PIECES if walk.pieces > 1 and units == 1 else 1.0), bound, blocks, resident
-    )
+    # Blocks of many rows write at many places at once, which is slow in float32.
+    far = (0.002 if half else 0.014) * walk.strip * p.bytes / gpu.bandwidth
+    return Cost(_LAUNCH + body + far, bound, blocks, resident)
 
 
 def _cost_last(p: Problem, walk: Walk, gpu: Gpu) -> Cost:
@@ -203,14 +166,12 @@ def _cost_last(p: Problem, walk: Walk, gpu: Gpu) -> Cost:
         cells.resident(THREADS, _registers(p, walk)), threads_per_sm(gpu) // THREADS, 32
     )  # blocks per multiprocessor
     run, columns, steps = walk.cells * w.stride, walk.cells + w.span, min(walk.strip, h.cells)
-    fmas = steps * p.taps * walk.cells * walk.channels
+    fmas = steps * p.taps * walk.cells
     loads = (steps + h.span) * columns
-    weights = p.taps * walk.channels
-    issues = fmas + loads * (3 + walk.channels * half) + steps * h.stride * (run * 2 + run * walk.channels * half + 6)
-    issues += weights * 2 + 60
+    issues = fmas + loads * (3 + half) + steps * h.stride * (run * 2 + run * half + 6) + p.taps * 2 + 60
     # Rows that two strips read, columns that two threads read: mostly from the first-level cache.
     read = math.prod(p.input_shape) * item * (steps + h.span) / steps * (1 + 0.5 * w.span / walk.cells)
-    l2 = read + math.prod(p.output_shape) * item + warps * weights * 128 * 0.5
+    l2 = read + math.prod(p.output_shape) * item + warps * p.taps * 128 * 0.5
     clocks = gpu.multiprocessors * gpu.clock
     in_flight = min(blocks, gpu.multiprocessors * resident)
     busy = min(1.0, in_flight * THREADS / 32 / gpu.multiprocessors / 12)

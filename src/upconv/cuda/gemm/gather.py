@@ -60,15 +60,11 @@ _FOUR_LOADS = {True: 0.015, False: 0.06}
 _MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
 _LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
 _CLAIMED_TILES = 18  # for each multiprocessor
-_LAST_ROUNDS = 4  # that blocks which stay abreast claim
-# Of 16-bit channels-last gradients that wait for memory: tiles of few places that have all channels, where blocks claim
-# them; tiles of some channels read pixels again, and their blocks must stay abreast (docs/experiments.md).
-_CLAIMED, _PLACES = 0.985, 128
 # Of 1-D layers, what claims gain, which the model lacks.
 _LINES_CLAIMED = 0.95
 _LONG_CODE = 32  # matrix instructions in a row, from which on NVRTC takes over a second
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
-_launched = attrgetter("boxable", "packs", "claimed", "last_rounds", "grid")
+_launched = attrgetter("boxable", "packs", "claimed", "grid")
 """What a choice's launches go by beside the shared memory of a block."""
 
 
@@ -138,38 +134,17 @@ class Choice(family.Defaults, PackingLaunch):
     def claimed(self) -> bool:
         """Whether its blocks claim tiles.
 
-        All of them, or those at the end (`last_rounds`). All are dealt out to blocks that read the same pixels for
-        other channels, where these are more than the results, in NCHW; to blocks whose groups share lines, if not
-        `_ends_claimed`; and to blocks with few tiles, for which asking takes longer than waiting for the last
-        (docs/experiments.md).
+        Else they are dealt out: to blocks that read the same pixels for other channels, where these are more than the
+        results; to blocks whose groups share lines; and to blocks with few tiles, for which asking takes longer than
+        waiting for the last (docs/experiments.md).
         """
         t, p = self.tiling, self.problem
         if not t.claimable(self.gpu.shared_bytes):
             return False
-        if not self._ends_claimed:
-            read_twice = t.resident and t.m_groups > 1 and math.prod(source_shape(p)) > math.prod(result_shape(p))
-            if read_twice or (t.channels_last and p.groups > 1):
-                return False
-        return t.arguments(self.problem)[-1] >= _CLAIMED_TILES * self.gpu.multiprocessors
-
-    @property
-    def last_rounds(self) -> int:
-        """Rounds of tiles that are `claimed` behind those dealt out (kernels/claims.cuh); 0: all are."""
-        return _LAST_ROUNDS if self.claimed and self._ends_claimed else 0
-
-    @property
-    def _ends_claimed(self) -> bool:
-        """Whether blocks that should stay abreast claim their last tiles: those that read the same pixels for other
-        channels, in channels_last, where these are more than the results; or half of them, and read by two.
-
-        Where three blocks read the same pixels, where a pixel has four results, and in NCHW, this gains nothing or
-        loses (docs/experiments.md).
-        """
-        t, p = self.tiling, self.problem
-        if not (t.channels_last and t.resident and t.m_groups > 1 and t.parts == 1):
+        read_twice = t.resident and t.m_groups > 1 and math.prod(source_shape(p)) > math.prod(result_shape(p))
+        if read_twice or (t.channels_last and p.groups > 1):
             return False
-        pixels, results = math.prod(source_shape(p)), math.prod(result_shape(p))
-        return pixels > results or (t.m_groups == 2 and 2 * pixels >= results)
+        return t.arguments(self.problem)[-1] >= _CLAIMED_TILES * self.gpu.multiprocessors
 
     @property
     def summary(self) -> str:
@@ -214,18 +189,17 @@ class Choice(family.Defaults, PackingLaunch):
 
     @derived
     def units(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes with one tile, `store_unit`, `claimed`, `last_rounds`.
+        """What NVRTC must compile; the same for all input sizes with one tile, `store_unit`, `claimed`.
 
         The first packs weights; the second, where they are `boxable`, takes channels-last ones as they are.
         """
         t, label = self.tiling, f"gather {layer_text(self.problem)}"
         unit = 0 if self.general else store_unit(t, self.problem)
-        claims: dict[str, Any] = {"claimed": self.claimed, "last_rounds": self.last_rounds}
-        text = source(t, store_unit=unit, **claims)
+        text = source(t, store_unit=unit, claimed=self.claimed)
         packed = Unit(label, text, ("pack", "gather"), self._quickly(lambda choice: choice.sources()[0]))
         if not self.boxable:
             return (packed,)
-        boxed = source(t, boxed=True, store_unit=unit, **claims)
+        boxed = source(t, boxed=True, store_unit=unit, claimed=self.claimed)
         quick = self._quickly(lambda choice: choice.sources()[1])
         return packed, Unit(f"{label} unpacked", boxed, ("gather",), quick)
 
@@ -455,7 +429,7 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    found = [_hoped(one, p, gpu, general) for one in considered(p, gpu, general, _ALIKE)]
+    found = considered(p, gpu, general, _ALIKE)
     if not found:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
 
@@ -474,17 +448,6 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
         alike = (one for one in found if one[2].cluster > 1 and one[0] <= _ALIKE * best.seconds)
         return made(min(alike, key=lambda one: _order(one[2])))
     return best
-
-
-def _hoped(one: tuple[float, str, Tiling], p: Problem, gpu: Gpu, general: bool) -> tuple[float, str, Tiling]:
-    """A tiling with what its claims gain where others' blocks must stay abreast."""
-    seconds, bound, t = one
-    if bound != "bytes" or not (t.channels_last and t.element == 2) or p.pass_ == "fwd":
-        return one
-    whole = t.m_groups == 1 and t.split == 1 and t.resident and math.prod(t.tile) <= _PLACES
-    if not whole or not Choice(t, p, gpu, seconds, bound, general=general).claimed:
-        return one
-    return seconds * _CLAIMED, bound, t
 
 
 def _order(t: Tiling) -> tuple[Any, ...]:

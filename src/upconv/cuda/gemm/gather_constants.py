@@ -31,13 +31,12 @@ def constants(
     store_unit: int = 0,
     packs: bool = False,
     claimed: bool = False,
-    last_rounds: int = 0,
 ) -> Constants:
     """All constants of a kernel.
 
     ``boxed``: its weights are not packed. ``store_unit``: bytes at multiples of which the result's rows begin and
     end (`gather.store_unit`), an element's if never at more; 0 for a kernel that serves all. ``packs``: it packs
-    weights itself. ``claimed``: its blocks claim tiles (`Tiling.claimable`), all or those of so many ``last_rounds``.
+    weights itself. ``claimed``: its blocks claim tiles (`Tiling.claimable`).
     """
     return (
         pixel_constants(t)
@@ -45,7 +44,7 @@ def constants(
         | step_constants(t)
         | weight_constants(t, boxed, packs)
         | store_constants(t, store_unit)
-        | block_constants(t, claimed, last_rounds)
+        | block_constants(t, claimed)
     )
 
 
@@ -238,12 +237,11 @@ def store_constants(t: Tiling, store_unit: int) -> Constants:
     return found | {"store": STORE_PIXELS, "aligned_cout": units, "batch_as_width": p.batch_as_width}
 
 
-def block_constants(t: Tiling, claimed: bool, last_rounds: int) -> Constants:
+def block_constants(t: Tiling, claimed: bool) -> Constants:
     """Of a block: which tiles are its own, its shared memory and its registers."""
     found: Constants = {
         "cluster": t.cluster,
         "claimed": claimed,
-        "last_rounds": last_rounds,
         "shared_bytes": t.shared_bytes + (CLAIMS_BYTES if claimed else 0),
     }
     if t.wgmma:  # both warpgroups of each kind together have a block's 65,536

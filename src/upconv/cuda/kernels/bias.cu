@@ -171,19 +171,34 @@ static __device__ __forceinline__ void sum_at_once(const T* __restrict__ g, Acc*
 }
 };
 
-#define ENTRY template <class C> __global__ void __launch_bounds__(Bias<C>::THREADS, 4)
-#define GRADIENT const typename Bias<C>::T* __restrict__ g
-#define SUMS typename Bias<C>::Acc* __restrict__ partial
-#define ITEMS i64 pixels, i64 share, int pieces, int all, int items, int width
+template <class C>
+__global__ void __launch_bounds__(Bias<C>::THREADS, 4)
+sum_last(const typename Bias<C>::T* __restrict__ g, typename Bias<C>::Acc* __restrict__ partial, int channels, i64 pixels, i64 share) {
+  Bias<C>::sum_last(g, partial, channels, pixels, share);
+}
 
-ENTRY sum_last(GRADIENT, SUMS, int channels, i64 pixels, i64 share) { Bias<C>::sum_last(g, partial, channels, pixels, share); }
+template <class C>
+__global__ void __launch_bounds__(Bias<C>::THREADS, 4)
+sum(const typename Bias<C>::T* __restrict__ g, typename Bias<C>::Acc* __restrict__ partial, int channels, i64 pixels, i64 share, int pieces,
+    int all, int items, int width) {
+  Bias<C>::sum(g, partial, channels, {pixels, share, pieces, all, items, width});
+}
 
-ENTRY sum(GRADIENT, SUMS, int channels, ITEMS) { Bias<C>::sum(g, partial, channels, {pixels, share, pieces, all, items, width}); }
+template <class C>
+__global__ void __launch_bounds__(Bias<C>::THREADS, 4)
+finish(const typename Bias<C>::Acc* __restrict__ partial, typename Bias<C>::T* __restrict__ out, int channels, int ranges) {
+  Bias<C>::finish(partial, out, channels, ranges);
+}
 
-ENTRY finish(const SUMS, typename Bias<C>::T* __restrict__ out, int channels, int ranges) { Bias<C>::finish(partial, out, channels, ranges); }
+template <class C>
+__global__ void __launch_bounds__(Bias<C>::THREADS, 4)
+finish_float(const typename Bias<C>::Acc* __restrict__ partial, float* __restrict__ out, int channels, int ranges) {
+  Bias<C>::finish(partial, out, channels, ranges);
+}
 
-ENTRY finish_float(const SUMS, float* __restrict__ out, int channels, int ranges) { Bias<C>::finish(partial, out, channels, ranges); }
-
-ENTRY sum_at_once(GRADIENT, typename Bias<C>::Acc* partial, void* __restrict__ out, unsigned* counters, int wide, int ranges, int channels, ITEMS) {
+template <class C>
+__global__ void __launch_bounds__(Bias<C>::THREADS, 4)
+sum_at_once(const typename Bias<C>::T* __restrict__ g, typename Bias<C>::Acc* partial, void* __restrict__ out, unsigned* counters, int wide,
+            int ranges, int channels, i64 pixels, i64 share, int pieces, int all, int items, int width) {
   Bias<C>::sum_at_once(g, partial, out, counters, wide, ranges, channels, {pixels, share, pieces, all, items, width});
 }

@@ -3,8 +3,6 @@
 // multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 //
 // STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
-// LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those before are dealt out evenly, so that blocks that read
-// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed.
 //
 // `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
 // are done. Null: tiles are dealt out evenly.
@@ -18,29 +16,18 @@ __device__ __forceinline__ void claims_init(u32 ring) {
 }
 
 // The thread that claims. A block's first tile is `blockIdx.x`.
-template <int STEP, int LAST_ROUNDS>
+template <int STEP>
 struct Claimer {
   u32 ring;
   u32* counters;
   int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
   bool untold;
-  int dealt;                            // LAST_ROUNDS: tiles
   CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ Claimer(u32 ring, u32* counters, int tiles) : ring(ring), counters(counters), untold(false), cursor({0, 0}) {
-    if constexpr (LAST_ROUNDS > 0) {
-      const int rounds = tiles / (int)gridDim.x - LAST_ROUNDS;
-      dealt = gridDim.x * (rounds > 1 ? rounds : 1);
-    }
-    ask(blockIdx.x);
-  }
+  __device__ __forceinline__ Claimer(u32 ring, u32* counters) : ring(ring), counters(counters), untold(false), cursor({0, 0}) { ask(blockIdx.x); }
   __device__ __forceinline__ void ask(int index) {
     const int own = STEP == 1 ? 0 : blockIdx.x % STEP;
     upcoming = index + gridDim.x;
-    if constexpr (LAST_ROUNDS > 0) {
-      if (counters && upcoming >= dealt) upcoming = dealt + atomicAdd(counters + own, 1u) * STEP + own;
-    } else {
-      if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
-    }
+    if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
   }
   __device__ __forceinline__ int next() {
     untold = true;

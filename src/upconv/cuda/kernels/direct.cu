@@ -13,9 +13,8 @@
 // (PHASES_H SH: each input row is then read once for all phases, and every tap is unrolled). For every depth tap of
 // the block's phase and every chunk of CHUNK input channels: the block copies the input tile with its halo (zeros
 // outside) and the chunk's weights to shared memory, while the threads walk channels and taps of the stage before.
-// SPLIT sets of threads share the channels of a stage where the image alone has too few threads; their sums meet in
-// shared memory in a fixed order. A row in shared memory has one word between runs of CELLS, and rows are padded so that
-// the threads of a warp, over all its rows, have one odd stride: reads are free of bank conflicts.
+// A row in shared memory has one word between runs of CELLS, and rows are padded so that the threads of a warp, over all
+// its rows, have one odd stride: reads are free of bank conflicts.
 // Halves are loaded four at a time where alignment allows, and wait in registers for the end of the stage before.
 // The sums leave through shared memory, so that stores cover whole lines; directly when a thread's are one vector.
 //
@@ -35,14 +34,14 @@ using Acc = typename Scalar::Acc;
 using Pack = typename Scalar::Pack;
 
 static constexpr int VEC = Scalar::VEC, THREADS = C::threads, GROUPS = C::groups, CI = C::cin_g, CO_GROUP = C::cout_g;
-static constexpr int CO = C::co_tile, CELLS = C::cells, SLOTS = C::slots, CHUNK = C::chunk, SPLIT = C::split;
+static constexpr int CO = C::co_tile, CELLS = C::cells, SLOTS = C::slots, CHUNK = C::chunk;
 static constexpr int KD = C::kernel_d, KH = C::kernel_h, KW = C::kernel_w, SD = C::stride_d, SH = C::stride_h, SW = C::stride_w;
 static constexpr int PD = C::padding_d, PH = C::padding_h, PW = C::padding_w, DD = C::dilation_d, DH = C::dilation_h, DW = C::dilation_w;
 static constexpr int COUT_BLOCKS = Weights::COUT_BLOCKS, WEIGHT_ROW = Weights::WORDS;
 static constexpr int PHASES_H = C::phases_h;
 static constexpr bool ALL_H = PHASES_H > 1;
 static constexpr int ROWS = C::block_h * SH / PHASES_H;  // rows of threads
-static constexpr int UNITS = ROWS * C::block_x;          // threads that compute, per slot and split
+static constexpr int UNITS = ROWS * C::block_x;          // threads that compute, per slot
 static constexpr int BLOCK_W = C::block_x * CELLS;       // cells
 static constexpr int RUN = CELLS * SW;                   // neighbouring outputs of a thread
 static constexpr int PITCH = CELLS | 1;                  // words from one thread's cells to the next one's
@@ -54,7 +53,6 @@ static constexpr int WEIGHT_CHANNEL = KH * WEIGHT_ROW;
 static constexpr int WEIGHT_WORDS = CHANNELS * WEIGHT_CHANNEL;  // per stage; a multiple of VEC
 static constexpr int STAGE_WORDS = (WEIGHT_WORDS + CHANNELS * PLANE + VEC - 1) / VEC * VEC;
 static constexpr int GROUP_BLOCKS = (GROUPS + SLOTS - 1) / SLOTS;
-static_assert(SPLIT == 1 || (SLOTS == 1 && UNITS % 32 == 0), "the sets of threads are whole warps");
 
 struct Sizes { int d, h, w, od, oh, ow, tiles_h, tiles_w; };
 
@@ -66,7 +64,7 @@ struct Place {
 
 // What a thread of it computes: its cells along W, and its row of cells and phase along H. Rows go phase by phase, so that the threads
 // of a warp share their taps.
-struct Thread { int split, slot, unit, tx, th, jh; };
+struct Thread { int slot, unit, tx, th, jh; };
 
 using Sums = Acc[CO][RUN];
 using Copies = DirectCopies<Direct>;
@@ -89,21 +87,13 @@ static __device__ __forceinline__ Place place_of(u32 at, const Sizes& s) {
 
 static __device__ __forceinline__ Thread thread_of(int tid) {
     Thread own;
-    own.split = SPLIT > 1 ? tid / UNITS : 0;
-    own.slot = SPLIT > 1 ? 0 : tid / UNITS;
+    own.slot = tid / UNITS;
     own.unit = tid % UNITS;
     own.tx = own.unit % C::block_x;
     const int row = own.unit / C::block_x;
     own.th = ALL_H ? 0 : row / C::block_h;
     own.jh = ALL_H ? row : row % C::block_h;
     return own;
-}
-
-// Whether output t of a cell along H has taps at all.
-static __device__ constexpr bool has_taps_h(int t) {
-    for (int k = 0; k < KH; ++k)
-        if (floor_mod(k * DH - PH, SH) == t) return true;
-    return false;
 }
 
 // A depth tap of the block's phase whose input plane exists, and a chunk of input channels.
@@ -179,13 +169,13 @@ static __device__ __forceinline__ int first_tap(int th) {
     return first;
 }
 
-// A stage's products: the channels of the thread's set.
+// A stage's products.
 static __device__ __forceinline__ void multiply_stage(Sums (&sum)[PHASES_H], const Acc* stage, const Thread& own, int channels, int first_kh) {
     const Acc* weights = stage + own.slot * CHUNK * WEIGHT_CHANNEL;
     const Acc* tile = stage + WEIGHT_WORDS + own.slot * CHUNK * PLANE + own.tx * PITCH;
     const int first_row = own.jh + (own.th + PH - first_kh * DH - C::min_h * SH) / SH;  // exact where the phase has taps
 #pragma unroll 1
-    for (int ci = own.split; ci < channels; ci += SPLIT) {
+    for (int ci = 0; ci < channels; ++ci) {
         if constexpr (ALL_H) {  // input row by input row, each for the taps of all phases that meet it
 #pragma unroll
             for (int r = 0; r <= C::span_h; ++r)
@@ -201,29 +191,6 @@ static __device__ __forceinline__ void multiply_stage(Sums (&sum)[PHASES_H], con
             for (int kh = first_kh; kh < KH; kh += C::step_kh, r -= C::step_row)
                 multiply(sum[0], tile + ci * PLANE + r * ROW_PITCH, weights + (ci * KH + kh) * WEIGHT_ROW);
         }
-    }
-}
-
-// The sets of threads add up, one after the other.
-static __device__ __forceinline__ void add_sets(Sums (&sum)[PHASES_H], Acc* shared, const Thread& own) {
-#pragma unroll 1
-    for (int s = 1; s < SPLIT; ++s) {
-#pragma unroll
-        for (int t = 0; t < PHASES_H; ++t)
-#pragma unroll
-            for (int c = 0; c < CO; ++c)
-#pragma unroll
-                for (int v = 0; v < RUN; ++v)
-                    if (own.split == s && (!ALL_H || has_taps_h(t))) shared[((t * CO + c) * RUN + v) * UNITS + own.unit] = sum[t][c][v];
-        __syncthreads();
-#pragma unroll
-        for (int t = 0; t < PHASES_H; ++t)
-#pragma unroll
-            for (int c = 0; c < CO; ++c)
-#pragma unroll
-                for (int v = 0; v < RUN; ++v)
-                    if (own.split == 0 && (!ALL_H || has_taps_h(t))) sum[t][c][v] += shared[((t * CO + c) * RUN + v) * UNITS + own.unit];
-        __syncthreads();
     }
 }
 
@@ -245,7 +212,7 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
     const bool vector = C::quads && (C::channels_last || s.w % 4 == 0) && (unsigned long long)x % (4 * sizeof(T)) == 0;
     const int tid = threadIdx.x;
     const Thread own = thread_of(tid);
-    const bool computes = tid < SPLIT * SLOTS * UNITS;
+    const bool computes = tid < SLOTS * UNITS;
     const int first_kh = first_tap(own.th);
 
     Sums sum[PHASES_H];
@@ -278,7 +245,6 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
         if (C::stages > 1 && stage.kd < KD) Copies::finish(next + WEIGHT_WORDS, held, vector);
         __syncthreads();
     }
-    add_sets(sum, shared, own);
 
     const int g = p.group + own.slot;
     const bool stores = tid < SLOTS * UNITS && g < GROUPS;
@@ -286,7 +252,6 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
     if constexpr (C::channels_last) {
         Stores::store_pixels(sum, out, shared, p, own, s);
     } else {
-        if (SPLIT > 1 && own.split) return;
         Stores::store_rows(sum, out, shared, p, own, stores, s);
     }
 }

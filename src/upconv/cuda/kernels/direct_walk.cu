@@ -4,14 +4,13 @@
 // Layout. Input (batch, groups, H, W) and output (batch, groups, OH, OW), both dense, channels_last. Weights are packed by
 // `direct_pack` in the accumulator's type, [tap][group].
 //
-// Steps. Cells, phases and taps are those of direct.cu. A thread owns `cells` neighbouring cells along W of `channels`
-// neighbouring channels, keeps their weights in registers and iterates over `strip` cells along H with a window
+// Steps. Cells, phases and taps are those of direct.cu. A thread owns `cells` neighbouring cells along W of a
+// channel, keeps its weights in registers and iterates over `strip` cells along H with a window
 // of SPAN_H + 1 input rows in registers; the row of the next step is loaded while this one's outputs are computed.
 // Neighbouring threads have neighbouring channels, so that a warp loads and stores
 // whole lines without shared memory and without a barrier. The window rotates through its registers by unrolling.
 //
-// Constraints: groups is a multiple of `channels`; taps * channels and the window fit in registers (the planner checks);
-// fewer than 2^31 threads.
+// Constraints: taps and the window fit in registers (the planner checks); fewer than 2^31 threads.
 #include "direct_weights.cuh"
 
 template <class C_>
@@ -21,14 +20,13 @@ using Scalar = ScalarOf<C::precision>;
 using T = typename Scalar::T;
 using Acc = typename Scalar::Acc;
 
-static constexpr int GROUPS = C::groups, CELLS = C::cells, CHANNELS = C::channels;
+static constexpr int GROUPS = C::groups, CELLS = C::cells;
 static constexpr int KH = C::kernel_h, KW = C::kernel_w, SH = C::stride_h, SW = C::stride_w;
 static constexpr int PH = C::padding_h, PW = C::padding_w, DH = C::dilation_h, DW = C::dilation_w;
 static constexpr int MIN_H = C::min_h, MIN_W = C::min_w, SPAN_H = C::span_h;
 static constexpr int RUN = CELLS * SW;          // neighbouring outputs of a row
 static constexpr int COLS = CELLS + C::span_w;  // input columns of a window
 static constexpr int RING = SPAN_H + 1;         // input rows of a window
-static constexpr int CHANNEL_BLOCKS = GROUPS / CHANNELS;
 
 static __device__ __forceinline__ Acc packed_weight(const T* src, i64 at, const WeightStrides& s) {
     const int tap = (int)(at / GROUPS);
@@ -38,15 +36,11 @@ static __device__ __forceinline__ Acc packed_weight(const T* src, i64 at, const 
 
 struct Sizes { int h, w, oh, ow, runs, strips, strip; };
 
-struct alignas(CHANNELS * sizeof(T)) Pixel {
-    T v[CHANNELS];
-};
-
-using Row = Acc[COLS][CHANNELS];
-using Sums = Acc[RUN][CHANNELS];
+using Row = Acc[COLS];
+using Sums = Acc[RUN];
 
 // Row t of the outputs of a step whose window begins at row `first` of the ring.
-static __device__ __forceinline__ void multiply(Sums& sum, const Acc (&taps)[KH * KW][CHANNELS], const Row (&ring)[RING], int first, int t) {
+static __device__ __forceinline__ void multiply(Sums& sum, const Acc (&taps)[KH * KW], const Row (&ring)[RING], int first, int t) {
 #pragma unroll
     for (int kh = 0; kh < KH; ++kh) {
         if (floor_mod(kh * DH - PH, SH) != t) continue;
@@ -56,81 +50,46 @@ static __device__ __forceinline__ void multiply(Sums& sum, const Acc (&taps)[KH 
             const int u = floor_mod(kw * DW - PW, SW);
             const int shift = (u + PW - kw * DW - MIN_W * SW) / SW;
 #pragma unroll
-            for (int c = 0; c < CELLS; ++c)
-#pragma unroll
-                for (int m = 0; m < CHANNELS; ++m)
-                    sum[c * SW + u][m] = multiply_add(taps[kh * KW + kw][m], ring[(first + r) % RING][c + shift][m], sum[c * SW + u][m]);
+            for (int c = 0; c < CELLS; ++c) sum[c * SW + u] = multiply_add(taps[kh * KW + kw], ring[(first + r) % RING][c + shift], sum[c * SW + u]);
         }
     }
 }
 
-// Sums from column `ow` on, where `line` is, to that row of the output. `whole`: pixels begin at multiples of their size.
-static __device__ __forceinline__ void store(T* line, const Sums& sum, int ow, int ow_size, bool whole) {
-    Pixel pixels[RUN];
+// Sums from column `ow` on, where `line` is, to that row of the output.
+static __device__ __forceinline__ void store(T* line, const Sums& sum, int ow, int ow_size) {
 #pragma unroll
     for (int v = 0; v < RUN; ++v)
-#pragma unroll
-        for (int m = 0; m < CHANNELS; ++m) pixels[v].v[m] = Scalar::stored(sum[v][m]);
-    if (whole) {
-#pragma unroll
-        for (int v = 0; v < RUN; ++v)
-            if (ow + v < ow_size) *reinterpret_cast<Pixel*>(line + (i64)v * GROUPS) = pixels[v];
-    } else {
-#pragma unroll
-        for (int v = 0; v < RUN; ++v)
-#pragma unroll
-            for (int m = 0; m < CHANNELS; ++m)
-                if (ow + v < ow_size) line[(i64)v * GROUPS + m] = pixels[v].v[m];
-    }
+        if (ow + v < ow_size) line[(i64)v * GROUPS] = Scalar::stored(sum[v]);
 }
 
 static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* __restrict__ weight, const T* __restrict__ bias,
                                            T* __restrict__ out, const Sizes& s, u32 at) {
-    const int channel = at % CHANNEL_BLOCKS * CHANNELS;
-    at /= CHANNEL_BLOCKS;
+    const int channel = at % GROUPS;
+    at /= GROUPS;
     const int cell_w = at % (u32)s.runs * CELLS;
     at /= (u32)s.runs;
     const int cell_h = at % (u32)s.strips * s.strip;
     const i64 image = at / (u32)s.strips;
 
-    Acc taps[KH * KW][CHANNELS];
+    Acc taps[KH * KW];
 #pragma unroll
-    for (int k = 0; k < KH * KW; ++k)
-#pragma unroll
-        for (int c = 0; c < CHANNELS; ++c)
-            taps[k][c] = weight[k * GROUPS + channel + c];
-    Acc start[CHANNELS];
-#pragma unroll
-    for (int c = 0; c < CHANNELS; ++c) start[c] = bias ? Scalar::value(bias[channel + c]) : Acc(0);
+    for (int k = 0; k < KH * KW; ++k) taps[k] = weight[k * GROUPS + channel];
+    const Acc start = bias ? Scalar::value(bias[channel]) : Acc(0);
 
     const int first_col = cell_w + MIN_W;
     const T* from = x + image * s.h * s.w * GROUPS + channel + (i64)first_col * GROUPS;
-    const bool whole_pixels = CHANNELS == 1 || (unsigned long long)x % sizeof(Pixel) == 0;
-    const auto fetch = [&](Pixel(&to)[COLS], int row) {
+    const auto fetch = [&](T(&to)[COLS], int row) {
         const bool inside = (u32)row < (u32)s.h;
         const T* line = from + (i64)row * s.w * GROUPS;
 #pragma unroll
-        for (int c = 0; c < COLS; ++c) {
-#pragma unroll
-            for (int m = 0; m < CHANNELS; ++m) to[c].v[m] = 0;
-            if (inside && (u32)(first_col + c) < (u32)s.w) {
-                if (whole_pixels) {
-                    to[c] = *reinterpret_cast<const Pixel*>(line + (i64)c * GROUPS);
-                } else {
-#pragma unroll
-                    for (int m = 0; m < CHANNELS; ++m) to[c].v[m] = line[(i64)c * GROUPS + m];
-                }
-            }
-        }
+        for (int c = 0; c < COLS; ++c) to[c] = inside && (u32)(first_col + c) < (u32)s.w ? line[(i64)c * GROUPS] : T(0);
     };
 
     Row ring[RING];
-    Pixel next[COLS];
+    T next[COLS];
     const auto keep = [&](Row& to) {
 #pragma unroll
-        for (int c = 0; c < COLS; ++c)
-#pragma unroll
-            for (int m = 0; m < CHANNELS; ++m) to[c][m] = Scalar::value(next[c].v[m]);
+        for (int c = 0; c < COLS; ++c) to[c] = Scalar::value(next[c]);
     };
 #pragma unroll
     for (int r = 0; r < SPAN_H; ++r) {
@@ -143,7 +102,6 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
     const int count = cells_left < s.strip ? cells_left : s.strip;
     const int ow = cell_w * SW;
     T* to = out + image * s.oh * s.ow * GROUPS + channel + ((i64)cell_h * SH * s.ow + ow) * GROUPS;
-    const bool whole_lines = (unsigned long long)out % sizeof(Pixel) == 0;
 #pragma unroll 1
     for (int base = 0; base < count; base += RING) {
 #pragma unroll
@@ -156,12 +114,10 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
             for (int t = 0; t < SH; ++t) {
                 Sums sum;
 #pragma unroll
-                for (int v = 0; v < RUN; ++v)
-#pragma unroll
-                    for (int m = 0; m < CHANNELS; ++m) sum[v][m] = start[m];
+                for (int v = 0; v < RUN; ++v) sum[v] = start;
                 multiply(sum, taps, ring, i, t);
                 if ((cell_h + step) * SH + t >= s.oh) continue;
-                store(to + ((i64)step * SH + t) * s.ow * GROUPS, sum, ow, s.ow, whole_lines);
+                store(to + ((i64)step * SH + t) * s.ow * GROUPS, sum, ow, s.ow);
             }
         }
     }

@@ -4,14 +4,11 @@
 // As direct_walk.cu: a thread owns `cells` neighbouring cells along W and iterates over `strip` cells along H with a window of
 // SPAN_H + 1 input rows in registers, the next one being loaded. Its taps are in shared memory, so that there may be many (FCN's
 // bilinear kernel has 16 x 16 at a stride of 8); a block has threads of one channel of one image, so that a warp reads the
-// same 16 bytes of them at once (or, with `pieces`, as many times 16).
+// same 16 bytes of them at once.
 //
 // Stores. Where a thread's outputs of a row are one vector, a warp stores neighbouring vectors. Else they go through shared
 // memory, so that each store covers neighbours: in vectors, or, where rows do not begin at such, one by one. Stored
 // as they are, or exchanged by pairs of lanes, they take more than twice as long.
-//
-// pieces > 1: as many threads have a cell, neighbours, and a vector of its outputs each, which they store as it is where rows begin at
-// vectors: its taps are neighbours too, and others than the next thread's. Nothing goes through shared memory but taps then.
 //
 // Constraints: an output plane has fewer than 2^31 elements; a channel of an image has (runs * strips) / threads blocks,
 // rounded up.
@@ -25,14 +22,13 @@ using T = typename Scalar::T;
 using Acc = typename Scalar::Acc;
 using Pack = typename Scalar::Pack;
 
-static constexpr int VEC = Scalar::VEC, THREADS = C::threads, CELLS = C::cells, PIECES = C::pieces;
+static constexpr int VEC = Scalar::VEC, THREADS = C::threads, CELLS = C::cells;
 static constexpr int KH = C::kernel_h, KW = C::kernel_w, SH = C::stride_h, SW = C::stride_w;
 static constexpr int PH = C::padding_h, PW = C::padding_w, DH = C::dilation_h, DW = C::dilation_w;
 static constexpr int MIN_H = C::min_h, MIN_W = C::min_w, SPAN_H = C::span_h;
-static constexpr int RUN = CELLS * SW / PIECES;                              // neighbouring outputs of a row
-static constexpr int ROW_TAPS = KW / SW;                                     // PIECES > 1: taps of an output in a row
-static constexpr int COLS = PIECES > 1 ? ROW_TAPS : CELLS + C::span_w;       // input columns of a window
-static constexpr int TAP_ROW = (KW + VEC - 1) / VEC;                         // vectors of a row of taps
+static constexpr int RUN = CELLS * SW;                // neighbouring outputs of a row
+static constexpr int COLS = CELLS + C::span_w;        // input columns of a window
+static constexpr int TAP_ROW = (KW + VEC - 1) / VEC;  // vectors of a row of taps
 
 static __device__ __forceinline__ Acc packed_weight(const T* src, i64 at, const WeightStrides& s) {
     const int tap = (int)(at % (KH * KW));
@@ -57,30 +53,21 @@ static __device__ __forceinline__ Pack load_taps(u32 at) {
 
 using Window = Acc[SPAN_H + 1][COLS];
 
-// Row t of the outputs of a step. `taps_at`: the thread's taps in shared memory.
+// Row t of the outputs of a step. `taps_at`: the channel's taps in shared memory.
 static __device__ __forceinline__ void multiply(Acc (&sum)[RUN], const Window& window, u32 taps_at, int t) {
 #pragma unroll
     for (int kh = 0; kh < KH; ++kh) {
         if (floor_mod(kh * DH - PH, SH) != t) continue;
         const int r = (t + PH - kh * DH - MIN_H * SH) / SH;
         Pack pack;
-        if constexpr (PIECES > 1) {
 #pragma unroll
-            for (int tap = 0; tap < ROW_TAPS * RUN; ++tap) {
-                const int j = tap / RUN, v = tap % RUN;
-                if (v % VEC == 0) pack = load_taps(taps_at + (kh * TAP_ROW + (j * SW + v) / VEC) * (u32)sizeof(Pack));
-                sum[v] = multiply_add(pack.v[v % VEC], window[r][ROW_TAPS - 1 - j], sum[v]);
-            }
-        } else {
+        for (int kw = 0; kw < KW; ++kw) {
+            if (kw % VEC == 0) pack = load_taps(taps_at + (kh * TAP_ROW + kw / VEC) * (u32)sizeof(Pack));
+            const int u = floor_mod(kw * DW - PW, SW);
+            const int shift = (u + PW - kw * DW - MIN_W * SW) / SW;
 #pragma unroll
-            for (int kw = 0; kw < KW; ++kw) {
-                if (kw % VEC == 0) pack = load_taps(taps_at + (kh * TAP_ROW + kw / VEC) * (u32)sizeof(Pack));
-                const int u = floor_mod(kw * DW - PW, SW);
-                const int shift = (u + PW - kw * DW - MIN_W * SW) / SW;
-#pragma unroll
-                for (int c = 0; c < CELLS; ++c)
-                    sum[c * SW + u] = multiply_add(pack.v[kw % VEC], window[r][c + shift], sum[c * SW + u]);
-            }
+            for (int c = 0; c < CELLS; ++c)
+                sum[c * SW + u] = multiply_add(pack.v[kw % VEC], window[r][c + shift], sum[c * SW + u]);
         }
     }
 }
@@ -120,11 +107,10 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
     const Acc start = bias ? Scalar::value(bias[channel]) : Acc(0);
 
     const int at = part * THREADS + threadIdx.x;
-    const int cell_w = at % s.runs / PIECES * CELLS, piece = at % s.runs % PIECES, cell_h = at / s.runs * s.strip;
-    const int first_phase = PIECES > 1 ? piece * RUN + PW : 0;  // whose taps are at multiples of the stride from its remainder on
+    const int cell_w = at % s.runs * CELLS, cell_h = at / s.runs * s.strip;
     const int cells_left = (s.oh + SH - 1) / SH - cell_h;
     const int count = at >= s.runs * s.strips ? 0 : cells_left < s.strip ? cells_left : s.strip;
-    const int first_col = cell_w + (PIECES > 1 ? first_phase / SW - (ROW_TAPS - 1) : MIN_W);
+    const int first_col = cell_w + MIN_W;
     const T* from = x + image * s.h * s.w + first_col;
     const auto fetch = [&](T(&to)[COLS], int row) {
         const bool inside = (u32)row < (u32)s.h;
@@ -144,11 +130,11 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
     __syncthreads();
 
     T* plane = out + image * s.oh * s.ow;
-    const int ow = cell_w * SW + piece * RUN;
+    const int ow = cell_w * SW;
     const bool aligned = (unsigned long long)out % sizeof(Line) == 0 && s.ow % WIDE == 0;
     const int lane = threadIdx.x % 32;
     Line* buffer = buffers + threadIdx.x / 32 * (32 * LINES);
-    const u32 taps_at = shared_address(taps) + first_phase % SW * (u32)sizeof(Acc);
+    const u32 taps_at = shared_address(taps);
 #pragma unroll 1
     for (int step = 0; step < s.strip; ++step) {
 #pragma unroll

@@ -36,10 +36,10 @@ struct Told {
   __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
   __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
 };
-template <class Sizes, int STEP, int LAST_ROUNDS>
+template <class Sizes, int STEP>
 struct Claiming {
-  Claimer<STEP, LAST_ROUNDS> claims;
-  __device__ __forceinline__ explicit Claiming(const Sizes& s) : claims(s.claims, s.counters, s.tiles) {}
+  Claimer<STEP> claims;
+  __device__ __forceinline__ explicit Claiming(const Sizes& s) : claims(s.claims, s.counters) {}
   __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
   __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
   __device__ __forceinline__ void tell() { claims.tell(); }

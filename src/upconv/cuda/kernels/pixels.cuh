@@ -3,11 +3,12 @@
 // A mode M is a template over its constants C. It has
 //   Sums               a consumer's thread's; Sizes, whose last is `tiles`; Maps, of the copy engine
 //   Ring, ring_of      whose stages a producer fills and consumers read
-//   READERS            consumers that read a stage; OWN_TILES: each consumer has tiles and a ring of its own
-//   Loader             begin(tile): stages of a tile; load(i, stage, barrier): what the i-th of them gets, whose bytes count at a barrier
-//   Consumer           at(stage): where it is, ahead of the wait; begin(sums, tile): stages of a tile; multiply(sums, at, held);
-//                      store(sums, tile)
+//   RINGS, READERS     of a block: more than one where each consumer has tiles of its own; consumers that read a stage
+//   first_tile, next_tile
+//   Loader             begin(tile): a tile's steps; load(step, stage, barrier): what a stage gets, whose bytes count at a barrier
+//   Consumer           steps(tile); begin(sums, tile); at(stage): where it is, ahead of the wait; multiply(sums, at, held); store(sums, tile)
 // If instructions still read a stage behind `multiply` (M::HOLDS), the next one gives it back, by its barrier `held`.
+// Where consumers take whole tiles in turn (M::TURNS) `takes` says whose turn it is.
 #include "columns.cuh"
 #include "table.cuh"
 
@@ -19,8 +20,14 @@ struct PixelsOf {
   static constexpr int ELEMENT = Number::SIZE, VEC = 16 / ELEMENT;
   static constexpr bool NARROW = ELEMENT == 2;          // of 16 bits
   static constexpr int CONSUMERS = 2, THREADS = 128 + CONSUMERS * 128;
+  static constexpr int RINGS = 1, READERS = CONSUMERS;
+  static constexpr bool TURNS = false;
+  static __device__ __forceinline__ int first_tile(int) { return blockIdx.x; }
+  static __device__ __forceinline__ int next_tile() { return gridDim.x; }
   static __device__ __forceinline__ void init(u32) {}   // barriers beside the rings'
 };
+
+struct Steps { int first, end; };                       // of a tile, a stage each
 
 // What a launch gives.
 template <class M>
@@ -33,23 +40,17 @@ struct Work {
   u32 memory;
 };
 
-// The tiles of a block, or of a consumer that has tiles of its own; neighbouring consumers have neighbouring ones.
-template <class M>
-__device__ __forceinline__ int first_tile(int consumer) { return M::OWN_TILES ? blockIdx.x * M::CONSUMERS + consumer : blockIdx.x; }
-template <class M>
-__device__ __forceinline__ int next_tile() { return M::OWN_TILES ? gridDim.x * M::CONSUMERS : gridDim.x; }
-
 template <class M>
 __device__ __forceinline__ void produce(const Work<M>& work, typename M::Loader loader, int consumer = 0) {
   const typename M::Ring ring = M::ring_of(work.memory, consumer);
   typename M::Ring::Cursor cursor = {0, 1};             // all are free at first
 #pragma unroll 1
-  for (int tile = first_tile<M>(consumer); tile < work.sizes.tiles; tile += next_tile<M>()) {
-    const int stages = loader.begin(tile);
+  for (int tile = M::first_tile(consumer); tile < work.sizes.tiles; tile += M::next_tile()) {
+    const Steps steps = loader.begin(tile);
 #pragma unroll 1
-    for (int i = 0; i < stages; i++, cursor.next()) {
+    for (int step = steps.first; step < steps.end; step++, cursor.next()) {
       ring.wait_empty(cursor);
-      loader.load(i, ring.stage(cursor), ring.full(cursor));
+      loader.load(step, ring.stage(cursor), ring.full(cursor));
     }
   }
 }
@@ -60,17 +61,25 @@ __device__ __forceinline__ void consume(const Work<M>& work, const typename M::R
   typename M::Consumer consumer(work, wg, thread);
   typename M::Sums sums;
 #pragma unroll 1
-  for (int tile = first_tile<M>(wg); tile < work.sizes.tiles; tile += next_tile<M>()) {
-    const int stages = consumer.begin(sums, tile);
+  for (int tile = M::first_tile(wg); tile < work.sizes.tiles; tile += M::next_tile()) {
+    const Steps steps = consumer.steps(tile);
+    if constexpr (M::TURNS) {
+      if (!consumer.takes()) {
+        cursor.move(steps.end - steps.first);
+        continue;
+      }
+    }
+    consumer.begin(sums, tile);
     u32 held = 0;                                       // the stage that instructions under way read
 #pragma unroll 1
-    for (int i = 0; i < stages; i++, cursor.next()) {
+    for (int step = steps.first; step < steps.end; step++, cursor.next()) {
       const auto at = consumer.at(ring.stage(cursor));
       ring.wait_full(cursor);
       consumer.multiply(sums, at, held);
       if (M::HOLDS) held = ring.empty(cursor);
       else give_back(ring.empty(cursor), thread & 31);
     }
+    if constexpr (M::TURNS) consumer.pass_turn();
     wgmma_wait<0>();
     if (M::HOLDS) give_back(held, thread & 31);
     consumer.store(sums, tile);
@@ -82,11 +91,11 @@ __device__ __forceinline__ void run(const Work<M>& work) {
   const typename M::Ring ring = M::ring_of(work.memory, 0);
   run_block<1, M::CONSUMERS, M::PRODUCER_REGISTERS, M::CONSUMER_REGISTERS>(
       [&] {
-        for (int i = 0; i < M::CONSUMERS / M::READERS; i++) M::ring_of(work.memory, i).init(1, 4 * M::READERS);
+        for (int i = 0; i < M::RINGS; i++) M::ring_of(work.memory, i).init(1, 4 * M::READERS);
         M::init(work.memory);
       },
       [&] { M::produce(work); },
-      [&](int wg, int thread) { consume<M>(work, M::OWN_TILES ? M::ring_of(work.memory, wg) : ring, wg, thread); });
+      [&](int wg, int thread) { consume<M>(work, M::RINGS > 1 ? M::ring_of(work.memory, wg) : ring, wg, thread); });
 }
 
 // =====================================================================================================================
@@ -133,21 +142,15 @@ __device__ __forceinline__ void multiply_row(float (&acc)[MB][SUMS], int row, u3
 template <class M, int MB, int SUMS>
 __device__ __forceinline__ void begin_sums(float (&acc)[MB][SUMS], const typename M::Type* bias, int first) {
 #pragma unroll
-  for (int j = 0; j < SUMS / 4; j++) {
-    float b[2];
+  for (int i = 0; i < SUMS; i++) {
+    const int column = first + i / 4 * 8 + i % 2;
+    const bool own = i % 4 == 0 || (i % 4 == 1 && !M::ALIKE);
+    float b = own && bias && (M::ALL_COLUMNS % (2 * SUMS) == 0 || column < M::ALL_COLUMNS) ? M::Number::value(bias[M::channel_of(column)]) : 0.f;
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-      const int column = first + 8 * j + c;
-      const bool there = bias && (M::ALL_COLUMNS % (2 * SUMS) == 0 || column < M::ALL_COLUMNS);
-      b[c] = c && M::ALIKE ? b[0] : there ? M::Number::value(bias[M::channel_of(column)]) : 0.f;
+    for (int m = 0; m < MB; m++) {
+      acc[m][i] = own ? b : acc[m][i % 4 == 1 ? i - 1 : i - 2];  // pixels g and g + 8 of a column
+      opaque(acc[m][i]);
     }
-#pragma unroll
-    for (int m = 0; m < MB; m++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        acc[m][4 * j + i] = b[i % 2];
-        opaque(acc[m][4 * j + i]);
-      }
   }
 }
 

@@ -30,8 +30,7 @@ static constexpr int WEIGHT_BYTES = ROWS_B * COLUMNS * 128;  // of a stage
 static constexpr int WEIGHTS_AT = (GROUPS * BOX_PLACE + 1023) / 1024 * 1024;
 static constexpr int BLOCKS_N = (C::cout + COLUMNS - 1) / COLUMNS;
 static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-static constexpr bool HOLDS = true, OWN_TILES = false;
-static constexpr int READERS = CONSUMERS;
+static constexpr bool HOLDS = true;
 using Sums = float[MB][COLUMNS / 2];
 using Maps = TensorMap;
 using Ring = RingOf<C::stages, WEIGHTS_AT + WEIGHT_BYTES>;
@@ -97,7 +96,7 @@ struct Loader {
 
   __device__ __forceinline__ Loader(const Work<Pairs>& work, int lane) : work(work), lane(lane), packing(true) {}
 
-  __device__ __forceinline__ int begin(int tile) {
+  __device__ __forceinline__ Steps begin(int tile) {
     Group group = group_at(first_group(tile) + lane, work.sizes);  // the last tile's may be of no image, whose boxes are zeros
     n = group.n, d = group.d * C::step_d - C::pad_d, h = group.h * C::step_h - C::pad_h, w = group.w * C::step_w + C::first;
     if constexpr (C::line > 0) {                        // 1-D: the map has a channel's row as lines, of which a box has some
@@ -105,7 +104,7 @@ struct Loader {
       w = 0;
     }
     weights = work.packed + (long long)block_of(tile) * STAGES_K * WEIGHT_BYTES;
-    return STAGES_K;
+    return {0, STAGES_K};
   }
 
   __device__ __forceinline__ void load(int i, u32 to, u32 barrier) {
@@ -172,10 +171,8 @@ struct Consumer {
 
   __device__ __forceinline__ Consumer(const Work<Pairs>& work, int wg, int thread) : work(work), wg(wg), thread(thread), own(own_slot(wg, thread)) {}
   __device__ __forceinline__ At at(u32 stage) const { return {stage, uniform(stage + WEIGHTS_AT)}; }
-  __device__ __forceinline__ int begin(Sums& acc, int) const {
-    zero(acc);
-    return STAGES_K;
-  }
+  __device__ __forceinline__ Steps steps(int) const { return {0, STAGES_K}; }
+  __device__ __forceinline__ void begin(Sums& acc, int) const { zero(acc); }
   __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32 held) const {
 #pragma unroll
     for (int row = 0; row < ROWS_B; row++) multiply_row<Pairs>(acc, row, at.stage + own, at.weights, held, thread & 31);

@@ -32,8 +32,8 @@ static constexpr int PAIR_COLUMNS = STEP_W * CO_COLUMNS;  // of a pair's sums
 static constexpr int STEP_BYTES = C::users * C::shift_columns * 32;  // of weights, of a step of K
 static constexpr int WEIGHT_BYTES = CHUNKS * K_STEPS * STEP_BYTES;
 static constexpr int PRODUCER_REGISTERS = 64, CONSUMER_REGISTERS = 216;
-static constexpr bool HOLDS = false, OWN_TILES = true;
-static constexpr int READERS = 1;
+static constexpr bool HOLDS = false;
+static constexpr int RINGS = CONSUMERS, READERS = 1;
 using Sums = float[PAIRS][MB][PAIR_COLUMNS / 2];
 using Maps = TensorMap;
 using Ring = RingOf<C::stages, STAGE_BYTES>;
@@ -101,9 +101,9 @@ struct Loader {
   const Work<Phases>& work;
   Tile tile;
 
-  __device__ __forceinline__ int begin(int index) {
+  __device__ __forceinline__ Steps begin(int index) {
     tile = tile_at(index, work.sizes);
-    return CHUNKS;
+    return {0, CHUNKS};
   }
 
   __device__ __forceinline__ void load(int chunk, u32 to, u32 barrier) const {
@@ -114,6 +114,10 @@ struct Loader {
                tile.d + C::first_d + row / C::rows_h, chunk * C::chunk, tile.n, barrier);
   }
 };
+
+// Neighbouring consumers have neighbouring tiles.
+static __device__ __forceinline__ int first_tile(int consumer) { return blockIdx.x * CONSUMERS + consumer; }
+static __device__ __forceinline__ int next_tile() { return gridDim.x * CONSUMERS; }
 
 static __device__ __forceinline__ u32 landed(u32 memory) { return memory + BARRIERS_AT + 16 * CONSUMERS * C::stages; }  // weights
 
@@ -298,10 +302,10 @@ struct Consumer {
 
   struct At { u32 stage, weights; };
   __device__ __forceinline__ At at(u32 stage) const { return {stage, uniform(weights)}; }
-  __device__ __forceinline__ int begin(Sums& acc, int) {
+  __device__ __forceinline__ Steps steps(int) const { return {0, CHUNKS}; }
+  __device__ __forceinline__ void begin(Sums& acc, int) {
     zero(acc);
     weights = work.memory >> 4;
-    return CHUNKS;
   }
   // The stage is given back behind this, and so behind the instructions that take what was loaded. The arrival does not wait for loads, and
   // these are late where stores fill the path to memory. Ahead of the instructions it gave wrong outputs on long rows (docs/experiments.md).

@@ -30,8 +30,7 @@ static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
 static constexpr int ALL_COLUMNS = C::cout * TAPS;
 static constexpr int BLOCKS_N = (ALL_COLUMNS + COLUMNS - 1) / COLUMNS;
 static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-static constexpr bool HOLDS = true, OWN_TILES = false, ALIKE = true;
-static constexpr int READERS = CONSUMERS;
+static constexpr bool HOLDS = true, ALIKE = true;
 using Sums = float[MB][COLUMNS / 2];
 using Maps = TensorMap;
 using Ring = RingOf<C::stages, WEIGHTS_AT + WEIGHT_BYTES>;
@@ -82,9 +81,9 @@ struct Loader {
 
   __device__ __forceinline__ explicit Loader(const Work<Subpixel>& work) : work(work), packing(true) {}
 
-  __device__ __forceinline__ int begin(int index) {
+  __device__ __forceinline__ Steps begin(int index) {
     tile = tile_at(index, work.sizes);
-    return CHUNKS;
+    return {0, CHUNKS};
   }
 
   __device__ __forceinline__ void load(int chunk, u32 to, u32 barrier) {
@@ -152,9 +151,9 @@ struct Consumer {
   }
 
   __device__ __forceinline__ At at(u32 stage) const { return {stage, uniform(stage + WEIGHTS_AT)}; }
-  __device__ __forceinline__ int begin(Sums& acc, int tile) const {
+  __device__ __forceinline__ Steps steps(int) const { return {0, CHUNKS}; }
+  __device__ __forceinline__ void begin(Sums& acc, int tile) const {
     begin_sums<Subpixel>(acc, work.bias, tile_at(tile, work.sizes).block * COLUMNS + thread % 4 * 2);
-    return CHUNKS;
   }
   __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32 held) const {
     if constexpr (NARROW) {

@@ -96,17 +96,6 @@ __device__ __forceinline__ void load_cluster_128(float (&v)[4], u32 a, int rank)
   const u32 there = cluster_address(a, rank);
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];\n" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(there) : "memory");
 }
-// At another block's barrier: what this thread stored in the cluster before is seen by who waits for it.
-__device__ __forceinline__ void barrier_arrive_cluster(u32 barrier, int rank) {
-  const u32 there = cluster_address(barrier, rank);
-  asm volatile("fence.acq_rel.cluster;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(there) : "memory");
-}
-// Until a barrier's first phase is done, at which other blocks arrive.
-__device__ __forceinline__ void barrier_wait_cluster(u32 barrier) {
-  u32 done;
-  do asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n selp.u32 %0, 1, 0, p;\n}\n" : "=r"(done) : "r"(barrier) : "memory");
-  while (!done);
-}
 #endif
 
 // --- copies into shared memory ----------------------------------------------------------------------------------------

@@ -280,13 +280,10 @@ static __device__ __forceinline__ void store_sums(T* gi, const Acc (&acc)[CI_TIL
   }
 }
 
-static constexpr int PARTS = C::kw_parts, OF_PART = THREADS / PARTS;
 static __device__ __forceinline__ void grad_input(unsigned char* memory, const T* __restrict__ g, const T* __restrict__ weight, T* __restrict__ gi, const Sizes& s, int whole_units) {
   Acc *tile = (Acc*)memory, *weights = tile + G_WORDS;
-  // Threads of a part take a few columns of the taps for all positions; the parts' sums are added in the end.
-  const int part = PARTS > 1 ? threadIdx.x / OF_PART : 0, worker = PARTS > 1 ? threadIdx.x % OF_PART : threadIdx.x;
-  const int lane = worker & 31;
-  const Own own = own_of(BY_CHANNELS ? worker / 32 : worker, lane);
+  const int lane = threadIdx.x & 31;
+  const Own own = own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
   const Item item = item_of(blockIdx.x, s);
   Acc acc[ROWS][CI_TILE] = {};
 #pragma unroll 1
@@ -299,9 +296,7 @@ static __device__ __forceinline__ void grad_input(unsigned char* memory, const T
     store_weights(weights, taps);
     __syncthreads();
 #pragma unroll C::unroll_w
-    for (int j = 0; j < C::kw_tile; j++) {
-      const int kw = PARTS > 1 ? part * C::kw_tile + j : j;
-      if (KERNEL_W % C::kw_tile && kw >= KERNEL_W) break;
+    for (int kw = 0; kw < KERNEL_W; kw++) {
       const Acc* column = tile + own.at + column_at(SHIFT + kw * C::dilation_w);
 #pragma unroll C::unroll_h
       for (int kh = 0; kh < KERNEL_H; kh++) {
@@ -315,22 +310,6 @@ static __device__ __forceinline__ void grad_input(unsigned char* memory, const T
         }
       }
     }
-  }
-  if constexpr (PARTS > 1) {
-    __syncthreads();                       // the last slice has been read
-#pragma unroll
-    for (int r = 0; r < ROWS; r++)
-#pragma unroll
-      for (int i = 0; i < CI_TILE; i++)
-        if (part) tile[((part - 1) * (ROWS * CI_TILE) + r * CI_TILE + i) * OF_PART + worker] = acc[r][i];
-    __syncthreads();
-    if (part) return;
-#pragma unroll
-    for (int r = 0; r < ROWS; r++)
-#pragma unroll
-      for (int i = 0; i < CI_TILE; i++)
-#pragma unroll
-        for (int p = 0; p < PARTS - 1; p++) acc[r][i] += tile[(p * (ROWS * CI_TILE) + r * CI_TILE + i) * OF_PART + worker];
   }
   const Tile& t = item.tile;
   if (t.w + own.tx >= s.in_w || (BY_CHANNELS && (lane >= CHANNELS || item.ci + lane >= CIN))) return;

@@ -79,25 +79,42 @@ static __device__ __forceinline__ void run(const T* weight, T* expanded, int of_
 }
 };
 
-#define STRIDES long long s_in, long long s_out, long long s_d, long long s_h, long long s_w
-#define OUTPUTS const typename Unshuffle<C>::Element* __restrict__ from, typename Unshuffle<C>::Element* __restrict__ to, int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w
-#define ENTRY template <class C> __global__ void __launch_bounds__(Unshuffle<C>::THREADS)
-
-ENTRY unshuffle(OUTPUTS) {
+template <class C>
+__global__ void __launch_bounds__(Unshuffle<C>::THREADS)
+unshuffle(const typename Unshuffle<C>::Element* __restrict__ from, typename Unshuffle<C>::Element* __restrict__ to, int total, int out_d,
+          int out_h, int out_w, int q_d, int q_h, int q_w) {
   Unshuffle<C>::unshuffle_output(from, to, Unshuffle<C>::index(), {total, out_d, out_h, out_w, q_d, q_h, q_w});
 }
 
 // `unshuffle` and weights expanded: one launch less.
-ENTRY unshuffle_and_expand(const typename Unshuffle<C>::Element* __restrict__ weight, typename Unshuffle<C>::Element* __restrict__ expanded, int of_weight, STRIDES, OUTPUTS) {
-  Unshuffle<C>::run(weight, expanded, of_weight, {s_in, s_out, s_d, s_h, s_w}, from, to, {total, out_d, out_h, out_w, q_d, q_h, q_w});
-}
-ENTRY unshuffle_and_expand_float(const u32* __restrict__ weight, u32* __restrict__ expanded, int of_weight, STRIDES, OUTPUTS) {
+template <class C>
+__global__ void __launch_bounds__(Unshuffle<C>::THREADS)
+unshuffle_and_expand(const typename Unshuffle<C>::Element* __restrict__ weight, typename Unshuffle<C>::Element* __restrict__ expanded,
+                     int of_weight, long long s_in, long long s_out, long long s_d, long long s_h, long long s_w,
+                     const typename Unshuffle<C>::Element* __restrict__ from, typename Unshuffle<C>::Element* __restrict__ to,
+                     int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w) {
   Unshuffle<C>::run(weight, expanded, of_weight, {s_in, s_out, s_d, s_h, s_w}, from, to, {total, out_d, out_h, out_w, q_d, q_h, q_w});
 }
 
-ENTRY fold(const typename Unshuffle<C>::Element* __restrict__ from, typename Unshuffle<C>::Element* __restrict__ to, int total, STRIDES) {
+template <class C>
+__global__ void __launch_bounds__(Unshuffle<C>::THREADS)
+unshuffle_and_expand_float(const u32* __restrict__ weight, u32* __restrict__ expanded, int of_weight, long long s_in, long long s_out,
+                           long long s_d, long long s_h, long long s_w,
+                           const typename Unshuffle<C>::Element* __restrict__ from, typename Unshuffle<C>::Element* __restrict__ to,
+                           int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w) {
+  Unshuffle<C>::run(weight, expanded, of_weight, {s_in, s_out, s_d, s_h, s_w}, from, to, {total, out_d, out_h, out_w, q_d, q_h, q_w});
+}
+
+template <class C>
+__global__ void __launch_bounds__(Unshuffle<C>::THREADS)
+fold(const typename Unshuffle<C>::Element* __restrict__ from, typename Unshuffle<C>::Element* __restrict__ to, int total, long long s_in,
+     long long s_out, long long s_d, long long s_h, long long s_w) {
   Unshuffle<C>::fold_weights(from, to, Unshuffle<C>::index(), total, {s_in, s_out, s_d, s_h, s_w});
 }
-ENTRY fold_float(const u32* __restrict__ from, u32* __restrict__ to, int total, STRIDES) {
+
+template <class C>
+__global__ void __launch_bounds__(Unshuffle<C>::THREADS)
+fold_float(const u32* __restrict__ from, u32* __restrict__ to, int total, long long s_in, long long s_out, long long s_d, long long s_h,
+           long long s_w) {
   Unshuffle<C>::fold_weights(from, to, Unshuffle<C>::index(), total, {s_in, s_out, s_d, s_h, s_w});
 }

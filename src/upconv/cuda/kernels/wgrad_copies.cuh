@@ -12,7 +12,6 @@ using C = typename T::C;
 using Sizes = typename T::Sizes;
 using Chunk = typename T::Chunk;
 using Work = typename T::Work;
-using Rows = typename T::Rows;
 using TensorMaps = typename T::TensorMaps;
 
 // --- x ---
@@ -24,17 +23,13 @@ static __device__ __forceinline__ int chunk_pixels(const Sizes& s) {
 
 // A chunk, from its input channel `channel` on.
 static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
-  if constexpr (C::x_one_box) {
-    load_box(to, map, 0, c.w, c.h - T::STACK + 1, c.n, channel / T::X_WIDTH, barrier);
-  } else {
 #pragma unroll 1
-    for (int i = 0; i < T::BOXES; i++) {
-      if constexpr (C::channels_last) {
-        load_box(to + i * T::BOX_BYTES, map, channel + i * T::X_WIDTH, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
-      } else {
-        int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
-        load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
-      }
+  for (int i = 0; i < T::BOXES; i++) {
+    if constexpr (C::channels_last) {
+      load_box(to + i * T::BOX_BYTES, map, channel + i * T::X_WIDTH, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
+    } else {
+      int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
+      load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
     }
   }
 }
@@ -86,26 +81,11 @@ static __device__ __forceinline__ void load_planes(const TensorMap& map, const C
     load_box(to + i / C::g_planes * T::G_SLAB_BYTES + i % C::g_planes * T::PLANE_BYTES, map, channel + i / C::g_planes * T::G_WIDTH, at.w + i % C::g_planes * C::dilation_w, at.h, at.d, at.n, barrier);
 }
 
-static __device__ __forceinline__ void load_rows(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
-#pragma unroll 1
-  for (int r = 0; r < T::G_ROWS; r++) {
-    Rows of = T::g_row(r);
-    if constexpr (C::channels_last) {
-      for (int i = 0; i < T::G_BOXES; i++)
-        load_box(to + (i * T::G_ROWS + r) * T::G_BOX_BYTES, map, channel + i * T::G_WIDTH, at.w, at.h + of.h, at.d + of.d, at.n + of.n, barrier);
-    } else {
-      load_box(to + r * T::G_BOX_BYTES, map, at.w - (at.w & (T::VEC - 1)), channel, at.h + of.h, at.d + of.d, at.n + of.n, barrier);
-    }
-  }
-}
-
 static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
   if constexpr (T::CLASSED) load_classes(maps, s, at, channel, to, barrier);
   else if constexpr (C::gapless) load_taps(*maps, at, channel, to, barrier);
-  else if constexpr (T::PLANES) load_planes(*maps, at, channel, to, barrier);
-  else if constexpr (C::lined) load_box(to, *maps, 0, (at.w - (at.w & (T::G_BEGIN - 1))) / T::G_BEGIN, channel, 0, at.n, barrier);
-  else if constexpr (C::g_one_box) load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
-  else load_rows(*maps, at, channel, to, barrier);
+  else if constexpr (C::channels_last) load_planes(*maps, at, channel, to, barrier);
+  else load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
 }
 
 // --- a chunk ---
@@ -113,8 +93,7 @@ static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes
 // Bytes that `load` brings.
 static __device__ __forceinline__ int bytes_of(const Sizes& s) {
   if constexpr (C::gapless) return chunk_pixels(s) * (((T::TURN_X ? 0 : C::block_ci) + T::SET_TAPS * C::block_co) * T::ELEMENT);
-  constexpr int COLUMNS = C::g_one_box ? C::g_planes * C::plane_columns : T::G_COLUMNS;
-  constexpr int OF_G = C::channels_last ? T::G_ROWS * COLUMNS * C::block_co * T::ELEMENT : T::G_BYTES;
+  constexpr int OF_G = C::channels_last ? T::G_ROWS * C::g_planes * C::plane_columns * C::block_co * T::ELEMENT : T::G_BYTES;
   return (T::TURN_X ? 0 : T::X_TILE_BYTES) + (C::box_g ? OF_G : 0);
 }
 
@@ -158,7 +137,7 @@ struct WgradBlock {
   typename T::Work work;
   int split;
   unsigned char* memory;
-  u32 base, full, empty, last;             // memory's address; barriers: of stages, and of raw pixels or (handover) of the other block's sums
+  u32 base, full, empty, last;             // memory's address; barriers: of stages, and of raw pixels
 
   __device__ __forceinline__ int begin() const { return split * s.per_split; }
   __device__ __forceinline__ int end() const { return begin() + s.per_split < s.chunks ? begin() + s.per_split : s.chunks; }
@@ -216,7 +195,7 @@ struct WgradByTurning {
   }
 };
 
-// g by words of all threads, x by boxes.
+// NCHW: g by words of all threads, x by boxes.
 template <class T>
 struct WgradByWords {
   using C = typename T::C;
@@ -231,13 +210,11 @@ struct WgradByWords {
     const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
     const int channel = block.work.group * C::cout + block.work.co;
     Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, tile + T::X_TILE_BYTES, thread);
-    if constexpr (!C::channels_last) {
-      if (Copies::has_borders(memory, at)) {
-        copy_commit();
-        copy_wait<0>();
-        named_sync<1, T::COPIERS>();       // all have landed
-        Copies::clear_borders(block.g, memory, at, channel, tile + T::X_TILE_BYTES, thread);
-      }
+    if (Copies::has_borders(memory, at)) {
+      copy_commit();
+      copy_wait<0>();
+      named_sync<1, T::COPIERS>();         // all have landed
+      Copies::clear_borders(block.g, memory, at, channel, tile + T::X_TILE_BYTES, thread);
     }
     arrive_when_copied(barrier);
     barrier_arrive(barrier);               // what it stored itself

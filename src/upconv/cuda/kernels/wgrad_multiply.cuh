@@ -140,15 +140,14 @@ using V = WgradView<T>;
 
 static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
   int channel = of.channel + (of.lane >> 3 & 1) * 8, first = (of.lane & 7) * T::G_STEP_W * T::G_PIXEL_BYTES;
-  if constexpr (C::box_g) return first + channel / T::G_WIDTH * T::G_SLAB_BYTES + channel % T::G_WIDTH * 2;
-  else return first + channel * 2;
+  return first + channel / T::G_WIDTH * T::G_SLAB_BYTES + channel % T::G_WIDTH * 2;
 }
 
 static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes&, const typename V::Phases&, int u, const typename V::Step& step, int lane_at) {
   int p0 = step.half[0].row * T::G_LINE + step.half[0].column, p1 = step.half[1].row * T::G_LINE + step.half[1].column;
   int p = taps.at[u] + p0 + ((threadIdx.x & 16) ? p1 - p0 : 0);
   u32 address = shared_address(g_tile) + p * T::G_PIXEL_BYTES + lane_at;
-  if constexpr (C::box_g) address ^= (address >> 7 & (T::G_WIDTH / 8 - 1)) << 4;  // the engine's swizzle, a function of the address
+  address ^= (address >> 7 & (T::G_WIDTH / 8 - 1)) << 4;  // the engine's swizzle, a function of the address
   load_matrices_turned(a, address);
 }
 };
@@ -358,7 +357,7 @@ static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const un
   WgradUnits<T> units;
   const int first = run * (C::unrolled / C::entries);
   const typename F::Half from = F::step_of(first).half[0];
-  const unsigned char* g_tile = tile + T::X_TILE_BYTES + from.row * T::G_ROW_BYTES;
+  const unsigned char* g_tile = tile + T::X_TILE_BYTES + from.row * T::G_BOX_BYTES;
   if constexpr (!C::channels_last && !C::aligned_g && !T::CLASSED) phases.of[0] += F::memory_row(from.memory, s);
   int lane_from = lane_at + from.column * T::G_PIXEL_BYTES;
   u32 x_from = shared_address(tile) + T::x_at(first);

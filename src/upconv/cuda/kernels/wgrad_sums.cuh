@@ -1,7 +1,6 @@
 // How sums leave a block of wgrad_wgmma.cu: as a slice for `reduce`; or blocks that have all splits of a tile between them write the
 // weight's gradient from their sums in shared memory, as a cluster, together through global memory, or alone, or (T::BY_ROWS) from
-// registers. Sums of splits are added in the order of `reduce`, to the same bits; those that are handed over (wgrad_handover.cuh) are of
-// other ranges.
+// registers. Sums of splits are added in the order of `reduce`, to the same bits.
 #include "wgrad_multiply.cuh"
 
 // A slice of partial sums, [split][taps][COUT][cin].

@@ -24,7 +24,7 @@ static constexpr int SET_UNITS = S::SET_TAPS / OF_UNIT;
 // --- x -----------------------------------------------------------------------------------------------------------------
 
 // Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT]. Channels_last of 16 bits: for
-// each X_WIDTH channels a box of the chunk's pixels, or (x_one_box) one box that brings them in that order.
+// each X_WIDTH channels a box of the chunk's pixels.
 static constexpr bool TURN_X = LAST && !S::NARROW;      // channels_last float32 is turned by the copying warpgroup
 static constexpr bool K_MAJOR = !LAST || TURN_X;
 static constexpr int PIXELS = S::X_ROWS * C::tile_w;
@@ -45,27 +45,24 @@ static constexpr int NB = C::block_ci / N_WIDTH;
 static constexpr int CLASSES = C::row_classes * C::channel_classes;
 static constexpr bool CLASSED = CLASSES > 1;
 static constexpr int G_CHANNELS = C::block_co / C::channel_classes;  // of a class
-static constexpr int G_BEGIN = C::lined ? 128 / SIZE : S::VEC;       // elements at multiples of which boxes begin
 
-// Channels_last: boxes have G_WIDTH channels, a swizzled row, and the columns of one row; g_one_box: all rows of a plane. Gapless: a
+// Channels_last: boxes have G_WIDTH channels, a swizzled row, and all rows of a plane. Gapless: a
 // plane is a tap's pixels. Parted: a plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours,
 // which meet different banks, and columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each
 // g_planes taps.
-static constexpr bool PLANES = LAST && C::g_one_box;
 static constexpr int G_WIDTH = C::block_co % 64 == 0 && S::NARROW ? 64 : C::block_co % 32 == 0 ? 32 : 16;
 static constexpr int G_BOXES = LAST ? C::block_co / G_WIDTH : 1;
 static constexpr int G_COLUMN_BYTES = G_WIDTH * SIZE;
 static constexpr int G_BOX_BYTES =                                   // of a row
-    !LAST ? G_CHANNELS * C::g_pitch * SIZE : PLANES ? C::plane_columns * G_COLUMN_BYTES : (S::G_COLUMNS * G_COLUMN_BYTES + 127) / 128 * 128;
+    LAST ? C::plane_columns * G_COLUMN_BYTES : G_CHANNELS * C::g_pitch * SIZE;
 static constexpr int PLANE_BYTES = (S::G_ROWS * G_BOX_BYTES + 127) / 128 * 128;  // where a box may begin
-static constexpr int G_SLAB_BYTES = PLANES ? C::g_planes * PLANE_BYTES : S::G_ROWS * G_BOX_BYTES;  // of G_WIDTH channels
-static constexpr int G_LINE = PLANES ? C::plane_columns : C::box_g ? G_BOX_BYTES / G_COLUMN_BYTES : S::G_COLUMNS;  // pixels from row to row
-static constexpr int G_BYTES = LAST && C::box_g ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
+static constexpr int G_SLAB_BYTES = C::g_planes * PLANE_BYTES;  // of G_WIDTH channels
+static constexpr int G_LINE = C::plane_columns;  // pixels from row to row
+static constexpr int G_BYTES = LAST ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
 static constexpr int CLASS_BYTES = G_BYTES / CLASSES;
-// From one pixel of g's tile to the next (of NCHW counted in elements), from one of q to the next, and from one row to the next.
+// From one pixel of g's tile to the next (of NCHW counted in elements), and from one of q to the next.
 static constexpr int G_PIXEL_BYTES = LAST ? C::g_pitch * SIZE : 1;
 static constexpr int G_STEP_W = C::parted ? 1 : C::step_w;           // in pixels
-static constexpr int G_ROW_BYTES = LAST && !C::box_g ? G_LINE * G_PIXEL_BYTES : G_BOX_BYTES;
 
 // --- stages and sums ---------------------------------------------------------------------------------------------------
 
@@ -77,7 +74,7 @@ static_assert(BARRIERS_AT + 16 * C::stages + 16 == C::shared_bytes, "the planner
 
 // How sums leave: blocks may add them up, and then take them from registers to the weight (`put_rows`).
 static constexpr bool ADDS_UP = C::cluster > 1 || C::together || C::alone;
-static constexpr bool BY_ROWS = C::handover || (C::alone && C::a_shared && !C::stacked);
+static constexpr bool BY_ROWS = C::alone && C::a_shared && !C::stacked;
 // A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
 // ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
 static constexpr int SUMS_PITCH = C::block_co + 4;

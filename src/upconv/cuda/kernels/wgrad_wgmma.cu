@@ -8,8 +8,8 @@
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
 //      rounded to TF32 on the way; channels_last of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
 //      that channels_last float32 is turned by the copying warpgroup.
-// g comes by boxes too (box_g): by one where its rows lie evenly (g_one_box; channels_last for each G_WIDTH channels and plane), by
-// one for each row, NCHW by one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
+// g comes by boxes too (box_g), where its rows lie evenly: channels_last by one for each G_WIDTH channels and plane; NCHW by one, or by
+// one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
 // Roles: one warpgroup copies, the others multiply: split_m of them divide the output channels of a block, the others its taps,
 // UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap; or, stacked, a column of
 // taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
@@ -20,12 +20,11 @@
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where splits are
 // few, their blocks are a cluster, which adds the sums through its shared memory in the same order, and writes the weight itself.
 // Where more are, but all blocks run at once (a cooperative launch), those of a tile wait for each other and do it together, through
-// global memory. A split that is the only one (alone) writes the weight from its own shared memory. Two splits may exchange sums while
-// they multiply (handover); these have chunks in another order than two steps have, and other roundings.
+// global memory. A split that is the only one (alone) writes the weight from its own shared memory.
 //
 // Files: wgrad_tiles.cuh (a chunk in shared memory), wgrad_copies.cuh (who brings it), wgrad_multiply.cuh (fragments and matrix
-// instructions), wgrad_sums.cuh (how sums leave), wgrad_handover.cuh.
-#include "wgrad_handover.cuh"
+// instructions), wgrad_sums.cuh (how sums leave).
+#include "wgrad_sums.cuh"
 
 template <class C_>
 struct WgradWgmma {
@@ -51,7 +50,7 @@ static __device__ __forceinline__ void begin_rows(int& lane_at, typename F::Phas
   const Sizes& s = block.s;
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
   if constexpr (C::aligned_g) {
-    lane_at += c.w & (T::G_BEGIN - 1);
+    lane_at += c.w & (T::VEC - 1);
   } else if constexpr (T::CLASSED) {
     const int of_channels = (of.channel + of.row) / T::G_CHANNELS;  // the lane's class
 #pragma unroll
@@ -115,7 +114,7 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
 // They are added to those of other splits, and written to the weight.
 struct Whole {
   Gradient out;
-  char* partial;                           // together: SUMS_BYTES of each block; handover: 4 WgradHandover::WORDS
+  char* partial;                           // together: SUMS_BYTES of each block
   u32* counters;                           // together: two of each tile
 
   static constexpr int TILES = T::SETS * T::CO_TILES * T::CI_TILES * C::groups;
@@ -143,20 +142,6 @@ struct Whole {
       WgradAdding<T>::add_share_of_rows(out, block.work, {}, block.base, block.split, thread);
     }
   }
-
-  // Or they are exchanged with another block's meanwhile.
-  __device__ __forceinline__ void hand_over(const Block& block, int wg, int thread) const {
-    int other;
-    WgradMeet<T> meet;
-    if constexpr (C::together) {
-      other = block.split ? blockIdx.x - TILES : blockIdx.x + TILES;
-      meet.counters = counters + 2 * (block.split ? other : (int)blockIdx.x);
-    } else {
-      other = blockIdx.x ^ 1;
-      meet.met = block.last;
-    }
-    WgradHandover<T>::consume(out, block, (float4*)partial, meet, other, wg, thread);
-  }
 };
 
 // =====================================================================================================================
@@ -169,10 +154,7 @@ static __device__ __forceinline__ void take_work(Block& block) {
   int index = blockIdx.x;
   if constexpr (C::cluster > 1) block.split = index % C::cluster, index /= C::cluster;  // so that a cluster's blocks are neighbours
   int set = index % T::SETS;  index /= T::SETS;
-  if constexpr (C::handover) {
-    wgrad_tile_of<T::CI_TILES, T::CO_TILES>(index % (T::CI_TILES * T::CO_TILES), work.ci, work.co);
-    work.ci *= C::block_ci, work.co *= C::block_co, index /= T::CI_TILES * T::CO_TILES;
-  } else if constexpr (C::cluster > 1 && T::CI_TILES % 2 == 0) {  // two clusters have the same pixels of g, for L2
+  if constexpr (C::cluster > 1 && T::CI_TILES % 2 == 0) {  // two clusters have the same pixels of g, for L2
     work.ci = index % 2;  index /= 2;
     work.co = index % T::CO_TILES * C::block_co;  index /= T::CO_TILES;
     work.ci = (work.ci + index % (T::CI_TILES / 2) * 2) * C::block_ci;  index /= T::CI_TILES / 2;
@@ -195,29 +177,18 @@ static __device__ __forceinline__ void run(const char* g, const E& end, const Si
       barrier_init(full + 8 * i, WgradWay<T>::ARRIVALS);
       barrier_init(empty + 8 * i, C::warpgroups * 4);
     }
-    barrier_init(last, C::handover ? C::warpgroups * 4 : 1);
+    barrier_init(last, 1);
     barriers_begun();
   }
   if constexpr (C::gapless) WgradBoxes<T>::clear_tails(base, s, threadIdx.x);
   __syncthreads();
-  constexpr bool MEETS = C::handover && C::cluster > 1;
-  if constexpr (MEETS) cluster_arrive();   // who hands sums over waits for the other block's
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
     fewer_registers<C::producer_registers>();
-    if constexpr (C::handover) {
-      if (thread == 0) WgradHandoverCopies<T>::produce(block);
-      if constexpr (MEETS) {
-        __syncwarp();
-        cluster_wait();
-      }
-    } else {
-      wgrad_produce(block, thread);
-    }
+    wgrad_produce(block, thread);
   } else {
     more_registers<C::consumer_registers>();
-    if constexpr (C::handover) end.hand_over(block, role - 1, thread);
-    else consume(end, block, role - 1, thread);
+    consume(end, block, role - 1, thread);
   }
 }
 };

@@ -4,8 +4,8 @@
 rows of 8 pixels and more, and images of 14 x 14 leave a quarter of them empty. Where taps share little (the kernel is
 about the stride), or channels are many and images small, there is nothing to gain by that: here each tap has pixels of
 its own, a tile is a box of any shape, and channels of the result are columns of any number. Weights stream through the
-ring beside the pixels, so that layers of any width are served (``kernels/implicit.cu``). A forward has a GEMM for each
-phase, whose K is the phase's taps.
+ring beside the pixels, so that layers of any width are served (``kernels/pixels_implicit.cuh``). A forward has a GEMM
+for each phase, whose K is the phase's taps.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Tile(Base):
     @property
     def entry(self) -> str:
         """The kernel's name."""
-        return "implicit_clusters" if self.cluster > 1 else "implicit"
+        return "pixels_last_clusters" if self.cluster > 1 else "pixels_last"
 
     @property
     def turnable(self) -> bool:
@@ -179,7 +179,7 @@ class Tile(Base):
             yield f"{self.mb} x 64 x {self.columns} sums are more than registers hold"
 
     def constants(self, turned: bool = False) -> dict[str, jit.Constant]:
-        """The kernel's, see kernels/implicit.cu. ``turned``: of weights as a forward's lie."""
+        """The kernel's, see kernels/pixels_implicit.cuh. ``turned``: of weights as a forward's lie."""
         found: dict[str, jit.Constant] = super().constants() | {
             "chunk": self.chunk,
             "columns": self.columns,
@@ -318,12 +318,12 @@ class Choice(TileChoice[Tile], PackingLaunch):
         The first packs weights; the second, of some forwards, takes channels-last ones as they lie.
         """
         t, label = self.tile, f"implicit {layer_text(self.problem)}"
-        kernel = f"{t.entry}<{jit.CONFIG}>"
+        kernel = f"{t.entry}<Implicit<{jit.CONFIG}>>"
         packing = packing_entries(f"Implicit<{jit.CONFIG}>", self.problem)
-        packed = Unit(label, jit.instance("implicit.cu", t.constants(), (*packing, kernel)), ("pack", t.entry))
+        packed = Unit(label, jit.instance("pixels.cu", t.constants(), (*packing, kernel)), ("pack", t.entry))
         if not t.turnable:
             return (packed,)
-        turned = jit.instance("implicit.cu", t.constants(turned=True), (kernel,))
+        turned = jit.instance("pixels.cu", t.constants(turned=True), (kernel,))
         return packed, Unit(f"{label} unpacked", turned, (t.entry,))
 
     def prepare(self, device: int) -> Prepared:

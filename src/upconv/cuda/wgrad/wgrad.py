@@ -19,7 +19,7 @@ from torch import Tensor
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Tensor5, Words, channels_last, dense, encode, of_class
+from upconv.cuda.compile.boxes import Tensor5, Words, channels_last, encode, of_class
 from upconv.cuda.compile.launch import Counters, Launcher, TooManyBlocks, as_run, bind
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
@@ -29,7 +29,6 @@ from upconv.cuda.wgrad.wgrad_costs import (
     alone,
     boxed,
     clustered,
-    hands_over,
     least,
     together,
     whole,
@@ -83,9 +82,7 @@ class Choice(family.Defaults):
         gapless = isinstance(t, WarpgroupTiling) and t.gapless
         shape += f" of {gapless} without gaps" if gapless else ""
         adding = ""
-        if self.hands_over:
-            adding = " of blocks that hand over half of their sums"
-        elif self.cluster > 1:
+        if self.cluster > 1:
             adding = f" in clusters of {self.cluster} that add up their sums"
         elif self.together:
             adding = " of blocks that add up their sums"
@@ -104,12 +101,6 @@ class Choice(family.Defaults):
         return clustered(self.tiling, self.splits, self.gpu)
 
     @property
-    def hands_over(self) -> bool:
-        """Whether the blocks of two splits exchange sums while they multiply: all at once or, in a graph that is
-        captured, as a `cluster`, to the same bits. Two steps give other bits."""
-        return hands_over(self.tiling, self.splits, self.gpu)
-
-    @property
     def together(self) -> bool:
         """Whether the splits' blocks, which are no cluster, may add up their sums: all run at once."""
         return together(self.tiling, self.splits, self.gpu)
@@ -123,7 +114,7 @@ class Choice(family.Defaults):
         """What NVRTC must compile; the same for all input sizes that share the tile (and are cut into as few splits).
 
         The first has both steps; the second, where there is a `cluster` or they add up `together` or are `alone`, needs
-        one; so does the third, where the cluster `hands_over` and all blocks run at once.
+        one.
         """
         p, t = self.problem, self.tiling
         label = f"wgrad {str(p).split(' on ')[0]} {p.precision} {p.layout}"
@@ -131,11 +122,8 @@ class Choice(family.Defaults):
         if not isinstance(t, WarpgroupTiling) or not (self.cluster > 1 or self.together or self.alone):
             return (steps,)
         kind = "alone" if self.alone else "together" if self.together else f"by clusters of {self.cluster}"
-        ways = {"cluster": self.cluster, "together": self.together, "alone": self.alone, "handover": self.hands_over}
-        one = one_step(f"{label} {kind}", t, **ways)
-        if not self.hands_over:
-            return steps, one
-        return steps, one, one_step(f"{label} together", t, together=True, handover=True)
+        ways = {"cluster": self.cluster, "together": self.together, "alone": self.alone}
+        return steps, one_step(f"{label} {kind}", t, **ways)
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -178,12 +166,11 @@ class Prepared(family.PreparedWeight):
         self._numel = math.prod(p.weight_shape)
         self._blocks = reduce_blocks(t)
         self._choice = choice
-        self._hands_over = choice.hands_over
-        self.together = (choice.together or self._hands_over) and gpu_of(device).multiprocessors >= self._grid
+        self.together = choice.together and gpu_of(device).multiprocessors >= self._grid
         """Whether `run` has another way for calls that are ``lasting``, to the same bits."""
         self._sums = 0
         if isinstance(t, WarpgroupTiling):
-            self._sums = self._grid * (t.handed_bytes if self._hands_over else t.sums_bytes) // 4
+            self._sums = self._grid * t.sums_bytes // 4
         if self.together:
             self._counters = Counters(device, 2 * t.tiles)
             _ = self._at_once
@@ -238,13 +225,12 @@ class Prepared(family.PreparedWeight):
     @cached_property
     def _one_step(self) -> Launcher | None:
         """The kernel that needs no second step, of one split or by clusters; None where there is none, or where
-        clusters take more waves of blocks than two steps, which add up in the same order. Pairs that hand over may take
-        turns: two steps would give other bits."""
+        clusters take more waves of blocks than two steps, which add up in the same order."""
         choice = self._choice
         if choice.cluster == 1 and not choice.alone:
             return None
         launcher = self._whole(choice.sources()[1])
-        if choice.alone or self._hands_over:
+        if choice.alone:
             return launcher
         waves = -(-self._grid // choice.gpu.multiprocessors)
         return launcher if choice.tiling.tiles <= waves * launcher.clusters(self._device, choice.cluster) else None
@@ -280,11 +266,7 @@ class Prepared(family.PreparedWeight):
             except TooManyBlocks:  # on this stream, of a part of the GPU; the same sums in the same order follow
                 pass
         if self._one_step is not None:
-            handed = 0
-            if self._hands_over:
-                sums = x.new_empty_strided((self._sums,), (1,), dtype=torch.float32)
-                handed = sums.data_ptr()
-            pointers = (at_grad, out.data_ptr(), handed, 0)
+            pointers = (at_grad, out.data_ptr(), 0, 0)
             self._one_step(self._device, self._grid, (*pointers, self._sizes, *to, single, maps))
             return
         partial = x.new_empty_strided((self._slices * self._numel,), (1,), dtype=torch.float32)
@@ -332,18 +314,10 @@ def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
     """The tensors that a tiling's boxes of the input (or of the output's gradient ``g``) are cut from."""
     size = p.out_size if g else p.size
     channels = p.out_channels if g else p.in_channels
-    if t.x_one_box and not g:
-        w, pixels = size[-1], math.prod(size)
-        pitch = channels * t.element
-        # Strides need not grow: the engine asks for multiples of 16 bytes.
-        dims = t.x_width, w, pixels // w, p.batch, channels // t.x_width
-        return (Tensor5(0, dims, (pitch, w * pitch, pixels * pitch, t.x_width * t.element)),)
     if t.channels_last:
         return (channels_last(p.batch, channels, size, t.element, p.batch_as_width),)
     if t.lines and not g:
         size = (*size[:-2], 1, size[-2] * size[-1])
-    if t.lined and g:
-        return (dense((t.line, size[0] // t.line, channels, 1, p.batch), t.element),)
     of_rows, of_channels = t.classes if g else (1, 1)
     return tuple(
         of_class(p.batch, channels, size, t.element, (of_rows, j), (of_channels, k)).channels_second()

@@ -39,18 +39,11 @@ class BoxedTiling(Tiling):
     """NCHW: a chunk is as wide as the image, whose rows so are one line: a row of x's tile has several of them."""
     interleaved: bool = False
     """NCHW, boxes of g: the `subs` taps of an instruction are neighbours along W, and their rows neighbours in M."""
-    lined: bool = False
-    """1-D, `interleaved`: boxes of g are of whole lines of 128 bytes, of which rows of the output are a whole number;
-    else a box has at most 256 elements of a row."""
     gapless: int = 0
     """channels_last: positions of K that a chunk has, of which a box of any shape (the tile) fills all or nearly all:
     each tap has pixels of g of its own, in the order of the box's, so that no row need be whole strips of 8. The
     kernel knows their number alone; the box comes with a launch. 0: rows of a chunk are whole strips, and taps share
     what they read."""
-
-    x_one_box: bool = False
-    """channels_last, 16 bits: whether one box brings x's tile, its channels as a dimension of `x_width` and one of how
-    many such there are, not one for each `x_width`."""
 
     # --- positions ----------------------------------------------------------------------------------------------------
 
@@ -98,23 +91,10 @@ class BoxedTiling(Tiling):
             return self.x_width * self.element
         return min(128, self.row * self.element * (self.tile[2] if self.lines else 1))
 
-    @_chunk
-    def x_joinable(self) -> bool:
-        """Whether `x_one_box` may be: channels of the tensor, and of a block, are whole boxes', which are as long as
-        what they fill, and there is no depth, whose dimension the second of channels takes."""
-        p = self.problem
-        if not self.channels_last or self.turned or self.gapless or p.rank > 2 or p.batch_as_width:
-            return False
-        of_group = p.in_channels // p.groups
-        return self.block[0] > self.x_width == 64 and of_group % 64 == 0
-
     @property
     def box(self) -> tuple[int, int, int, int, int]:
-        """The box of x, innermost first: channels, W, H, D, images (`x_one_box`: images, boxes' channels), or W
-        (`segment` of it), channels, H, D, images."""
+        """The box of x, innermost first: channels, W, H, D, images, or W (`segment` of it), channels, H, D, images."""
         n, d, h, w = self.tile
-        if self.x_one_box:
-            return self.x_width, w, h + self.halo, n, self.block[0] // self.x_width
         if self.channels_last:
             return self.block[0] if self.turned else self.x_width, w, h + self.halo, d, n
         return self.segment // self.element, self.block[0], 1 if self.lines else h + self.halo, d, n
@@ -132,18 +112,10 @@ class BoxedTiling(Tiling):
 
     # --- g ------------------------------------------------------------------------------------------------------------
 
-    @property
-    def line(self) -> int:
-        """Elements of 128 bytes."""
-        return 128 // self.element
-
     @_chunk
     def _interleaved_banks(self) -> tuple[int, int]:
-        least, every = self.units[1], 1
-        if self.lined:
-            least, every = -(-(self.spans[2] + self.line - 1) // self.line) * 8, 8
         lanes = self.subs, self.dilation[2], self.steps[2], -self.padding[2] % self.vec
-        return _fewest_conflicts(self.element, least, every, *lanes)
+        return _fewest_conflicts(self.element, self.units[1], *lanes)
 
     @_chunk
     def g_row_units(self) -> int:
@@ -162,12 +134,14 @@ class BoxedTiling(Tiling):
 
     @_chunk
     def box_g(self) -> bool:
-        """Whether g comes by boxes too."""
+        """Whether g comes by boxes too: one (channels_last: for each `g_width` channels and plane) brings a tile's
+        rows, since a box costs hundreds of clocks, however small."""
+        if self._g_whole_box is None:
+            return False
         if self.channels_last:
             aligned = self.problem.out_channels % self.vec == 0
-            whole = self.problem.groups == 1 or self.channels[1] % self.vec == 0
-            return aligned and whole and max(self.g_box) <= MAX_BOX
-        return (self.aligned_g or self.classed) and max(self.g_box) <= MAX_BOX
+            return aligned and (self.problem.groups == 1 or self.channels[1] % self.vec == 0)
+        return self.aligned_g or self.classed
 
     @_chunk
     def classed(self) -> bool:
@@ -181,7 +155,7 @@ class BoxedTiling(Tiling):
         # A class's rows begin early, which shows to the left of the image.
         few = rows * channels <= MAX_CLASSES and self.padding[2] == 0
         known = (rows == 1 or self.stacked) and self.block[1] // channels >= 16
-        return few and known and self.g_one_box and self._g_row_steps[1] == 1
+        return few and known and self._g_whole_box is not None and self._g_row_steps[1] == 1
 
     @_chunk
     def g_width(self) -> int:
@@ -190,35 +164,22 @@ class BoxedTiling(Tiling):
 
     @_chunk
     def g_box(self) -> tuple[int, int, int, int, int]:
-        """The box of g, innermost first: channels, W, H, D, images (channels_last) or W, channels, H, D, images, of all
-        of a tile (`g_one_box`; channels_last: of a plane of it) or of a row."""
-        if self.channels_last:
-            return self._g_whole_box or (self.g_width, self.spans[2], 1, 1, 1)
-        row = self.g_row_units * self.vec
-        if self.lined:
-            return self.line, row // self.line, self.block[1], 1, self.tile[0]
-        return self._g_whole_box or (row, self.block[1], 1, 1, 1)
+        """The box of g, innermost first: channels, W, H, D, images (channels_last) or W, channels, H, D, images."""
+        assert self._g_whole_box is not None
+        return self._g_whole_box
 
     @property
     def g_box_steps(self) -> tuple[int, int, int, int, int]:
         """From one element of a box of g to the next along each of its dimensions."""
-        if self.lined:
-            return 1, 1, 1, 1, 1
-        d, h = self._g_row_steps if self.g_one_box else (1, 1)
+        d, h = self._g_row_steps
         return 1, self.steps[2] if self.parted else 1, h, d, 1
-
-    @_chunk
-    def g_one_box(self) -> bool:
-        """Whether one box brings g's tile (channels_last: for each `g_width` channels and plane), not one for each
-        row: a box costs hundreds of clocks, however small."""
-        return self.lined or self._g_whole_box is not None
 
     @_chunk
     def parted(self) -> bool:
         """Channels_last: whether columns of g that a tap reads are neighbours, in a plane of those with their remainder
         by the stride. So columns that no tap reads are left out; and 16-bit fragments of even strides meet all banks,
         where rows of every second pixel lie in half of them."""
-        return self.box_g and self._partable and self.g_one_box
+        return self._partable and self._g_whole_box is not None
 
     @_chunk
     def _partable(self) -> bool:
@@ -293,18 +254,15 @@ class BoxedTiling(Tiling):
             of_rows, _ = self.classes
             rows = self.tile[0] * rows_d * -(-rows_h // of_rows) * of_rows
             return rows * self.block[1] * self.g_row_units * 16
-        if self.channels_last and self.box_g and self.g_one_box:
+        if self.channels_last:
             planes, columns, _ = self.g_planes
             plane = -(-self.g_rows * columns * self.g_width * self.element // 128) * 128
             return self.block[1] // self.g_width * planes * plane
-        if self.channels_last and self.box_g:
-            box = -(-self.spans[2] * self.g_width * self.element // 128) * 128
-            return self.g_rows * self.block[1] // self.g_width * box
         return super().g_bytes
 
     @property
     def g_pitch(self) -> int:
-        return self.g_width if self.channels_last and self.box_g else super().g_pitch
+        return self.g_width if self.channels_last else super().g_pitch
 
     @property
     def g_pixels(self) -> int:
@@ -315,7 +273,7 @@ class BoxedTiling(Tiling):
     @_chunk
     def g_units(self) -> int:
         """16-byte copies of g's tile."""
-        if self.channels_last and self.box_g:
+        if self.channels_last:
             return self.g_rows * self.g_pixels * -(-self.block[1] // self.vec)
         return super().g_units
 
@@ -334,11 +292,11 @@ class BoxedTiling(Tiling):
         """Copies of the tensor copy engine for a chunk."""
         line = self.row * (self.tile[2] if self.lines else 1) * self.element
         found = self.block[0] // self.x_width if self.channels_last else line // self.segment
-        if self.turned or self.x_one_box:
+        if self.turned:
             found = 1
         if self.box_g:
             wide = self.block[1] // self.g_width if self.channels_last else 1
-            found += wide * (math.prod(self.classes) * self.g_planes[0] if self.g_one_box else self.g_rows)
+            found += wide * math.prod(self.classes) * self.g_planes[0]
         return found
 
     @property
@@ -356,20 +314,18 @@ class BoxedTiling(Tiling):
             return found + touched(self.g_rows * self.g_pixels * self.block[1] / self.g_width, row, row)
         found = touched(self.x_bytes / self.segment, self.segment, self.segment)
         row = self.g_row_units * 16
-        return found + touched(self.g_rows * self.block[1], row, 128 if self.lined else 16)
+        return found + touched(self.g_rows * self.block[1], row, 16)
 
 
 @lru_cache(maxsize=512)
-def _fewest_conflicts(
-    element: int, units: int, every: int, subs: int, tap: int, step: int, lead: int
-) -> tuple[int, int]:
+def _fewest_conflicts(element: int, units: int, subs: int, tap: int, step: int, lead: int) -> tuple[int, int]:
     """How many 16-byte units, so many or a few more, rows of channels are apart, and how often lanes meet a bank then.
 
-    ``every``: whose multiples they are. A unit that no column needs is copied all the same, so wide rows without
-    conflicts may be slower than narrow ones with some.
+    A unit that no column needs is copied all the same, so wide rows without conflicts may be slower than narrow ones
+    with some.
     """
     found = []
-    for apart in range(units, units + 8 * every, every):
+    for apart in range(units, units + 8):
         worst = 0
         for second in (0,) if element == 4 else (0, step):  # of 16 bits a register takes two words
             words = {

@@ -152,18 +152,7 @@ def together(t: AnyTiling, splits: int, gpu: Gpu) -> bool:
     """Whether the splits' blocks, which are no cluster, may add up their sums: all run at once."""
     if not isinstance(t, WarpgroupTiling) or not t.adds_up or gpu.arch != "90a" or clustered(t, splits, gpu) > 1:
         return False
-    return splits > 1 and _at_once(t, splits, gpu)
-
-
-def hands_over(t: AnyTiling, splits: int, gpu: Gpu) -> bool:
-    """Whether the blocks of two splits, which are a cluster, may exchange sums while they multiply: all run at once."""
-    if not isinstance(t, WarpgroupTiling) or not t.hands_over:
-        return False
-    return clustered(t, splits, gpu) == 2 and _at_once(t, splits, gpu)
-
-
-def _at_once(t: AnyTiling, splits: int, gpu: Gpu) -> bool:
-    return t.tiles * splits <= gpu.multiprocessors
+    return splits > 1 and t.tiles * splits <= gpu.multiprocessors
 
 
 def alone(t: AnyTiling, splits: int, gpu: Gpu) -> bool:
@@ -272,7 +261,7 @@ def _last_clocks(t: WarpgroupTiling) -> tuple[float, str]:
 
 
 def _warpgroup_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str]:
-    if t.channels_last and t.box_g:
+    if t.channels_last:
         return _last_clocks(t)
     if t.box_g and not (t.stacked or t.classed):
         return _boxed_clocks(t, straddling)
@@ -292,8 +281,8 @@ def _warpgroup_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str
         copies = t.lines_of_boxes * _LINE
     else:
         l2 = 0.0  # what copies take is more
-        copies = t.g_units * _COPY[t.warpgroups > 2] * _ragged(t, t.channels[1])
-        copies += _CHUNK[1] + (t.boxes - 1) * _BOX_BESIDE + (0.0 if t.channels_last else t.g_rows * t.block[1] * _ROW)
+        copies = t.g_units * _COPY[t.warpgroups > 2]
+        copies += _CHUNK[1] + (t.boxes - 1) * _BOX_BESIDE + t.g_rows * t.block[1] * _ROW
         if t.stacked:
             copies = max(copies, t.lines_of_boxes * _LINE)
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}

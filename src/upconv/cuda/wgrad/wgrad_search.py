@@ -42,7 +42,6 @@ class _Search:
     width: int
     classes: tuple[int, int]
     general: bool
-    lined: bool
 
     @property
     def last(self) -> bool:
@@ -111,16 +110,15 @@ def candidates(
     width: int = 0,
     classes: tuple[int, int] = (1, 1),
     general: bool = False,
-    lined: bool = False,
 ) -> Iterator[AnyTiling]:
     """Every tiling worth a look.
 
     ``aligned``, ``aligned_g``: rows of an NCHW input and output begin at 16 bytes. ``width``: of images so narrow that
     a chunk takes whole rows (`narrow`); some tilings then serve this width alone. ``classes``: of the rows of an NCHW
     output that are not aligned (`classes_of`); some tilings serve these alone. ``general``: those of exported files, of
-    which NCHW's stay as they are. ``lined``: whether 1-D rows of the output are whole lines (`lined`), as some want.
+    which NCHW's stay as they are.
     """
-    for sketch in _sketches(p, gpu, aligned, aligned_g, width, classes, general, lined):
+    for sketch in _sketches(p, gpu, aligned, aligned_g, width, classes, general):
         yield from filter(None, map(sketch.tiling, sketch.chunks))
 
 
@@ -132,7 +130,7 @@ def promising(p: Problem, gpu: Gpu, general: bool) -> Iterator[tuple[tuple[int, 
     """
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
     width, classes = 0 if general else narrow(p), classes_of(p, general)
-    sketches = _sketches(any_size(p), gpu, aligned, aligned_g, width, classes, general, lined(p))
+    sketches = _sketches(any_size(p), gpu, aligned, aligned_g, width, classes, general)
     straddling = 1.0 if general else straddling_of(p)
     counts = {chunk: _chunks(p, chunk) for chunk in {chunk for sketch in sketches for chunk in sketch.chunks}}
     floors = [sketch.floor(p, gpu) for sketch in sketches]
@@ -169,9 +167,8 @@ def _sketches(
     width: int,
     classes: tuple[int, int],
     general: bool,
-    lined: bool,
 ) -> tuple[Sketch, ...]:
-    of = _Search(p, gpu, aligned, aligned_g, width, classes, general, lined)
+    of = _Search(p, gpu, aligned, aligned_g, width, classes, general)
     found, tiles = [], _tiles(p, 32 if of.boxed else 64)
     for base in _warpgroup_bases(of):
         # Those without gaps are at any size; `boxed` has the box of one.
@@ -208,11 +205,6 @@ def narrow(p: Problem) -> int:
     """The width of images whose rows a chunk takes whole, or 0; few, since each is a kernel."""
     width = p.size[-1]
     return width if p.rank > 1 and p.layout == "nchw" and width in (8, 16, 32) else 0
-
-
-def lined(p: Problem) -> bool:
-    """Whether rows of a 1-D output are whole lines of 128 bytes."""
-    return p.rank == 1 and p.layout == "nchw" and p.out_size[0] * p.dtype.itemsize % 128 == 0
 
 
 def classes_of(p: Problem, general: bool = False) -> tuple[int, int]:
@@ -277,7 +269,7 @@ def _warpgroup_tiling(of: _Search, base: WarpgroupTiling, chunk: Chunk) -> Warpg
     most = 8 if of.last and not of.general else 4
     if isinstance(chunk, int):
         t = varied(base, tile=(1, 1, 1, 1), gapless=chunk)
-        return _staged(t, of.gpu, most) if t.box_g and t.g_one_box and t.segment >= 32 else None
+        return _staged(t, of.gpu, most) if t.box_g and t.segment >= 32 else None
     whole = _of_tile(of, base, chunk)
     return None if whole is None else _staged(whole, of.gpu, most)
 
@@ -290,16 +282,12 @@ def _of_tile(of: _Search, base: WarpgroupTiling, tile: tuple[int, int, int, int]
     t = varied(base, tile=tile, aligned_g=of.aligned_g and not last, lines=lines, classes=of.classes)
     if t.classed and not t.classes_fit:
         t = varied(t, classes=(1, 1))
-    if of.lined and t.interleaved and not t.box_g:
-        t = varied(t, lined=True)
-    if (t.aligned_g or t.classed or t.turned or p.batch_as_width) and not t.box_g:
+    if (last or t.aligned_g or t.classed) and not t.box_g:
         return None
     if ((not last or t.turned) and t.segment < 32) or (t.element == 2 and t.strips % 2):
         return None
     if last and max(tile) > 256:
         return None
-    if t.x_joinable and not of.general:
-        t = varied(t, x_one_box=True)
     return None if t.stacked and not t.stackable else t
 
 

@@ -88,7 +88,7 @@ class WarpgroupTiling(BoxedTiling):
 
         Where three warpgroups take many rows or channels a fragment serves it gains nothing (docs/experiments.md).
         """
-        if not (self.channels_last and self.element == 2 and self.box_g and self.g_width == 64 and self.subs == 1):
+        if not (self.channels_last and self.element == 2 and self.g_width == 64 and self.subs == 1):
             return False
         if self.stages < 3 or not (self.parted or self.steps[2] == 1):
             return False
@@ -151,38 +151,22 @@ class WarpgroupTiling(BoxedTiling):
         return self.sums_bytes <= self.shared_bytes - 16 * self.stages - 16
 
     @derived
-    def hands_over(self) -> bool:
-        """Whether blocks of two splits may exchange sums while they multiply (kernels/wgrad_handover.cuh): of
-        warpgroups with two units each, of which one is the other block's.
-        """
-        if not (self.a_shared and self.g_one_box and self.adds_up) or self.stacked or self.gapless:
-            return False
-        return self.unit_count == 2 and self.warpgroups // self.split_m * 2 == self.set_taps
-
-    @property
-    def handed_bytes(self) -> int:
-        """Bytes of sums that a block hands over."""
-        return self.warpgroups * 128 * self.block[0] // 2 * 4
-
-    @derived
     def sums_bytes(self) -> int:
         """Bytes of a block's sums in shared memory, where its stages were."""
         return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
 
-    def constants(self, cluster: int = 1, together: int = 0, alone: int = 0, handover: int = 0) -> dict[str, int]:
+    def constants(self, cluster: int = 1, together: int = 0, alone: int = 0) -> dict[str, int]:
         """The kernel's. ``cluster``: splits whose blocks are one; ``together``: they add up in global memory;
-        ``alone``: there is one split (all: `adds_up`). ``handover``: of two splits, as one of the first two says.
+        ``alone``: there is one split (all: `adds_up`).
         """
         found = {
             "cluster": cluster,
             "together": bool(together),
             "alone": bool(alone),
-            "handover": bool(handover),
             "warpgroups": self.warpgroups,
             "split_m": self.split_m,
             "subs": self.subs,
             "interleaved": self.interleaved,
-            "lined": self.lined,
             "entries": self.entries,
             "stages": self.stages,
             "unrolled": self.unrolled,
@@ -193,8 +177,6 @@ class WarpgroupTiling(BoxedTiling):
             "row_classes": self.classes[0],
             "channel_classes": self.classes[1],
             "box_g": self.box_g,
-            "g_one_box": self.box_g and self.g_one_box,
-            "x_one_box": self.x_one_box,
             "parted": self.parted,
             "a_shared": self.a_shared,
             "g_planes": self.g_planes[0],

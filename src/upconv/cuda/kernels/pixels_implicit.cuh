@@ -1,5 +1,5 @@
-// Implicit GEMM: forward and gradient for the input of channels-last layers on tensor cores, one tap at a time. Pixels are the rows of a
-// matrix instruction (M), channels of the result its columns (N); K is taps x channels of the source, CK channels of a tap at a time.
+// Implicit GEMM: forward and gradient for the input of channels-last layers, one tap at a time. Pixels are rows of M, channels of the result
+// columns of N; K is taps x channels of the source, CK channels of a tap at a time.
 // A stage of the ring has, for such a step, the pixels that the tap reads for a tile, by a box of the tensor copy engine, and its
 // weights, by another; both are swizzled, float32 is rounded to TF32 on its way, and both operands are read by descriptors.
 //
@@ -17,21 +17,16 @@
 //
 // Weights are packed, channels of the source side by side. As channels-last weights lie they serve too: a gradient's are those rows, and
 // a forward's of 16 bits have channels of the result side by side (`turned`), which tensor cores read as well, 64 of them a box.
-//
-// Constants are Implicit's C (cuda/pixels/implicit.py computes them and explains each); sizes of the input are arguments.
-#include "columns.cuh"
 #include "pixel_stores.cuh"
-#include "table.cuh"
+#include "pixels.cuh"
 
-template <class C_>
-struct Implicit {
-using C = C_;
-using Number = NumberOf<C::precision>;
-using Type = typename Number::Type;
+template <class C>
+struct Implicit : PixelsOf<C> {
+using typename PixelsOf<C>::Number;
+using PixelsOf<C>::ELEMENT;
+using PixelsOf<C>::VEC;
+using PixelsOf<C>::CONSUMERS;
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr int VEC = 16 / ELEMENT;
-static constexpr int CONSUMERS = 2;
 static constexpr int MB = C::mb, COLUMNS = C::columns, PHASES = C::phases, CLUSTER = C::cluster;
 static constexpr int ROW_BYTES = C::chunk * ELEMENT;    // a pixel's row in a stage, a column's of the weights: 32, 64 or 128
 static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
@@ -41,16 +36,20 @@ static constexpr int ROWS = 64 * MB * (C::halves ? CONSUMERS : 1);  // pixels of
 static constexpr int PIXEL_BYTES = ROWS * ROW_BYTES;
 static constexpr int STAGE_BYTES = PIXEL_BYTES + (COLUMNS * ROW_BYTES + 1023) / 1024 * 1024;
 static constexpr int SUMS_OF_M = COLUMNS / 2;           // a thread's of 64 pixels
-static constexpr int THREADS = 128 + CONSUMERS * 128;
-static constexpr int LAG = C::stages > 3;               // stages that instructions still read while the next one's are queued
+static constexpr int ALL_COLUMNS = C::cout;
+static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static constexpr int RINGS = 1, READERS = C::halves ? CONSUMERS : 1;
+static constexpr bool HOLDS = C::stages > 3, TURNS = !C::halves, ALIKE = false;
+using Sums = float[MB][SUMS_OF_M];
 using Ring = RingOf<C::stages, STAGE_BYTES>;
-static constexpr int BARRIERS_AT = Ring::BYTES;
-static_assert(BARRIERS_AT + Ring::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
-static_assert(CLUSTER == 1 || (C::halves && CONSUMERS * 128 * MB * SUMS_OF_M * 4 <= BARRIERS_AT),
+static_assert(Ring::BYTES + Ring::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
+static_assert(CLUSTER == 1 || (C::halves && CONSUMERS * 128 * MB * SUMS_OF_M * 4 <= Ring::BYTES),
               "a block's sums have no room where its stages were");
 using Stores = PixelStores<C::precision, C::cout, COLUMNS, C::wide_stores>;
 
-struct TensorMaps { TensorMap source, weights; };
+struct Maps { TensorMap source, weights; };
+
+static __device__ __forceinline__ int channel_of(int column) { return column; }
 
 struct Sizes {
   int out_n, out_d, out_h, out_w;                       // of the result
@@ -80,12 +79,10 @@ static __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
 
 // The tiles of a block: the first, and from one to the next; a cluster has one.
 static __device__ __forceinline__ int rank() { return CLUSTER > 1 ? blockIdx.x % CLUSTER : 0; }
-static __device__ __forceinline__ int first_tile() { return blockIdx.x / CLUSTER; }
+static __device__ __forceinline__ int first_tile(int) { return blockIdx.x / CLUSTER; }
 static __device__ __forceinline__ int next_tile() { return CLUSTER > 1 ? 1 << 30 : gridDim.x; }
 
 // The steps of a tile that are the block's own, a tap's chunk each; they count from the first tap of all.
-struct Steps { int first, end; };
-
 static __device__ __forceinline__ Steps steps_of(const Tile& t) {
   int begin = 0, count = C::taps * CHUNKS;
   if constexpr (PHASES > 1) {
@@ -176,33 +173,42 @@ static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ w
 // Producer: one thread
 // =====================================================================================================================
 
-static __device__ __forceinline__ void produce(const TensorMaps& maps, const Sizes& s, const Ring& ring) {
-  typename Ring::Cursor cursor = {0, 1};                // all are free at first
-  const u32 bytes = (s.box_n * s.box_d * s.box_h * s.box_w + COLUMNS) * ROW_BYTES;
-  wait_for_results();                                   // of `pack`
-#pragma unroll 1
-  for (int index = first_tile(); index < s.tiles; index += next_tile()) {
-    const Tile t = tile_at(index, s);
-    const Steps own = steps_of(t);
-#pragma unroll 1
-    for (int step = own.first; step < own.end; step++, cursor.next()) {
-      const int tap = step / CHUNKS, channel = step % CHUNKS * C::chunk;
-      u32 barrier = ring.full(cursor), to = ring.stage(cursor);
-      ring.wait_empty(cursor);
-      expect_bytes(barrier, bytes);
-      load_box(to, maps.source, channel, t.w * C::step_w + constant_at<C::taps_w>(tap), t.h * C::step_h + constant_at<C::taps_h>(tap),
-               t.d * C::step_d + constant_at<C::taps_d>(tap), t.n, barrier);
-      int kernel_tap = tap;
-      if constexpr (PHASES > 1) kernel_tap = constant_at<C::kernel_taps>(tap);
-      if constexpr (C::turned) {
+struct Loader {
+  const Work<Implicit>& work;
+  u32 bytes;                                            // of a stage
+  Tile tile;
+
+  __device__ __forceinline__ explicit Loader(const Work<Implicit>& work) : work(work) {
+    const Sizes& s = work.sizes;
+    bytes = (s.box_n * s.box_d * s.box_h * s.box_w + COLUMNS) * ROW_BYTES;
+    wait_for_results();                                 // of `pack`
+  }
+
+  __device__ __forceinline__ Steps begin(int index) {
+    tile = tile_at(index, work.sizes);
+    return steps_of(tile);
+  }
+
+  __device__ __forceinline__ void load(int step, u32 to, u32 barrier) const {
+    const int tap = step / CHUNKS, channel = step % CHUNKS * C::chunk;
+    expect_bytes(barrier, bytes);
+    load_box(to, work.maps.source, channel, tile.w * C::step_w + constant_at<C::taps_w>(tap), tile.h * C::step_h + constant_at<C::taps_h>(tap),
+             tile.d * C::step_d + constant_at<C::taps_d>(tap), tile.n, barrier);
+    int kernel_tap = tap;
+    if constexpr (PHASES > 1) kernel_tap = constant_at<C::kernel_taps>(tap);
+    if constexpr (C::turned) {
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 64; i++)
-          load_box(to + PIXEL_BYTES + i * (C::chunk * 128), maps.weights, t.column + 64 * i, kernel_tap, channel, 0, 0, barrier);
-      } else {
-        load_box(to + PIXEL_BYTES, maps.weights, channel, kernel_tap, t.column, 0, 0, barrier);
-      }
+      for (int j = 0; j < COLUMNS / 64; j++)
+        load_box(to + PIXEL_BYTES + j * (C::chunk * 128), work.maps.weights, tile.column + 64 * j, kernel_tap, channel, 0, 0, barrier);
+    } else {
+      load_box(to + PIXEL_BYTES, work.maps.weights, channel, kernel_tap, tile.column, 0, 0, barrier);
     }
   }
+};
+
+static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + Ring::BYTES); }
+static __device__ __forceinline__ void produce(const Work<Implicit>& work) {
+  if (threadIdx.x == 0) ::produce<Implicit>(work, Loader(work));
 }
 
 // =====================================================================================================================
@@ -217,7 +223,7 @@ static __device__ __forceinline__ u64 descriptor_of_weights(u32 start) {
 }
 
 // acc += a stage's pixels x its weights, both as descriptors have them.
-static __device__ __forceinline__ void multiply_stage(float (&acc)[MB][SUMS_OF_M], u32 pixels, u32 weights) {
+static __device__ __forceinline__ void multiply_stage(Sums& acc, u32 pixels, u32 weights) {
   constexpr int B_STEP = C::turned ? 16 * 128 / 16 : 2;  // from a matrix instruction's rows to the next one's, in units
   u32 a = uniform(pixels & 0x3fff), b = uniform(weights & 0x3fff);  // of a cluster's blocks addresses have more bits
 #pragma unroll
@@ -248,7 +254,7 @@ static __device__ __forceinline__ char* place_of(char* y, const Sizes& s, const 
 static __device__ __forceinline__ u32 sums_at(int i, int thread) { return (i * (CONSUMERS * 128) + thread) * 16; }
 
 // Sums to shared memory, where all blocks of the cluster find them.
-static __device__ __forceinline__ void publish(const float (&acc)[MB][SUMS_OF_M], u32 memory, int thread) {
+static __device__ __forceinline__ void publish(const Sums& acc, u32 memory, int thread) {
   named_sync<4, CONSUMERS * 128>();                     // nobody reads a stage any more
 #pragma unroll
   for (int i = 0; i < MB * COLUMNS / 8; i++) {
@@ -259,7 +265,7 @@ static __device__ __forceinline__ void publish(const float (&acc)[MB][SUMS_OF_M]
 }
 
 // Four sums of all blocks, in the order of their rank.
-static __device__ __forceinline__ void add_up(float (&acc)[MB][SUMS_OF_M], u32 memory, int i, int thread) {
+static __device__ __forceinline__ void add_up(Sums& acc, u32 memory, int i, int thread) {
   float v[CLUSTER][4];
 #pragma unroll
   for (int rank = 0; rank < CLUSTER; rank++) load_cluster_128(v[rank], memory + sums_at(i, thread), rank);
@@ -274,7 +280,7 @@ static __device__ __forceinline__ void add_up(float (&acc)[MB][SUMS_OF_M], u32 m
 
 // `first`: of the tile's rows, the consumer's.
 static __device__ __forceinline__ void store(
-    float (&acc)[MB][SUMS_OF_M], char* __restrict__ y, const Sizes& s, const Tile& t, int first, u32 memory, int thread) {
+    Sums& acc, char* __restrict__ y, const Sizes& s, const Tile& t, int first, u32 memory, int thread) {
   const int lane = thread & 31, left = C::cout - t.column, of_all = first / (64 * MB) * 128 + thread;
   if constexpr (CLUSTER > 1) publish(acc, memory, of_all);
 #pragma unroll
@@ -299,85 +305,43 @@ static __device__ __forceinline__ void store(
   if constexpr (CLUSTER > 1) cluster_sync();            // none reads this block's any more
 }
 
-// Sums begin with the bias (of a cluster the first block's); `first`: the thread's first column.
-static __device__ __forceinline__ void begin_sums(float (&acc)[MB][SUMS_OF_M], const Type* __restrict__ bias, int first) {
-#pragma unroll
-  for (int i = 0; i < SUMS_OF_M; i++) {
-    int column = first + i / 4 * 8 + i % 2;
-    float b = i % 4 < 2 && bias && column < C::cout ? Number::value(bias[column]) : 0.f;
-#pragma unroll
-    for (int m = 0; m < MB; m++) {
-      acc[m][i] = i % 4 < 2 ? b : acc[m][i - 2];        // pixels g and g + 8 of a column
-      opaque(acc[m][i]);
-    }
-  }
-}
+struct Consumer {
+  const Work<Implicit>& work;
+  int wg, thread, turn, first;                          // first: of a tile's rows, the consumer's
 
-static __device__ __forceinline__ void consume(char* y, const Type* bias, const Sizes& s, const Ring& ring, int wg, int thread) {
-  int lane = thread & 31, turn = 0;
-  typename Ring::Cursor cursor = {0, 0};
-  const int first = C::halves ? wg * (64 * MB) : 0;
-  if (!C::halves && wg == CONSUMERS - 1) named_arrive(1, 256);  // the first turn is consumer 0's
-  float acc[MB][SUMS_OF_M];
-#pragma unroll 1
-  for (int index = first_tile(); index < s.tiles; index += next_tile()) {
-    bool mine = C::halves || turn == wg;
+  __device__ __forceinline__ Consumer(const Work<Implicit>& work, int wg, int thread) : work(work), wg(wg), thread(thread), turn(0) {
+    first = TURNS ? 0 : wg * (64 * MB);
+    if (TURNS && wg == CONSUMERS - 1) named_arrive(1, 256);  // the first turn is consumer 0's
+  }
+
+  __device__ __forceinline__ u32 at(u32 stage) const { return stage; }
+  __device__ __forceinline__ Steps steps(int tile) const {
+    Steps found = steps_of(tile_at(tile, work.sizes));
+    if (PHASES > 1) OPAQUE(found.end);                  // kept, not loaded again for each step
+    return found;
+  }
+  // Whether the next tile is the consumer's.
+  __device__ __forceinline__ bool takes() {
+    const bool mine = turn == wg;
     turn = turn + 1 == CONSUMERS ? 0 : turn + 1;
-    const Tile t = tile_at(index, s);
-    const Steps own = steps_of(t);
-    if (!mine) {
-      cursor.move(own.end - own.first);
-      continue;
-    }
-    begin_sums(acc, rank() == 0 ? bias : nullptr, t.column + lane % 4 * 2);
-    if (!C::halves) named_sync(1 + wg, 256);
-    u32 behind = 0;                                     // the stage that instructions under way read
-#pragma unroll 1
-    for (int step = own.first; step < own.end; step++, cursor.next()) {
-      ring.wait_full(cursor);
-      wgmma_fence();
-      u32 stage = ring.stage(cursor) >> 4;
-      multiply_stage(acc, stage + first * (ROW_BYTES / 16), stage + PIXEL_BYTES / 16);
-      wgmma_commit();
-      wgmma_wait<LAG>();
-      if (LAG) give_back(behind, lane);
-      behind = ring.empty(cursor);
-      if (!LAG) give_back(behind, lane);
-    }
-    if (!C::halves) named_arrive(1 + (wg + 1 == CONSUMERS ? 0 : wg + 1), 256);
-    wgmma_wait<0>();
-    if (LAG) give_back(behind, lane);
-    store(acc, y, s, tile_at(index, s), first, ring.stages, thread);
+    return mine;
   }
-}
-
-static __device__ __forceinline__ void run(char* y, const Type* bias, const Sizes& s, const TensorMaps& maps, u32 memory) {
-  const Ring ring = Ring::at(memory, memory + BARRIERS_AT);
-  run_block<1, CONSUMERS, 40, 232>(
-      [&] { ring.init(1, C::halves ? 4 * CONSUMERS : 4); },
-      [&] { if (threadIdx.x == 0) produce(maps, s, ring); },
-      [&](int consumer, int thread) {
-        consume(y, bias, s, ring, consumer, thread);
-      });
-}
+  __device__ __forceinline__ void begin(Sums& acc, int tile) const {
+    // Of a cluster the first block's sums begin with the bias.
+    begin_sums<Implicit>(acc, rank() == 0 ? work.bias : nullptr, tile_at(tile, work.sizes).column + thread % 4 * 2);
+    if (TURNS) named_sync(1 + wg, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const { named_arrive(1 + (wg + 1 == CONSUMERS ? 0 : wg + 1), 256); }
+  __device__ __forceinline__ void multiply(Sums& acc, u32 at, u32 held) const {
+    wgmma_fence();
+    const u32 stage = at >> 4;
+    multiply_stage(acc, stage + first * (ROW_BYTES / 16), stage + PIXEL_BYTES / 16);
+    wgmma_commit();
+    wgmma_wait<HOLDS>();
+    if (HOLDS) give_back(held, thread & 31);
+  }
+  __device__ __forceinline__ void store(Sums& acc, int tile) const {
+    Implicit::store(acc, work.y, work.sizes, tile_at(tile, work.sizes), first, work.memory, thread);
+  }
 };
-
-template <class C>
-__global__ void __launch_bounds__(Implicit<C>::THREADS, 1)
-implicit(char* __restrict__ y, const typename Implicit<C>::Type* __restrict__ bias, int out_n, int out_d, int out_h, int out_w,
-         int box_n, int box_d, int box_h, int box_w, int tiles_d, int tiles_h, int tiles_w, int tiles, int abreast, int turn,
-         const __grid_constant__ typename Implicit<C>::TensorMaps maps) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Implicit<C>::run(y, bias, {out_n, out_d, out_h, out_w, box_n, box_d, box_h, box_w, tiles_d, tiles_h, tiles_w, tiles, abreast, turn},
-                   maps, shared_address(memory));
-}
-
-template <class C>
-__global__ void __cluster_dims__(C::cluster) __launch_bounds__(Implicit<C>::THREADS, 1)
-implicit_clusters(char* __restrict__ y, const typename Implicit<C>::Type* __restrict__ bias, int out_n, int out_d, int out_h, int out_w,
-                  int box_n, int box_d, int box_h, int box_w, int tiles_d, int tiles_h, int tiles_w, int tiles, int abreast, int turn,
-                  const __grid_constant__ typename Implicit<C>::TensorMaps maps) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Implicit<C>::run(y, bias, {out_n, out_d, out_h, out_w, box_n, box_d, box_h, box_w, tiles_d, tiles_h, tiles_w, tiles, abreast, turn},
-                   maps, shared_address(memory));
-}
+};
