@@ -111,7 +111,7 @@ def gather_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     if classes is None:
         return None
     searches: list[dict[str, Any]] = [{"classes": classes}, {"classes": classes, "wgmma": False}, {"size": p.size}]
-    searches += [{"size": p.size, "beside": True}, {"classes": classes, "scarce": True}]
+    searches.append({"size": p.size, "beside": True})
     searches += [{"classes": classes, "drained": True}] if gather_search.drains(p) else []
     searches += [{"classes": classes, "shuffle": way} for way in ways(any_size(p))]
     tiling = one_of(rng, gather_search.candidates(any_size(p), gpu, **rng.choice(searches)))
@@ -215,8 +215,6 @@ def of_the_same_bytes(rng: random.Random, p: Problem, other: str) -> Problem:
         del bare[rng.choice(list(bare))]
     changes: dict[str, dict[str, Any]] = {
         "abreast": {"layout": "channels_last"},
-        "stacked": {**bare, "kernel": p.stride, "layout": "channels_last"},
-        "in_a_row": {**bare, "kernel": ones, "stride": ones},
         "flat": {**bare, "size": ones, "groups": 1, "bias": False, "layout": "nchw"},
     }
     return p.with_(**changes[other])
@@ -224,13 +222,13 @@ def of_the_same_bytes(rng: random.Random, p: Problem, other: str) -> Problem:
 
 def batches_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     """Of another problem whose tensors are the same bytes (`batches`): with the layer's own."""
-    other = rng.choice(("abreast", "stacked", "in_a_row", "flat"))
+    other = rng.choice(("abreast", "flat"))
     try:
         p = of_the_same_bytes(rng, p, other)
     except ValueError:  # no output
         return None
     q: Problem | None = getattr(p, other)
-    if q is None or (other == "stacked" and p.pass_ == "grad-weight"):
+    if q is None:
         return None
     kind = WarpgroupTiling if gpu.arch == "90a" else SyncTiling
     choice = gather_choice(rng, q, gpu) if p.pass_ != "grad-weight" else wgrad_choice(rng, q, gpu, kind)

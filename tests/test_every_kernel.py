@@ -127,7 +127,7 @@ def planned(case: Case, gpu: Gpu, kind: Kind) -> Any:
 
 
 def kernels(choice: Any) -> Iterator[Kernel]:
-    """What a choice may launch: as `upconv.bench.cold` does, quick forms and final ones."""
+    """What a choice may launch: as benchmarks/cold.py does, quick forms and final ones."""
     for unit in (*choice.sources(), *choice.packing_sources):
         quick = getattr(unit, "quick", None)
         for form in (unit, None if quick is None else quick()):

@@ -22,7 +22,6 @@ from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gemm.shuffle import countable, ways
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
-from upconv.cuda.rearrange import batches
 from upconv.export import source
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -194,27 +193,16 @@ def test_every_pass_of_every_layer_has_a_kernel(gpu: Gpu) -> None:
 
 
 LAST_BF16: dict[str, Any] = {"layout": "channels_last", "dtype": DTYPES["bf16"], "precision": "bf16"}
-SAME_BYTES = {
-    "abreast": Problem.make(128, 512, 256, (4, 4), 4, 2, 1, **LAST_BF16),
-    "stacked": Problem.make(512, 256, 256, (14, 14), 2, 2, **LAST_BF16),
-    "in_a_row": Problem.make(4, 64, 128, (248, 216), 1, dtype=DTYPES["bf16"]),
-}
 
 
-@pytest.mark.parametrize("name", SAME_BYTES)
-def test_another_problem_of_the_same_bytes_is_taken_where_it_is_faster(name: str) -> None:
-    """Not by an exported file, whose sizes are arguments, nor where it has more than kernels count."""
-    p = SAME_BYTES[name]
+def test_another_problem_of_the_same_bytes_is_taken_where_it_is_faster() -> None:
+    """Not by an exported file, whose sizes are arguments."""
+    p = Problem.make(128, 512, 256, (4, 4), 4, 2, 1, **LAST_BF16)
     taken, own = gather.candidate(p, H200), gather.choose(p, H200)
     assert not isinstance(taken, str) and not isinstance(own, str)
-    assert taken.problem == getattr(p, name) and taken.seconds < own.seconds
+    assert taken.problem == p.abreast and taken.seconds < own.seconds
     general = gather.candidate(p, H200, general=True)
     assert not isinstance(general, str) and general.problem == p
-    if name != "abreast":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batches, "LONGEST", 512)
-            short = gather.candidate(p, H200)
-        assert not isinstance(short, str) and short.problem != getattr(p, name)
 
 
 @pytest.mark.parametrize(

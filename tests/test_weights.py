@@ -271,20 +271,6 @@ def _noise(p: Tensor, turn: int) -> Tensor:
     return torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(p.device, p.dtype) * 0.1
 
 
-def _averages(model: Model, x: Tensor) -> list[Tensor]:
-    """A trainer stores the weights, validates with averages in their place, and puts the weights back."""
-    found = []
-    for turn in range(2):
-        found.append(evaluated(model, x))
-        stored = [p.detach().clone() for p in model.parameters()]
-        for p in model.parameters():
-            p.data.copy_(_noise(p, turn))
-        found.append(evaluated(model, x))
-        for p, own in zip(model.parameters(), stored):
-            p.data.copy_(own)
-    return found
-
-
 def _replayed_step(model: Model, x: Tensor) -> list[Tensor]:
     """The training step is a CUDA graph; validations in between are not, and one more is a graph of its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -324,7 +310,6 @@ RUNS: dict[str, Run] = {
     "param.data in place": changed(lambda p, turn: p.data.mul_(0.5).add_(_noise(p, turn))),
     "param.data set": changed(lambda p, turn: setattr(p, "data", _noise(p, turn))),
     "DLPack alias": changed(lambda p, turn: torch.from_dlpack(p.detach()).copy_(_noise(p, turn))),
-    "averages for a validation": _averages,
     "step in a CUDA graph": _replayed_step,
 }
 

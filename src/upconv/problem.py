@@ -312,31 +312,6 @@ class Problem:
         )  # fmt: skip
 
     @property
-    def stacked(self) -> Problem | None:
-        """The same pass of one image, in which this one's lie one below the other; None unless no output of an image
-        meets another's border: where the kernel is the stride and nothing is padded, in channels_last.
-
-        Every tensor has the same bytes in the same places.
-        """
-        alone = self.kernel == self.stride and not any(self.padding) and not any(self.output_padding)
-        if self.layout != "channels_last" or self.batch_as_width or not alone or max(self.dilation) > 1:
-            return None
-        return replace(self, batch=min(self.batch, 1), size=(self.batch * self.size[0], *self.size[1:]))
-
-    @property
-    def in_a_row(self) -> Problem | None:
-        """The same pass of images with one row, which has all pixels; None unless each output is of the input in its
-        place alone, or where images are such already.
-
-        Every tensor has the same bytes in the same places, in either memory format.
-        """
-        alone = {*self.kernel, *self.stride} == {1} and not any(self.padding) and not any(self.output_padding)
-        row = (*(1,) * (self.rank - 1), math.prod(self.size))
-        if not alone or self.size == row or self.batch_as_width:
-            return None
-        return replace(self, size=row)
-
-    @property
     def lifted(self) -> Problem:
         """A pass of one dimension as the same of two, of images with one row; others as they are."""
         if self.rank > 1:

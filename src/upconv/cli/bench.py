@@ -89,7 +89,6 @@ _Host = Annotated[bool, typer.Option("--host", help="Measure instead what a call
 _Shapes = Annotated[
     bool, typer.Option("--shapes", help="Measure instead the first calls of a layer on ten new input sizes.")
 ]
-_Cold = Annotated[bool, typer.Option("--cold", help="Measure instead how long a first call waits for its kernels.")]
 _AsExported = Annotated[
     bool,
     typer.Option("--as-exported", help="Judge the files of suite kernelbench by its rules; --pass step: gradients."),
@@ -125,7 +124,6 @@ def command(
     compiled: _Compiled = None,
     host: _Host = False,
     shapes: _Shapes = False,
-    cold: _Cold = False,
     as_exported: _AsExported = False,
     models: _Models = "models",
     json: _Json = None,

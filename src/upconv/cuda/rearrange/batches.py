@@ -2,10 +2,8 @@
 
 Tiles of `upconv.cuda.gemm.gather` and chunks of `upconv.cuda.wgrad.wgrad` in NCHW are neighbouring positions of an
 image, and images of 4 x 4 leave most of these empty. Those of `upconv.cuda.pixels.implicit`, and the weight's in
-channels_last, are boxes of any shape. But images of one pixel may be the pixels of one image (`Problem.flat`), small
-ones lie side by side (`Problem.abreast`), and, where the kernel is the stride, one below the other (`Problem.stacked`).
-Nor do rows of tiles end where images' do: those of a kernel of one weight without a stride are one row
-(`Problem.in_a_row`).
+channels_last, are boxes of any shape. But images of one pixel may be the pixels of one image (`Problem.flat`), and
+small ones lie side by side (`Problem.abreast`).
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from upconv.problem import Problem
 
 LONGEST = 2**31 - 2**20
 """Positions along an axis that kernels count to: tiles and halos end beyond."""
-_ROWS = 16  # of an image that tiles have, at most: only what ends amid them is tried one below the other
-_FEWEST = 8  # of them, a group of columns
+_FEWEST = 8  # images, a group of columns
 _GAIN = 0.95  # of the other choice's time, since both are estimates
 
 
@@ -45,21 +42,10 @@ def choose(search: Callable[..., Any], p: Problem, gpu: Gpu, general: bool, wide
         return chosen
     if (flat := p.flat) is not None and not isinstance(other := search(flat, gpu), str):
         chosen = _faster(chosen, replace(other, flat=True))
-    if (row := p.in_a_row) is not None and too_long(row) is None:
-        chosen = _faster(chosen, search(row, gpu))
     gapless = p.pass_ == "grad-weight" and max(p.stride) <= MAX_BOX_STEP  # chunks of any shape, of images as they are
     narrow = max(*p.size, *p.out_size) <= widest and p.batch >= _FEWEST and not gapless
     if narrow and (abreast := p.abreast) is not None:
         chosen = _faster(chosen, search(abreast, gpu), _GAIN)
-    rows = p.batch * max(p.size[0], p.out_size[0])
-    if (
-        p.pass_ != "grad-weight"
-        and p.batch > 1
-        and p.size[0] % _ROWS
-        and rows < LONGEST
-        and (stacked := p.stacked) is not None
-    ):
-        chosen = _faster(chosen, search(stacked, gpu), _GAIN)
     return chosen
 
 
