@@ -194,8 +194,10 @@ class LaunchedData(Data):
         self._pack(-1, 3, given)
         return packed
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        p = self.choice.problem
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, lasting: bool = False
+    ) -> None:
+        p, packed = self.choice.problem, self.packed(weight, bias)
         self.choice.log.append(("run", p.pass_))
         size = torch.Size(p.weight_shape).numel() * p.dtype.itemsize
         of_bias = 0 if bias is None else bias.data_ptr()
@@ -228,7 +230,7 @@ class LaunchedWeight(Weight):
 
         self._run = machine.launcher("PPPPi", multiply, cooperative=True)
 
-    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
         self.choice.log.append(("run", "grad-weight"))
         sums = x.new_empty_strided((8,), (1,), dtype=torch.float32)
         given = (x.data_ptr(), grad.data_ptr(), sums.data_ptr(), out.data_ptr(), int(out.dtype is torch.float32))

@@ -413,9 +413,9 @@ def test_quick_forms_compute_the_same_to_the_last_bit(case: str) -> None:
             for _ in range(2):  # what was loaded, and what is launched from then on
                 out.fill_(math.nan)
                 if packing:
-                    prepared.run_packing(x, weight, None, out)
+                    prepared.run(x, weight, None, out, True, True)
                 else:
-                    prepared.run(x, prepared.pack(weight), None, out, claim=claim)
+                    prepared.run(x, prepared.pack(weight), None, out, lasting=claim)
                 provisional.settle()
             results.append(out)
         outs.append(results)

@@ -338,12 +338,13 @@ def test_the_report_counts_by_the_planner(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_report_states_what_no_input_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that are upconv's for large images or batches alone, and one that is PyTorch's for every input."""
+    """Layers that are upconv's for large images, batches or strips alone, and one that is PyTorch's for every input."""
     cpu = Device("cpu", threads=2, onednn=frozenset({torch.float32}))
     monkeypatch.setattr(planner, "device_of", lambda device: cpu)
     layers = {
         "large": (nn.ConvTranspose2d(56, 1, 9, 3, 4, output_padding=2), ((1, 56, 256, 256), (8, 56, 64, 64))),
         "batch": (nn.ConvTranspose2d(64, 3, 4, 2, 1), ((64, 64, 32, 32),)),
+        "strip": (nn.ConvTranspose2d(32, 64, (2, 4), 8, (1, 2), dilation=3, groups=4), ((16, 32, 1, 375),)),
         "never": (nn.ConvTranspose2d(64, 64, 4, 2, 1), ()),
     }
     lines = reported(nn.ModuleDict({name: layer for name, (layer, _) in layers.items()}))
@@ -351,12 +352,12 @@ def test_the_report_states_what_no_input_changes(monkeypatch: pytest.MonkeyPatch
         for batch, channels, *size in shapes:
             p = Problem.make(
                 batch, channels, layer.out_channels, size, layer.kernel_size, layer.stride, layer.padding,
-                layer.output_padding, bias=True,
+                layer.output_padding, layer.dilation, layer.groups, bias=True,
             )  # fmt: skip
             assert planner.plan(p, cpu).forward == "shuffle"
         assert ("its input decides whose operator computes it on a CPU" in line) == bool(shapes)
-    assert lines[2].endswith(": oneDNN's own transposed kernel is the fastest for this shape")
-    assert "on a CPU upconv computes 0 of 3, PyTorch's operator 1; of 2 the input decides" in lines[3]
+    assert lines[3].endswith(": oneDNN's own transposed kernel is the fastest for this shape")
+    assert "on a CPU upconv computes 0 of 4, PyTorch's operator 1; of 3 the input decides" in lines[4]
 
 
 def test_the_report_looks_at_both_layouts(monkeypatch: pytest.MonkeyPatch) -> None:

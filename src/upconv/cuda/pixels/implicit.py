@@ -23,13 +23,12 @@ from upconv.cuda.compile.boxes import Five, channels_last, fullest
 from upconv.cuda.compile.launch import cluster_fits
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
-from upconv.cuda.launches import Argument, Given, Launch, Map, Operand, Pointer, Unit, ints
+from upconv.cuda.launches import Argument, Given, Launch, Map, Operand, Pointer, Unit, WeightForm, ints
 from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries, rows_of_taps
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
 from upconv.cuda.pixels.tile import CONSUMERS, THREADS, fitted, of_axes, triple
 from upconv.cuda.pixels.tile import Tile as Base
-from upconv.cuda.prepared import Prepared
 from upconv.derived import derived
 from upconv.problem import Problem
 
@@ -326,19 +325,18 @@ class Choice(TileChoice[Tile], PackingLaunch):
         turned = jit.instance("pixels.cu", t.constants(turned=True), (kernel,))
         return packed, Unit(f"{label} unpacked", turned, (t.entry,))
 
-    def prepare(self, device: int) -> Prepared:
-        """As `gather.Choice.prepare`."""
-        if self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster):
-            return Prepared(self, device)
+    def on(self, device: int) -> Choice:
+        """As `gather.Choice.on`."""
+        fits = self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster)
         alone: Any = replace(self.tile, cluster=1)
-        return Prepared(replace(self, tile=alone), device)
+        return self if fits else replace(self, tile=alone)
 
     # --- launches -----------------------------------------------------------------------------------------------------
 
     biased = True
 
     @property
-    def reads(self) -> str | None:
+    def reads(self) -> WeightForm | None:
         return "channels_last" if self.in_place else None
 
     @property

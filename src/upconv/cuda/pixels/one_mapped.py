@@ -12,7 +12,6 @@ from upconv.cuda.compile import jit
 from upconv.cuda.launches import Argument, Given, Launch, Map, Pointer, Unit, ints
 from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries
 from upconv.cuda.pixels.columns import T, TileChoice
-from upconv.cuda.prepared import Prepared
 
 
 class OneMappedChoice(TileChoice[T], PackingLaunch):
@@ -85,7 +84,3 @@ class OneMappedChoice(TileChoice[T], PackingLaunch):
         entries = (*packing_entries(kernel, self.problem), self._instance(kernel))
         source = jit.instance(f"{self.entry}.cu", constants, entries)
         return Unit(f"{self.family} {layer_text(self.problem)}", source, ("pack", self.entry))
-
-    def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return Prepared(self, device)

@@ -34,7 +34,6 @@ from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries
 from upconv.cuda.pixels.choosing import Chooser
 from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
 from upconv.cuda.pixels.tile import Tile as Base
-from upconv.cuda.prepared import Prepared
 from upconv.derived import derived_from, varied
 from upconv.problem import Problem
 
@@ -306,10 +305,6 @@ class Choice(TileChoice[Tile], PackingLaunch):
         entries = (*packing_entries(f"Sweep<{jit.CONFIG}>", self.problem), f"sweep<{jit.CONFIG}>")
         source = jit.instance("sweep.cu", self.tile.constants(), entries)
         return (Unit(f"sweep {layer_text(self.problem)}", source, ("pack", "sweep")),)
-
-    def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return Prepared(self, device)
 
     # --- launches -----------------------------------------------------------------------------------------------------
 
