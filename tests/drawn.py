@@ -211,7 +211,8 @@ def of_the_same_bytes(rng: random.Random, p: Problem, other: str) -> Problem:
     """The layer, mostly changed so that it has another problem of this name (`upconv.problem`)."""
     zeros, ones = (0,) * p.rank, (1,) * p.rank
     bare: dict[str, Any] = {"padding": zeros, "output_padding": zeros, "dilation": ones}
-    bare = {} if rng.random() < 0.3 else bare
+    if rng.random() < 0.4:
+        del bare[rng.choice(list(bare))]
     changes: dict[str, dict[str, Any]] = {
         "abreast": {"layout": "channels_last"},
         "flat": {**bare, "size": ones, "groups": 1, "bias": False, "layout": "nchw"},

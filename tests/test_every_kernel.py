@@ -59,7 +59,7 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     ("gather", "100a", "grad-input", "nchw", 32): 16,  # kb79 in IEEE; kb69 8
     ("gather", "120", "grad-input", "nchw", 32): 8,  # hifigan in IEEE
     # Around a tile's stores (test_pairs.py).
-    ("pairs", "90a", "grad-input", "nchw", 16): 8,  # unet1
+    ("pixels", "90a", "grad-input", "nchw", 16): 8,  # unet1
     # fsrcnn in IEEE, of which a thread has 3 x 24 outputs.
     ("direct", "80", "fwd", "nchw", 32): 8,
     ("direct", "86", "fwd", "nchw", 32): 8,
@@ -272,7 +272,8 @@ def test_every_file_is_looked_at() -> None:
     found += [choice for family, gpu in DRAWN for choice in drawn(family, gpu)]
     texts = {each.unit.source for choice in found for each in kernels(choice)}
     names = {name for text in texts for name in re.findall(r'^#line 1 "(\w+\.cu)"', text, re.MULTILINE)}
-    assert names | {"bias.cu"} == {path.name for path in jit.KERNELS.glob("*.cu")}
+    code = "".join(path.read_text() for path in jit.KERNELS.parent.rglob("*.py"))
+    assert names | {"bias.cu"} >= {path.name for path in jit.KERNELS.glob("*.cu") if f'"{path.name}"' in code}
 
 
 @needs_nvrtc
