@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from conftest import Stubs
 from drawn import FAMILIES, choices
 from upconv.bench.suites import SUITES
+from upconv.cuda import launches
 from upconv.cuda import prepared as prepared_module
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit, launch
@@ -22,6 +24,7 @@ from upconv.cuda.rearrange import around, relayout
 from upconv.cuda.wgrad import wgrad
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Precision, Problem
+from upconv.replay import tape
 
 
 @pytest.mark.parametrize("name", ["dcgan1", "unet1", "vae", "nnunet"])
@@ -308,6 +311,7 @@ def test_records_are_well_formed_and_are_what_is_launched(family: str, stubs: St
     The recording has the same steps, with an address for each pointer and each map (`upconv.replay.tape`).
     """
     monkeypatch.setattr(launch, "current_stream", lambda index: 0)
+    monkeypatch.setattr(launches, "encode", lambda of, at, *_: struct.pack("<16Q", at + of.begin, *range(1, 16)))
     for choice, _ in islice(choices(family), 3):
         p, prepared = choice.problem, choice.prepare(0)
         for given in prepared._every():
@@ -328,5 +332,13 @@ def test_records_are_well_formed_and_are_what_is_launched(family: str, stubs: St
             program(places, [t.data_ptr() for t in places], True)
             launched = [(name.removesuffix(" together"), grid) for name, grid, _ in stubs.launched]
             assert launched == [(one.entry, one.grid) for one in records]
+            at = {a.operand: i for i, a in enumerate(used) if a.operand != ""}
             for one, args in zip(records, stubs.arguments):
-                assert len(args) == sum(16 if isinstance(a, Map) else 1 for a in one.arguments)
+                step = tape._step(one, 7, at, True)
+                assert len(args) == len(step.words) == sum(16 if isinstance(a, Map) else 1 for a in one.arguments)
+                addresses = [a for a in one.arguments if isinstance(a, Pointer | Map) and a.operand != ""]
+                assert [buffer for _, buffer, _ in step.places] == [at[a.operand] for a in addresses]
+                assert (step.grid, step.block, step.shared) == (one.grid, one.threads, one.shared_bytes)
+                places_of = {word for word, _, _ in step.places}
+                fixed = [i for i in range(len(args)) if i not in places_of]
+                assert all((args[i] - step.words[i]) % 2**32 == 0 for i in fixed), "the same sizes and maps"

@@ -27,7 +27,7 @@ from drawn import DTYPES
 from one_mapped_gpu import operands, poisoned
 from upconv.bench.suites import SUITES
 from upconv.cuda import engine, prepared
-from upconv.cuda.compile import cache, elf, jit, launch, nvrtc, provisional
+from upconv.cuda.compile import cache, elf, jit, nvrtc, provisional
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import H200
@@ -59,7 +59,7 @@ class Launches:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Launches on a device that captures nothing."""
-    monkeypatch.setattr(provisional, "_kept", lambda device: launch.noting())
+    monkeypatch.setattr(provisional, "_capturing", lambda device: False)
     yield Launches()
     assert not provisional.pending()
 
@@ -82,17 +82,22 @@ def test_the_quick_form_runs_until_the_final_one_is_compiled(made: Launches) -> 
     assert made.made == ["load quick", "quick 1", "quick 2", "load final", "final 3", "final 4"]
 
 
-def test_what_is_kept_waits_for_the_final_form(made: Launches) -> None:
+def test_a_graph_waits_for_the_final_form(made: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = threading.Event()
     kernel = made.kernel(compiled.wait)
     kernel(0, 1, ())
     threading.Timer(0.05, compiled.set).start()
-    with launch.noted_by(None):  # type: ignore[arg-type]  # of nobody: nothing is kept
-        kernel(0, 2, ())
-    assert made.made[-1] == "quick 2" and not compiled.is_set()
-    with launch.noted_by(object()):  # type: ignore[arg-type]
-        kernel(0, 3, ())
-    assert compiled.is_set() and made.made == ["load quick", "quick 1", "quick 2", "load final", "final 3"]
+    monkeypatch.setattr(provisional, "_capturing", lambda device: True)
+    kernel(0, 3, ())
+    assert compiled.is_set() and made.made == ["load quick", "quick 1", "load final", "final 3"]
+
+
+def test_a_recording_waits_for_the_final_form(made: Launches) -> None:
+    compiled = threading.Event()
+    kernel = made.kernel(compiled.wait)
+    threading.Timer(0.05, compiled.set).start()
+    kernel.final()(0, 3, ())  # type: ignore[call-arg]
+    assert compiled.is_set() and made.made == ["load quick", "load final", "final 3"]
 
 
 def test_a_form_that_is_compiled_holds_nobody_back(made: Launches) -> None:

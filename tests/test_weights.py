@@ -21,6 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrizations
 
 import upconv
+from twins import lines_of
 from upconv import freezing, planner
 from upconv.cuda import engine, weights
 from upconv.problem import Problem
@@ -84,9 +85,7 @@ def test_freeze_says_what_it_froze(packing: None) -> None:
     ).eval()
     upconv.accelerate(model).append(nn.ConvTranspose2d(4, 4, 3).eval())
     model[4].train()
-    lines: list[str] = []
-    assert upconv.freeze(model, report=lines.append) is model
-    assert lines == [
+    assert lines_of(upconv.freeze, model) == [
         "0: frozen",
         "1: not frozen: its weight is computed at each call (a parametrisation or a hook)",
         "2: not frozen: its weight has no shape before the first call",
@@ -97,10 +96,8 @@ def test_freeze_says_what_it_froze(packing: None) -> None:
 
 
 def test_on_a_cpu_nothing_is_frozen() -> None:
-    lines: list[str] = []
-    upconv.freeze(ours().eval(), report=lines.append)
     each = [f"{i}: not frozen: only calls on a GPU pack weights, and its weight is on cpu" for i in (0, 1, 3)]
-    assert lines == [*each, "0 of 3 convolutions frozen"]
+    assert lines_of(upconv.freeze, ours().eval()) == [*each, "0 of 3 convolutions frozen"]
     assert not weights.frozen
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from upconv.cuda.compile import jit, nvrtc
+from upconv.cuda.compile import launch as launching
 from upconv.cuda.compile.launch import Counters, Launcher, Launches, TooManyBlocks, as_run, bind
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gpu import gpu as gpu_of
@@ -129,7 +130,7 @@ class Program:
         load: Callable[[Launch, str], Launches] | None = None,
         counters: Callable[[int], Counters] | None = None,
     ) -> None:
-        self.launches, self.operands, self._device = launches, operands, device
+        self.launches, self.operands, self.device = launches, operands, device
         pieces = [_pieces(launch) for launch in launches]
         every = [one for of in pieces for one in of]
         pointed = [one for one in every if isinstance(one, Pointer)]
@@ -145,7 +146,8 @@ class Program:
         kinds: list[Any] = [*slots, *beyond, *mapped, *constant]
         places = {one: i for i, one in enumerate(kinds)}
         self._words = [-(-one.bytes // 4) for one in scratch]
-        self.zeros = [Counters(device, n.words) if counters is None else counters(n.words) for n in zeros]
+        self.scratch = scratch
+        self.zeros = [(n, Counters(device, n.words) if counters is None else counters(n.words)) for n in zeros]
         self._beyond = [(slots[one.operand], one.offset) for one in beyond]
         self._mapped = [_Run(one, slots, device) for one in mapped]
         self._constant = [as_run("".join(map(_letter, one)), [a.value for a in one]) for one in constant]
@@ -171,12 +173,15 @@ class Program:
             fresh: dependent launches may overlap with the one ahead, which for the first of them is the last kernel on
                 this stream.
         """
+        if launching._notes and (notes := launching.noting()) is not None:
+            notes.launched(self, tensors, fresh)
+            return
         like: Any = tensors[0]
         held = []
         for words in self._words:
             held.append(t := like.new_empty_strided((words,), (1,), dtype=torch.int32))  # 2 us less than torch.empty
             values.append(t.data_ptr())
-        for zeros in self.zeros:
+        for _, zeros in self.zeros:
             fresh = fresh and zeros.known()  # else a dependent launch would overlap with what makes them
             values.append(zeros.address(like))
         values.append(0)
@@ -187,7 +192,12 @@ class Program:
             values.append(run.kept.get(key) or run.encoded(key))
         values += self._constant
         for launch, grid, take, dependent in self._steps:
-            launch(self._device, grid, take(values), dependent and fresh)
+            launch(self.device, grid, take(values), dependent and fresh)
+
+    def final(self) -> list[Any]:
+        """The launchers, without quick forms."""
+        launchers = [launcher for launcher, *_ in self._steps]
+        return [one.final() if isinstance(one, Provisional) else one for one in launchers]
 
     def anywhere(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
         """The same, on copies of operands that begin elsewhere than they must; PyTorch's allocations never do."""
