@@ -52,7 +52,7 @@ def draw_problem(rng: random.Random) -> Problem:
         ("16,16,3,stride=2", "1x16x8x8x8", {}, WALKS),
         ("16,16,3,groups=2", "1x16x8x8x8", {}, WALKS),
         ("16,16,3,dilation=2", "1x16x8x8x8", {}, WALKS),
-        ("16,16,3", "1x16x8x8x8", {"precision": "ieee"}, "pass fwd in ieee is none of the kernel's"),
+        ("16,16,3", "1x16x8x8x8", {"precision": "ieee"}, "precision ieee is none of the kernel's"),
         ("16,257,3", "1x16x8x8x8", {}, "257 output channels are more than the 256 columns of a matrix instruction"),
         ("16,16,3", "2x16x5x7x7", {}, "rows begin at more places of 16 bytes than boxes are sorted by"),
         ("16,16,(3,15,15)", "2x16x5x32x32", {}, NO_TILE),
@@ -66,8 +66,8 @@ def test_refusals_are_sentences(layer: str, size: str, settings: dict[str, str],
 def test_other_gpus_have_no_sweeps() -> None:
     p = parse_layer("16,16,3,bias=False", "1x16x8x8x8").with_(precision="tf32")
     for gpu in (A100, B200):
-        assert sweep.choose(p, gpu) == "pixels as rows want both operands by descriptors, which wgmma alone takes"
-    assert sweep.choose(p, H200, general=True) == "a sweep's boxes and tiles go by the rows of one size"
+        assert sweep.choose(p, gpu) == "pixels as rows are multiplied by wgmma alone"
+    assert sweep.choose(p, H200, general=True) == "exported files have no host code for pixels as rows"
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_layers_of_few_output_channels_are_swept(name: str, precision: Precision
     p = layer.with_(dtype=DTYPES[precision], precision=precision, layout=layout)
     device = planner.Device("cuda", gpu=H200)
     found = planner.select(p, device)
-    assert found.name == "sweep" and isinstance(found.choice, sweep.Choice)
+    assert found.name == "pixels" and isinstance(found.choice, sweep.Choice)
     other = gather.choose(p, H200)
     assert not isinstance(other, str) and found.choice.seconds < other.seconds
     assert "pixels as rows: wgmma" in found.candidates[0].reason
-    assert planner.select(p, device, general=True).name != "sweep"
+    assert planner.select(p, device, general=True).name != "pixels"
 
 
 def test_a_model_that_hopes_is_said_to() -> None:
@@ -96,7 +96,7 @@ def test_a_model_that_hopes_is_said_to() -> None:
     other = sweep.choose(p, H200)
     assert found.name == "gather" and found.choice is not None and not isinstance(other, str)
     assert other.seconds < found.choice.seconds < 1.15 * other.seconds
-    (reason,) = (c.reason for c in found.candidates if c.name == "sweep")
+    (reason,) = (c.reason for c in found.candidates if c.name == "pixels")
     own, chosen = (1e3 * weighed(choice) for choice in (other, found.choice))
     assert own > 1.14e3 * other.seconds
     assert reason.startswith(f"slower, as models hope more or less: {own:.3g} ms where gather counts {chosen:.3g}; ")
@@ -184,8 +184,8 @@ def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
 
 def test_it_is_among_the_families() -> None:
     p = parse_layer("16,16,3,bias=False", "1x16x8x8x8").with_(precision="tf32")
-    assert isinstance(families.choose(p, H200)["sweep"], sweep.Choice)
-    assert families.choose(p, H200, general=True)["sweep"] == "a sweep's boxes and tiles go by the rows of one size"
+    assert isinstance(families.choose(p, H200)["pixels"], sweep.Choice)
+    assert "exported files have no host code for pixels as rows" in families.choose(p, H200, general=True)["pixels"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -174,8 +174,8 @@ def _layers(options: Options) -> Measure:
             nonlocal rows, ceilings
             rows, ceilings = so_far, rates
 
-        tell("measuring what the machine copies and multiplies", 0, len(todo))
         try:
+            tell("measuring what the machine copies and multiplies", 0, len(todo))
             runs.run(
                 todo, device, repeats, peaks=options.memory, inputs=drawn, frozen=options.frozen,
                 planning=lambda job: tell(f"planning {_named(job)}"),

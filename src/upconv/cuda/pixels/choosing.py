@@ -45,7 +45,7 @@ class Chooser(Generic[T, C]):
         estimate: Callable[[T, Problem, Gpu], tuple[float, str]],
         choice: Callable[[T, Problem, Gpu, float, str], C],
         *,
-        general: str,
+        general: str = "exported files have no host code for pixels as rows",
         none: str | Callable[[Problem, Gpu], str],
     ) -> None:
         def found(p: Problem, gpu: Gpu) -> C | str:
