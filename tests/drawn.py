@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from upconv.cuda.axes import Unfit, any_size
-from upconv.cuda.direct import direct, direct_grad, staged, tiles, walks
+from upconv.cuda.direct import direct, direct_grad, staged, staged_tiles, tiles, walks
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import H200, Gpu
@@ -191,7 +191,7 @@ def walk_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
 
 
 def staged_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    tile = one_of(rng, staged.fitting(p, gpu))
+    tile = one_of(rng, staged_tiles.fitting(p, gpu))
     return tile and staged.Choice("staged", 1e-5, "", "", p, tile, rng.choice((1, 2, 5)) if tile.weight else 1)
 
 

@@ -28,7 +28,7 @@ from upconv.cli import app
 from upconv.cuda import launches, prepared
 from upconv.cuda.axes import result_shape
 from upconv.cuda.compile import driver, jit
-from upconv.cuda.direct import direct, direct_grad, staged
+from upconv.cuda.direct import direct, direct_grad, staged, staged_costs
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
@@ -231,7 +231,7 @@ def library_choice(v: host.Variant, q: Problem, gpu: Gpu) -> Any:
         splits = wgrad_costs.whole(c.tiling, wgrad_costs.chunk_clocks(c.tiling), q, gpu, at_once=False, general=True)[2]
         return replace(c, problem=q, splits=splits)
     if isinstance(c, staged.Choice):
-        return replace(c, problem=q, splits=staged._cost(q, c.tile, gpu)[2])
+        return replace(c, problem=q, splits=staged_costs.cost(q, c.tile, gpu)[2])
     return replace(c, problem=q)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from upconv.cuda.axes import source_shape
 from upconv.cuda.compile import jit
-from upconv.cuda.direct import direct, direct_grad, staged
+from upconv.cuda.direct import direct, direct_grad, staged, staged_costs, staged_tiles
 from upconv.cuda.direct.cells import axes
 from upconv.cuda.direct.walks import Walk
 from upconv.cuda.gemm import gather, joined
@@ -160,7 +160,7 @@ def _variant(name: str, pass_: Pass, choice: Choice, unit: int, unit_out: int, g
     entries = tuple(source.entries)
     if isinstance(choice, (gather.Choice, joined.Choice, direct.Choice)):
         return Variant(name, pass_, choice, unit, unit_out, entries[0], entries[1], entries)
-    resident = staged.resident(choice.tile, gpu) if isinstance(choice, staged.Choice) else 1
+    resident = staged_costs.resident(choice.tile, gpu) if isinstance(choice, staged.Choice) else 1
     return Variant(name, pass_, choice, unit, unit_out, None, entries[0], entries, resident)
 
 
@@ -796,7 +796,10 @@ def record(v: Variant) -> str:
             given |= {"tile": (s.h, s.w), "whole": _whole(c), "channel_blocks": s.channel_blocks}
         else:
             given |= {"unit_out": v.unit_out, "tile": (s.h, s.w), "whole": _whole(c)}
-            given |= {"blocks": staged._weight_blocks(c.problem, s), "most": staged._most_ranges(c.problem, s)}
+            given |= {
+                "blocks": staged_tiles.weight_blocks(c.problem, s),
+                "most": staged_costs.most_ranges(c.problem, s),
+            }
             given |= {"resident": v.resident}
     elif c.tile is None:
         given |= {"channels": c.problem.out_channels}
