@@ -267,6 +267,3 @@ def test_margins_of_layouts() -> None:
         choice = gather.choose(q, H200)
         assert isinstance(choice, gather.Choice) and choice.tiling.unroll != (1, 1, 1)
         assert choice.margin == unrolled
-    for layout, margin in (("nchw", 1.15), ("channels_last", 1.1)):
-        swept = sweep.choose(p.with_(layout=layout), H200)
-        assert isinstance(swept, sweep.Choice) and swept.margin == margin

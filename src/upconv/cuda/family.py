@@ -118,6 +118,10 @@ class Choice(Protocol):
     def bound(self) -> str: ...
 
     @property
+    def terms(self) -> str:
+        """The estimate's terms in words; empty where the family's model has no `upconv.cuda.cost.Cost`."""
+
+    @property
     def margin(self) -> float:
         """By what `seconds` is multiplied beside another family's, where its model is the more optimistic one."""
 
@@ -137,6 +141,10 @@ class Choice(Protocol):
 
 class Defaults:
     """A choice whose estimate needs no correction, and which packs nothing."""
+
+    @property
+    def terms(self) -> str:
+        return ""
 
     @property
     def margin(self) -> float:

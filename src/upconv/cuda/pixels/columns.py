@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from upconv.cuda import family
+from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
@@ -31,10 +32,21 @@ class TileChoice(family.Defaults, Generic[T]):
     """Of the layer at any size; its own problem's size and batch mean nothing."""
     problem: Problem
     gpu: Gpu
-    seconds: float
+    cost: Cost
     """The model's estimate."""
-    bound: str
-    """What limits it, by the model."""
+
+    @property
+    def seconds(self) -> float:
+        return self.cost.seconds
+
+    @property
+    def bound(self) -> str:
+        """What limits it, by the model."""
+        return self.cost.bound
+
+    @property
+    def terms(self) -> str:
+        return self.cost.text
 
     @property
     def in_place(self) -> bool:
