@@ -181,11 +181,11 @@ def test_widths_leave_few_columns_empty() -> None:
 
 @pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
 def test_sizes_share_kernels(pass_: Pass) -> None:
-    """Kernels go by the tile alone: a layer's 60 sizes share ten at most."""
+    """Kernels go by the tile alone: a layer's 60 sizes share a dozen at most."""
     layer = layer_of("vae", "tf32").with_(pass_=pass_)
     found = [implicit.choose(layer.with_(batch=n, size=(s, s)), H200) for n in (1, 4, 16, 64) for s in range(2, 62, 4)]
     sources = {c.sources()[0].source for c in found if isinstance(c, implicit.Choice)}
-    assert len(sources) <= 10 and not any(isinstance(c, str) for c in found)
+    assert len(sources) <= 12 and not any(isinstance(c, str) for c in found)
 
 
 def test_kernels_are_of_a_layer_at_any_size() -> None:
