@@ -26,12 +26,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import cold
 import torch
 from layers import some
 
 import upconv
 from upconv import env
-from upconv.bench import cold, files, latency, report, run, training
+from upconv.bench import files, latency, report, run, training
 from upconv.bench.report import Row
 from upconv.bench.roofline import Ceilings
 from upconv.bench.run import Job

@@ -19,6 +19,7 @@ Where there are 8 cores, four cases run at a time: each waits for PyTorch's star
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import subprocess
@@ -38,8 +39,10 @@ from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
+from upconv.cuda.launches import Given, Scratch
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
 from upconv.cuda.pixels.tile import CONSUMERS
+from upconv.cuda.prepared import Program
 from upconv.cuda.rearrange import relayout
 from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
@@ -157,7 +160,7 @@ def run_prepared(prepared: Any, p: Problem, packing: bool = False, claim: bool =
     """A choice's kernels on random operands; ``packing``: by the one that packs weights itself; ``claim``: tiles."""
     x, weight, out = (tensor(shape, p) for shape in (source_shape(p), p.weight_shape, result_shape(p)))
     if packing:
-        prepared.run_packing(x, weight, None, out)
+        prepared.run(x, weight, None, out, True, True)
     else:
         prepared.run(x, prepared.pack(weight), None, out, *((False, True) if claim else ()))
 
@@ -270,14 +273,17 @@ def run_wgrad(
     prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, 0.0, "").prepare(0)
     prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)
     expected = (False, False) if steps else (splits <= MAX_CLUSTER, splits > MAX_CLUSTER)
-    if (prepared._one_step is not None, prepared.together) != expected:
+    one_step = len(prepared.choice.launches(Given("contiguous"))) == 1
+    at_once = prepared.choice.launches(Given("contiguous", lasting=True))[0].cooperative
+    if (one_step, at_once) != expected:
         raise RuntimeError(f"{splits} splits were not launched as expected")
 
 
 def run_relayout(p: Problem) -> None:
-    copies = relayout.Copies(p, 0, output=True)
-    x = tensor(p.output_shape, p)
-    copies.contiguous(copies.channels_last(x), torch.empty_like(x))
+    x, turned = tensor(p.output_shape, p), Scratch("turned", 2 * math.prod(p.output_shape) * p.dtype.itemsize)
+    launches = relayout.copy(p, True, "source", turned), relayout.copy(p, True, turned, "result", back=True)
+    out = torch.empty_like(x)
+    Program(launches, ("source", "result"), 0)((x, out), [x.data_ptr(), out.data_ptr()], False)
 
 
 CASES: dict[str, tuple[str, Callable[[], None]]] = {

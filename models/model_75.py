@@ -438,7 +438,6 @@ __device__ __forceinline__ double multiply_add(double a, double b, double c) { r
 __device__ constexpr int floor_mod(int a, int b) { return (a % b + b) % b; }
 
 // What a block of direct.cu copies to shared memory for a stage: the input tile with its halo (zeros outside), and the weights.
-// Halves are loaded four at a time where alignment allows (QUADS), and wait in registers for the end of the stage before (HOLDS).
 
 // K: Direct<C>.
 template <class K>
@@ -449,19 +448,12 @@ using T = typename K::T;
 using Acc = typename K::Acc;
 
 static constexpr bool LAST = C::channels_last;
-static constexpr bool QUADS = C::quads;
 static constexpr int THREADS = C::threads, CHANNELS = K::CHANNELS;
 static constexpr int IN_CHANNELS = C::groups * C::cin_g;
 static constexpr int IN_ROWS = C::block_h + C::span_h;  // input rows of a tile
-static constexpr int IN_COLS = K::BLOCK_W + C::span_w + C::lead;
+static constexpr int IN_COLS = K::BLOCK_W + C::span_w;
 static constexpr int ROW_PITCH = C::row_pitch;
 static constexpr int PLANE = K::PLANE;
-
-// Columns of a row, or channels of a pixel.
-static constexpr int QUAD_COLS = (IN_COLS + 3) / 4, QUAD_CHANNELS = CHANNELS / 4;
-static constexpr int QUAD_ITEMS = !QUADS ? 0 : LAST ? IN_ROWS * IN_COLS * QUAD_CHANNELS : CHANNELS * IN_ROWS * QUAD_COLS;
-static constexpr int HELD = (QUAD_ITEMS + THREADS - 1) / THREADS;
-static constexpr bool HOLDS = QUADS && C::stages > 1 && HELD <= 4;
 
 // A stage's input: where it starts in memory, what of it exists.
 struct Source {
@@ -470,8 +462,6 @@ struct Source {
     int present, row, col, h, w;
 };
 
-using Held = uint2[HOLDS ? HELD : 1];
-
 static __device__ __forceinline__ int column_word(int c) { return c / C::cells * K::PITCH + c % C::cells; }
 
 static __device__ __forceinline__ void put(Acc* to, const T* from, bool inside) {
@@ -479,39 +469,7 @@ static __device__ __forceinline__ void put(Acc* to, const T* from, bool inside) 
     else *to = inside ? Scalar::value(*from) : Acc(0);
 }
 
-static __device__ __forceinline__ uint2 fetch_quad(const Source& s, int at) {
-    uint2 four = make_uint2(0, 0);
-    if constexpr (LAST) {
-        const int channel = at % QUAD_CHANNELS * 4, pixel = at / QUAD_CHANNELS;
-        const int ih = s.row + pixel / IN_COLS, iw = s.col + pixel % IN_COLS;
-        if ((u32)ih < (u32)s.h && (u32)iw < (u32)s.w && channel < s.present)
-            four = *reinterpret_cast<const uint2*>(s.base + ((i64)ih * s.w + iw) * IN_CHANNELS + channel);
-    } else {  // rows and tiles start at multiples of four columns, so a quad is in or out
-        const int line = at / QUAD_COLS, channel = line / IN_ROWS;
-        const int ih = s.row + line % IN_ROWS, iw = s.col + at % QUAD_COLS * 4;
-        if ((u32)ih < (u32)s.h && (u32)iw < (u32)s.w && channel < s.present)
-            four = *reinterpret_cast<const uint2*>(s.base + channel * s.channel_step + (i64)ih * s.w + iw);
-    }
-    return four;
-}
-
-static __device__ __forceinline__ void put_quad(Acc* tile, int at, uint2 four) {
-    const u32 words[2] = {four.x, four.y};
-    if constexpr (LAST) {
-        const int channel = at % QUAD_CHANNELS * 4, pixel = at / QUAD_CHANNELS;
-        Acc* to = tile + channel * PLANE + pixel / IN_COLS * ROW_PITCH + column_word(pixel % IN_COLS);
-#pragma unroll
-        for (int m = 0; m < 4; ++m) to[m * PLANE] = Scalar::value((T)(words[m / 2] >> (m % 2 * 16)));
-    } else {
-        const int line = at / QUAD_COLS, c = at % QUAD_COLS * 4;
-        Acc* to = tile + line / IN_ROWS * PLANE + line % IN_ROWS * ROW_PITCH;
-#pragma unroll
-        for (int m = 0; m < 4; ++m)
-            if (IN_COLS % 4 == 0 || c + m < IN_COLS) to[column_word(c + m)] = Scalar::value((T)(words[m / 2] >> (m % 2 * 16)));
-    }
-}
-
-// Element by element. Channels, rows and columns outside are zeros. `x`: an address that may be read.
+// Element by element. Channels, rows and columns outside are zeros.
 static __device__ __forceinline__ void copy_pixels(Acc* tile, const Source& s, const T* x) {
 #pragma unroll(sizeof(T) == 2 ? 4 : 1)  // halves wait for what they load, asynchronous copies do not
     for (int at = threadIdx.x; at < IN_ROWS * IN_COLS * CHANNELS; at += THREADS) {
@@ -556,31 +514,10 @@ static __device__ __forceinline__ void copy_rows(Acc* tile, const Source& s, con
     }
 }
 
-// Starts the copies of a tile; `finish` writes what they left in registers. `vector`: quads are aligned.
-static __device__ __forceinline__ void begin(Acc* tile, Held& held, const Source& s, const T* x, bool vector) {
-    const int tid = threadIdx.x;
-    if (!vector) {
-        if constexpr (LAST) copy_pixels(tile, s, x);
-        else copy_rows(tile, s, x);
-    } else if constexpr (HOLDS) {
-#pragma unroll
-        for (int k = 0; k < HELD; ++k)
-            if (tid + k * THREADS < QUAD_ITEMS) held[k] = fetch_quad(s, tid + k * THREADS);
-    } else if constexpr (QUADS) {
-#pragma unroll 4
-        for (int item = tid; item < QUAD_ITEMS; item += THREADS) put_quad(tile, item, fetch_quad(s, item));
-    }
-}
-static __device__ __forceinline__ void finish(Acc* tile, const Held& held, bool vector) {
-    const int tid = threadIdx.x;
-    if constexpr (HOLDS) {
-        if (vector) {
-#pragma unroll
-            for (int k = 0; k < HELD; ++k)
-                if (tid + k * THREADS < QUAD_ITEMS) put_quad(tile, tid + k * THREADS, held[k]);
-        }
-    }
-    copy_wait_all();
+// `x`: an address that may be read.
+static __device__ __forceinline__ void copy(Acc* tile, const Source& s, const T* x) {
+    if constexpr (LAST) copy_pixels(tile, s, x);
+    else copy_rows(tile, s, x);
 }
 };
 
@@ -810,7 +747,6 @@ static __device__ __forceinline__ Acc packed_weight(const T* src, i64 at, const 
 // outside) and the chunk's weights to shared memory, while the threads walk channels and taps of the stage before.
 // A row in shared memory has one word between runs of CELLS, and rows are padded so that the threads of a warp, over all
 // its rows, have one odd stride: reads are free of bank conflicts.
-// Halves are loaded four at a time where alignment allows, and wait in registers for the end of the stage before.
 // The sums leave through shared memory, so that stores cover whole lines; directly when a thread's are one vector.
 //
 // Constraints: the tile and the unrolled taps must fit (the planner checks); `direct_any` needs nothing of it.
@@ -923,7 +859,7 @@ static __device__ __forceinline__ typename Copies::Source source_of(const T* x, 
                                  : x + (p.image * (GROUPS * CI) + (i64)p.group * CI + first) * from.channel_step + stage.depth * plane;
     from.present = SLOTS > 1 ? (GROUPS - p.group) * CI : stage.channels();
     from.row = p.cell_h + C::min_h;
-    from.col = p.cell_w + C::min_w - C::lead;
+    from.col = p.cell_w + C::min_w;
     from.h = s.h;
     from.w = s.w;
     return from;
@@ -933,7 +869,7 @@ static __device__ __forceinline__ typename Copies::Source source_of(const T* x, 
 static __device__ __forceinline__ void multiply(Sums& to, const Acc* line, const Acc* weights) {
     Acc window[CELLS + C::span_w];
 #pragma unroll
-    for (int c = 0; c < CELLS + C::span_w; ++c) window[c] = line[(c + C::lead) / CELLS * PITCH + (c + C::lead) % CELLS];
+    for (int c = 0; c < CELLS + C::span_w; ++c) window[c] = line[c / CELLS * PITCH + c % CELLS];
     const Pack* packs = reinterpret_cast<const Pack*>(weights);
     Pack pack;
 #pragma unroll
@@ -1000,7 +936,6 @@ static __device__ __forceinline__ void add_bias(Sums (&sum)[PHASES_H], const T* 
 static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* __restrict__ weight, const T* __restrict__ bias,
                                            T* __restrict__ out, const Sizes& s, Acc* shared) {
     const Place p = place_of(blockIdx.x, s);
-    const bool vector = C::quads && (C::channels_last || s.w % 4 == 0) && (unsigned long long)x % (4 * sizeof(T)) == 0;
     const int tid = threadIdx.x;
     const Thread own = thread_of(tid);
     const bool computes = tid < SLOTS * UNITS;
@@ -1014,16 +949,15 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
 #pragma unroll
             for (int v = 0; v < RUN; ++v) sum[t][c][v] = 0;
 
-    typename Copies::Held held;
     Stage stage = {-1, CHUNKS - 1, 0};
     const auto begin = [&](Acc* to) {
         copy_weights(to, weight, p, stage);
-        Copies::begin(to + WEIGHT_WORDS, held, source_of(x, p, stage, s), x, vector);
+        Copies::copy(to + WEIGHT_WORDS, source_of(x, p, stage, s), x);
     };
     stage.advance(p.od, s.d);
     if (stage.kd < KD) {
         begin(shared);
-        Copies::finish(shared + WEIGHT_WORDS, held, vector);
+        copy_wait_all();
     }
     __syncthreads();
 #pragma unroll 1
@@ -1033,7 +967,7 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
         stage.advance(p.od, s.d);
         if (C::stages > 1 && stage.kd < KD) begin(next);
         if (computes) multiply_stage(sum, shared + buffer * STAGE_WORDS, own, channels, first_kh);
-        if (C::stages > 1 && stage.kd < KD) Copies::finish(next + WEIGHT_WORDS, held, vector);
+        if (C::stages > 1 && stage.kd < KD) copy_wait_all();
         __syncthreads();
     }
 
@@ -4807,8 +4741,6 @@ struct Forward {
   static constexpr int stages = 1;
   static constexpr int step_kh = 1;
   static constexpr int step_row = 1;
-  static constexpr bool quads = false;
-  static constexpr int lead = 0;
   static constexpr int row_pitch = 325;
   static constexpr int run_pitch = 12;
   static constexpr int part = 4;

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -385,6 +386,7 @@ def each_plan(request: pytest.FixtureRequest) -> Iterator[list[Problem]]:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
     """Puts these in the place of what modules of kernels import by the names (their launchers, their tensor maps)."""
+    import_module("upconv.cuda.prepared")  # which families import late
     for module in [one for name, one in sys.modules.items() if name.startswith("upconv.cuda.")]:
         if not module.__name__.startswith("upconv.cuda.compile."):
             for name in names.keys() & vars(module).keys():

@@ -112,7 +112,7 @@ def gather_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     if classes is None:
         return None
     searches: list[dict[str, Any]] = [{"classes": classes}, {"classes": classes, "wgmma": False}, {"size": p.size}]
-    searches += [{"size": p.size, "beside": True}, {"classes": classes, "scarce": True}]
+    searches.append({"size": p.size, "beside": True})
     searches += [{"classes": classes, "drained": True}] if gather_search.drains(p) else []
     searches += [{"classes": classes, "shuffle": way} for way in ways(any_size(p))]
     tiling = one_of(rng, gather_search.candidates(any_size(p), gpu, **rng.choice(searches)))
@@ -212,7 +212,8 @@ def of_the_same_bytes(rng: random.Random, p: Problem, other: str) -> Problem:
     """The layer, mostly changed so that it has another problem of this name (`upconv.problem`)."""
     zeros, ones = (0,) * p.rank, (1,) * p.rank
     bare: dict[str, Any] = {"padding": zeros, "output_padding": zeros, "dilation": ones}
-    bare = {} if rng.random() < 0.3 else bare
+    if rng.random() < 0.4:
+        del bare[rng.choice(list(bare))]
     changes: dict[str, dict[str, Any]] = {
         "abreast": {"layout": "channels_last"},
         "flat": {**bare, "size": ones, "groups": 1, "bias": False, "layout": "nchw"},

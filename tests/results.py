@@ -184,15 +184,13 @@ def result(p: Problem, prepared: Any, place: Place, way: Way, infinite: bool = F
     out, around = place.guarded(laid_out(torch.empty(result_shape(p), dtype=p.dtype), p), way.off)
     source, weight = place.given(given(x, p), way.off), place.given(given(w, p, way.single), way.off)
     rounded = None if bias is None else place.given(given(bias, p, True) if way.single else bias)
-    if prepared.recorded and way.packing:
-        prepared.run(source, weight, rounded, out, claim=True)
+    if way.packing:
+        prepared.run(source, weight, rounded, out, lasting=True)
     else:
-        if prepared.recorded and (form := prepared._form(weight)) is not None:
+        if (form := prepared._form(weight)) is not None:
             prepared._program(Given(form, way.single))  # of one source, which is compiled once
         packed = prepared.pack(weight, rounded) if way.single and bias is not None else prepared.pack(weight)
-        prepared.run(
-            source, packed, rounded, out, **({"claim": way.once} if prepared.claims or prepared.recorded else {})
-        )
+        prepared.run(source, packed, rounded, out, lasting=way.once)
     if p.pass_ == "fwd":
         return Result(out, around, reference.forward(p, x, w, bias))
     truth = reference.gradients(p, x, x.new_zeros(p.input_shape), w)[0]

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from conftest import _forget_plans
 from upconv import convolutions, cpu, modules, planner, reference
-from upconv.cuda import engine, families, family, gpu, packs
+from upconv.cuda import engine, families, family, gpu
 from upconv.cuda import weights as packed
+from upconv.cuda.launches import Unit
 from upconv.planner import Device
 from upconv.problem import Problem
 
@@ -42,13 +43,13 @@ class StandIn(family.Defaults):
     """What its packed weights depend on; by default on the choice."""
     identity: bool = False
     """Whether it reads weights where they are."""
-    packs: bool = False
-    claims: bool = False
     fresh: list[bool] = field(default_factory=list, compare=False)
-    """Of each run, whether it was to begin beside its packing."""
+    """Of each run, whether its kernel may overlap with what packs its weight."""
+    lasting: list[bool] = field(default_factory=list, compare=False)
+    """Of each run, whether it may allocate what outlives the call."""
 
-    def sources(self) -> tuple[packs.Unit, ...]:
-        return (packs.Unit(f"{self.problem.pass_} {self.problem.kernel}", f"// {self.problem}", ()),)
+    def sources(self) -> tuple[Unit, ...]:
+        return (Unit(f"{self.problem.pass_} {self.problem.kernel}", f"// {self.problem}", ()),)
 
     def prepare(self, device: int) -> Any:
         self.log.append(("prepare", self.problem.pass_))
@@ -61,35 +62,54 @@ class StandIn(family.Defaults):
         assert not any(t.is_neg() for t in tensors), "a kernel knows nothing of PyTorch's negative bit"
 
 
-class Data(family.Prepared):
+class Loaded:
+    """What the engine asks of every prepared choice."""
+
+    casts = biased = False
+    loaded = True
+
+    def load(self) -> None:
+        """There is nothing to load."""
+
+
+class Data(Loaded):
     """``fwd`` and ``grad-input``."""
 
     def __init__(self, choice: StandIn) -> None:
         self.choice = choice
         self.packing = choice if choice.packing is None else choice.packing
-        self.packs, self.claims = choice.packs, choice.claims
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         p = self.choice.problem
         self.choice.log.append(("pack", p.pass_))
         assert weight.dtype is p.dtype or (self.casts and weight.dtype is torch.float32)
         assert bias is None or weight.dtype is bias.dtype is torch.float32
-        if self.choice.identity:
-            return weight.detach()
         parts = [t.detach().to(p.dtype).flatten() for t in (weight, bias) if t is not None]
         return torch.cat(parts)
 
-    def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        assert self.packs and not weight.is_neg()
-        self.choice.log.append(("packing", self.choice.problem.pass_))
-        self.run(x, weight.detach().contiguous(), bias, out)
+    def pack_to_keep(self, weight: Tensor) -> Tensor:
+        if not self.choice.identity:
+            return self.pack(weight)
+        found = weight.detach()
+        self.choice.log.append(("pack", self.choice.problem.pass_))
+        found.is_packed = True  # type: ignore[attr-defined]
+        return found
+
+    def packed(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What `pack` makes of a weight, or made of it before."""
+        assert not weight.is_neg()
+        if weight.dim() == 1 or hasattr(weight, "is_packed"):
+            return weight
+        single = bias is not None and bias.dtype is not self.choice.problem.dtype
+        return self.pack(weight, bias if single else None)
 
     def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, lasting: bool = False
     ) -> None:
-        p = self.choice.problem
-        self.choice.log.append(("claim" if claim else "run", p.pass_))
+        p, packed = self.choice.problem, self.packed(weight, bias)
+        self.choice.log.append(("run", p.pass_))
         self.choice.fresh.append(fresh)
+        self.choice.lasting.append(lasting)
         if self.choice.failure is not None:
             raise self.choice.failure
         self.choice.check(x, out)
@@ -106,13 +126,13 @@ class Data(family.Prepared):
             out.copy_(reference.gradients(p, x, torch.zeros(p.input_shape), packed)[0])
 
 
-class Weight(family.PreparedWeight):
+class Weight(Loaded):
     """``grad-weight``."""
 
     def __init__(self, choice: StandIn) -> None:
         self.choice = choice
 
-    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
         p = self.choice.problem
         self.choice.log.append(("run", p.pass_))
         self.choice.check(x, grad)

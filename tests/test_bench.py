@@ -23,7 +23,6 @@ from measured import CPU, SHORT, TINY, ceilings, fast_fixture, plans_fixture  # 
 from upconv import cpu, planner, reference
 from upconv.bench import (
     check,
-    cold,
     files,
     latency,
     memory,
@@ -136,6 +135,12 @@ def test_a_sweep_is_every_combination_that_exists() -> None:
 # --- a layer on the command line -------------------------------------------------------------------------------------
 
 
+ARGUMENTS = (
+    "the layer's arguments are in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, "
+    'dilation, like "64,64,(3,7),stride=2,padding=1"'
+)
+
+
 def test_a_layer_is_read_in_torch_order() -> None:
     p = suites.parse_layer("64,128,(3,7),2,(1,0),1,4,False,dilation=(2,1)", "8x64x16x32")
     module = torch.nn.ConvTranspose2d(64, 128, (3, 7), 2, (1, 0), 1, 4, False, dilation=(2, 1))
@@ -153,7 +158,7 @@ def test_a_layer_is_read_in_torch_order() -> None:
             "--input must be batch, channels and 1 to 3 spatial sizes joined by x, like 8x64x512x512; got '8x64'",
         ),
         ("64,64,3", "8x32x9x9", "--input must have the layer's 64 channels; got '8x32x9x9' with 32"),
-        ("64,64", "8x64x9", "the layer needs kernel_size, like \"64,64,(3,7),stride=2,padding=1\"; got '64,64'"),
+        ("64,64", "8x64x9", f"{ARGUMENTS}; got '64,64': missing a required argument: 'kernel_size'"),
         (
             "64,64,3,stride=1.5", "8x64x9",
             "the layer's stride must be an integer or 1 of them, one per spatial size; got 1.5",
@@ -162,13 +167,15 @@ def test_a_layer_is_read_in_torch_order() -> None:
             "64,64,(3,3,3)", "8x64x9x9",
             "the layer's kernel_size must be an integer or 2 of them, one per spatial size; got (3, 3, 3)",
         ),
-        ("64,64,3,bias=1", "8x64x9", "the layer's bias must be True or False, got 1"),
-        ("64,64,3,groups=True", "8x64x9", "the layer's groups must be an integer, got True"),
-        ("64,64,3,kernel_size=3", "8x64x9", "the layer got kernel_size twice, in '64,64,3,kernel_size=3'"),
+        ("64,64,3,bias=1", "8x64x9", "the layer's bias must be True or False; got 1"),
+        ("64,64,3,groups=True", "8x64x9", "the layer's groups must be an integer; got True"),
+        (
+            "64,64,3,kernel_size=3", "8x64x9",
+            f"{ARGUMENTS}; got '64,64,3,kernel_size=3': multiple values for argument 'kernel_size'",
+        ),
         (
             "64,64,3,strides=2", "8x64x9",
-            "the layer's arguments are in_channels, out_channels, kernel_size, stride, padding, output_padding, "
-            "groups, bias, dilation; got 'strides'",
+            f"{ARGUMENTS}; got '64,64,3,strides=2': got an unexpected keyword argument 'strides'",
         ),
         (
             "64,64,exit()", "8x64x9",
@@ -613,6 +620,9 @@ def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    import cold
+
     monkeypatch.setattr(cold, "_PRECISIONS", {"bf16": torch.bfloat16})
     monkeypatch.setattr(cold, "_AGAIN", 0.0)
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "users"))
@@ -645,7 +655,7 @@ def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     show = Console(width=200, record=True, file=io.StringIO())
     tables.show(found, show)
     assert "for the weight s" in show.export_text()
-    with pytest.raises(ValueError, match="--cold needs a CUDA device, for which kernels are compiled; got cpu"):
+    with pytest.raises(ValueError, match="cold kernels need a CUDA device, for which kernels are compiled; got cpu"):
         cold.measure(CPU)
 
 

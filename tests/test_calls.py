@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import upconv
+from situations.observers import Listing as Dispatch
+from situations.observers import Names as Function
 from standins import kernels_fixture  # noqa: F401
 from upconv import dispatch
 from upconv.replay import calls
@@ -24,16 +24,6 @@ from upconv.replay.calls import Call
 OPERATION: Any = SimpleNamespace(plan=SimpleNamespace(problem=SimpleNamespace(layout="nchw")), inference=None)
 ARGUMENTS: tuple[Any, ...] = ((2, 2), (1, 1), (0, 0), 1, (1, 1))
 CALLED: tuple[Any, ...] = (2, *ARGUMENTS)
-
-
-class Dispatch(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-class Function(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
 
 
 class Subclass(Tensor):

@@ -133,7 +133,6 @@ def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> Non
         ("bench --compiled", "--compiled goes with --suite training alone; got True"),
         ("bench --frozen --pass step", "--frozen goes with --pass fwd alone; got step"),
         ("bench --suite training --case pix", "--case must be one of dcgan, unet, vae, hifigan; got 'pix'"),
-        ("bench --cold --device cpu", "--cold needs a CUDA device, for which kernels are compiled; got cpu"),
         ("bench --inputs ones", "--inputs must be one of normal, rand; got 'ones'"),
         ("bench --suite custom", "--suite custom needs --layer and --input; got None and None"),
         ("bench --suite cpu --layer 4,4,3", "--layer and --input go with --suite custom; got --suite cpu"),
@@ -146,7 +145,9 @@ def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> Non
         ("bench --from r.json", "--from: r.json cannot be read: No such file or directory"),
         (
             "explain 4,4 --input 1x4x8",
-            "the layer needs kernel_size, like \"64,64,(3,7),stride=2,padding=1\"; got '4,4'",
+            "the layer's arguments are in_channels, out_channels, kernel_size, stride, padding, output_padding, "
+            "groups, bias, dilation, like \"64,64,(3,7),stride=2,padding=1\"; got '4,4': missing a required argument: "
+            "'kernel_size'",
         ),
         (
             "explain 4,4,3 --input 1x4x8 --dtype int8",

@@ -30,6 +30,7 @@ import upconv
 from conftest import HOPPER, assert_accurate, assert_close, tf32_magnitude
 from situations import differences, error
 from standins import H200, Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
+from twins import lines_of
 from upconv import convolutions, modules, ops, planner, reference
 from upconv.cuda import bias, engine, families, gpu
 from upconv.cuda.compile import jit
@@ -419,10 +420,8 @@ def test_a_subclass_with_a_conv_forward_of_its_own_is_left() -> None:
         def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return 2 * super()._conv_forward(input, weight, bias)
 
-    lines: list[str] = []
-    upconv.accelerate(Doubled(2, 2, 3), convolutions=True, report=lines.append)
     name = f"{__name__}.test_a_subclass_with_a_conv_forward_of_its_own_is_left.<locals>.Doubled"
-    assert lines == [
+    assert lines_of(upconv.accelerate, Doubled(2, 2, 3), convolutions=True) == [
         f"(the model itself): left: {name} has a _conv_forward of its own", "0 of 1 convolutions accelerated"
     ]  # fmt: skip
 
@@ -655,23 +654,18 @@ def test_accelerate_takes_convolutions_if_asked() -> None:
     )  # fmt: skip
     x = torch.randn(2, 3, 8, 8)
     wanted, described = model(x), repr(model)
-    lines: list[str] = []
-    upconv.accelerate(model, report=lines.append)
-    assert [line.partition(" ")[0] for line in lines[:-1]] == ["3:"] and not modules.is_ours(model[0])
-    lines.clear()
-    upconv.accelerate(model, convolutions=True, report=lines.append)
+    transposed = lines_of(upconv.accelerate, model)
+    assert [line.partition(" ")[0] for line in transposed[:-1]] == ["3:"] and not modules.is_ours(model[0])
+    lines = lines_of(upconv.accelerate, model, convolutions=True)
     reason = "plain convolutions are upconv's on GPUs of compute capability 9.0 alone"
     assert lines[0] == f"0: accelerated, but PyTorch's operator computes it on a CPU: {reason}"
     assert [line.partition(" ")[0] for line in lines[:-1]] == [f"{i}:" for i in (0, 2, 3, 4, 5)]
     assert lines[-1].startswith("5 of 5 convolutions accelerated; on a CPU upconv computes")
-    upconv.accelerate(model, report=lines.append)
-    assert lines[6:] == lines[:6]  # marked ones are taken again, asked or not
+    assert lines_of(upconv.accelerate, model) == lines  # marked ones are taken again, asked or not
     assert repr(model) == described and all(map(modules.is_ours, (model[i] for i in (0, 2, 3, 4, 5))))
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.jit.script(model)):
         torch.testing.assert_close(other(x), wanted)
-    lines.clear()
-    upconv.restore(model, report=lines.append)
-    assert lines == [f"{i}: restored" for i in (0, 2, 3, 4, 5)]
+    assert lines_of(upconv.restore, model) == [f"{i}: restored" for i in (0, 2, 3, 4, 5)]
     assert {type(m) for m in model} == {nn.Conv2d, nn.ConvTranspose2d, nn.ReLU}
     torch.testing.assert_close(model(x), wanted)
 

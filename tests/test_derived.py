@@ -120,7 +120,7 @@ def searched(seed: int) -> list[Any]:
     layer, size = any_size(towards), towards.size
     found = [gather_search.candidates(layer, gpu, classes=classes) for classes in ((1, 1), (2, 2), None)]
     found += [gather_search.candidates(layer, gpu, size=size, beside=beside) for beside in (False, True)]
-    found += [gather_search.candidates(layer, gpu, drained=True), gather_search.candidates(layer, gpu, scarce=True)]
+    found.append(gather_search.candidates(layer, gpu, drained=True))
     found += [gather_search.candidates(layer, gpu, shuffle=way) for way in ways(layer)[:1]]
     of_weight = p.with_(pass_="grad-weight", bias=False)
     for aligned, classes in ((True, (1, 1)), (False, (1, 1)), (False, (2, 2))):

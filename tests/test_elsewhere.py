@@ -6,7 +6,6 @@ import copy
 import multiprocessing
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +164,3 @@ def test_spawned_processes(tmp_path: Path) -> None:
         for out in (before, after):
             assert_close(torch.from_numpy(out), stock(x).detach(), length=512)
         assert line.startswith("(the model itself): accelerated") and count == 1
-
-
-def test_a_script_of_a_whole_model_keeps_its_marks() -> None:
-    ours = upconv.accelerate(model())
-    x = torch.randn(2, 3, 6, 7)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.script(ours)
-    assert_close(scripted(x).detach(), ours(x).detach(), length=4096)
-    assert all(modules.is_ours(layer) for layer in (ours[1], ours[4], ours[5]))

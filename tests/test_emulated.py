@@ -177,10 +177,9 @@ FAULTS = {
     "direct: a tap's row": ("direct", r"r -= C::step_row", "r -= 0"),
     "direct: no barrier behind copies": (
         "direct",
-        r"next \+ WEIGHT_WORDS, held, vector\);\s*__syncthreads\(\);",
-        "next + WEIGHT_WORDS, held, vector);",
+        r"stage\.kd < KD\) copy_wait_all\(\);\s*__syncthreads\(\);",
+        "stage.kd < KD) copy_wait_all();",
     ),
-    "direct: an unaligned vector": ("direct", r" && \(unsigned long long\)x % \(4 \* sizeof\(T\)\) == 0", ""),
     "direct_any: a remainder": ("direct", r"reach_w % C::stride_w \|\| ", ""),
     "direct_grad: a border": ("direct", r"if \(\(u32\)w >= \(u32\)s\.out_w\) continue;", "if (w >= s.out_w) continue;"),
     "direct_walk: a row of the window": ("direct walks", r"window\[r \+ 1\]\[c\];", "window[r][c];"),

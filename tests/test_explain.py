@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,26 +87,6 @@ def test_names_as_people_and_drivers_write_them(text: str, name: str) -> None:
 )  # fmt: skip
 def test_gpus_that_cannot_are_one_sentence(name: str, sentence: str) -> None:
     assert explain(*LAYER, "--gpu", name) == (2, f"upconv: {sentence}\n")
-
-
-def test_a_gpu_that_is_there_has_its_own_entry() -> None:
-    def rates(name: str) -> tuple[float, float, int]:
-        facts = {
-            "memory_clock_rate": 9001000,
-            "memory_bus_width": 256,
-            "clock_rate": 2040000,
-            "L2_cache_size": 64 << 20,
-        }
-        return gpu._rates(SimpleNamespace(name=name, **facts))
-
-    for name, chip in (
-        ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA A100-SXM4-40GB", "A100 40GB"), ("NVIDIA H100 NVL", "H100 NVL"),
-        ("NVIDIA GeForce RTX 3080 Ti", "RTX 3080 Ti"), ("NVIDIA GeForce RTX 3080", "RTX 3080"), ("NVIDIA A10G", "A10G"),
-        ("NVIDIA RTX A6000", "RTX A6000"),
-    ):  # fmt: skip
-        assert rates(name) == gpu.CHIPS[chip][2:]
-    # A laptop's is a smaller chip of the same name: the driver says how fast.
-    assert rates("NVIDIA GeForce RTX 4090 Laptop GPU") == (pytest.approx(0.9 * 576.1e9, rel=1e-3), 2.04e9, 64 << 20)
 
 
 # --- a sentence ------------------------------------------------------------------------------------------------------

@@ -116,18 +116,6 @@ CONSTRUCTORS = {
     79: "in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, bias=False",
     78: "in_channels, out_channels, kernel_size, stride=(1, 1), padding=(0, 0), bias=False",
 }
-ARGUMENTS = {
-    57: (64, 64, 3),
-    65: (64, 64, (3, 7)),
-    69: (64, 128, (3, 5)),
-    71: (32, 32, 3),
-    75: (32, 64, (3, 5), (2, 3), (1, 2), (2, 1), 4),
-    72: (32, 32, (3, 5, 7), (2, 2, 2), (1, 2, 3), (1, 1, 1), 4),
-    73: (32, 32, 3, 2, 1, 4),
-    74: (32, 64, 5, 1, 0, 3),
-    78: (32, 32, (3, 7), (1, 1), (1, 3)),
-    81: (32, 64, 3, 5, 1, 2),
-}
 
 
 @pytest.mark.parametrize("number", CONSTRUCTORS)
@@ -135,11 +123,6 @@ def test_constructors_are_kernelbenchs(number: int) -> None:
     parameters = inspect.signature(names(number)["ModelNew"]).parameters.values()
     found = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
     assert found == CONSTRUCTORS[number]
-
-
-@pytest.mark.parametrize("number", ARGUMENTS)
-def test_arguments_are_kernelbenchs(number: int) -> None:
-    assert signatures.init_arguments(number, kernelbench_problem(number)) == ARGUMENTS[number]
 
 
 def test_another_layer_than_the_exported_one_is_refused() -> None:

@@ -19,11 +19,11 @@ from upconv import planner
 from upconv.bench.suites import SUITES
 from upconv.cuda import bias, families, family
 from upconv.cuda.compile import jit
-from upconv.cuda.gemm import gather
+from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gemm.shuffle import countable, ways
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.export import source
-from upconv.problem import Layout, Pass, Problem
+from upconv.problem import Layout, Pass, Precision, Problem
 
 GPUS = (H200, A100, RTX3090, RTX4090, B200, RTX5090)
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
@@ -242,3 +242,18 @@ def test_phases_are_rows_where_32_bits_count_them() -> None:
     weight = Problem.make(1, 8192, 4096, (8, 8), 8, 8, dtype=DTYPES["bf16"])
     for p, smaller in ((row, row.with_(size=(1, 2**20))), (weight, weight.with_(in_channels=4096))):
         assert ways(p) and not countable(p) and countable(smaller)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_joined_rows_have_room_for_every_width_of_their_class(precision: Precision) -> None:
+    """The worst of these, where a tile begins in a row's last place, random layers seldom have."""
+    p = Problem.make(2, 32, 64, (4, 14, 64), 3, dtype=DTYPES[precision], precision=precision)
+    vec = 16 // p.dtype.itemsize
+    for most in range(16, 257, 16):
+        for t in joined.candidates(p.with_(size=(4, 14, most)), H200):
+            for width in range(most - 16 + vec, most + 1, vec):
+                narrow = p.with_(size=(4, 14, width))
+                assert t in list(joined.candidates(narrow, H200))
+                pitch = narrow.out_size[-1]
+                reach = t.places + t.halo(pitch)
+                assert reach <= t.span and (pitch - 1 + reach - 1) // pitch < t.rows

@@ -107,11 +107,9 @@ def test_calls_on_streams_at_once(what: str) -> None:
         if of_weight:
             prepared.run(*given, out, lasting)
         elif mode == "packs" and lasting:
-            prepared.run_packing(*given, None, out)
+            prepared.run(*given, None, out, True, True)
         else:
-            prepared.run(
-                given[0], prepared.pack(given[1]), None, out, **({"claim": lasting} if prepared.claims else {})
-            )
+            prepared.run(given[0], prepared.pack(given[1]), None, out, lasting=lasting)
         return out
 
     every, streams = [operands() for _ in range(4)], [torch.cuda.Stream() for _ in range(4)]
@@ -183,10 +181,10 @@ def test_without_memory_pytorchs_error_rises(pass_: Pass, monkeypatch: pytest.Mo
     assert not isinstance(inner, str)
     choice = unshuffle.Choice(inner, p, 1e-5)
 
-    def short(self: Any, grad: Tensor) -> Tensor:
+    def short(self: Any, *_: Any, **__: Any) -> Tensor:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(unshuffle._Around, "empty", short)
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", short)
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         assert_computes(choice, None, 0)
 

@@ -364,6 +364,20 @@ def test_a_gradient_penalty_under_autocast(dtype: torch.dtype, rounding: Kernels
     assert not differences(*found, BF16)
 
 
+def test_second_derivatives_are_taken_outside_of_autocast(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it casts what PyTorch's operator takes of them."""
+    states: list[bool] = []
+    right = Data.run
+    monkeypatch.setattr(Data, "run", lambda *given: states.append(torch.is_autocast_enabled("cpu")) or right(*given))
+    x, w, b = leaves(P)
+    out, seed = call(P, x, w, b), operands(P)[3].requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (first,) = torch.autograd.grad(out, x, seed, create_graph=True)
+        states.clear()
+        torch.autograd.grad(first.square().sum(), (w, seed))
+    assert states == [False]
+
+
 def test_vmap_over_gradients_is_pytorchs(kernels: Kernels) -> None:
     x, w, b = leaves(P)
     out = call(P, x, w, b)

@@ -68,11 +68,9 @@ def test_other_gpus_and_exported_files_have_none() -> None:
     p = parse_layer("16,16,3,stride=2,bias=False", "1x16x8x8")
     p = p.with_(precision="tf32", pass_="grad-input", layout="channels_last")
     for gpu in (A100, B200):
-        assert implicit.choose(p, gpu) == "an implicit GEMM wants both operands by descriptors, which wgmma alone takes"
-    assert isinstance(families.choose(p, H200)["implicit"], implicit.Choice)
-    assert (
-        families.choose(p, H200, general=True)["implicit"] == "exported files have no host code for the implicit GEMM"
-    )
+        assert implicit.choose(p, gpu) == "pixels as rows are multiplied by wgmma alone"
+    assert isinstance(families.choose(p, H200)["pixels"], implicit.Choice)
+    assert "exported files have no host code for pixels as rows" in families.choose(p, H200, general=True)["pixels"]
 
 
 @pytest.mark.parametrize(("name", "precision"), [("nnunet", "tf32"), ("nnunet", "bf16"), ("mrcnn", "tf32")])
@@ -80,9 +78,9 @@ def test_taps_that_share_nothing_are_multiplied_one_by_one(name: str, precision:
     """320 channels by two blocks of 160, and images of 14 x 14 in boxes that leave little of a tile empty."""
     p = layer_of(name, precision)
     found = planner.select(p, planner.Device("cuda", gpu=H200))
-    assert found.name == "implicit" and isinstance(found.choice, implicit.Choice)
+    assert found.name == "pixels" and isinstance(found.choice, implicit.Choice)
     assert f"implicit GEMM, channels last: wgmma {precision}, tile of " in found.candidates[0].reason
-    others = [c for family, c in families.choose(p, H200).items() if family != "implicit"]
+    others = [c for family, c in families.choose(p, H200).items() if family != "pixels"]
     assert all(weighed(found.choice) < weighed(c) for c in others if not isinstance(c, str))
     t = found.choice.tile
     assert p.in_channels % t.columns == 0
@@ -94,7 +92,7 @@ def test_taps_that_share_nothing_are_multiplied_one_by_one(name: str, precision:
 @pytest.mark.parametrize(("name", "precision"), [("kb57", "tf32"), ("unet4", "tf32"), ("unet4", "bf16")])
 def test_what_is_shared_or_bound_by_memory_stays_with_others(name: str, precision: Precision, pass_: Pass) -> None:
     p = layer_of(name, precision).with_(pass_=pass_)
-    assert planner.select(p, planner.Device("cuda", gpu=H200)).name != "implicit"
+    assert planner.select(p, planner.Device("cuda", gpu=H200)).name != "pixels"
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])

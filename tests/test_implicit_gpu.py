@@ -172,7 +172,7 @@ def test_a_layers_gradient_comes_from_it_and_is_right(dtype: torch.dtype) -> Non
         100, 256, 256, (14, 14), 2, 2, bias=True, dtype=dtype, layout="channels_last",
         precision="tf32" if dtype is torch.float32 else "bf16",
     )  # fmt: skip
-    assert planner.plan(p, planner.cuda_device(0)).selection("grad-input").name == "implicit"
+    assert planner.plan(p, planner.cuda_device(0)).selection("grad-input").name == "pixels"
     assert first is not None and x.grad is not None and torch.equal(first, x.grad), "to the last bit from run to run"
     assert x.grad.is_contiguous(memory_format=last)
     twin = torch.nn.ConvTranspose2d(256, 256, 2, stride=2, device="cuda", dtype=torch.float64)

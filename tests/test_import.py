@@ -77,39 +77,28 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the package's import does to a process that has torch: one for all tests, for torch takes seconds."""
-    done = _run(IMPORT_BEHIND_TORCH, tmp_path_factory.mktemp("imported"))
+@pytest.fixture
+def imported(tmp_path: Path) -> dict[str, Any]:
+    """What the package's import does to a process that has torch."""
+    done = _run(IMPORT_BEHIND_TORCH, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def test_warns_of_nothing(imported: dict[str, Any]) -> None:
-    assert imported["warnings"] == []
+def test_an_import_changes_nothing_but_what_it_is_for(imported: dict[str, Any]) -> None:
+    """No setting of PyTorch's, no device, which a call on the CPU does not initialise either.
 
-
-def test_changes_no_setting_of_torch(imported: dict[str, Any]) -> None:
-    assert imported["same settings"] and imported["handlers"] == 0
-
-
-def test_initialises_no_device(imported: dict[str, Any]) -> None:
-    """Nor does a call on the CPU."""
-    assert imported["initialised"] == []
-
-
-def test_imports_no_tool_of_the_command_line(imported: dict[str, Any]) -> None:
-    """The bench, the command line and what they stand on are imported by those who use them."""
+    The bench, the command line and what they stand on are imported by those who use them, CUDA's compiler and bindings
+    by calls on a GPU.
+    """
+    assert imported["warnings"] == [] and imported["same settings"] and imported["handlers"] == 0
+    assert imported["initialised"] == [] and imported["imported by calls on the CPU"] == []
     names = {name.partition(".")[0] for name in imported["new modules"]}
     heavy = {"rich", "typer", "click", "matplotlib", "numpy", "scipy", "PIL", "cuda", "triton", "hypothesis"}
     assert "upconv" in names and not names & heavy
     own = ("upconv.bench", "upconv.cli", "upconv.env", "upconv.explain")
     assert not [name for name in imported["new modules"] if name.startswith(own)]
-
-
-def test_cuda_compiler_and_bindings_are_imported_by_cuda_calls_alone(imported: dict[str, Any]) -> None:
-    assert imported["imported by calls on the CPU"] == []
 
 
 def test_works_without_the_optional_packages(tmp_path: Path) -> None:

@@ -399,7 +399,10 @@ def test_the_target_follows_from_the_capability(capability: tuple[int, int], arc
     ("name", "bandwidth"),
     [("NVIDIA H200", 4.2e12), ("NVIDIA H100 80GB HBM3", 3.0e12), ("NVIDIA H100 PCIe", 1.8e12),
      ("NVIDIA H100 NVL", 3.4e12), ("NVIDIA A100-SXM4-80GB", 1.7e12), ("NVIDIA GeForce RTX 4090", 0.92e12),
-     ("NVIDIA L4", 0.27e12), ("NVIDIA L40S", 0.78e12), ("NVIDIA RTX A4000", 0.9 * 448e9)],
+     ("NVIDIA L4", 0.27e12), ("NVIDIA L40S", 0.78e12), ("NVIDIA A100-SXM4-40GB", 1.35e12),
+     ("NVIDIA GeForce RTX 3080 Ti", 0.82e12), ("NVIDIA GeForce RTX 3080", 0.68e12), ("NVIDIA A10G", 0.54e12),
+     ("NVIDIA RTX A6000", 0.69e12), ("NVIDIA RTX A4000", 0.9 * 448e9),
+     ("NVIDIA GeForce RTX 4090 Laptop GPU", 0.9 * 448e9)],  # a smaller chip of the same name
 )  # fmt: skip
 def test_bandwidth_goes_by_the_name_or_else_by_what_the_driver_tells(
     monkeypatch: pytest.MonkeyPatch, name: str, bandwidth: float

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import pytest
 import torch
 
 from conftest import Stubs
-from upconv import cpu
+from drawn import FAMILIES, choices
 from upconv.bench.suites import SUITES
+from upconv.cuda import launches
 from upconv.cuda import prepared as prepared_module
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit, launch
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import H200
+from upconv.cuda.launches import Given, Map, Pointer, Scratch, Zeros
 from upconv.cuda.rearrange import around, relayout
 from upconv.cuda.wgrad import wgrad
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Precision, Problem
+from upconv.replay import tape
 
 
 @pytest.mark.parametrize("name", ["dcgan1", "unet1", "vae", "nnunet"])
@@ -93,9 +97,9 @@ def test_forwards_take_weights_as_they_lie_unless_they_keep_them(dtype: torch.dt
     packing = replace(choice, seconds=1e-5)
     if packing.packs:
         other = packing.prepare(0)
-        other.run_packing(x, last, None, out)
+        other.run(x, last, None, out, True, True)
         assert stubs.pop()[3][1] == last.data_ptr()
-        other.run_packing(x, weight, None, out)
+        other.run(x, weight, None, out, True, True)
         assert weight.data_ptr() in stubs.pop()[3]
 
 
@@ -155,32 +159,32 @@ def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monk
         (weight.float(), 1, True),
         (weight.contiguous(memory_format=torch.channels_last), 48, dtype is torch.float32),
     ):
-        prepared.run_packing(x, given, bias, out)
+        prepared.run(x, given, bias, out, True, True)
         name, grid, dependent, args = stubs.pop()
         assert (name, grid, dependent) == ("gather", choice.packs, False) and not stubs.launched
         assert (args[0], *args[2:5]) == (x.data_ptr(), bias.data_ptr(), out.data_ptr(), given.data_ptr())
         assert args[6:8] == (step, single) and args[8:19] == choice.tiling.arguments(p)
         kept.append(args[5])
     stream[0] = 8
-    prepared.run_packing(x, weight, None, out)
+    prepared.run(x, weight, None, out, True, True)
     args = stubs.pop()[3]
     assert len({*kept}) == 1 and args[5] not in kept and args[2] == 0
     (counters,) = prepared.counters.values()
     assert all(not zeros.any() for zeros in counters.of_streams.values())
     off = torch.empty(out.numel() + 1, dtype=dtype)[1:].view(out.shape)
     for given, to in ((weight.mT.contiguous().mT, out), (weight, off)):
-        prepared.run_packing(x, given, bias, to)
+        prepared.run(x, given, bias, to, True, True)
         *_, args = stubs.pop()
         assert (args[3] == to.data_ptr()) == (to is out) and (args[4] == weight.data_ptr()) == (given is weight)
     assert stubs.loaded == ["gather"] and not prepared.loaded
     trained = choice.prepare(0)
-    trained.run_packing(x, weight, None, out)
+    trained.run(x, weight, None, out, True, True)
     assert not trained.loaded
     trained.load()
     assert trained.loaded
     for number in range(100):
         stream[0] = number
-        prepared.run_packing(x, weight, None, out)
+        prepared.run(x, weight, None, out, True, True)
     assert len(counters.of_streams) <= 64
 
 
@@ -227,8 +231,7 @@ def test_a_lasting_call_is_one_cooperative_launch(
     choice = wgrad.choose(p.with_(precision="tf32" if dtype is torch.float32 else "bf16"), H200)
     assert isinstance(choice, wgrad.Choice) and choice.together
     t, prepared = choice.tiling, choice.prepare(0)
-    assert isinstance(t, WarpgroupTiling) and prepared.together
-    assert stubs.loaded == ["wgrad_whole"] and not prepared.loaded
+    assert isinstance(t, WarpgroupTiling) and not prepared.loaded
     x, g = torch.randn(p.input_shape, dtype=dtype), torch.randn(p.output_shape, dtype=dtype)
     kept = []
     for of_stream, out in product((7, 8), (torch.empty(p.weight_shape, dtype=dtype), torch.empty(p.weight_shape))):
@@ -244,7 +247,8 @@ def test_a_lasting_call_is_one_cooperative_launch(
         assert args[16:20] == (*out.stride()[:2], out.stride()[-1], out.dtype is torch.float32)
         kept.append(args[3])
     assert kept[0] == kept[1] != kept[2] == kept[3]
-    assert [zeros.numel() for zeros in prepared._counters.of_streams.values()] == [2 * t.tiles] * 2
+    (counters,) = prepared.counters.values()
+    assert [zeros.numel() for zeros in counters.of_streams.values()] == [2 * t.tiles] * 2
     prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype))
     assert stubs.names() == ["wgrad_wgmma", "reduce"] and stubs.loaded == ["wgrad_whole", "wgrad_wgmma", "reduce"]
     prepared.load()
@@ -256,17 +260,19 @@ def test_a_lasting_call_is_one_cooperative_launch(
     def broken(*_: object) -> None:
         raise launch.LaunchError("CUDA_ERROR_LAUNCH_FAILED")
 
-    at_once = prepared._at_once
-    monkeypatch.setattr(prepared, "_at_once", broken)
+    def together() -> bool:
+        return stubs.names()[-1] == "wgrad_whole together"
+
+    stubs.act = lambda args: broken() if together() else None
     with pytest.raises(launch.LaunchError, match="LAUNCH_FAILED"):  # not hidden by the two steps
         prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
     stubs.launched.clear()
-    monkeypatch.setattr(prepared, "_at_once", refused)
+    stubs.act = lambda args: refused() if together() else None
     for _ in range(2):
         prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
-    assert stubs.names() == ["wgrad_wgmma", "reduce"] * 2
+    assert stubs.names() == ["wgrad_whole together", "wgrad_wgmma", "reduce"] * 2
     stubs.launched.clear()
-    monkeypatch.setattr(prepared, "_at_once", at_once)
+    stubs.act = len
     prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
     assert stubs.names() == ["wgrad_whole together"], "on another stream it is not refused"
 
@@ -279,27 +285,60 @@ HALVES: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "bf16"}
     Problem.make(128, 512, 256, (4, 4), 4, 2, 1, pass_="grad-weight", **HALVES),
     Problem.make(100, 512, 17, (14, 14), 4, 2, 1, layout="channels_last", pass_="grad-weight", **HALVES),
 ], ids=str)  # fmt: skip
-def test_the_memory_for_copies_is_stated(p: Problem, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many bytes as a call allocates for them, and in the summary."""
+def test_the_memory_for_copies_is_stated(p: Problem) -> None:
+    """As many bytes as its launches have for them, and in the summary."""
     inner = around.choose(relayout._wider(p.lifted).with_(layout="channels_last"), H200, others=True)
     assert not isinstance(inner, str)
     choice = relayout.Choice(inner, p, 0.0)
-    prepared = choice.prepare(0)
-    allocated: list[int] = []
-    real = relayout.Copies.empty
+    arguments = [a for launch in choice.launches(Given("contiguous")) for a in launch.arguments]
+    scratch = {a.operand for a in arguments if isinstance(a, Pointer | Map) and isinstance(a.operand, Scratch)}
+    copies = sum(one.bytes for one in scratch if one.name.endswith("channels_last"))
+    assert choice.temporary_bytes == copies > 0
+    assert f"{copies / 1e6:.3g} MB of temporaries" in choice.summary
 
-    def counted(self: relayout.Copies, like: torch.Tensor) -> torch.Tensor:
-        found = real(self, like)
-        allocated.append(found.nbytes)
-        return found
 
-    monkeypatch.setattr(relayout.Copies, "empty", counted)
-    order = cpu.memory_format(p.layout, p.rank)
-    x, g, w = (torch.empty(s, dtype=p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
-    x, g = x.contiguous(memory_format=order), g.contiguous(memory_format=order)
-    if isinstance(prepared, relayout.GradInput):
-        prepared.run(g, prepared.pack(w), None, x)
-    else:
-        prepared.run(x, g, w)
-    assert choice.temporary_bytes == sum(allocated) > 0
-    assert f"{sum(allocated) / 1e6:.3g} MB of temporaries" in choice.summary
+NAMES = {
+    "fwd": {"source", "weight", "packed", "bias", "result"},
+    "grad-input": {"source", "weight", "packed", "bias", "result"},
+    "grad-weight": {"input", "gradient", "result"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_records_are_well_formed_and_are_what_is_launched(family: str, stubs: Stubs, monkeypatch: Any) -> None:
+    """Of every form of a call: known operands, the result among them, blocks and threads; what is launched is these.
+
+    The recording has the same steps, with an address for each pointer and each map (`upconv.replay.tape`).
+    """
+    monkeypatch.setattr(launch, "current_stream", lambda index: 0)
+    monkeypatch.setattr(launches, "encode", lambda of, at, *_: struct.pack("<16Q", at + of.begin, *range(1, 16)))
+    for choice, _ in islice(choices(family), 3):
+        p, prepared = choice.problem, choice.prepare(0)
+        for given in prepared._every():
+            records = prepared.choice.launches(given)
+            program, operands = prepared._program(given), prepared._operands(given)
+            assert program.launches == records and set(operands) <= NAMES[p.pass_]
+            used = [a for one in records for a in one.arguments if isinstance(a, Pointer | Map)]
+            named = {a.operand for a in used if isinstance(a.operand, str)} - {""}
+            assert "result" in named <= set(operands), (choice, given)
+            assert all(a.offset >= 0 and a.alignment in (1, 4, 16) for a in used if isinstance(a, Pointer))
+            for one in records:
+                assert one.entry in one.unit.source and 0 < one.grid < 2**31 and 32 <= one.threads <= 1024
+                assert 0 <= one.shared_bytes <= H200.shared_bytes and not (one.cooperative and one.dependent)
+                assert given.lasting or not any(isinstance(a.operand, Zeros) for a in used), "what outlives a call"
+            places = [torch.empty(64, dtype=torch.int32) for _ in operands]
+            stubs.launched.clear()
+            stubs.arguments.clear()
+            program(places, [t.data_ptr() for t in places], True)
+            launched = [(name.removesuffix(" together"), grid) for name, grid, _ in stubs.launched]
+            assert launched == [(one.entry, one.grid) for one in records]
+            at = {a.operand: i for i, a in enumerate(used) if a.operand != ""}
+            for one, args in zip(records, stubs.arguments):
+                step = tape._step(one, 7, at, True)
+                assert len(args) == len(step.words) == sum(16 if isinstance(a, Map) else 1 for a in one.arguments)
+                addresses = [a for a in one.arguments if isinstance(a, Pointer | Map) and a.operand != ""]
+                assert [buffer for _, buffer, _ in step.places] == [at[a.operand] for a in addresses]
+                assert (step.grid, step.block, step.shared) == (one.grid, one.threads, one.shared_bytes)
+                places_of = {word for word, _, _ in step.places}
+                fixed = [i for i in range(len(args)) if i not in places_of]
+                assert all((args[i] - step.words[i]) % 2**32 == 0 for i in fixed), "the same sizes and maps"

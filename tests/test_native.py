@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -24,16 +25,20 @@ from torch.utils.checkpoint import checkpoint
 
 import upconv
 from conftest import BARE, assert_equal, needs_gxx
+from situations.observers import Listing as Dispatch
+from situations.observers import Names as Function
 from situations.processes import in_threads
 from standins import Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
-from test_calls import Dispatch, Function
 from upconv import autograd, convolutions, dispatch, freezing, modules, ops, reference
-from upconv.cuda import weights
+from upconv.cuda import launches, prepared, weights
 from upconv.cuda.compile import cache
 from upconv.cuda.compile import driver as driver_module
 from upconv.cuda.compile import launch as launch_module
+from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.compile.driver import Kernel
-from upconv.cuda.compile.launch import Counters, Launcher, as_run
+from upconv.cuda.compile.launch import Launcher
+from upconv.cuda.launches import Argument, Int, Launch, Long, Map, Pointer, Scratch, Unit, Zeros
+from upconv.cuda.prepared import Program
 from upconv.replay import calls, native, replays, tape
 
 # --- a driver whose kernels are Python's ------------------------------------------------------------------------------
@@ -55,6 +60,18 @@ class Machine:
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(lambda stream, status: 0),
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._bind),
         )
+
+    def program(
+        self,
+        run: Callable[..., None],
+        grid: int,
+        arguments: tuple[Argument, ...],
+        operands: tuple[str, ...],
+        **how: bool,
+    ) -> Program:
+        """One launch of a kernel."""
+        one = Launch(Unit("f", "", ("f",)), "f", grid, 64, 16, arguments, **how)
+        return Program((one,), operands, -1, lambda launch, letters: self.launcher(letters, run, launch.cooperative))
 
     def launcher(self, letters: str, run: Callable[..., None], cooperative: bool = False) -> Launcher:
         handle = 1000 + len(self.kernels)
@@ -149,7 +166,6 @@ class LaunchedData(Data):
         source = p.input_shape if p.pass_ == "fwd" else p.output_shape
         result = p.output_shape if p.pass_ == "fwd" else p.input_shape
         last = p.layout == "channels_last"
-        counters = Counters(-1, 3)
 
         def lying(address: int, shape: tuple[int, ...]) -> Tensor:
             if not last:
@@ -165,8 +181,8 @@ class LaunchedData(Data):
             at(packed, whole.shape, p.dtype).copy_(whole)
 
         def multiply(x: int, *rest: int) -> None:
-            tiles, packed, bias, out, zeros, scale = rest[:4], *rest[4:]
-            assert tiles == (x, 7, 2**64 - 1, 0) and scale == 3
+            packed, bias, out, zeros, scale = rest[16:]
+            assert rest[:3] == (x, 7, 2**64 - 1) and scale == 3
             words = at(zeros, (3,), torch.int32)
             assert not words.any(), "words that kernels find zeros"
             count = torch.Size(p.weight_shape).numel()
@@ -179,30 +195,38 @@ class LaunchedData(Data):
                 found = reference.gradients(p, lying(x, source), torch.zeros(p.input_shape), weight)[0]
                 lying(out, result).copy_(found)
 
-        self._counters = counters
-        self._pack = machine.launcher("PPiP", pack)
-        self._run = machine.launcher("P(qqqq)PPPPi", multiply)
+        def packing(single: int) -> Program:
+            arguments = Pointer("weight"), Pointer("packed"), Int(single), Pointer("bias")
+            return machine.program(pack, 3, arguments, ("weight", "bias", "packed"))
+
+        def product(bias: Pointer) -> Program:
+            box = Map("source", Tensor5(0, (1,) * 5, (16,) * 4), p.dtype, (1,) * 5)
+            arguments = Pointer("source"), box, Pointer("packed"), bias, Pointer("result"), Pointer(Zeros(3)), Int(3)
+            return machine.program(multiply, 5, arguments, ("source", "packed", "bias", "result"), dependent=True)
+
+        size = torch.Size(p.weight_shape).numel() * p.dtype.itemsize
+        self._packs = packing(0), packing(1)
+        self._runs = product(Pointer("bias")), product(Pointer("packed", size))
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         p = self.choice.problem
         self.choice.log.append(("pack", p.pass_))
         count = weight.numel() + (p.out_channels if bias is not None else 0)
         packed = weight.new_empty_strided((count,), (1,), dtype=p.dtype)
-        single = int(weight.dtype is torch.float32)
-        given = (weight.data_ptr(), packed.data_ptr(), single, 0 if bias is None else bias.data_ptr())
-        self._pack(-1, 3, given)
+        run_program(self._packs[weight.dtype is torch.float32], weight, bias, packed)
         return packed
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        p = self.choice.problem
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, lasting: bool = False
+    ) -> None:
+        p, packed = self.choice.problem, self.packed(weight, bias)
         self.choice.log.append(("run", p.pass_))
-        size = torch.Size(p.weight_shape).numel() * p.dtype.itemsize
-        of_bias = 0 if bias is None else bias.data_ptr()
-        if bias is not None and bias.dtype is not p.dtype:
-            of_bias = packed.data_ptr() + size
-        words = as_run("qqqq", (x.data_ptr(), 7, -1, 0))
-        zeros = self._counters.address(x)
-        self._run(-1, 5, (x.data_ptr(), words, packed.data_ptr(), of_bias, out.data_ptr(), zeros, 3), fresh)
+        behind = bias is not None and bias.dtype is not p.dtype
+        run_program(self._runs[behind], x, packed, bias, out, fresh=fresh)
+
+
+def run_program(program: Program, *given: Tensor | None, fresh: bool = False) -> None:
+    program(given, [0 if t is None else t.data_ptr() for t in given], fresh)
 
 
 class LaunchedWeight(Weight):
@@ -225,13 +249,16 @@ class LaunchedWeight(Weight):
             at(sums, (8,)).fill_(1.0)  # it may
             lying(out, p.weight_shape, torch.float32 if single else p.dtype).copy_(found)
 
-        self._run = machine.launcher("PPPPi", multiply, cooperative=True)
+        def product(single: int) -> Program:
+            pointers = Pointer("input"), Pointer("gradient"), Pointer(Scratch("sums", 32)), Pointer("result")
+            operands = "input", "gradient", "result"
+            return machine.program(multiply, 2, (*pointers, Int(single)), operands, cooperative=True)
 
-    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+        self._runs = product(0), product(1)
+
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
         self.choice.log.append(("run", "grad-weight"))
-        sums = x.new_empty_strided((8,), (1,), dtype=torch.float32)
-        given = (x.data_ptr(), grad.data_ptr(), sums.data_ptr(), out.data_ptr(), int(out.dtype is torch.float32))
-        self._run(-1, 2, given)
+        run_program(self._runs[out.dtype is torch.float32], x, grad, out)
 
 
 @pytest.fixture(scope="session")
@@ -239,6 +266,10 @@ def module() -> Any:
     found = native.wait()
     assert found is not None, native.state()
     return found
+
+
+def encode(tensor: Tensor5, address: int, *_: Any) -> bytes:
+    return struct.pack("<16Q", address + tensor.begin, 7, 2**64 - 1, *[0] * 13)
 
 
 @pytest.fixture
@@ -250,6 +281,8 @@ def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(launch_module, "current_device", lambda: -1)
     monkeypatch.setattr(launch_module, "current_stream", lambda device: 0)
     monkeypatch.setattr(Kernel, "ready", lambda self, device: None)
+    monkeypatch.setattr(prepared, "bind", lambda device: None)
+    monkeypatch.setattr(launches, "encode", encode)
     monkeypatch.setattr(replays, "host", None)
     monkeypatch.setattr(replays, "hoped", True)
 
@@ -319,40 +352,49 @@ SIZES = ((2, 5, 4, 7), (3, 4, 5, 3), (2, 5, 9), (2, 3, 3, 2, 4))
 
 @needs_gxx
 def test_a_tape_has_the_memory_the_launches_and_where_addresses_are(machine: Machine, module: Any) -> None:
-    first = machine.launcher("PPi", lambda *words: None)
-    second = machine.launcher("P(qq)Pf", lambda *words: None)
-    counters = Counters(-1, 9)
+    box = Map("source", Tensor5(32, (1,) * 5, (16,) * 4), torch.float32, (1,) * 5)
+    one = (Pointer("weight"), Pointer("packed"), Int(-12), Pointer("bias"))
+    two = (Pointer("packed", 16), box, Pointer("source", 8), Pointer(Zeros(9)), Pointer(Scratch("s", 40)), Long(-5))
+    nothing: Callable[..., None] = lambda *words: None  # noqa: E731
+    first = machine.program(nothing, 4, one, ("weight", "bias", "packed"))
+    second = machine.program(nothing, 6, two, ("source", "packed"), dependent=True)
 
     def run(given: Sequence[Tensor]) -> list[Tensor | None]:
         x, w = given
         packed = w.new_empty_strided((10,), (1,), dtype=torch.int32)
-        first(-1, 4, (w.data_ptr(), packed.data_ptr(), 12))
+        run_program(first, w, None, packed)
         out = torch.empty((2, 3), dtype=x.dtype, device=x.device)
-        second(-1, 6, (packed.data_ptr() + 16, as_run("qq", (x.data_ptr() + 8, 5)), counters.address(x), 2.0), True)
+        run_program(second, x, packed, fresh=True)
         total = out.sum((0,), dtype=torch.float32)
-        first(-1, 1, (out.data_ptr(), x.data_ptr(), 0))
+        run_program(second, out, out)
         return [out, None, total]
 
     x, w = torch.randn(2, 3, dtype=torch.float64), torch.randn(7)
     found = tape.record(run, (x, w), x, module.blob)
     made = [(b.kind, b.dtype, b.sizes) for b in found.buffers]
+    scratch = tape.MADE, torch.int32, (10,)
     assert made == [
-        (0, torch.float64, (2, 3)), (1, torch.float32, (7,)), (tape.MADE, torch.int32, (10,)),
-        (tape.MADE, torch.float64, (2, 3)), (tape.ZEROS, torch.int32, (9,)), (tape.MADE, torch.float32, (3,)),
+        (0, torch.float64, (2, 3)), (1, torch.float32, (7,)), scratch, (tape.MADE, torch.float64, (2, 3)), scratch,
+        (tape.ZEROS, torch.int32, (9,)), (tape.MADE, torch.float32, (3,)), scratch,
     ]  # fmt: skip
-    assert found.results == (3, None, 5)
+    assert found.results == (3, None, 6)
     what = [(s.kind, s.buffers, s.grid, s.places) for s in found.steps]
     assert what == [
         (tape.MAKE, (2,), 0, ()),
         (tape.LAUNCH, (), 4, ((0, 1, 0), (1, 2, 0))),
         (tape.MAKE, (3,), 0, ()),
-        (tape.DEPENDENT, (), 6, ((0, 2, 16), (1, 0, 8), (3, 4, 0))),
+        (tape.MAKE, (4,), 0, ()),
+        (tape.DEPENDENT, (), 6, ((0, 2, 16), (1, 0, 32), (17, 0, 8), (18, 5, 0), (19, 4, 0))),
         (tape.RELEASE, (2,), 0, ()),  # before more is allocated
-        (tape.SUM, (3, 5), 0, ()),
-        (tape.LAUNCH, (), 1, ((0, 3, 0), (1, 0, 0))),
+        (tape.RELEASE, (4,), 0, ()),
+        (tape.SUM, (3, 6), 0, ()),
+        (tape.MAKE, (7,), 0, ()),
+        (tape.LAUNCH, (), 6, ((0, 3, 16), (1, 3, 32), (17, 3, 8), (18, 5, 0), (19, 7, 0))),
+        (tape.RELEASE, (7,), 0, ()),
     ]
-    assert found.steps[3].words[2] == 5 and found.steps[1].words[2] == 12
-    assert not machine.launched, "a dry run launches nothing"
+    assert found.steps[1].words == (0, 0, 2**32 - 12, 0)
+    assert found.steps[4].words[2:4] == (7, 2**64 - 1) and found.steps[4].words[20] == 2**64 - 5
+    assert not machine.launched, "a recording launches nothing"
 
 
 @needs_gxx
@@ -371,22 +413,20 @@ def test_other_passes_have_no_tape(module: Any, what: Any, reason: str) -> None:
 
 
 @needs_gxx
-def test_arguments_that_depend_on_addresses_in_another_way_have_no_tape(machine: Machine, module: Any) -> None:
+def test_a_map_that_does_not_begin_with_its_address_has_no_tape(
+    machine: Machine, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = Map("source", Tensor5(0, (1,) * 5, (16,) * 4), torch.float32, (1,) * 5)
+    program = machine.program(lambda *words: None, 1, (Pointer("source"), box), ("source",))
+    monkeypatch.setattr(launches, "encode", lambda tensor, address, *_: struct.pack("<16Q", *[address >> 4] * 16))
+
+    def run(given: Sequence[Tensor]) -> list[Tensor | None]:
+        run_program(program, given[0])
+        return [given[0].new_empty(4)]
+
     x = torch.randn(8)
-    launch = machine.launcher("q", lambda *words: None)
-    for of in (lambda at: at >> 4, lambda at: at * 2, lambda at: at + 2**22, lambda at: at - 16):
-
-        def run(given: Sequence[Tensor], of: Callable[[int], int] = of) -> list[Tensor]:
-            launch(-1, 1, (of(given[0].data_ptr()),))
-            return [given[0].new_empty(4)]
-
-        with pytest.raises(tape.NoTape, match="depends on addresses in another way"):
-            tape.record(run, (x,), x, module.blob)
-    numbers = iter(range(9))
-    with pytest.raises(tape.NoTape, match="another way"):
-        tape.record(lambda given: launch(-1, 1, (next(numbers),)) or [given[0].new_empty(1)], (x,), x, module.blob)
-    with pytest.raises(tape.NoTape, match="something else when it was called again"):
-        tape.record(lambda given: [given[0].new_empty(next(numbers))], (x,), x, module.blob)
+    with pytest.raises(tape.NoTape, match="first word is not its tensor's address"):
+        tape.record(run, (x,), x, module.blob)
 
 
 # --- replayed calls ---------------------------------------------------------------------------------------------------

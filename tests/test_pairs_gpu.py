@@ -77,7 +77,7 @@ def test_a_layers_gradient_comes_from_it_and_is_right(dtype: torch.dtype) -> Non
     p = Problem.make(
         8, 256, 128, (32, 32), 2, 2, bias=True, dtype=dtype, precision="tf32" if dtype is torch.float32 else "bf16"
     )
-    assert planner.plan(p, planner.cuda_device(0)).selection("grad-input").name == "pairs"
+    assert planner.plan(p, planner.cuda_device(0)).selection("grad-input").name == "pixels"
     assert torch.equal(found, again), "to the last bit from run to run"
     truth = torch.nn.functional.conv2d(grad.double(), layer.weight.double(), stride=2)
     assert (found.double() - truth).norm() <= (1e-3 if dtype is torch.float32 else 5e-3) * truth.norm()

@@ -222,9 +222,9 @@ def test_refusals_are_sentences(layer: str, size: str, settings: dict[str, str],
 def test_other_gpus_and_exported_files_have_none() -> None:
     p = parse_layer("16,16,3,stride=2,bias=False", "1x16x32x32").with_(precision="tf32")
     for gpu in (A100, B200):
-        assert phases.choose(p, gpu) == "pixels as they lie are multiplied by wgmma alone"
-    assert isinstance(families.choose(p, H200)["phases"], phases.Choice)
-    assert families.choose(p, H200, general=True)["phases"] == "exported files have no host code for phases as columns"
+        assert phases.choose(p, gpu) == "pixels as rows are multiplied by wgmma alone"
+    assert isinstance(families.choose(p, H200)["pixels"], phases.Choice)
+    assert "exported files have no host code for pixels as rows" in families.choose(p, H200, general=True)["pixels"]
 
 
 def test_counts_of_32_bits_are_not_exceeded() -> None:
@@ -243,21 +243,21 @@ def kb73(precision: Precision) -> Problem:
 def test_kb73_comes_from_phases_in_tf32_alone() -> None:
     p = kb73("tf32")
     found = planner.select(p, planner.Device("cuda", gpu=H200))
-    assert found.name == "phases" and isinstance(found.choice, phases.Choice)
+    assert found.name == "pixels" and isinstance(found.choice, phases.Choice)
     assert found.choice.summary in found.candidates[0].reason
     assert re.fullmatch(
         r"pixels as rows, phases as columns: wgmma tf32, 2 tiles of 1x\d+x\d+ \(DxHxW of q\), 4 x 64 columns, rings of "
         r"\d of \d+ channels, weights resident, \d+ KB shared, grid 13\d",
         found.choice.summary,
     )
-    others = [c for name, c in families.choose(p, H200).items() if name != "phases"]
+    others = [c for name, c in families.choose(p, H200).items() if name != "pixels"]
     assert all(weighed(found.choice) < weighed(c) for c in others if not isinstance(c, str))
     t, grid, tiles = found.choice.tile, found.choice.grid, -(-found.choice.tile.tiles(p) // CONSUMERS)
     assert 100 < grid <= 132 and -(-tiles // grid) == -(-tiles // 132), "as soon done as by all multiprocessors"
     assert not t.aligned and t.shared_bytes <= H200.shared_bytes
     for precision in EACH[1:]:
         assert planner.select(kb73(precision), planner.Device("cuda", gpu=H200)).name == "gather"
-        assert isinstance(families.choose(kb73(precision), H200)["phases"], phases.Choice)
+        assert isinstance(phases.choose(kb73(precision), H200), phases.Choice)
 
 
 def test_what_registers_and_shared_memory_cannot_hold_is_unfit() -> None:

@@ -145,7 +145,7 @@ def test_a_layers_forward_comes_from_it_and_is_right() -> None:
     layer = upconv.ConvTranspose3d(32, 32, 3, stride=2, padding=1, device="cuda")
     x = torch.randn(4, 32, 16, 32, 128, device="cuda")
     p = Problem.make(4, 32, 32, (16, 32, 128), 3, 2, 1, bias=True, precision="tf32")
-    assert planner.plan(p, planner.cuda_device(0)).forward == "phases"
+    assert planner.plan(p, planner.cuda_device(0)).forward == "pixels"
     with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=True):
         out = layer(x)
         again = layer(x)

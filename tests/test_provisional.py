@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import cache as cached
 from itertools import product
@@ -27,7 +27,7 @@ from drawn import DTYPES
 from one_mapped_gpu import operands, poisoned
 from upconv.bench.suites import SUITES
 from upconv.cuda import engine, prepared
-from upconv.cuda.compile import cache, elf, jit, launch, nvrtc, provisional
+from upconv.cuda.compile import cache, elf, jit, nvrtc, provisional
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import H200
@@ -52,11 +52,14 @@ class Launches:
         self.made.append(f"load {name}")
         return Form()
 
+    def kernel(self, compile: Callable[[], object]) -> Provisional:
+        return Provisional(lambda: self.form("quick"), compile, lambda: self.form("final"))
+
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Launches on a device that captures nothing."""
-    monkeypatch.setattr(provisional, "_kept", lambda device: launch.noting())
+    monkeypatch.setattr(provisional, "_capturing", lambda device: False)
     yield Launches()
     assert not provisional.pending()
 
@@ -66,7 +69,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 def test_the_quick_form_runs_until_the_final_one_is_compiled(made: Launches) -> None:
     compiled = threading.Event()
-    kernel = Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final"))
+    kernel = made.kernel(compiled.wait)
     assert provisional.pending()
     kernel(0, 1, ())
     kernel(0, 2, ())
@@ -79,22 +82,27 @@ def test_the_quick_form_runs_until_the_final_one_is_compiled(made: Launches) -> 
     assert made.made == ["load quick", "quick 1", "quick 2", "load final", "final 3", "final 4"]
 
 
-def test_what_is_kept_waits_for_the_final_form(made: Launches) -> None:
+def test_a_graph_waits_for_the_final_form(made: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = threading.Event()
-    kernel = Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final"))
+    kernel = made.kernel(compiled.wait)
     kernel(0, 1, ())
     threading.Timer(0.05, compiled.set).start()
-    with launch.noted_by(None):  # type: ignore[arg-type]  # of nobody: nothing is kept
-        kernel(0, 2, ())
-    assert made.made[-1] == "quick 2" and not compiled.is_set()
-    with launch.noted_by(object()):  # type: ignore[arg-type]
-        kernel(0, 3, ())
-    assert compiled.is_set() and made.made == ["load quick", "quick 1", "quick 2", "load final", "final 3"]
+    monkeypatch.setattr(provisional, "_capturing", lambda device: True)
+    kernel(0, 3, ())
+    assert compiled.is_set() and made.made == ["load quick", "quick 1", "load final", "final 3"]
+
+
+def test_a_recording_waits_for_the_final_form(made: Launches) -> None:
+    compiled = threading.Event()
+    kernel = made.kernel(compiled.wait)
+    threading.Timer(0.05, compiled.set).start()
+    kernel.final()(0, 3, ())  # type: ignore[call-arg]
+    assert compiled.is_set() and made.made == ["load quick", "load final", "final 3"]
 
 
 def test_a_form_that_is_compiled_holds_nobody_back(made: Launches) -> None:
     compiled = threading.Event()
-    kernel = Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final"))
+    kernel = made.kernel(compiled.wait)
     assert provisional.pending()
     future = kernel._compiled
     compiled.set()
@@ -124,7 +132,7 @@ def test_an_interrupt_or_an_error_of_the_driver_is_no_end(made: Launches) -> Non
 
 def test_all_are_waited_for(made: Launches) -> None:
     compiled = threading.Event()
-    kernels = [Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final")) for _ in range(5)]
+    kernels = [made.kernel(compiled.wait) for _ in range(5)]
     threading.Timer(0.05, compiled.set).start()
     provisional.settle()
     assert compiled.is_set() and made.made.count("load final") == 5
@@ -134,7 +142,7 @@ def test_all_are_waited_for(made: Launches) -> None:
 
 def test_what_no_thread_has_begun_is_compiled_by_who_needs_it(made: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provisional, "_THREADS", 0)
-    kernel = Provisional(lambda: made.form("quick"), lambda: made.made.append("compile"), lambda: made.form("final"))
+    kernel = made.kernel(lambda: made.made.append("compile"))
     kernel(0, 1, ())
     kernel.settle()
     kernel.settle()
@@ -145,9 +153,7 @@ def test_what_no_thread_has_begun_is_compiled_by_who_needs_it(made: Launches, mo
 def test_a_child_compiles_what_its_parents_thread_was_compiling(made: Launches) -> None:
     """And waits for nobody, as its parent's threads are not its own."""
     begun, compiled = threading.Event(), threading.Event()
-    kernel = Provisional(
-        lambda: made.form("quick"), lambda: begun.set() or compiled.wait(60), lambda: made.form("final")
-    )
+    kernel = made.kernel(lambda: begun.set() or compiled.wait(60))
     assert begun.wait(10)
     with kernel._settling:  # as a thread has it that loads the final form just then
         child = os.fork()
@@ -164,7 +170,7 @@ def test_a_child_compiles_what_its_parents_thread_was_compiling(made: Launches) 
 def test_a_kernel_that_is_gone_is_not_kept(made: Launches) -> None:
     """One of two that threads loaded in the same first call, say, or of a model that was deleted meanwhile."""
     compiled = threading.Event()
-    kernels = [Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final")) for _ in range(2)]
+    kernels = [made.kernel(compiled.wait) for _ in range(2)]
     gone = weakref.ref(kernels.pop())
     gc.collect()
     assert gone() is None and provisional.pending()
@@ -197,7 +203,7 @@ def test_a_quick_form_that_cannot_be_compiled_raises(made: Launches) -> None:
 
 def test_threads_see_either_form(made: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, stop = threading.Event(), threading.Event()
-    kernel = Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final"))
+    kernel = made.kernel(compiled.wait)
 
     def launches() -> None:
         while not stop.is_set():
@@ -412,9 +418,9 @@ def test_quick_forms_compute_the_same_to_the_last_bit(case: str) -> None:
             for _ in range(2):  # what was loaded, and what is launched from then on
                 out.fill_(math.nan)
                 if packing:
-                    prepared.run_packing(x, weight, None, out)
+                    prepared.run(x, weight, None, out, True, True)
                 else:
-                    prepared.run(x, prepared.pack(weight), None, out, claim=claim)
+                    prepared.run(x, prepared.pack(weight), None, out, lasting=claim)
                 provisional.settle()
             results.append(out)
         outs.append(results)

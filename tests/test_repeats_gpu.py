@@ -88,7 +88,7 @@ def check(p: Problem, choice: Any, x: Tensor, g: Tensor, w: Tensor) -> None:
         if p.pass_ == "grad-weight":
             prepared.run(x, g, out, *((True,) if getattr(prepared, "together", False) else ()))
         elif packs and call % 2:
-            prepared.run_packing(x if p.pass_ == "fwd" else g, w, None, out)
+            prepared.run(x if p.pass_ == "fwd" else g, w, None, out, True, True)
         else:
             prepared.run(x if p.pass_ == "fwd" else g, prepared.pack(w), None, out, fresh=True)
         if first is None:

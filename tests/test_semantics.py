@@ -113,17 +113,6 @@ def autocast(functions: Functions, call: Call) -> Any:
     return found
 
 
-@case()
-def gradients_inside_autocast(functions: Functions, call: Call) -> Any:
-    """Of a forward outside of it: they stay in float32, and so do theirs."""
-    x, *others = leaves(call)
-    out = run(functions, call, x, *others)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        (first,) = torch.autograd.grad(out, x, seeded(out).requires_grad_(), create_graph=True)
-        second = torch.autograd.grad(first.square().sum(), others[0])
-    return first.detach(), [t.contiguous() for t in second]
-
-
 @case(BF16)
 def autocast_of_other_dtypes(functions: Functions, call: Call) -> Any:
     """It casts bfloat16 and float32 together, and leaves float64 alone."""

@@ -75,7 +75,7 @@ def test_a_layers_forward_comes_from_it_and_is_right(dtype: torch.dtype, memory_
     p = Problem.make(
         4, 512, 256, (32, 32), 2, 2, bias=True, dtype=dtype, precision="tf32" if dtype is torch.float32 else "bf16"
     )
-    assert planner.plan(p, planner.cuda_device(0)).forward == "subpixel"
+    assert planner.plan(p, planner.cuda_device(0)).forward == "pixels"
     if memory_format is torch.contiguous_format:
         assert out.is_contiguous()
     assert torch.equal(out, again), "to the last bit from run to run"

@@ -51,7 +51,7 @@ def draw_problem(rng: random.Random) -> Problem:
         ("16,16,3,stride=2", "1x16x8x8x8", {}, WALKS),
         ("16,16,3,groups=2", "1x16x8x8x8", {}, WALKS),
         ("16,16,3,dilation=2", "1x16x8x8x8", {}, WALKS),
-        ("16,16,3", "1x16x8x8x8", {"precision": "ieee"}, "pass fwd in ieee is none of the kernel's"),
+        ("16,16,3", "1x16x8x8x8", {"precision": "ieee"}, "precision ieee is none of the kernel's"),
         ("16,257,3", "1x16x8x8x8", {}, "257 output channels are more than the 256 columns of a matrix instruction"),
         ("16,16,3", "2x16x5x7x7", {}, "rows begin at more places of 16 bytes than boxes are sorted by"),
         ("16,16,(3,15,15)", "2x16x5x32x32", {}, NO_TILE),
@@ -65,8 +65,8 @@ def test_refusals_are_sentences(layer: str, size: str, settings: dict[str, str],
 def test_other_gpus_have_no_sweeps() -> None:
     p = parse_layer("16,16,3,bias=False", "1x16x8x8x8").with_(precision="tf32")
     for gpu in (A100, B200):
-        assert sweep.choose(p, gpu) == "pixels as rows want both operands by descriptors, which wgmma alone takes"
-    assert sweep.choose(p, H200, general=True) == "a sweep's boxes and tiles go by the rows of one size"
+        assert sweep.choose(p, gpu) == "pixels as rows are multiplied by wgmma alone"
+    assert sweep.choose(p, H200, general=True) == "exported files have no host code for pixels as rows"
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_layers_of_few_output_channels_are_swept(name: str, precision: Precision
     p = layer.with_(dtype=DTYPES[precision], precision=precision, layout=layout)
     device = planner.Device("cuda", gpu=H200)
     found = planner.select(p, device)
-    assert found.name == "sweep" and isinstance(found.choice, sweep.Choice)
+    assert found.name == "pixels" and isinstance(found.choice, sweep.Choice)
     other = gather.choose(p, H200)
     assert not isinstance(other, str) and found.choice.seconds < other.seconds
     assert "pixels as rows: wgmma" in found.candidates[0].reason
-    assert planner.select(p, device, general=True).name != "sweep"
+    assert planner.select(p, device, general=True).name != "pixels"
 
 
 def test_what_registers_and_shared_memory_cannot_hold_is_unfit() -> None:
@@ -167,8 +167,8 @@ def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
 
 def test_it_is_among_the_families() -> None:
     p = parse_layer("16,16,3,bias=False", "1x16x8x8x8").with_(precision="tf32")
-    assert isinstance(families.choose(p, H200)["sweep"], sweep.Choice)
-    assert families.choose(p, H200, general=True)["sweep"] == "a sweep's boxes and tiles go by the rows of one size"
+    assert isinstance(families.choose(p, H200)["pixels"], sweep.Choice)
+    assert "exported files have no host code for pixels as rows" in families.choose(p, H200, general=True)["pixels"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -113,7 +113,7 @@ def test_a_layer_is_swept_and_its_gradients_are_right(dtype: torch.dtype) -> Non
         16, 32, 16, (10, 20, 32), (3, 5, 7), bias=True, dtype=dtype,
         precision="tf32" if dtype is torch.float32 else "bf16",
     )  # fmt: skip
-    assert planner.plan(p, planner.cuda_device(0)).forward == "sweep"
+    assert planner.plan(p, planner.cuda_device(0)).forward == "pixels"
     assert torch.equal(out, again), "to the last bit from run to run"
     twin = torch.nn.ConvTranspose3d(32, 16, (3, 5, 7), device="cuda", dtype=torch.float64)
     twin.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})

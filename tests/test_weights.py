@@ -21,6 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrizations
 
 import upconv
+from twins import lines_of
 from upconv import freezing, planner
 from upconv.cuda import engine, weights
 from upconv.problem import Problem
@@ -84,9 +85,7 @@ def test_freeze_says_what_it_froze(packing: None) -> None:
     ).eval()
     upconv.accelerate(model).append(nn.ConvTranspose2d(4, 4, 3).eval())
     model[4].train()
-    lines: list[str] = []
-    assert upconv.freeze(model, report=lines.append) is model
-    assert lines == [
+    assert lines_of(upconv.freeze, model) == [
         "0: frozen",
         "1: not frozen: its weight is computed at each call (a parametrisation or a hook)",
         "2: not frozen: its weight has no shape before the first call",
@@ -97,10 +96,8 @@ def test_freeze_says_what_it_froze(packing: None) -> None:
 
 
 def test_on_a_cpu_nothing_is_frozen() -> None:
-    lines: list[str] = []
-    upconv.freeze(ours().eval(), report=lines.append)
     each = [f"{i}: not frozen: only calls on a GPU pack weights, and its weight is on cpu" for i in (0, 1, 3)]
-    assert lines == [*each, "0 of 3 convolutions frozen"]
+    assert lines_of(upconv.freeze, ours().eval()) == [*each, "0 of 3 convolutions frozen"]
     assert not weights.frozen
 
 
@@ -271,20 +268,6 @@ def _noise(p: Tensor, turn: int) -> Tensor:
     return torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(p.device, p.dtype) * 0.1
 
 
-def _averages(model: Model, x: Tensor) -> list[Tensor]:
-    """A trainer stores the weights, validates with averages in their place, and puts the weights back."""
-    found = []
-    for turn in range(2):
-        found.append(evaluated(model, x))
-        stored = [p.detach().clone() for p in model.parameters()]
-        for p in model.parameters():
-            p.data.copy_(_noise(p, turn))
-        found.append(evaluated(model, x))
-        for p, own in zip(model.parameters(), stored):
-            p.data.copy_(own)
-    return found
-
-
 def _replayed_step(model: Model, x: Tensor) -> list[Tensor]:
     """The training step is a CUDA graph; validations in between are not, and one more is a graph of its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -324,7 +307,6 @@ RUNS: dict[str, Run] = {
     "param.data in place": changed(lambda p, turn: p.data.mul_(0.5).add_(_noise(p, turn))),
     "param.data set": changed(lambda p, turn: setattr(p, "data", _noise(p, turn))),
     "DLPack alias": changed(lambda p, turn: torch.from_dlpack(p.detach()).copy_(_noise(p, turn))),
-    "averages for a validation": _averages,
     "step in a CUDA graph": _replayed_step,
 }
 

@@ -54,10 +54,10 @@ def assert_same_step(ours: Any, theirs: Any, x: Tensor, **kwargs: Any) -> None:
     assert not lines, "\n".join(lines)
 
 
-def lines_of(change: Callable[..., nn.Module], model: nn.Module) -> list[str]:
-    """What `accelerate`, `restore` or `fold_batchnorm` reports."""
+def lines_of(change: Callable[..., nn.Module], model: nn.Module, **kwargs: Any) -> list[str]:
+    """What `accelerate`, `restore`, `fold_batchnorm` or `freeze` reports."""
     lines: list[str] = []
-    assert change(model, report=lines.append) is model
+    assert change(model, report=lines.append, **kwargs) is model
     return lines
 
 

@@ -180,12 +180,13 @@ def _usual_plans(module: Any, dtype: torch.dtype, device: planner.Device) -> lis
     rank, plans = len(module.kernel_size), []
     biased = module._parameters.get("bias", module) is not None  # a parametrised one is there too
     reach = max(d * k // s for d, k, s in zip(module.dilation, module.kernel_size, module.stride))
-    sizes = sorted({*_SIZES[rank], 2 * reach + 1})  # one is larger than the kernel
+    lengths = sorted({*_SIZES[rank], 2 * reach + 1})  # one is larger than the kernel
+    thin = [size for size in product((1, lengths[-1]), repeat=rank) if min(size) < max(size)]  # strips
     layouts: tuple[Layout, ...] = ("channels_last", "nchw") if rank > 1 else ("nchw",)
-    for layout, size, batch in product(layouts, sizes, _BATCHES):
+    for layout, size, batch in product(layouts, (*thin, *((n,) * rank for n in lengths)), _BATCHES):
         try:
             problem = Problem.make(
-                batch, module.in_channels, module.out_channels, (size,) * rank, module.kernel_size, module.stride,
+                batch, module.in_channels, module.out_channels, size, module.kernel_size, module.stride,
                 module.padding, module.output_padding, module.dilation, module.groups, bias=biased, dtype=dtype,
                 layout=layout,
             )  # fmt: skip

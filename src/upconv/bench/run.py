@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -327,10 +327,8 @@ def _check_device(device: torch.device, job: Job) -> None:
         raise DeviceLost(f"{job.case} ({job.problem}) left {device} unusable: {reason}") from None
 
 
-def compile_ahead(
-    todo: Sequence[Job], device: torch.device, planning: Callable[[Job], object] = lambda job: None
-) -> int:
-    """Compiles the kernels of all jobs at once, in threads, so that no row waits for its own; how many sources.
+def compile_ahead(todo: Sequence[Job], device: torch.device, planning: Callable[[Job], object]) -> None:
+    """Compiles the kernels of all jobs at once, in threads, so that no row waits for its own.
 
     What no family can plan or NVRTC compile is left to the row that needs it, which says so. Of a gradient also the
     forward ahead of it is compiled.
@@ -339,24 +337,18 @@ def compile_ahead(
 
     where = planner.device_of(device)
     if nvrtc.unavailable() is not None or where.gpu is None:
-        return 0
-    arch, found = where.gpu.arch, dict[tuple[str, str], str]()
+        return
+    arch, found = where.gpu.arch, dict[str, str]()
     for job in todo:
         planning(job)
         with suppress(Exception):
             plan = planner.plan(job.problem, where)
             for choice in {**plan.choices("fwd"), **plan.choices(job.problem.pass_)}.values():
-                found.update({(unit.source, arch): unit.label for unit in choice.sources()})
-
-    def compile_one(item: tuple[tuple[str, str], str]) -> None:
-        (source, arch), label = item
-        with suppress(RuntimeError):
-            jit.cubin(source, arch, label)
-
-    with ThreadPoolExecutor(max(1, min(16, len(found)))) as pool:
+                found.update({unit.source: unit.label for unit in choice.sources()})
+    with ThreadPoolExecutor(16) as pool:
+        jobs = [pool.submit(jit.cubin, source, arch, label) for source, label in found.items()]
         try:
-            list(pool.map(compile_one, found.items()))
+            wait(jobs)
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)  # else it compiles the rest first
             raise
-    return len(found)

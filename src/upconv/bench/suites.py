@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -297,21 +299,22 @@ def quick(p: Problem) -> Problem:
 
 
 def _elements(p: Problem) -> int:
-    elements = 0
-    for channels, size in ((p.in_channels, p.size), (p.out_channels, p.out_size)):
-        count = p.batch * channels
-        for n in size:
-            count *= n
-        elements += count
-    return elements
+    return math.prod(p.input_shape) + math.prod(p.output_shape)
 
 
 # --- a layer from the command line -----------------------------------------------------------------------------------
 
-_ARGUMENTS = (
-    "in_channels", "out_channels", "kernel_size", "stride", "padding", "output_padding", "groups", "bias", "dilation",
-)  # fmt: skip
 _EXAMPLE = '"64,64,(3,7),stride=2,padding=1"'
+
+
+def _layer(
+    in_channels: Any, out_channels: Any, kernel_size: Any, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
+    groups: Any = 1, bias: Any = True, dilation: Any = 1,
+) -> None:  # fmt: skip
+    """The arguments of ``torch.nn.ConvTranspose2d`` that make a `Problem`."""
+
+
+_SIGNATURE = inspect.signature(_layer)
 
 
 def parse_input(text: str) -> tuple[int, ...]:
@@ -350,29 +353,15 @@ def parse_layer(text: str, input: str) -> Problem:
     """
     shape = parse_input(input)
     given = _arguments(text)
-    for name in _ARGUMENTS[:3]:
-        if name not in given:
-            raise ValueError(f"the layer needs {name}, like {_EXAMPLE}; got {text!r}")
     for name, value in given.items():
         _check_type(name, value, len(shape) - 2)
     if shape[1] != given["in_channels"]:
         raise ValueError(
             f"--input must have the layer's {given['in_channels']} channels; got {input!r} with {shape[1]}"
         )
+    kernel = given.pop("kernel_size")
     try:
-        return Problem.make(
-            shape[0],
-            given["in_channels"],
-            given["out_channels"],
-            shape[2:],
-            given["kernel_size"],
-            given.get("stride", 1),
-            given.get("padding", 0),
-            given.get("output_padding", 0),
-            given.get("dilation", 1),
-            given.get("groups", 1),
-            bias=given.get("bias", True),
-        )
+        return Problem.make(shape[0], **given, size=shape[2:], kernel=kernel)
     except ValueError as error:
         raise ValueError(f"the layer fits no transposed convolution: {error}") from None
 
@@ -383,37 +372,29 @@ def _arguments(text: str) -> dict[str, Any]:
         call = ast.parse(f"_({text}\n)", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "_":
             raise ValueError
-        if any(keyword.arg is None for keyword in call.keywords):
-            raise ValueError
         positional = [ast.literal_eval(value) for value in call.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise ValueError(f"the layer must be torch.nn's arguments as literals, like {_EXAMPLE}; got {text!r}") from None
-    if len(positional) > len(_ARGUMENTS):
-        raise ValueError(f"the layer takes at most {len(_ARGUMENTS)} arguments ({', '.join(_ARGUMENTS)}); got {text!r}")
-    given: dict[str, Any] = dict(zip(_ARGUMENTS, positional))
-    for name, value in named.items():
-        if name not in _ARGUMENTS:
-            raise ValueError(f"the layer's arguments are {', '.join(_ARGUMENTS)}; got {name!r}")
-        if name in given:
-            raise ValueError(f"the layer got {name} twice, in {text!r}")
-        given[name] = value
-    return given
+    try:
+        bound = _SIGNATURE.bind(*positional, **named)
+    except TypeError as error:
+        names = ", ".join(_SIGNATURE.parameters)
+        raise ValueError(f"the layer's arguments are {names}, like {_EXAMPLE}; got {text!r}: {error}") from None
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _check_type(name: str, value: object, rank: int) -> None:
     def integer(v: object) -> bool:
         return isinstance(v, int) and not isinstance(v, bool)
 
+    several = isinstance(value, (tuple, list)) and len(value) in (1, rank) and all(map(integer, value))
     if name == "bias":
-        if not isinstance(value, bool):
-            raise ValueError(f"the layer's bias must be True or False, got {value!r}")
+        right, what = isinstance(value, bool), "True or False"
     elif name in ("in_channels", "out_channels", "groups"):
-        if not integer(value):
-            raise ValueError(f"the layer's {name} must be an integer, got {value!r}")
-    elif not integer(value) and not (
-        isinstance(value, (tuple, list)) and len(value) in (1, rank) and all(integer(v) for v in value)
-    ):
-        raise ValueError(
-            f"the layer's {name} must be an integer or {rank} of them, one per spatial size; got {value!r}"
-        )
+        right, what = integer(value), "an integer"
+    else:
+        right, what = integer(value) or several, f"an integer or {rank} of them, one per spatial size"
+    if not right:
+        raise ValueError(f"the layer's {name} must be {what}; got {value!r}")

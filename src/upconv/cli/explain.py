@@ -99,12 +99,6 @@ class _Asked(NamedTuple):
             return parse_ceilings(self.ceilings, kinds)
         return estimated_ceilings(self.named) if self.named else measure(kinds, self.device, seconds=0.1)
 
-    def plan(self, p: Problem) -> planner.Plan:
-        """The plan of a problem, for its pass."""
-        from upconv import planner
-
-        return planner.plan(p, self.planned)
-
     def of(self, p: Problem, dtype: torch.dtype, layout: LayoutName) -> Problem:
         """A forward as the options have it: the pass, and the precision where the dtype is that of the options."""
         from upconv.bench.run import sweep
@@ -158,6 +152,7 @@ def _target(gpu: str | None, device: str | None) -> tuple[torch.device, planner.
 
 
 def _of_layer(layer: str, inputs: Sequence[str], asked: _Asked) -> Explanation:
+    from upconv import planner
     from upconv.bench.suites import parse_layer
     from upconv.explain import Explanation
 
@@ -165,10 +160,11 @@ def _of_layer(layer: str, inputs: Sequence[str], asked: _Asked) -> Explanation:
         raise ValueError(f"--input must be given once for a layer; got {' '.join(inputs)!r}")
     problem = asked.of(parse_layer(layer, inputs[0]), asked.dtype, asked.layout)
     rates = asked.rates([problem.precision])
-    return Explanation(problem, asked.plan(problem), rates)
+    return Explanation(problem, planner.plan(problem, asked.planned), rates)
 
 
 def _of_model(model: str, inputs: Sequence[str], asked: _Asked) -> ModelExplanation:
+    from upconv import planner
     from upconv.bench.suites import parse_shape
     from upconv.explain import ModelExplanation, precision_text
     from upconv.model_layers import calls
@@ -176,7 +172,7 @@ def _of_model(model: str, inputs: Sequence[str], asked: _Asked) -> ModelExplanat
     shapes = [parse_shape(text) for text in inputs]
     found = calls(lambda: network(model), shapes, asked.dtype, asked.layout)
     of_all = [call._replace(problem=asked.of(p := call.problem, p.dtype, p.layout)) for call in found]
-    lines = [(call, asked.plan(call.problem)) for call in of_all]
+    lines = [(call, planner.plan(call.problem, asked.planned)) for call in of_all]
     rates = asked.rates(list(dict.fromkeys(call.problem.precision for call in of_all)))
     kinds = dict.fromkeys(precision_text(call.problem) for call in of_all)
     title = " · ".join([f"{model} on {', '.join(inputs)}", *kinds, asked.pass_])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from upconv import env
-from upconv.bench import cold, exported, files, latency, models, plots, report, tables, training
+from upconv.bench import exported, files, latency, models, plots, report, tables, training
 from upconv.bench import run as runs
 from upconv.bench.progress import Progress
 from upconv.bench.report import Interrupted, Report, Row
@@ -59,7 +59,7 @@ def run(options: Options) -> int:
         ValueError: an argument that does not fit, in one sentence.
     """
     outputs = _outputs(options)
-    alone = [name for name in ("--host", "--shapes", "--cold") if getattr(options, name[2:])]
+    alone = [name for name in ("--host", "--shapes") if getattr(options, name[2:])]
     if len(alone) > 1:
         raise ValueError(f"{' and '.join(alone)} are runs of their own; got {len(alone)} of them")
     if options.from_ is not None:
@@ -96,13 +96,11 @@ Measure = Callable[[Progress], Report]
 
 
 def _latency(options: Options, kind: str) -> Measure:
-    """The runs of ``--host``, ``--shapes`` and ``--cold``."""
+    """The runs of ``--host`` and ``--shapes``."""
     options.only(kind, kind[2:], "device", "json")
     device = device_of(options.device)
 
     def measure(tell: Progress) -> Report:
-        if kind == "--cold":
-            return cold.measure(device, progress=lambda label: tell(f"compiling {label}"))
         tell(f"measuring {kind[2:]}")
         return latency.host(device) if kind == "--host" else latency.shapes(device)
 
@@ -176,8 +174,8 @@ def _layers(options: Options) -> Measure:
             nonlocal rows, ceilings
             rows, ceilings = so_far, rates
 
-        tell("measuring what the machine copies and multiplies", 0, len(todo))
         try:
+            tell("measuring what the machine copies and multiplies", 0, len(todo))
             runs.run(
                 todo, device, repeats, peaks=options.memory, inputs=drawn, frozen=options.frozen,
                 planning=lambda job: tell(f"planning {_named(job)}"),

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.launch import Counters, Launcher, as_run
+from upconv.cuda.compile.launch import Counters
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.launches import Int, Launch, Long, Pointer, Scratch, Unit, Zeros
+from upconv.cuda.prepared import Program
 from upconv.cuda.scalars import PRECISIONS
 from upconv.problem import Problem
 
@@ -71,54 +73,60 @@ def instance(p: Problem) -> str:
     return jit.instance("bias.cu", {"precision": PRECISIONS[p.dtype]}, [f"{entry}<{jit.CONFIG}>" for entry in entries])
 
 
+def launches(p: Problem, gpu: Gpu, single: bool, lasting: bool) -> tuple[Launch, ...]:
+    """What sums an operand ``gradient`` into ``result``.
+
+    ``single``: the result is float32, and the gradient may have 16 bits. ``lasting``: the call may allocate what
+    outlives it, and is not captured in a graph; then one launch may do.
+    """
+    last, channels, s = p.layout == "channels_last", p.out_channels, shape(p, gpu)
+    entries = ["sum_last" if last else "sum", "sum_at_once", "finish", "finish_float"]
+    unit = Unit(f"bias {p.precision} {p.layout}", instance(p), tuple(entries))
+    of_image = (Int, Long, Long) if last else (Int, Long, Long, *(Int,) * 4)
+    sizes = tuple(kind(value) for kind, value in zip(of_image, s.arguments, strict=True))
+    gradient, result = Pointer("gradient", alignment=16 if last else 1), Pointer("result")
+    element, grid = 8 if p.dtype is torch.float64 else 4, s.blocks * s.ranges
+    if lasting and not last:
+        behind = -(-4 * channels // 16) * 16  # bytes of the counters, behind which partial sums are
+        zeros = Zeros((behind + s.ranges * channels * element) // 4)
+        arguments = (gradient, Pointer(zeros, behind), result, Pointer(zeros), Int(int(single)), Int(s.ranges), *sizes)
+        return (Launch(unit, "sum_at_once", grid, _THREADS, 0, arguments),)
+    partial = Pointer(Scratch("partial sums", s.ranges * channels * element))
+    finish = "finish_float" if single and p.dtype.itemsize == 2 else "finish"
+    to = (partial, result, Int(channels), Int(s.ranges))
+    return (
+        Launch(unit, entries[0], grid, _THREADS, 0, (gradient, partial, *sizes)),
+        Launch(unit, finish, -(-channels // (_THREADS // 32)), _THREADS, 0, to),
+    )
+
+
 class BiasRunner:
     """The sums of a layer's output gradients on one device."""
 
     def __init__(self, p: Problem, index: int) -> None:
-        gpu = gpu_of(index)
-        last = p.layout == "channels_last"
-        self.index, self.channels = index, p.out_channels
-        self.aligned = last
-        """Whether the tensor must begin at 16 bytes."""
-        self.sums = torch.float64 if p.dtype is torch.float64 else torch.float32
-        self.shape = shape(p, gpu)
-        source = instance(p)
-        label = f"bias {p.precision} {p.layout}"
-        letters = "iqq" if last else "iqqiiii"
-        self._sizes = as_run(letters, self.shape.arguments)
-        self._at_once = None
-        if not last:
-            self._partial_at = -(-4 * p.out_channels // 16) * 16  # bytes, behind the counters
-            words = self.shape.ranges * p.out_channels * self.sums.itemsize // 4
-            self._counters = Counters(index, self._partial_at // 4 + words)
-            kernel = jit.kernel(source, "sum_at_once", gpu.arch, label)
-            self._at_once = Launcher(kernel, _THREADS, 0, f"PPPPii({letters})")
-        self._sum = Launcher(
-            jit.kernel(source, "sum_last" if last else "sum", gpu.arch, label), _THREADS, 0, f"PP({letters})"
-        )
-        self._finish = Launcher(jit.kernel(source, "finish", gpu.arch, label), _THREADS, 0, "PPii")
-        self._finish_float = None
-        if p.dtype.itemsize == 2:
-            self._finish_float = Launcher(jit.kernel(source, "finish_float", gpu.arch, label), _THREADS, 0, "PPii")
+        self._problem, self._index, self._gpu = p, index, gpu_of(index)
+        self._programs: dict[tuple[bool, bool], Program] = {}
+
+    def _program(self, single: bool, lasting: bool) -> Program:
+        found = self._programs.get((single, lasting))
+        if found is None:
+            of = launches(self._problem, self._gpu, single, lasting)
+            found = self._programs[single, lasting] = Program(of, ("gradient", "result"), self._index)
+        return found
+
+    @property
+    def counters(self) -> list[Counters]:
+        """Words that kernels find zero."""
+        return [counters for program in self._programs.values() for _, counters in program.zeros]
 
     def __call__(self, grad: Tensor, dtype: torch.dtype, lasting: bool = False) -> Tensor:
         """The sums, ``(out_channels)``.
 
         ``grad``: the output's gradient, dense in the problem's layout; ``dtype``: its own, or float32 for 16 bits.
-        ``lasting``: the call may allocate what outlives it, and is not captured in a graph; then one launch may do.
+        ``lasting``: as for `launches`.
         """
-        if self.aligned and grad.data_ptr() & 15:
-            grad = grad.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
-        s, out = self.shape, grad.new_empty_strided((self.channels,), (1,), dtype=dtype)
-        if lasting and self._at_once is not None:
-            counters, wide = self._counters.address(grad), int(dtype is torch.float32)
-            args = (grad.data_ptr(), counters + self._partial_at, out.data_ptr(), counters, wide, s.ranges, self._sizes)
-            self._at_once(self.index, s.blocks * s.ranges, args)
-            return out
-        partial = grad.new_empty_strided((s.ranges * self.channels,), (1,), dtype=self.sums)
-        finish = self._finish if dtype is grad.dtype else self._finish_float
-        assert finish is not None
-        self._sum(self.index, s.blocks * s.ranges, (grad.data_ptr(), partial.data_ptr(), self._sizes))
-        grid = -(-self.channels // (_THREADS // 32))
-        finish(self.index, grid, (partial.data_ptr(), out.data_ptr(), self.channels, s.ranges))
+        out = grad.new_empty_strided((self._problem.out_channels,), (1,), dtype=dtype)
+        program = self._program(dtype is torch.float32, lasting)
+        values = [grad.data_ptr(), out.data_ptr()]
+        (program.anywhere if values[0] & 15 else program)((grad, out), values, False)
         return out

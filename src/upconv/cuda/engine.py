@@ -18,12 +18,13 @@ from torch import Tensor
 
 from upconv import cpu, forks
 from upconv.cuda import weights
-from upconv.cuda.family import Prepared, PreparedWeight, Unit
 from upconv.cuda.gpu import current_device as _current_device
 from upconv.problem import Pass, is_channels_last
 
 if TYPE_CHECKING:
     from upconv.cuda.bias import BiasRunner
+    from upconv.cuda.launches import Unit
+    from upconv.cuda.prepared import Prepared, PreparedWeight
     from upconv.planner import Plan
 
 
@@ -200,7 +201,6 @@ class WeightRunner:
         self.otherwise = cpu.dense_strides(p.weight_shape, torch.contiguous_format) if doubtful else None
         self.prepared: PreparedWeight = _prepare(plan, index, "grad-weight")
         self.casts = self.prepared.casts
-        self.together = self.prepared.together
 
     def __call__(self, x: Tensor, grad: Tensor, dtype: torch.dtype, lasting: bool = True) -> Tensor:
         """The gradient for the weight, in its ``dtype`` and the problem's layout; ``grad`` (the output's) is dense."""
@@ -215,10 +215,7 @@ class WeightRunner:
         mixed = dtype is not x.dtype and self.casts
         out = x.new_empty_strided(self.shape, strides, dtype=dtype if mixed else None)
         try:
-            if self.together and lasting and not _capturing():
-                self.prepared.run(x, grad, out, True)
-            else:
-                self.prepared.run(x, grad, out)
+            self.prepared.run(x, grad, out, lasting and not _capturing())
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -247,9 +244,7 @@ class Runner:
         self.strides = cpu.dense_strides(self.shape, self.format)
         self.prepared: Prepared = _prepare(plan, index, pass_)
         self.casts = self.prepared.casts
-        self.packs = self.prepared.packs
         self.biased = self.prepared.biased
-        self.claims = self.prepared.claims
         self.packing = weights.number((pass_, self.prepared.packing, p.dtype, p.weight_shape))
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True) -> Tensor:
@@ -275,30 +270,16 @@ class Runner:
         packed = None
         if weights.frozen and not capturing and (self.casts or weight.dtype is x.dtype):
             packed = weights.kept(weight, self.packing, self.index, self.prepared.pack_to_keep if lasting else None)
-        rounded = None  # a bias that is rounded together with the weight
         if weight.dtype is not x.dtype:
             if not self.casts:
                 weight = weight.to(x.dtype)
-            if bias is not None and bias.dtype is not x.dtype:
-                if packed is None and self.casts:
-                    rounded = bias
-                else:
-                    bias = bias.to(x.dtype)
-        fresh = False
+            if bias is not None and bias.dtype is not x.dtype and (packed is not None or not self.casts):
+                bias = bias.to(x.dtype)  # else it is rounded together with the weight
         if packed is None:
-            weight = weight.resolve_neg()
-            if self.prepared.recorded:
-                self.prepared.run(x, weight, bias, out, not capturing, lasting and not capturing)
-                return
-            if self.packs and lasting and rounded is None and not capturing:
-                self.prepared.run_packing(x, weight, bias, out)
-                return
-            packed = self.prepared.pack(weight) if rounded is None else self.prepared.pack(weight, rounded)
-            fresh = not capturing  # drivers before CUDA 12.3 capture no dependents
-        if self.claims and lasting and not capturing:
-            self.prepared.run(x, packed, bias, out, fresh, True)
+            # Drivers before CUDA 12.3 capture no dependents.
+            self.prepared.run(x, weight.resolve_neg(), bias, out, not capturing, lasting and not capturing)
         else:
-            self.prepared.run(x, packed, bias, out, fresh)
+            self.prepared.run(x, packed, bias, out, False, lasting and not capturing)
 
 
 def _failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -> RuntimeError:

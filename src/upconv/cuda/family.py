@@ -8,94 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
+if TYPE_CHECKING:
+    from upconv.cuda.launches import Given, Launch, Unit, WeightForm
+
 _PACK_LAUNCH = 1.5e-6  # seconds, by a launch of its own or within the kernel's
-
-
-class Unit(Protocol):
-    """One source to be compiled."""
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def source(self) -> str: ...
-
-
-class Prepared:
-    """A choice for ``fwd`` or ``grad-input`` whose kernels are loaded on a device; what is here are the defaults."""
-
-    packing: Hashable
-    """What `pack`'s result depends on beside the weight: choices of equal packing share packed weights."""
-    casts = False
-    """Whether it takes float32 weights for a 16-bit problem.
-
-    `pack` then rounds them, and a float32 bias with them, which `run` reads from the packed weights.
-    """
-    biased = False
-    """Whether `run` adds a bias of the input's channels for ``grad-input``, which is then a plain convolution."""
-    claims = False
-    """Whether `run` takes a last argument: whether the call may allocate what outlives it."""
-    packs = False
-    """Whether `run_packing` is there."""
-    recorded = False
-    """Whether it is a `upconv.cuda.prepared.Prepared`, whose `run` takes weights that are not packed."""
-
-    @property
-    def loaded(self) -> bool:
-        """Whether the kernels for every call are; those that the first call does not want may be left out."""
-        return True
-
-    def load(self) -> None:
-        """Loads the kernels for every call."""
-
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The weight as `run` takes it, made on the current stream."""
-        raise NotImplementedError
-
-    def pack_to_keep(self, weight: Tensor) -> Tensor:
-        """`pack`, where what comes back is kept for other calls."""
-        return self.pack(weight)
-
-    def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
-    ) -> None:
-        """Reads ``x`` and writes ``out``: the input and the output, or their gradients the other way round.
-
-        ``fresh``: `pack` was the last kernel on this stream, so that this launch may overlap with it.
-        """
-        raise NotImplementedError
-
-    def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """`pack` and `run` by one launch, which may allocate what outlives the call."""
-        raise NotImplementedError
-
-
-class PreparedWeight:
-    """A choice for ``grad-weight`` whose kernels are loaded on a device; what is here are the defaults."""
-
-    casts = False
-    """Whether a 16-bit problem's gradient may be float32."""
-    together = False
-    """Whether one launch does all in calls that may allocate what outlives them, `run`'s last argument."""
-
-    @property
-    def loaded(self) -> bool:
-        """As `Prepared.loaded`."""
-        return True
-
-    def load(self) -> None:
-        """As `Prepared.load`."""
-
-    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
-        """Writes the weight's gradient into ``out``, in its strides."""
-        raise NotImplementedError
 
 
 class Choice(Protocol):
@@ -135,12 +56,58 @@ class Choice(Protocol):
 
     def sources(self) -> Sequence[Unit]: ...
 
+    @property
+    def casts(self) -> bool:
+        """Whether a weight, or its gradient, may be float32 in a 16-bit problem; a float32 bias is rounded with it."""
+
+    @property
+    def biased(self) -> bool:
+        """Whether ``grad-input`` takes a bias of the input's channels; it is then a plain convolution."""
+
+    @property
+    def reads(self) -> WeightForm | None:
+        """The order of weights that the kernel reads in place: ``contiguous`` or ``channels_last`` ones."""
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether packed weights that are kept for many calls are better than weights in place."""
+
+    @property
+    def packing(self) -> Hashable:
+        """What the packed weight depends on beside the weight."""
+
+    def packed_bytes(self, given: Given) -> int: ...
+
+    def pack(self, given: Given) -> Launch | None:
+        """What writes ``packed``; None for a weight that is packed by what else is launched, or not at all."""
+
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        """What a call launches, in this order."""
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Of the weight's gradient as it is written, which may be wider than the weight. See `flat`."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether the problem is another's `Problem.flat`, so that the weight's gradient is contiguous."""
+
+    def on(self, device: int) -> Choice:
+        """The choice as a device runs it, which may be a part of the GPU. Errors: those of ``jit.kernel``."""
+
     def prepare(self, device: int) -> Any:
-        """A `Prepared`, for ``grad-weight`` a `PreparedWeight`."""
+        """A `upconv.cuda.prepared.Prepared`, for ``grad-weight`` a `PreparedWeight`."""
 
 
 class Defaults:
     """A choice whose estimate needs no correction, and which packs nothing."""
+
+    problem: Problem
+    casts: Any = False
+    biased: Any = False
+    reads: Any = None
+    keeps_packed: Any = False
+    flat: Any = False
 
     @property
     def terms(self) -> str:
@@ -157,6 +124,30 @@ class Defaults:
     @property
     def packing_sources(self) -> Sequence[Unit]:
         return ()
+
+    @property
+    def packing(self) -> Hashable:
+        return self
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return self.problem.weight_shape
+
+    def packed_bytes(self, given: Given) -> int:
+        return 0
+
+    def pack(self, given: Given) -> Launch | None:
+        return None
+
+    def on(self, device: int) -> Any:
+        return self
+
+    def prepare(self, device: int) -> Any:
+        from upconv.cuda import prepared  # which loads kernels; a CPU needs none of it
+
+        kind = prepared.PreparedWeight if self.problem.pass_ == "grad-weight" else prepared.Prepared
+        choice: Any = self.on(device)
+        return kind(choice, device)
 
 
 def packing_seconds(p: Problem, gpu: Gpu | None = None) -> float:

@@ -8,6 +8,7 @@ launches share: `Scratch` and `Zeros`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -56,8 +57,12 @@ class Zeros:
 Operand = str | Scratch | Zeros
 
 
+class Argument:
+    """One of a kernel."""
+
+
 @dataclass(frozen=True)
-class Pointer:
+class Pointer(Argument):
     """The address of an operand."""
 
     operand: Operand
@@ -68,21 +73,21 @@ class Pointer:
 
 
 @dataclass(frozen=True)
-class Int:
+class Int(Argument):
     """32 bits."""
 
     value: int
 
 
 @dataclass(frozen=True)
-class Long:
+class Long(Argument):
     """64 bits."""
 
     value: int
 
 
 @dataclass(frozen=True)
-class Map:
+class Map(Argument):
     """A ``CUtensorMap`` over an operand, which must begin at 16 bytes. The fields are those of `boxes.encode`."""
 
     operand: Operand
@@ -101,7 +106,6 @@ class Map:
         )  # fmt: skip
 
 
-Argument = Pointer | Int | Long | Map
 NULL = Pointer("")
 """The null pointer, in the place of one to what a call does not have."""
 
@@ -154,11 +158,26 @@ def renamed(launches: Iterable[Launch], names: Mapping[Operand, Operand]) -> tup
     """The launches on other operands."""
 
     def of(argument: Argument) -> Argument:
-        if isinstance(argument, Int | Long) or argument.operand not in names:
-            return argument
-        return replace(argument, operand=names[argument.operand])
+        if isinstance(argument, Pointer | Map) and argument.operand in names:
+            return replace(argument, operand=names[argument.operand])
+        return argument
 
     return tuple(replace(one, arguments=tuple(map(of, one.arguments))) for one in launches)
+
+
+def strides_of(shape: tuple[int, ...], order: WeightForm) -> tuple[int, ...]:
+    """Of a weight of this shape, contiguous or in channels_last."""
+    _, channels, *kernel = shape
+    of_taps = tuple(math.prod(kernel[i + 1 :]) for i in range(len(kernel)))
+    if order == "channels_last":
+        return math.prod(shape[1:]), 1, *(n * channels for n in of_taps)
+    return math.prod(shape[1:]), math.prod(kernel), *of_taps
+
+
+def five_strides(shape: tuple[int, ...], order: WeightForm) -> tuple[Long, ...]:
+    """The same of input and output channels, and of taps along D, H and W."""
+    first, second, *spatial = strides_of(shape, order)
+    return longs((first, second, *(0,) * (3 - len(spatial)), *spatial))
 
 
 class PacksWeights(ABC):

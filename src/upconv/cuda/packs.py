@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from upconv.cuda.compile.boxes import Five, Tensor5
+from upconv.cuda.family import Defaults
 from upconv.cuda.launches import NULL, Given, Int, Launch, Map, PacksWeights, Pointer, Unit
 from upconv.problem import Problem
 
@@ -17,19 +18,8 @@ def packing_entries(kernel: str, p: Problem) -> tuple[str, ...]:
     return (f"pack<{kernel}>", *((f"pack_float<{kernel}>",) if p.dtype.itemsize == 2 else ()))
 
 
-class PackingLaunch(PacksWeights):
-    """A choice whose weights ``kernels/packing.cuh`` packs. What is undocumented is as `prepared.Packs` has it."""
-
-    problem: Problem
-    biased: ClassVar[bool] = False
-
-    @property
-    def keeps_packed(self) -> bool:
-        return False
-
-    @property
-    def reads(self) -> str | None:
-        return None
+class PackingLaunch(PacksWeights, Defaults):
+    """A choice whose weights ``kernels/packing.cuh`` packs."""
 
     @property
     def casts(self) -> bool:

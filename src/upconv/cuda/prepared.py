@@ -6,16 +6,18 @@ looked up then. Tensor maps are encoded once for an address, since allocations c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from upconv.cuda.compile import jit, nvrtc
-from upconv.cuda.compile.launch import Counters, Launcher, Launches, as_run, bind
+from upconv.cuda.compile import launch as launching
+from upconv.cuda.compile.launch import Counters, Launcher, Launches, TooManyBlocks, as_run, bind
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launches import (
@@ -33,14 +35,13 @@ from upconv.cuda.launches import (
     WeightForm,
     Zeros,
 )
-from upconv.problem import Problem
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 _MOST_MAPS = 256  # addresses of which a run of arguments is kept
 
 Values = list[Any]
 """Addresses of operands, then runs of other arguments as bytes."""
-Run = tuple[Int | Long | Map, ...]
+Run = tuple[Any, ...]
 """Arguments side by side that are no pointers."""
 
 
@@ -117,8 +118,8 @@ def _letters(pieces: Sequence[Pointer | Run]) -> str:
 class Program:
     """Some launches, loaded for a device, which run on operands of these names; the result is the last of them.
 
-    Each operand may be None. ``load``: `loaded` of a launch and letters, without its device. ``counters``: those of so
-    many words.
+    Each operand may be None. ``load``: `loaded` of a launch and letters, and ``counters``, those of so many words, of
+    what shares these.
     """
 
     def __init__(
@@ -126,10 +127,10 @@ class Program:
         launches: tuple[Launch, ...],
         operands: tuple[str, ...],
         device: int,
-        load: Callable[[Launch, str], Launches],
-        counters: Callable[[int], Counters],
+        load: Callable[[Launch, str], Launches] | None = None,
+        counters: Callable[[int], Counters] | None = None,
     ) -> None:
-        self.launches, self.operands, self._device = launches, operands, device
+        self.launches, self.operands, self.device = launches, operands, device
         pieces = [_pieces(launch) for launch in launches]
         every = [one for of in pieces for one in of]
         pointed = [one for one in every if isinstance(one, Pointer)]
@@ -145,10 +146,11 @@ class Program:
         kinds: list[Any] = [*slots, *beyond, *mapped, *constant]
         places = {one: i for i, one in enumerate(kinds)}
         self._words = [-(-one.bytes // 4) for one in scratch]
-        self.zeros = [counters(one.words) for one in zeros]
+        self.scratch = scratch
+        self.zeros = [(n, Counters(device, n.words) if counters is None else counters(n.words)) for n in zeros]
         self._beyond = [(slots[one.operand], one.offset) for one in beyond]
         self._mapped = [_Run(one, slots, device) for one in mapped]
-        self._constant = [as_run("".join(map(_letter, one)), [a.value for a in one]) for one in constant]  # type: ignore[union-attr]
+        self._constant = [as_run("".join(map(_letter, one)), [a.value for a in one]) for one in constant]
         needed: dict[int, int] = {}
         for a in (a for one in launches for a in one.arguments if isinstance(a, Pointer | Map)):
             alignment = 16 if isinstance(a, Map) else a.alignment
@@ -158,7 +160,9 @@ class Program:
         self._steps = []
         for launch, of in zip(launches, pieces):
             take = _taken([places[one.operand if isinstance(one, Pointer) and not one.offset else one] for one in of])
-            self._steps.append((load(launch, _letters(of)), launch.grid, take, launch.dependent))
+            letters = _letters(of)
+            launcher = loaded(launch, letters, device) if load is None else load(launch, letters)
+            self._steps.append((launcher, launch.grid, take, launch.dependent))
 
     def __call__(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
         """Runs the launches on operands that begin where they must.
@@ -169,12 +173,15 @@ class Program:
             fresh: dependent launches may overlap with the one ahead, which for the first of them is the last kernel on
                 this stream.
         """
+        if launching._notes and (notes := launching.noting()) is not None:
+            notes.launched(self, tensors, fresh)
+            return
         like: Any = tensors[0]
         held = []
         for words in self._words:
             held.append(t := like.new_empty_strided((words,), (1,), dtype=torch.int32))  # 2 us less than torch.empty
             values.append(t.data_ptr())
-        for zeros in self.zeros:
+        for _, zeros in self.zeros:
             fresh = fresh and zeros.known()  # else a dependent launch would overlap with what makes them
             values.append(zeros.address(like))
         values.append(0)
@@ -185,7 +192,12 @@ class Program:
             values.append(run.kept.get(key) or run.encoded(key))
         values += self._constant
         for launch, grid, take, dependent in self._steps:
-            launch(self._device, grid, take(values), dependent and fresh)
+            launch(self.device, grid, take(values), dependent and fresh)
+
+    def final(self) -> list[Any]:
+        """The launchers, without quick forms."""
+        launchers = [launcher for launcher, *_ in self._steps]
+        return [one.final() if isinstance(one, Provisional) else one for one in launchers]
 
     def anywhere(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
         """The same, on copies of operands that begin elsewhere than they must; PyTorch's allocations never do."""
@@ -208,57 +220,16 @@ def _taken(places: list[int]) -> Callable[[Values], tuple[Any, ...]]:
     return lambda values: tuple([values[i] for i in places])
 
 
-def _lies_last(weight: Tensor) -> bool:
-    order = _LAST.get(weight.dim())  # a problem may have a dimension more (`Problem.abreast`)
-    return order is not None and weight.is_contiguous(memory_format=order)
+class _Prepared:
+    """A `upconv.cuda.family.Choice` on a device."""
 
-
-class Packs(Protocol):
-    """A choice for ``fwd`` or ``grad-input`` that says what it launches."""
-
-    @property
-    def problem(self) -> Problem: ...
-
-    @property
-    def packing(self) -> Hashable:
-        """What the packed weight depends on beside the weight."""
-
-    @property
-    def casts(self) -> bool:
-        """Whether it takes float32 weights, and biases with them, for a 16-bit problem, and rounds them."""
-
-    @property
-    def biased(self) -> bool:
-        """Whether ``grad-input`` takes a bias of the input's channels; it is then a plain convolution."""
-
-    @property
-    def reads(self) -> str | None:
-        """The order of weights that the kernel reads in place, ``contiguous`` or ``channels_last`` ones."""
-
-    @property
-    def keeps_packed(self) -> bool:
-        """Whether packed weights that are kept are faster than weights in place."""
-
-    def pack(self, given: Given) -> Launch: ...
-
-    def packed_bytes(self, given: Given) -> int: ...
-
-    def launches(self, given: Given) -> tuple[Launch, ...]: ...
-
-
-class Prepared:
-    """A choice for ``fwd`` or ``grad-input`` on a device."""
-
-    packs = claims = False
-    recorded = True
-
-    def __init__(self, choice: Packs, device: int) -> None:
+    def __init__(self, choice: Any, device: int) -> None:
         self.choice, self._device = choice, device
         self._problem = choice.problem
         self.casts, self.biased, self.packing = choice.casts, choice.biased, choice.packing
         self._launchers: dict[Any, Launches] = {}
-        self._programs: dict[Any, Program] = {}
-        self._packing: dict[Given, tuple[Program, int]] = {}
+        self._programs: dict[Given, Program] = {}
+        self._packing: dict[Given, tuple[Program, int] | None] = {}
         self._known: dict[Any, Program] = {}
         self.counters: dict[int, Counters] = {}
         """Of `Zeros`, by their words."""
@@ -273,21 +244,32 @@ class Prepared:
         for given in self._every():
             self._program(given)
 
-    def _every(self) -> list[Given]:
-        """What calls differ by that may want other kernels."""
-        ways: list[tuple[WeightForm, bool]] = [("contiguous", False)]
-        ways += [("in place", False)] if self.choice.reads else []
-        ways += [("contiguous", True)] if self.casts else []
-        return [Given(form, single, lasting=lasting) for form, single in ways for lasting in (False, True)]
-
     @cached_property
     def _units(self) -> set[Unit]:
         """Of the kernels for every call."""
         return {launch.unit for given in self._every() for launch in self.choice.launches(given)}
 
-    def _counters(self, words: int) -> Counters:
-        found = self.counters.get(words)
-        return self.counters.setdefault(words, Counters(self._device, words)) if found is None else found
+    def _every(self) -> list[Given]:
+        """What calls differ by that may want other kernels."""
+        reads = self.choice.reads
+        ways: list[tuple[WeightForm, bool]] = [] if reads == "contiguous" else [("contiguous", False)]
+        ways += [("in place", False)] if reads else []
+        ways += [("contiguous", True)] if self.casts else []
+        return [Given(form, single, lasting=lasting) for form, single in ways for lasting in (False, True)]
+
+    def _operands(self, given: Given) -> tuple[str, ...]:
+        """Those of a call, in its order."""
+        raise NotImplementedError
+
+    def _program(self, given: Given) -> Program:
+        """What a call runs, which is kept."""
+        found = self._programs.get(given)
+        if found is None:
+            found = self._programs[given] = self._of(self.choice.launches(given), self._operands(given))
+        return found
+
+    def _of(self, launches: tuple[Launch, ...], operands: tuple[str, ...]) -> Program:
+        return Program(launches, operands, self._device, self._load, self._counters)
 
     def _load(self, launch: Launch, letters: str) -> Launches:
         key = launch.unit, launch.entry, letters, launch.cooperative
@@ -296,18 +278,26 @@ class Prepared:
             found = self._launchers[key] = loaded(launch, letters, self._device)
         return found
 
-    def _program(self, given: Given) -> Program:
-        weight = "packed" if given.weight == "packed" else "weight"
-        operands = ("source", weight, "bias", "result")
-        found = Program(self.choice.launches(given), operands, self._device, self._load, self._counters)
-        return self._programs.setdefault(given, found)
+    def _counters(self, words: int) -> Counters:
+        found = self.counters.get(words)
+        return self.counters.setdefault(words, Counters(self._device, words)) if found is None else found
+
+
+class Prepared(_Prepared):
+    """A choice for ``fwd`` or ``grad-input`` on a device."""
+
+    def _operands(self, given: Given) -> tuple[str, ...]:
+        return "source", "packed" if given.weight == "packed" else "weight", "bias", "result"
 
     def _form(self, weight: Tensor) -> WeightForm | None:
         """How a weight is given; None where it is to be made contiguous."""
         if weight.dtype is torch.int32:
             return "packed"
-        boxed = self.choice.reads == "channels_last" and weight.dtype is self._problem.dtype
-        if boxed and not weight.data_ptr() & 15 and _lies_last(weight):
+        reads = self.choice.reads
+        if reads == "contiguous":
+            return "in place" if weight.is_contiguous() else None
+        boxed = reads == "channels_last" and weight.dtype is self._problem.dtype
+        if boxed and not weight.data_ptr() & 15 and _is_channels_last(weight):
             return "in place"
         return self._order(weight)
 
@@ -315,14 +305,14 @@ class Prepared:
         """Of a weight that is to be packed."""
         if weight.is_contiguous():
             return "contiguous"
-        last = _lies_last(weight) and weight.shape[:2] == self._problem.weight_shape[:2]
+        last = _is_channels_last(weight) and weight.shape[:2] == self._problem.weight_shape[:2]
         return "channels_last" if last else None
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weight in the order in which the kernel reads it: int32 words, packed on the current stream.
 
-        Or the weight itself, where the kernel reads it in place. A float32 weight of a 16-bit problem is rounded on its
-        way, and with it a float32 ``bias``, whose place is behind it.
+        Or the weight itself, where nothing is packed ahead. A float32 weight of a 16-bit problem is rounded on its way,
+        and with it a float32 ``bias``, whose place is behind it.
         """
         form = self._form(weight)
         return weight if form == "in place" else self._packed(weight, bias, form)
@@ -331,20 +321,18 @@ class Prepared:
         """`pack`, where what comes back is kept for other calls."""
         return self._packed(weight, None, self._order(weight)) if self.choice.keeps_packed else self.pack(weight)
 
-    def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """`run` of a call that may allocate what outlives it."""
-        self.run(x, weight, bias, out, True, True)
-
     def _packed(self, weight: Tensor, bias: Tensor | None, form: WeightForm | None) -> Tensor:
         if form is None:
-            weight, form = weight.contiguous(), "contiguous"
+            return self.pack(weight.contiguous(), bias)
         single = self.casts and weight.dtype is torch.float32
         given = Given(form, single, "none" if bias is None else "single")
-        found = self._packing.get(given)
+        if given not in self._packing:
+            launch, words = self.choice.pack(given), self.choice.packed_bytes(given) // 4
+            program = None if launch is None else self._of((launch,), ("weight", "bias", "packed"))
+            self._packing[given] = None if program is None else (program, words)
+        found = self._packing[given]
         if found is None:
-            operands = "weight", "bias", "packed"
-            program = Program((self.choice.pack(given),), operands, self._device, self._load, self._counters)
-            found = self._packing[given] = program, self.choice.packed_bytes(given) // 4
+            return weight
         program, words = found
         packed = weight.new_empty_strided((words,), (1,), dtype=torch.int32)
         at = 0 if bias is None else bias.data_ptr()
@@ -352,33 +340,80 @@ class Prepared:
         return packed
 
     def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, lasting: bool = False
     ) -> None:
         """Reads ``x`` and writes ``out``: the input and the output, or their gradients the other way round.
 
         Args:
             x: dense in the problem's layout.
-            packed: the weight, or what `pack` made of it.
+            weight: the weight, or what `pack` made of it.
             bias: in the problem's dtype, or in float32 if the weight is.
             out: dense in the problem's layout.
             fresh: what packs the weight is the last kernel on this stream, or in this call: launches may overlap.
-            claim: the call may allocate what outlives it, and is not captured in a graph.
+            lasting: the call may allocate what outlives it, and is not captured in a graph.
         """
-        at_x, at, at_out = x.data_ptr(), packed.data_ptr(), out.data_ptr()
+        at_x, at, at_out = x.data_ptr(), weight.data_ptr(), out.data_ptr()
         values = [at_x, at, 0 if bias is None else bias.data_ptr(), at_out]
-        key = packed.stride(), packed.dtype, None if bias is None else bias.dtype, claim, (at_x | at | at_out) & 15
+        key = weight.stride(), weight.dtype, None if bias is None else bias.dtype, lasting, (at_x | at | at_out) & 15
         program = self._known.get(key)
         if program is not None:
-            program((x, packed, bias, out), values, fresh)
+            program((x, weight, bias, out), values, fresh)
             return
-        form = self._form(packed)
+        form = self._form(weight)
         if form is None:
-            self.run(x, packed.contiguous(), bias, out, fresh, claim)
+            self.run(x, weight.contiguous(), bias, out, fresh, lasting)
             return
-        single = self.casts and packed.dtype is torch.float32
+        single = self.casts and weight.dtype is torch.float32
         of_bias: Any = "none" if bias is None else "single" if self.casts and bias.dtype is torch.float32 else "given"
-        given = Given(form, single, of_bias, claim, not at_x & 15)
-        program = self._programs.get(given) or self._program(given)
+        program = self._program(Given(form, single, of_bias, lasting, not at_x & 15))
         if not key[-1]:
             self._known[key] = program
-        program.anywhere((x, packed, bias, out), values, fresh)
+        program.anywhere((x, weight, bias, out), values, fresh)
+
+
+def _is_channels_last(weight: Tensor) -> bool:
+    order = _LAST.get(weight.dim())  # a problem may have a dimension more (`Problem.abreast`)
+    return order is not None and weight.is_contiguous(memory_format=order)
+
+
+class PreparedWeight(_Prepared):
+    """A choice for ``grad-weight`` on a device."""
+
+    def _operands(self, given: Given) -> tuple[str, ...]:
+        return "input", "gradient", "result"
+
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
+        """Writes the weight's gradient.
+
+        Args:
+            x: the input, dense in the problem's layout.
+            grad: the output's gradient, dense in the problem's layout.
+            out: contiguous or in channels_last; of the problem's dtype, or of float32 for 16 bits.
+            lasting: as for `Prepared.run`.
+        """
+        at_x, at_grad, at_out = values = [x.data_ptr(), grad.data_ptr(), out.data_ptr()]
+        key = out.stride(), out.dtype, lasting, (at_x | at_grad | at_out) & 15
+        program = self._known.get(key)
+        try:
+            if program is not None:
+                program((x, grad, out), values, False)
+            else:
+                self._first(x, grad, out, key)
+        except TooManyBlocks:  # on this stream, of a part of the GPU; the same sums in the same order follow
+            self.run(x, grad, out)
+
+    def _first(self, x: Tensor, grad: Tensor, out: Tensor, key: tuple[Any, ...]) -> None:
+        """`run` of a call whose program is not known yet."""
+        choice, contiguous = self.choice, out.is_contiguous()
+        wider = out.numel() != math.prod(choice.result_shape)
+        if wider or (choice.flat and not contiguous):
+            whole = out.new_empty(choice.result_shape if wider else out.shape)
+            self.run(x, grad, whole, key[2])
+            out.copy_(whole[: out.shape[0], : out.shape[1]])
+            return
+        single = self.casts and out.dtype is torch.float32
+        order: WeightForm = "contiguous" if contiguous else "channels_last"
+        program = self._program(Given(order, single, lasting=key[2], aligned=not grad.data_ptr() & 15))
+        if not key[-1]:
+            self._known[key] = program
+        program.anywhere((x, grad, out), [t.data_ptr() for t in (x, grad, out)], False)

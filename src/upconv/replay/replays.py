@@ -171,7 +171,7 @@ def _tape(module: Any, what: str, run: tape.Pass, operands: Sequence[Tensor | No
             return tape.record(run, operands, like, module.blob).packed(module.number)
     except tape.NoTape as reason:
         jit.tell(f"native: {what} stays in Python: {reason}")
-    except Exception as error:  # whatever a dry run meets, the pass itself was computed
+    except Exception as error:  # whatever a recording meets, the pass itself was computed
         jit.tell(f"native: {what} stays in Python: {type(error).__name__}: {error}")
     return None
 

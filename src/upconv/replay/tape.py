@@ -1,19 +1,17 @@
 """What a pass does, as a list: the memory that it allocates and the kernels that it launches, with their arguments.
 
-A pass is run dry, twice, on tensors that are nowhere: allocations are made up, launches noted. Where the addresses of
-both runs differ, so do the words of the arguments that depend on them; each must be the address of a place in one of
-the buffers in both, tensor maps' among them (whose first word is their tensor's address), or there is no tape. So
-families need not say which of their arguments are addresses, nor what their passes do: what `upconv.replay.native`
-replays is what they did. Whatever else a pass asks PyTorch for (a copy of an operand, an operator of its own) is
-refused, and the pass stays Python's.
+A pass runs once in recording mode, on placeholder tensors. What it asks PyTorch for (allocations, a bias' sum, a plain
+convolution's operator) is noted by a dispatch mode. What our kernels do is not run: their records
+(`upconv.cuda.launches`) say which arguments are addresses, and of what. `upconv.replay.native` replays the list. A pass
+that asks PyTorch for anything else, such as a copy of an operand, stays in Python.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upconv.cuda.compile import launch
+from upconv.cuda.compile.launch import as_run
+from upconv.cuda.launches import Int, Launch, Map, Operand, Pointer
+from upconv.cuda.prepared import Program
 
 Pass = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 """A pass on its operands; its results."""
@@ -29,8 +30,8 @@ MADE, ZEROS = -1, -2
 MAKE, RELEASE, SUM, CAST, ADD, CONVOLUTION, BACKWARD, LAUNCH, COOPERATIVE, DEPENDENT = range(10)
 """Kinds of steps."""
 
-_STARTS = 1 << 44, 1 << 45  # of the made-up addresses of both runs
-_APART = 1 << 21  # bytes at least between buffers, and what the second run adds for each, so that all differ
+_START = 1 << 44  # of the placeholders' addresses, by which tensors are told apart
+_APART = 1 << 21  # bytes at least between placeholders
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset((
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
@@ -117,8 +118,7 @@ def record(run: Pass, operands: Sequence[Tensor | None], like: Tensor, blob: Blo
     """A pass's tape, for operands that lie as these do, whose values are not read.
 
     Args:
-        run: the pass; its kernels are loaded, and it is called twice. Launches of the calling thread are not made
-            meanwhile.
+        run: the pass; its kernels are loaded. Launches of the calling thread are not made meanwhile.
         operands: those of the pass, on any device; None for one that it does not have.
         like: a tensor on the device where the pass runs.
         blob: `upconv.replay.native`'s.
@@ -126,21 +126,18 @@ def record(run: Pass, operands: Sequence[Tensor | None], like: Tensor, blob: Blo
     Raises:
         NoTape: the pass does what cannot be replayed.
     """
-    first, second = (_Dry(operands, like, blob, start, extra) for start, extra in zip(_STARTS, (0, _APART)))
-    results = first.run(run)
-    if second.run(run) != results or first.buffers != second.buffers or len(first.steps) != len(second.steps):
-        raise NoTape("it did something else when it was called again")
-    steps = [_placed(a, b, first, second) for a, b in zip(first.steps, second.steps)]
-    return Tape(tuple(first.buffers), tuple(_with_releases(steps, first.buffers, results)), results)
+    recording = _Recording(operands, like, blob)
+    results = recording.run(run)
+    steps = _with_releases(recording.steps, recording.buffers, results)
+    return Tape(tuple(recording.buffers), tuple(steps), results)
 
 
-class _Dry(TorchDispatchMode):
-    """A run whose operands and allocations are nowhere, and whose launches are noted."""
+class _Recording(TorchDispatchMode):
+    """A run whose operands and allocations are placeholders, and whose launches are noted."""
 
-    def __init__(self, operands: Sequence[Tensor | None], like: Tensor, blob: Blob, start: int, extra: int) -> None:
+    def __init__(self, operands: Sequence[Tensor | None], like: Tensor, blob: Blob) -> None:
         super().__init__()
-        self._blob, self._next, self._extra = blob, start, extra
-        self._like = like
+        self._blob, self._next, self._like = blob, _START, like
         self.buffers: list[Buffer] = []
         self.addresses: list[int] = []
         self.steps: list[Step] = []
@@ -155,18 +152,22 @@ class _Dry(TorchDispatchMode):
         return tuple(None if t is None else self._whole(t) for t in found)
 
     def _buffer(self, buffer: Buffer) -> Tensor:
-        address, self._next = self._next, self._next + _up(buffer.bytes) + self._extra
+        address, self._next = self._next, self._next + _up(buffer.bytes)
         self.buffers.append(buffer)
         self.addresses.append(address)
         made = self._blob(self._like, address, buffer.sizes, buffer.strides, buffer.dtype)
         self._made.append(made)
         return made
 
-    def _whole(self, t: Tensor) -> int:
-        """The buffer that a tensor is. Errors: NoTape for one that is none."""
+    def _found(self, t: Tensor) -> int:
+        """The buffer that begins where a tensor does. Errors: NoTape for one that is none."""
         if t.data_ptr() not in self.addresses:
             raise NoTape("a tensor is no memory of its own")
-        found = self.addresses.index(t.data_ptr())
+        return self.addresses.index(t.data_ptr())
+
+    def _whole(self, t: Tensor) -> int:
+        """The buffer that a tensor is. Errors: NoTape for one that is none."""
+        found = self._found(t)
         b = self.buffers[found]
         if (tuple(t.shape), tuple(t.stride()), t.dtype) != (b.sizes, b.strides, b.dtype):
             raise NoTape("a tensor is a view")
@@ -218,20 +219,46 @@ class _Dry(TorchDispatchMode):
         self.steps.append(Step(ADD, (self._whole(to), found)))
         return to
 
-    # --- what launches tell (`launch.Notes`) ---
+    # --- launches (`launch.Notes`) ---
 
-    def launched(self, launcher: Any, grid: int, arguments: bytes, dependent: bool) -> None:
-        kind = COOPERATIVE if launcher.cooperative else DEPENDENT if dependent else LAUNCH
-        words = struct.unpack(f"<{len(arguments) // 8}Q", arguments)
-        at = launcher.kernel.handle, grid, launcher.block, launcher.shared
-        self.steps.append(Step(kind, (), (), *at, words))
+    def launched(self, program: Program, tensors: Sequence[Tensor | None], fresh: bool) -> None:
+        at: dict[Operand, int] = {
+            name: self._found(t) for name, t in zip(program.operands, tensors) if t is not None
+        }  # fmt: skip
+        for scratch in program.scratch:
+            at[scratch] = len(self.buffers)
+            self._buffer(Buffer(MADE, torch.int32, (-(-scratch.bytes // 4),), (1,)))
+            self.steps.append(Step(MAKE, (at[scratch],)))
+        for zeros, counters in program.zeros:
+            if id(counters) not in self._zeros:
+                self._zeros[id(counters)] = len(self.buffers)
+                self._buffer(Buffer(ZEROS, torch.int32, (zeros.words,), (1,)))
+            at[zeros] = self._zeros[id(counters)]
+        for one, launcher in zip(program.launches, program.final()):
+            launcher.kernel.ready(program.device)
+            self.steps.append(_step(one, launcher.kernel.handle, at, fresh))
 
-    def zeros(self, counters: Any, words: int) -> int:
-        found = self._zeros.get(id(counters))
-        if found is None:
-            found = self._zeros[id(counters)] = len(self.buffers)
-            self._buffer(Buffer(ZEROS, torch.int32, (words,), (1,)))
-        return self.addresses[found]
+
+def _step(one: Launch, function: int, at: Mapping[Operand, int], fresh: bool) -> Step:
+    """A launch on buffers."""
+    words: list[int] = []
+    places: list[tuple[int, int, int]] = []
+    for a in one.arguments:
+        if isinstance(a, Pointer | Map) and a.operand not in at:
+            words.append(0)  # a null pointer
+        elif isinstance(a, Pointer):
+            places.append((len(words), at[a.operand], a.offset))
+            words.append(0)
+        elif isinstance(a, Map):
+            map_words = struct.unpack("<16Q", a.encoded(_START))
+            if map_words[0] != _START + a.tensor.begin:
+                raise NoTape("a tensor map's first word is not its tensor's address")
+            places.append((len(words), at[a.operand], a.tensor.begin))
+            words += map_words
+        else:
+            words += struct.unpack("<Q", as_run("i" if isinstance(a, Int) else "q", (a.value,)))  # type: ignore[attr-defined]
+    kind = COOPERATIVE if one.cooperative else DEPENDENT if one.dependent and fresh else LAUNCH
+    return Step(kind, (), (), function, one.grid, one.threads, one.shared_bytes, tuple(words), tuple(places))
 
 
 def _lying(kind: int, like: Tensor) -> Buffer:
@@ -246,27 +273,6 @@ def _meta(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-
-def _placed(a: Step, b: Step, first: _Dry, second: _Dry) -> Step:
-    """A step of both runs, with the words of its arguments that are addresses."""
-    if (a.kind, a.buffers, a.numbers, a.function, a.grid, a.block, a.shared, len(a.words)) != (
-        b.kind, b.buffers, b.numbers, b.function, b.grid, b.block, b.shared, len(b.words),
-    ):  # fmt: skip
-        raise NoTape("it launched something else when it was called again")
-    places = []
-    for word, (one, other) in enumerate(zip(a.words, b.words)):
-        if one == other:
-            continue
-        found = [
-            (word, i, one - start)
-            for i, (start, again, buffer) in enumerate(zip(first.addresses, second.addresses, first.buffers))
-            if 0 <= one - start == other - again <= buffer.bytes
-        ]
-        if len(found) != 1:
-            raise NoTape(f"argument {word} of a kernel depends on addresses in another way")
-        places += found
-    return replace(a, places=tuple(places))
 
 
 def _with_releases(steps: list[Step], buffers: Sequence[Buffer], results: Sequence[int | None]) -> list[Step]:

@@ -50,16 +50,12 @@ def bind(device: int) -> None:
 
 
 class Notes(Protocol):
-    """What takes note of launches instead of the driver (`noted_by`)."""
+    """What takes note of a `upconv.cuda.prepared.Program` in the place of its launches (`noted_by`)."""
 
-    def launched(self, launcher: Launcher, grid: int, arguments: bytes, dependent: bool) -> None:
-        """``arguments``: 8 bytes for each parameter."""
-
-    def zeros(self, counters: Counters, words: int) -> int:
-        """The address of `Counters`."""
+    def launched(self, program: Any, tensors: Sequence[torch.Tensor | None], fresh: bool) -> None: ...
 
 
-_notes = 0  # threads within `noted_by`; looked at by every launch
+_notes = 0  # threads within `noted_by`; looked at by every program
 _noting = threading.local()
 _lock = forks.Lock()
 
@@ -88,9 +84,9 @@ def noted_by(notes: Notes) -> Iterator[None]:
             _notes -= 1
 
 
-def noting() -> bool:
-    """Whether this thread's launches are noted instead of made."""
-    return _notes > 0 and getattr(_noting, "by", None) is not None
+def noting() -> Notes | None:
+    """What notes this thread's launches instead of making them."""
+    return getattr(_noting, "by", None) if _notes else None
 
 
 def as_run(letters: str, values: Sequence[int | float]) -> bytes:
@@ -112,12 +108,10 @@ class Counters:
 
     def known(self) -> bool:
         """Whether the current stream has its words; else `address` launches what zeroes them."""
-        return bool(_notes) or current_stream(self._device) in self.of_streams
+        return current_stream(self._device) in self.of_streams
 
     def address(self, like: torch.Tensor) -> int:
         """Of the current stream's, on the device of a tensor."""
-        if _notes and (notes := getattr(_noting, "by", None)) is not None:
-            return int(notes.zeros(self, self._words))
         stream = current_stream(self._device)
         found = self.of_streams.get(stream)
         if found is None:
@@ -179,9 +173,6 @@ class Launcher:
         if device not in self._ready:
             self.kernel.ready(device)
             self._ready.add(device)
-        if _notes and (notes := getattr(_noting, "by", None)) is not None:
-            notes.launched(self, grid, self._struct.pack(*args), dependent)
-            return None
         try:
             buffer, pointers, streams, _ = self._local.state
         except AttributeError:

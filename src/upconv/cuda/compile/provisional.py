@@ -59,7 +59,7 @@ class Provisional:
     def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
         """`Launcher.__call__`. Errors: its own, and the driver's for a final form that cannot be loaded."""
         compiled = self._compiled
-        if compiled is not None and (compiled.done() or _kept(device)):
+        if compiled is not None and (compiled.done() or _capturing(device)):
             self.settle()
         self._launcher(device, grid, args, dependent)
 
@@ -84,6 +84,11 @@ class Provisional:
             self._compiled = None
             with _lock.now:
                 _pending.discard(self)
+
+    def final(self) -> Launches:
+        """`settle`, and what is launched from then on."""
+        self.settle()
+        return self._launcher
 
     def abandon(self) -> None:
         """Expects no other thread any more to compile the final form, nor to be about to load it."""
@@ -114,12 +119,8 @@ def settle() -> None:
             each.settle()
 
 
-def _kept(device: int) -> bool:
-    """Whether launches go into a tape or a graph."""
-    from upconv.cuda.compile import launch  # imported here: a package without a CUDA call needs none of it
-
-    if launch.noting():
-        return True
+def _capturing(device: int) -> bool:
+    """Whether launches go into a graph."""
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 

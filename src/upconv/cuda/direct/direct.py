@@ -13,18 +13,27 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.direct import cells, direct_grad, tile_costs, tiles, walks
 from upconv.cuda.direct.cells import Cost, axes
 from upconv.cuda.direct.tiles import Tile
 from upconv.cuda.direct.walks import Walk
 from upconv.cuda.gpu import Gpu, fma_lanes
-from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launches import Unit
+from upconv.cuda.launches import (
+    NULL,
+    Given,
+    Int,
+    Launch,
+    Long,
+    PacksWeights,
+    Pointer,
+    Unit,
+    five_strides,
+    ints,
+    longs,
+)  # fmt: skip
 from upconv.cuda.rearrange import batches
 from upconv.problem import Problem
 
@@ -42,7 +51,7 @@ _PACKING = {
 
 
 @dataclass(frozen=True)
-class Choice(family.Defaults):
+class Choice(PacksWeights, family.Defaults):
     """A configuration of the direct kernels for a problem, and what the model thinks of it."""
 
     family: str
@@ -114,55 +123,39 @@ class Choice(family.Defaults):
         source = jit.instance(f"{self.entry}.cu", self.constants(), entries)
         return (Unit(f"{self.entry} {self.summary}", source, ("direct_pack", self.entry)),)
 
-    def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return Prepared(self, device)
+    # --- launches -----------------------------------------------------------------------------------------------------
+
+    def packed_bytes(self, given: Given) -> int:
+        return self.packed_words * self.sums.itemsize
+
+    def pack(self, given: Given) -> Launch:
+        (unit,) = self.sources()
+        strides = five_strides(self.problem.weight_shape, given.weight)
+        blocks = min(-(-self.packed_words // _PACK_THREADS), 2**16)
+        arguments = (Pointer("weight"), Pointer("packed"), *strides, Long(self.packed_words))
+        return Launch(unit, "direct_pack", blocks, _PACK_THREADS, 0, arguments)
+
+    def multiply(self, given: Given) -> Launch:
+        (unit,) = self.sources()
+        grid, sizes = _grid(self.problem, self.tile)
+        bias = NULL if given.bias == "none" else Pointer("bias")
+        pointers = Pointer("source"), Pointer("packed"), bias, Pointer("result")
+        return Launch(unit, self.entry, grid, self.threads, self.shared_bytes, (*pointers, *sizes))
 
 
-class Prepared(family.Prepared):
-    """A choice's kernels, loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        (unit,), arch = choice.sources(), gpu_of(device).arch
-        self._device, self.packing, self._words, self._sums = device, choice, choice.packed_words, choice.sums
-        pack, kernel = (jit.kernel(unit.source, entry, arch, unit.label) for entry in unit.entries)
-        self._pack = Launcher(pack, _PACK_THREADS, 0, "PPqqqqqq")
-        self._grid, letters, self._tail = _launch(choice.problem, choice.tile)
-        self._run = Launcher(kernel, choice.threads, choice.shared_bytes, f"PPPP{letters}")
-
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Weights ``(in_channels, out_channels // groups, *kernel)`` of any strides as the kernel reads them.
-
-        A tensor of one dimension, float32 (float64 for float64); the copy is made on the current stream.
-        """
-        packed = weight.new_empty_strided((self._words,), (1,), dtype=self._sums)
-        strides = weight.stride()
-        spatial = (0,) * (5 - len(strides)) + tuple(strides[2:])
-        arguments = (weight.data_ptr(), packed.data_ptr(), strides[0], strides[1], *spatial, self._words)
-        self._pack(self._device, min(-(-self._words // _PACK_THREADS), 2**16), arguments)
-        return packed
-
-    def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
-    ) -> None:
-        """Computes ``out`` from ``x``, both batched and dense in the problem's layout, on the current stream."""
-        at = 0 if bias is None else bias.data_ptr()
-        self._run(self._device, self._grid, (x.data_ptr(), packed.data_ptr(), at, out.data_ptr(), *self._tail))
-
-
-def _launch(p: Problem, tile: Tile | Walk | None) -> tuple[int, str, tuple[int, ...]]:
-    """Blocks, and the arguments behind the tensors, with their letters."""
+def _grid(p: Problem, tile: Tile | Walk | None) -> tuple[int, tuple[Int | Long, ...]]:
+    """Blocks, and the arguments behind the tensors."""
     d, h, w = axes(p)
     sizes = (d.size, h.size, w.size, d.out, h.out, w.out)
     if tile is None:
         total = math.prod(p.output_shape)
-        return min(-(-total // _ANY_THREADS), 2**20), "q" * 7, (*sizes, total)
+        return min(-(-total // _ANY_THREADS), 2**20), longs((*sizes, total))
     if isinstance(tile, Walk):
         runs, strips, threads = walks.grid(p, tile)
         tail = (h.size, w.size, h.out, w.out, runs, strips, tile.strip, threads)
-        return -(-threads // walks.THREADS), "i" * 8, tail
+        return -(-threads // walks.THREADS), ints(tail)
     tiles_h, tiles_w, blocks = tiles.grid(p, tile)
-    return blocks, "i" * 8, (*sizes, tiles_h, tiles_w)
+    return blocks, ints((*sizes, tiles_h, tiles_w))
 
 
 @lru_cache(maxsize=1024)

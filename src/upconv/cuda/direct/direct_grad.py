@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.gpu import Gpu, fma_lanes
-from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launches import Unit
+from upconv.cuda.launches import Given, Launch, Long, Pointer, Unit, ints
 from upconv.cuda.scalars import PRECISIONS, geometry
-from upconv.problem import Problem
+from upconv.problem import Pass, Problem
 
 _THREADS = 256
 _UNROLLED = 32  # taps in a straight stretch of code
@@ -62,9 +59,18 @@ class Choice(family.Defaults):
         source = jit.instance("direct_grad.cu", constants(p, self.channels), (f"direct_grad<{jit.CONFIG}>",))
         return (Unit(label, source, ("direct_grad",)),)
 
-    def prepare(self, device: int) -> GradInput:
-        """Compiles (or finds) and loads the kernel for a CUDA device. Errors: those of ``jit.kernel``."""
-        return GradInput(self, device)
+    reads = "contiguous"
+
+    @property
+    def packing(self) -> tuple[str, Pass]:
+        return "contiguous", self.problem.pass_
+
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        p, (unit,) = self.problem, self.sources()
+        threads = p.batch * math.prod(p.size) * self.channel_blocks
+        pointers = Pointer("source"), Pointer("weight"), Pointer("result")
+        arguments = (*pointers, *ints((p.batch, *full(p.size), *full(p.out_size))), Long(threads))
+        return (Launch(unit, "direct_grad", -(-threads // _THREADS), _THREADS, 0, arguments),)
 
 
 def constants(p: Problem, channels: int) -> dict[str, int]:
@@ -88,33 +94,6 @@ def constants(p: Problem, channels: int) -> dict[str, int]:
 def full(values: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes along D, H and W of those along the last axes."""
     return (1,) * (3 - len(values)) + values
-
-
-class GradInput(family.Prepared):
-    """The gradient for the input, its kernel loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        p = choice.problem
-        (unit,) = choice.sources()
-        self._device = device
-        kernel = jit.kernel(unit.source, "direct_grad", gpu_of(device).arch, unit.label)
-        self._run = Launcher(kernel, _THREADS, 0, "PPP" + "i" * 7 + "q")
-        total = p.batch * math.prod(p.size) * choice.channel_blocks
-        self._grid = -(-total // _THREADS)
-        self._sizes = (p.batch, *full(p.size), *full(p.out_size), total)
-        self.packing = ("contiguous", p.pass_)
-        """What `pack`'s result depends on beside the weight."""
-
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The weight itself, contiguous."""
-        return weight.contiguous()
-
-    def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
-    ) -> None:
-        """Launches the kernel: ``x`` (the output's gradient) and ``out`` dense in the problem's layout; no bias."""
-        assert bias is None
-        self._run(self._device, self._grid, (x.data_ptr(), packed.data_ptr(), out.data_ptr(), *self._sizes))
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

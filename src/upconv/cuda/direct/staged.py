@@ -18,19 +18,16 @@ from functools import lru_cache
 from itertools import product
 
 import torch
-from torch import Tensor
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.direct.direct_grad import full
 from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
-from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launches import Unit
+from upconv.cuda.launches import Given, Int, Launch, Pointer, Scratch, Unit, ints, longs, strides_of
 from upconv.cuda.rearrange import batches
 from upconv.cuda.scalars import PRECISIONS, geometry
 from upconv.derived import derived
-from upconv.problem import Problem
+from upconv.problem import Pass, Problem
 
 _UNROLLED = 512  # multiply-adds of a thread in a straight stretch of code (longer: registers spill)
 _SUMS = 72  # registers of a thread that hold sums (float64: half of them)
@@ -345,9 +342,31 @@ class Choice(family.Defaults):
         ]
         return (Unit(label, jit.instance("staged.cu", self.tile.constants(), named), entries),)
 
-    def prepare(self, device: int) -> GradInput | GradWeight:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return GradWeight(self, device) if self.tile.weight else GradInput(self, device)
+    reads = "contiguous"
+
+    @property
+    def packing(self) -> tuple[str, Pass]:
+        return "contiguous", self.problem.pass_
+
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        (unit,), p, t = self.sources(), self.problem, self.tile
+        tiles_h, tiles_w, tiles = t.blocks_of(p)
+        units = given.aligned and t.vector > 1 and _whole_units(p, t)
+        sizes = ints((p.batch, *full(p.size), *full(p.out_size), tiles_h, tiles_w, int(units)))
+        if not t.weight:
+            pointers = Pointer("source"), Pointer("weight"), Pointer("result")
+            grid = tiles * t.channel_blocks
+            return (Launch(unit, "grad_input", grid, t.threads, t.shared_bytes, (*pointers, *sizes)),)
+        count, element = math.prod(p.weight_shape), 8 if p.dtype is torch.float64 else 4
+        sums = Pointer(Scratch("sums", self.splits * count * element))
+        arguments = (Pointer("input"), Pointer("gradient"), sums, *sizes, Int(-(-tiles // self.splits)))
+        grid = _weight_blocks(p, t) * self.splits
+        strides = strides_of(p.weight_shape, given.weight)
+        to = (sums, Pointer("result"), Int(self.splits), *longs((strides[0], strides[1], strides[-1])))
+        return (
+            Launch(unit, "grad_weight", grid, t.threads, t.shared_bytes, arguments),
+            Launch(unit, "reduce_staged", -(-count // _REDUCE_THREADS), _REDUCE_THREADS, 0, to),
+        )
 
 
 def _whole_units(p: Problem, tile: Tile) -> bool:
@@ -367,72 +386,6 @@ def _unit(p: Problem, tile: Tile) -> int:
         return 1
     # Wider, and the words of a unit would meet in a quarter of the banks.
     return math.gcd(min(most, 4), tile.w * step, out)
-
-
-class _Prepared:
-    def __init__(self, choice: Choice, device: int) -> None:
-        p, tile = choice.problem, choice.tile
-        self._device = device
-        self._units = tile.vector > 1 and _whole_units(p, tile)
-        self._bytes = tile.vector * p.dtype.itemsize
-        tiles_h, tiles_w, self._tiles = tile.blocks_of(p)
-        self._sizes = (p.batch, *full(p.size), *full(p.out_size), tiles_h, tiles_w)
-
-    def _whole(self, grad: Tensor) -> int:
-        return int(self._units and grad.data_ptr() % self._bytes == 0)
-
-
-class GradInput(_Prepared, family.Prepared):
-    """The gradient for the input, its kernel loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        super().__init__(choice, device)
-        (unit,), tile = choice.sources(), choice.tile
-        kernel = jit.kernel(unit.source, "grad_input", gpu_of(device).arch, unit.label)
-        self._run = Launcher(kernel, tile.threads, tile.shared_bytes, "PPP" + "i" * 10)
-        self._grid = self._tiles * tile.channel_blocks
-        self.packing = ("contiguous", choice.problem.pass_)
-        """What `pack`'s result depends on beside the weight."""
-
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The weight itself, contiguous."""
-        return weight.contiguous()
-
-    def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
-    ) -> None:
-        """Launches the kernel: ``x`` (the output's gradient) and ``out`` dense in the problem's layout; no bias."""
-        assert bias is None
-        pointers = (x.data_ptr(), packed.data_ptr(), out.data_ptr())
-        self._run(self._device, self._grid, (*pointers, *self._sizes, self._whole(x)))
-
-
-class GradWeight(_Prepared, family.PreparedWeight):
-    """The gradient for the weight as one slice of sums for each range of tiles; a second kernel adds them in order."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        super().__init__(choice, device)
-        (unit,), p, tile = choice.sources(), choice.problem, choice.tile
-        kernel = jit.kernel(unit.source, "grad_weight", gpu_of(device).arch, unit.label)
-        self._run = Launcher(kernel, tile.threads, tile.shared_bytes, "PPP" + "i" * 11)
-        kernel = jit.kernel(unit.source, "reduce_staged", gpu_of(device).arch, unit.label)
-        self._reduce = Launcher(kernel, _REDUCE_THREADS, 0, "PPiqqq")
-        self._splits, self._numel = choice.splits, math.prod(p.weight_shape)
-        self._sums = torch.float64 if p.dtype is torch.float64 else torch.float32
-        self._grid = _weight_blocks(p, tile) * choice.splits
-        self._per_split = -(-self._tiles // choice.splits)
-
-    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
-        """Writes the weight's gradient into ``out`` (contiguous or channels_last).
-
-        ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
-        """
-        slices = x.new_empty_strided((self._splits * self._numel,), (1,), dtype=self._sums)
-        pointers = (x.data_ptr(), grad.data_ptr(), slices.data_ptr())
-        self._run(self._device, self._grid, (*pointers, *self._sizes, self._whole(grad), self._per_split))
-        strides = out.stride()
-        sums = (slices.data_ptr(), out.data_ptr(), self._splits, strides[0], strides[1], strides[-1])
-        self._reduce(self._device, -(-self._numel // _REDUCE_THREADS), sums)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

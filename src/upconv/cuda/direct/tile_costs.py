@@ -12,12 +12,10 @@ import torch
 from upconv.cuda.direct import cells
 from upconv.cuda.direct.cells import Axis, Cost, axes
 from upconv.cuda.direct.tiles import (
-    MAX_HELD,
     Kind,
     Tile,
     constants,
     grid,
-    held,
     registers,
     shared_words,
     stores_directly,
@@ -68,7 +66,6 @@ def facts(layer: Problem, tile: Tile) -> Facts:
     item = layer.dtype.itemsize
     loads, load_issues = _loads(layer, tile, m)
     steps = math.ceil(m["cin_g"] / tile.chunk) * _depth_taps(layer)
-    slow = held(layer, tile) > MAX_HELD or (item == 2 and not m["quads"])
     return Facts(
         constants=m,
         shared=shared_words(layer, m)[2] * 4 * _words(layer),
@@ -78,7 +75,7 @@ def facts(layer: Problem, tile: Tile) -> Facts:
         loads=loads,
         load_issues=load_issues,
         bytes=_bytes(layer, tile, m),
-        latency=(1.2e-6 if slow else 0.4e-6) * max(0, steps - 1) + 2.0e-6,
+        latency=(1.2e-6 if item == 2 else 0.4e-6) * max(0, steps - 1) + 2.0e-6,
     )
 
 
@@ -104,15 +101,12 @@ def _input(p: Problem, tile: Tile, m: dict[str, int]) -> tuple[float, int]:
     """(rows of all depth taps and channels, columns) of a block's input."""
     _, h, w = axes(p)
     rows = tile.slots * m["cin_g"] * _depth_taps(p) * (tile.block_h + h.span)
-    return rows, tile.cells * tile.block_x + w.span + m["lead"]
+    return rows, tile.cells * tile.block_x + w.span
 
 
 def _loads(p: Problem, tile: Tile, m: dict[str, int]) -> tuple[float, float]:
     """(loads, all instructions) that bring a block's input to shared memory."""
     rows, columns = _input(p, tile, m)
-    if m["quads"]:
-        loads = rows * columns / 32
-        return loads, loads * 10
     if m["channels_last"]:
         loads = rows * columns / 32
         return loads, loads * 24

@@ -17,7 +17,6 @@ from upconv.problem import Problem
 _MAX_THREADS = 512
 _MAX_SUMS = 96  # per thread in 32-bit registers, of 255; windows, weights and addresses need the rest
 MAX_UNROLLED = 1024  # multiply-adds in a kernel's body: 1.0 s of NVRTC
-MAX_HELD = 4  # as in direct_copies.cuh: loads of four halves that wait in registers
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,9 @@ class Tile:
 @lru_cache(maxsize=4096)
 def constants(p: Problem, tile: Tile) -> dict[str, int]:
     """Of the tiled kernel for a problem; no size of the image is among them."""
-    d, h, w = axes(p)
+    d, h, _ = axes(p)
     threads = -(-tile.slots * tile.rows(h.stride) * tile.block_x // 32) * 32
     chunks = -(-(p.in_channels // p.groups) // tile.chunk)
-    quads = _loads_quads(p, tile)
-    # Halves are loaded four at a time, from columns that are multiples of four.
-    lead = w.least % 4 if quads and p.layout == "nchw" else 0
     run_pitch = _run_pitch(p, tile)
     return {
         **cells.constants(p),
@@ -71,9 +67,7 @@ def constants(p: Problem, tile: Tile) -> dict[str, int]:
         "stages": 2 if chunks * d.kernel > 1 else 1,
         "step_kh": h.tap_step,
         "step_row": h.dilation * h.tap_step // h.stride,
-        "quads": quads,
-        "lead": lead,
-        "row_pitch": _row_pitch(p, tile, lead),
+        "row_pitch": _row_pitch(p, tile),
         "run_pitch": run_pitch,
         "part": _part(p, tile, threads * run_pitch),
         "min_blocks": max(1, min(cells.resident(threads, registers(p, tile)), 16)),
@@ -85,28 +79,16 @@ def vector(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.float64 else 4
 
 
-def _loads_quads(p: Problem, tile: Tile) -> bool:
-    """Whether halves are loaded four at a time: of a row, or of a pixel's channels."""
-    if p.dtype.itemsize != 2:
-        return False
-    if p.layout == "nchw":
-        return tile.cells * tile.block_x % 4 == 0
-    ci = p.in_channels // p.groups
-    if tile.slots * tile.chunk % 4 or p.in_channels % 4:
-        return False
-    return tile.chunk == ci if tile.slots > 1 else ci % 4 == 0
-
-
 def _run_pitch(p: Problem, tile: Tile) -> int:
     """Words of shared memory from one thread's outputs to the next one's."""
     run, vec = tile.cells * axes(p)[2].stride, vector(p.dtype)
     return run | 1 if run % vec else run + (vec if run // vec % 2 == 0 else 0)
 
 
-def _row_pitch(p: Problem, tile: Tile, lead: int) -> int:
+def _row_pitch(p: Problem, tile: Tile) -> int:
     """Words from row to row of an input tile: the threads of a warp (of half a warp for doubles) have one stride."""
     pitch, banks = tile.cells | 1, 16 if p.dtype == torch.float64 else 32
-    found = -(-(tile.block_x * tile.cells + axes(p)[2].span + lead) // tile.cells) * pitch
+    found = -(-(tile.block_x * tile.cells + axes(p)[2].span) // tile.cells) * pitch
     if tile.block_x < banks and tile.block_h > 1:
         found += (tile.block_x * pitch - found) % banks
     return found
@@ -167,23 +149,13 @@ def registers(p: Problem, tile: Tile) -> int:
     total = words * sums(p, tile)
     # What ptxas takes besides grows with the work that it can interleave: below these it spills.
     # Loads in flight; addresses of channels_last, conversions of halves.
-    flying = 6 * min(held(p, tile), MAX_HELD) + 8 * (p.layout == "channels_last") + 16 * half + 8 * (d.kernel > 1)
+    flying = 8 * (p.layout == "channels_last") + 16 * half + 8 * (d.kernel > 1)
     flying += 24 * (half and tile.phases > 1 and total >= 56)
     if tile.phases > 1:
         besides = 27 + 3 * tile.phases + 3 * min(-(-w.kernel * tile.co * words // 4), 12) + 16 * (words - 1) + flying
     else:
         besides = 56 + 16 * (total >= 28) + 16 * (total >= 48) + 32 * (words - 1) + flying
     return cells.rounded(total + words * (tile.cells + w.span) + besides)
-
-
-def held(p: Problem, tile: Tile) -> int:
-    """Loads of four halves per thread and stage (HELD) while there are sums to keep; 0 for other types."""
-    d, h, w = axes(p)
-    if p.dtype.itemsize > 2 or (p.in_channels // p.groups <= tile.chunk and d.kernel == 1):
-        return 0
-    pixels = (tile.block_h + h.span) * (tile.block_x * tile.cells + w.span)
-    threads = tile.slots * tile.block_h * h.stride // tile.phases * tile.block_x
-    return -(-tile.slots * tile.chunk * pixels // (4 * threads))
 
 
 def sums(p: Problem, tile: Tile) -> int:

@@ -37,11 +37,11 @@ from upconv.cuda.launches import (
     Pointer,
     Scratch,
     Unit,
+    WeightForm,
     Zeros,
     ints,
 )  # fmt: skip
 from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries, weight_map
-from upconv.cuda.prepared import Prepared
 from upconv.cuda.rearrange import batches
 from upconv.derived import derived, varied
 from upconv.problem import Problem
@@ -69,7 +69,7 @@ _launched = attrgetter("boxable", "packs", "claimed", "grid")
 
 
 @dataclass(frozen=True)
-class Choice(family.Defaults, PackingLaunch):
+class Choice(PackingLaunch):
     """A tiling for a problem on a GPU, and what the model thinks of it."""
 
     tiling: Tiling
@@ -236,20 +236,18 @@ class Choice(family.Defaults, PackingLaunch):
         """What a unit has as `Unit.quick`, where ``of`` finds the unit of a choice."""
         return lambda: None if self.quick is None else of(self.quick).passing()
 
-    def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device.
-
-        Where no cluster fits on it (on a small part of one), tiles have a block each, whose sums round otherwise: the
-        device decides, always alike. Errors: those of ``jit.kernel`` and `cluster_fits`.
+    def on(self, device: int) -> Choice:
+        """Where no cluster fits on it (on a small part of one), tiles have a block each, whose sums round otherwise. So
+        the device decides, always alike. Errors: those of `cluster_fits`.
         """
         t = self.tiling
         fits = t.cluster == 1 or cluster_fits(device, t.cluster)
-        return Prepared(self if fits else replace(self, tiling=replace(t, cluster=1)), device)
+        return self if fits else replace(self, tiling=replace(t, cluster=1))
 
     # --- launches -----------------------------------------------------------------------------------------------------
 
     @property
-    def reads(self) -> str | None:
+    def reads(self) -> WeightForm | None:
         return "channels_last" if self.boxable else None
 
     @property

@@ -66,7 +66,6 @@ class _Search:
     """By wgmma."""
     steps: Triple
     classes: tuple[int, int] | None
-    scarce: bool
     whole: Triple | None
     result: tuple[int, ...]
     """Of a size's search its results along D, H and W."""
@@ -140,7 +139,7 @@ class Sketch:
         pairs = (False, True) if of.fast and sub == (8, 8) and tile[2] % 16 == 0 and base.nb % 2 == 0 else (False,)
         for resident, paired, run_groups, by_plane in product(residence, pairs, self._groups(base), of.planewise):
             base = varied(base, paired=paired, run_groups=run_groups, planewise=by_plane)
-            t = None if of.scarce else _fitted(varied(base, resident=resident), of.gpu)
+            t = _fitted(varied(base, resident=resident), of.gpu)
             if t is None and not of.drained and not base.channels_last and not resident:
                 t = _fitted(base, of.gpu, scarce=True)
             if t is not None:
@@ -164,7 +163,6 @@ def candidates(
     gpu: Gpu,
     wgmma: bool | None = None,
     classes: tuple[int, int] | None = (0, 0),
-    scarce: bool = False,
     size: tuple[int, ...] | None = None,
     shuffle: Shuffle | None = None,
     drained: bool = False,
@@ -172,14 +170,13 @@ def candidates(
 ) -> Iterator[Tiling]:
     """Every tiling worth a look. ``classes``: of an NCHW source's rows (`Tiling.classes`); by default as ``p``'s are.
 
-    Where shared memory has no room for a second pixel tile, producers and consumers share one and wait for each other;
-    ``scarce``: all with one alone (NCHW: channels-last producers load ahead into the second).
+    Where shared memory has no room for a second pixel tile, producers and consumers share one and wait for each other.
     ``size``: those for an input of this size alone, which hold whole images of the source; none where it is not small.
     ``shuffle``: those of the layer without its stride; one of `shuffle.ways`.
     ``drained``: those whose outputs the tensor copy engine stores.
     ``beside``: with a ``size``, those of such images side by side.
     """
-    for sketch in sketches(p, gpu, wgmma, classes, scarce, size, shuffle, drained, beside):
+    for sketch in sketches(p, gpu, wgmma, classes, size, shuffle, drained, beside):
         yield from sketch.tilings()
 
 
@@ -188,7 +185,6 @@ def sketches(
     gpu: Gpu,
     wgmma: bool | None = None,
     classes: tuple[int, int] | None = (0, 0),
-    scarce: bool = False,
     size: tuple[int, ...] | None = None,
     shuffle: Shuffle | None = None,
     drained: bool = False,
@@ -207,7 +203,7 @@ def sketches(
         result = positions(p.with_(size=size), shuffle)
     steps = (1, 1, 1) if p.pass_ != "fwd" or shuffle is not None else _full(p.stride)
     layer = p if shuffle is None else shuffle.unstrided
-    of = _Search(layer, gpu, fast, steps, classes, scarce, whole, result, shuffle, drained, beside)
+    of = _Search(layer, gpu, fast, steps, classes, whole, result, shuffle, drained, beside)
     for taps in _divisions(of):
         yield from _of_taps(of, taps)
 

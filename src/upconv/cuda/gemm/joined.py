@@ -23,12 +23,11 @@ from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.packs import PACK_THREADS
+from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.choosing import Chooser, countable
-from upconv.cuda.pixels.columns import PRECISIONS
-from upconv.cuda.pixels.one_mapped import OneMappedChoice
+from upconv.cuda.pixels.tile import PRECISIONS
 from upconv.problem import Problem
 
-THREADS = 384
 _PLACES = (256, 248, 240, 232, 224, 208, 192, 160, 128)
 """Of a tile; several, since a slice's are divided among whole tiles."""
 _ROWS_M = 64  # channels of the result of a matrix instruction
@@ -276,12 +275,10 @@ def _rows(t: Tile, pitch: int) -> int:
     return (pitch + t.places + t.halo(pitch) - 2) // pitch + 1
 
 
-class Choice(OneMappedChoice[Tile]):
+class Choice(TileChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
-    family = "joined"
-    entry = "joined"
-    threads = THREADS
+    family = mode = file = "joined"
     biased = True
 
     @property
@@ -302,7 +299,7 @@ class Choice(OneMappedChoice[Tile]):
         """Several stages of weights are several copies of the straight code; the quick form has a loop over them."""
         return self.tile.taps > self.tile.taps_of_stage
 
-    def _instance(self, kernel: str) -> str:
+    def instance(self, struct: str) -> str:
         return f"joined<{jit.CONFIG}>"
 
     @property

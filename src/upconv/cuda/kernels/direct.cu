@@ -15,7 +15,6 @@
 // outside) and the chunk's weights to shared memory, while the threads walk channels and taps of the stage before.
 // A row in shared memory has one word between runs of CELLS, and rows are padded so that the threads of a warp, over all
 // its rows, have one odd stride: reads are free of bank conflicts.
-// Halves are loaded four at a time where alignment allows, and wait in registers for the end of the stage before.
 // The sums leave through shared memory, so that stores cover whole lines; directly when a thread's are one vector.
 //
 // Constraints: the tile and the unrolled taps must fit (the planner checks); `direct_any` needs nothing of it.
@@ -132,7 +131,7 @@ static __device__ __forceinline__ typename Copies::Source source_of(const T* x, 
                                  : x + (p.image * (GROUPS * CI) + (i64)p.group * CI + first) * from.channel_step + stage.depth * plane;
     from.present = SLOTS > 1 ? (GROUPS - p.group) * CI : stage.channels();
     from.row = p.cell_h + C::min_h;
-    from.col = p.cell_w + C::min_w - C::lead;
+    from.col = p.cell_w + C::min_w;
     from.h = s.h;
     from.w = s.w;
     return from;
@@ -142,7 +141,7 @@ static __device__ __forceinline__ typename Copies::Source source_of(const T* x, 
 static __device__ __forceinline__ void multiply(Sums& to, const Acc* line, const Acc* weights) {
     Acc window[CELLS + C::span_w];
 #pragma unroll
-    for (int c = 0; c < CELLS + C::span_w; ++c) window[c] = line[(c + C::lead) / CELLS * PITCH + (c + C::lead) % CELLS];
+    for (int c = 0; c < CELLS + C::span_w; ++c) window[c] = line[c / CELLS * PITCH + c % CELLS];
     const Pack* packs = reinterpret_cast<const Pack*>(weights);
     Pack pack;
 #pragma unroll
@@ -209,7 +208,6 @@ static __device__ __forceinline__ void add_bias(Sums (&sum)[PHASES_H], const T* 
 static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* __restrict__ weight, const T* __restrict__ bias,
                                            T* __restrict__ out, const Sizes& s, Acc* shared) {
     const Place p = place_of(blockIdx.x, s);
-    const bool vector = C::quads && (C::channels_last || s.w % 4 == 0) && (unsigned long long)x % (4 * sizeof(T)) == 0;
     const int tid = threadIdx.x;
     const Thread own = thread_of(tid);
     const bool computes = tid < SLOTS * UNITS;
@@ -223,16 +221,15 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
 #pragma unroll
             for (int v = 0; v < RUN; ++v) sum[t][c][v] = 0;
 
-    typename Copies::Held held;
     Stage stage = {-1, CHUNKS - 1, 0};
     const auto begin = [&](Acc* to) {
         copy_weights(to, weight, p, stage);
-        Copies::begin(to + WEIGHT_WORDS, held, source_of(x, p, stage, s), x, vector);
+        Copies::copy(to + WEIGHT_WORDS, source_of(x, p, stage, s), x);
     };
     stage.advance(p.od, s.d);
     if (stage.kd < KD) {
         begin(shared);
-        Copies::finish(shared + WEIGHT_WORDS, held, vector);
+        copy_wait_all();
     }
     __syncthreads();
 #pragma unroll 1
@@ -242,7 +239,7 @@ static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* _
         stage.advance(p.od, s.d);
         if (C::stages > 1 && stage.kd < KD) begin(next);
         if (computes) multiply_stage(sum, shared + buffer * STAGE_WORDS, own, channels, first_kh);
-        if (C::stages > 1 && stage.kd < KD) Copies::finish(next + WEIGHT_WORDS, held, vector);
+        if (C::stages > 1 && stage.kd < KD) copy_wait_all();
         __syncthreads();
     }
 

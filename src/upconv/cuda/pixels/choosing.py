@@ -46,7 +46,7 @@ class Chooser(Generic[T, C]):
         estimate: Callable[[T, Problem, Gpu], Cost],
         choice: Callable[[T, Problem, Gpu, Cost], C],
         *,
-        general: str,
+        general: str = "exported files have no host code for pixels as rows",
         none: str | Callable[[Problem, Gpu], str],
     ) -> None:
         def found(p: Problem, gpu: Gpu) -> C | str:

@@ -24,13 +24,13 @@ from upconv.cuda.compile.launch import cluster_fits
 from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
-from upconv.cuda.launches import Argument, Given, Launch, Map, Operand, Pointer, Unit, ints
-from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries, rows_of_taps
+from upconv.cuda.launches import Argument, Given, Map, Operand, Unit, WeightForm, ints
+from upconv.cuda.packs import rows_of_taps
+from upconv.cuda.pixels import tile
+from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.choosing import Chooser
-from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
-from upconv.cuda.pixels.tile import CONSUMERS, THREADS, fitted, of_axes, triple
+from upconv.cuda.pixels.tile import CONSUMERS, fitted, of_axes, stores_wide, triple
 from upconv.cuda.pixels.tile import Tile as Base
-from upconv.cuda.prepared import Prepared
 from upconv.derived import derived
 from upconv.problem import Problem
 
@@ -166,11 +166,6 @@ class Tile(Base):
         return stores_wide(self.element, self.columns, self.channels[1]) and self.cluster == 1 and short
 
     @property
-    def entry(self) -> str:
-        """The kernel's name."""
-        return "pixels_last_clusters" if self.cluster > 1 else "pixels_last"
-
-    @property
     def turnable(self) -> bool:
         """Whether a forward's channels-last weights may come as they lie, whose rows are channels of the result."""
         return self.forward and self.element == 2 and self.columns % _TURNED == 0 and self.channels[1] % 8 == 0
@@ -272,10 +267,11 @@ class Tile(Base):
         return (*sides, *box, *counts[1:], self.tiles(p), min(count, abreast), turn)
 
 
-class Choice(TileChoice[Tile], PackingLaunch):
+class Choice(TileChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
-    family = "implicit"
+    mode = "implicit"
+    biased = True
 
     @property
     def in_place(self) -> bool:
@@ -306,49 +302,41 @@ class Choice(TileChoice[Tile], PackingLaunch):
 
         The first packs weights; the second, of some forwards, takes channels-last ones as they lie.
         """
-        t, label = self.tile, f"implicit {layer_text(self.problem)}"
-        kernel = f"{t.entry}<Implicit<{jit.CONFIG}>>"
-        packing = packing_entries(f"Implicit<{jit.CONFIG}>", self.problem)
-        packed = Unit(label, jit.instance("pixels.cu", t.constants(), (*packing, kernel)), ("pack", t.entry))
-        if not t.turnable:
-            return (packed,)
-        turned = jit.instance("pixels.cu", t.constants(turned=True), (kernel,))
-        return packed, Unit(f"{label} unpacked", turned, (t.entry,))
+        packed = super().sources()
+        if not self.tile.turnable:
+            return packed
+        kernel = self.instance(f"Implicit<{jit.CONFIG}>")
+        turned = jit.instance("pixels.cu", self.tile.constants(turned=True), (kernel,))
+        return *packed, Unit(f"{packed[0].label} unpacked", turned, (self.entry,))
 
-    def prepare(self, device: int) -> Prepared:
-        """As `gather.Choice.prepare`."""
-        if self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster):
-            return Prepared(self, device)
+    def on(self, device: int) -> Choice:
+        """As `gather.Choice.on`."""
+        fits = self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster)
         alone: Any = replace(self.tile, cluster=1)
-        return Prepared(replace(self, tile=alone), device)
-
-    # --- launches -----------------------------------------------------------------------------------------------------
-
-    biased = True
+        return self if fits else replace(self, tile=alone)
 
     @property
-    def reads(self) -> str | None:
+    def entry(self) -> str:
+        return "pixels_last_clusters" if self.tile.cluster > 1 else "pixels_last"
+
+    @property
+    def reads(self) -> WeightForm | None:
         return "channels_last" if self.in_place else None
 
     @property
-    def packing(self) -> tuple[Any, ...]:
-        return "implicit", self.problem.precision, self.problem.pass_, self.tile.turnable
+    def packed_as(self) -> tuple[Any, ...]:
+        return self.problem.precision, self.problem.pass_, self.tile.turnable
 
     @property
-    def packer(self) -> tuple[Unit, int, int]:
-        return self.sources()[0], self.tile.packed_words, self.tile.pack_blocks
+    def overlaps(self) -> bool:
+        """Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights
+        (docs/experiments.md)."""
+        return self.seconds < _BESIDE_PACK
 
-    def multiply(self, given: Given) -> Launch:
+    def arguments(self, given: Given) -> tuple[Argument, ...]:
         t, p, in_place = self.tile, self.problem, given.weight == "in place"
-        units = self.sources()
         weight = turned_map(t, p) if in_place and t.forward else packed_map(t, p, "weight" if in_place else "packed")
-        pointers = Pointer("result", alignment=16), self.bias(given)  # some results are stored together
-        arguments: tuple[Argument, ...] = (*pointers, *ints(t.arguments(p, self.gpu)), source_map(t, p), weight)
-        unit = units[-1] if in_place else units[0]
-        # Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights
-        # (docs/experiments.md).
-        overlaps = self.seconds < _BESIDE_PACK
-        return Launch(unit, t.entry, self.grid, THREADS, t.shared_bytes, arguments, dependent=overlaps)
+        return self.result, self.bias(given), *ints(t.arguments(p, self.gpu)), source_map(t, p), weight
 
 
 def source_box(t: Tile, p: Problem) -> Five:
@@ -383,12 +371,10 @@ def turned_map(t: Tile, p: Problem) -> Map:
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why these kernels cannot serve a problem, in a sentence; None when one may."""
-    if gpu.arch != "90a":
-        return "an implicit GEMM wants both operands by descriptors, which wgmma alone takes"
+    if refused := tile.refusal(p, gpu):
+        return refused
     if p.pass_ == "grad-weight" or p.layout != "channels_last":
         return "the implicit GEMM is for forwards and gradients for the input in channels_last"
-    if p.precision not in PRECISIONS:
-        return f"precision {p.precision} is none of the kernel's"
     if p.groups > 1:
         return "the kernel knows no groups"
     if p.batch == 0 or 0 in p.size:
@@ -501,7 +487,6 @@ choose = Chooser(
     _countable,
     estimate,
     Choice,
-    general="exported files have no host code for the implicit GEMM",
     none="no tile's stages fit in shared memory, or its tiles are too many to count",
 )
 """The cheapest tile by the model, or the sentence why there is none."""

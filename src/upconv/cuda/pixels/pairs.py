@@ -21,10 +21,10 @@ from upconv.cuda.compile.boxes import dense
 from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Map
+from upconv.cuda.pixels import tile
+from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.choosing import Chooser, countable
-from upconv.cuda.pixels.columns import PRECISIONS
-from upconv.cuda.pixels.one_mapped import OneMappedChoice
-from upconv.cuda.pixels.tile import MOST_COUNTED, SPAN, THREADS, fitted, of_axes, triple
+from upconv.cuda.pixels.tile import MOST_COUNTED, SPAN, fitted, of_axes, triple
 from upconv.cuda.pixels.tile import Tile as Base
 from upconv.derived import derived
 from upconv.problem import Problem
@@ -248,11 +248,10 @@ def _fewest_conflicts(
     return pitch, conflicts
 
 
-class Choice(OneMappedChoice[Tile]):
+class Choice(TileChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
-    family = "pairs"
-    threads = THREADS
+    mode = "pairs"
 
     @property
     def summary(self) -> str:
@@ -287,12 +286,10 @@ def source_map(t: Tile, p: Problem) -> Map:
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why these kernels cannot serve a problem, in a sentence; None when they may."""
-    if gpu.arch != "90a":
-        return "pixels as rows are multiplied by wgmma alone"
+    if refused := tile.refusal(p, gpu):
+        return refused
     if p.pass_ != "grad-input" or p.layout != "nchw":
         return "taps in pairs are for gradients for the input in NCHW"
-    if p.precision not in PRECISIONS:
-        return f"precision {p.precision} is none of the kernel's"
     if p.groups > 1 or p.dilation[-1] > 1:
         return "the kernel is for layers without groups, or a dilation along the width"
     if p.stride[-1] == 1:
@@ -349,7 +346,6 @@ choose = Chooser(
     countable(lambda p, gpu: (t for t in candidates(p, gpu) if t.serves(p))),
     estimate,
     Choice,
-    general="exported files have no host code for pixels as rows",
     none="no tile fits a row of such strides, or the tiles are too many",
 )
 """The cheapest tile by the model, or the sentence why there is none."""

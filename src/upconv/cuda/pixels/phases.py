@@ -22,10 +22,10 @@ from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Map
+from upconv.cuda.pixels import tile
+from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.choosing import Chooser
-from upconv.cuda.pixels.columns import PRECISIONS
-from upconv.cuda.pixels.one_mapped import OneMappedChoice
-from upconv.cuda.pixels.tile import CONSUMERS, MOST_COUNTED, THREADS, fitted, of_axes, triple
+from upconv.cuda.pixels.tile import CONSUMERS, MOST_COUNTED, fitted, of_axes, triple
 from upconv.cuda.pixels.tile import Tile as Base
 from upconv.derived import derived
 from upconv.problem import Problem
@@ -288,11 +288,10 @@ class Tile(Base):
         return *triple(p.out_size), *self.counts(p), self.tiles(p)
 
 
-class Choice(OneMappedChoice[Tile]):
+class Choice(TileChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
-    family = "phases"
-    threads = THREADS
+    mode = "phases"
 
     @property
     def grid(self) -> int:
@@ -335,12 +334,10 @@ def source_map(t: Tile, p: Problem) -> Map:
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why these kernels cannot serve a problem, in a sentence; None when one may."""
-    if gpu.arch != "90a":
-        return "pixels as they lie are multiplied by wgmma alone"
+    if refused := tile.refusal(p, gpu):
+        return refused
     if p.layout != "nchw" or p.pass_ != "fwd":
         return "phases as columns are for forwards in NCHW"
-    if p.precision not in PRECISIONS:
-        return f"precision {p.precision} is none of the kernel's"
     if p.groups > 1 or max(p.stride) == 1:
         return "the kernel is for layers with a stride, without groups"
     if p.stride[-1] > _MOST_PHASES:
@@ -426,7 +423,6 @@ choose = Chooser(
     lambda p, gpu: (t for t in candidates(p, gpu) if t.tiles(p) < MOST_COUNTED - 2 * gpu.multiprocessors),
     estimate,
     Choice,
-    general="exported files have no host code for phases as columns",
     none=_why_none,
 )
 """The cheapest tile by the model, or the sentence why there is none."""

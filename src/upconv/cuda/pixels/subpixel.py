@@ -21,10 +21,10 @@ from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Map
+from upconv.cuda.pixels import tile
+from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.choosing import Chooser, countable
-from upconv.cuda.pixels.columns import PRECISIONS
-from upconv.cuda.pixels.one_mapped import OneMappedChoice
-from upconv.cuda.pixels.tile import MOST_COUNTED, SPAN, THREADS, fitted, of_axes, triple
+from upconv.cuda.pixels.tile import MOST_COUNTED, SPAN, fitted, of_axes, triple
 from upconv.cuda.pixels.tile import Tile as Base
 from upconv.problem import Problem
 
@@ -94,11 +94,10 @@ class Tile(Base):
         return *triple(p.size), pixels, -(-pixels // self.pixels), 0, self.tiles(p)
 
 
-class Choice(OneMappedChoice[Tile]):
+class Choice(TileChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
-    family = "subpixel"
-    threads = THREADS
+    mode = "subpixel"
 
     @property
     def summary(self) -> str:
@@ -130,12 +129,10 @@ def source_map(t: Tile, p: Problem) -> Map:
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why these kernels cannot serve a problem, in a sentence; None when they may."""
-    if gpu.arch != "90a":
-        return "pixels as rows are multiplied by wgmma alone"
+    if refused := tile.refusal(p, gpu):
+        return refused
     if p.pass_ != "fwd" or p.layout != "nchw":
         return "pixels as they lie are for forwards in NCHW"
-    if p.precision not in PRECISIONS:
-        return f"precision {p.precision} is none of the kernel's"
     lone = p.kernel == p.stride and all(d == 1 or k == 1 for k, d in zip(p.kernel, p.dilation))
     if not lone or any(p.padding) or any(p.output_padding) or p.groups > 1:
         return "the kernel is for layers whose kernel is their stride, without padding or groups"
@@ -189,7 +186,6 @@ choose = Chooser(
     countable(candidates),
     estimate,
     Choice,
-    general="exported files have no host code for pixels as rows",
     none="there are more tiles than the kernel counts in 32 bits",
 )
 """The cheapest tile by the model, or the sentence why there is none."""

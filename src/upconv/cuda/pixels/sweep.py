@@ -29,16 +29,15 @@ from upconv.cuda.gemm.gather_search import chunk_sizes, classes_of
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launches import Argument, Given, Launch, Pointer, Unit, ints
-from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries
+from upconv.cuda.launches import Argument, Given, Pointer, ints
+from upconv.cuda.pixels import tile
+from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.choosing import Chooser
-from upconv.cuda.pixels.columns import PRECISIONS, TileChoice, stores_wide
 from upconv.cuda.pixels.tile import Tile as Base
-from upconv.cuda.prepared import Prepared
+from upconv.cuda.pixels.tile import stores_wide
 from upconv.derived import derived_from, varied
 from upconv.problem import Problem
 
-THREADS = 512
 _MOST_COLUMNS = 256  # of a matrix instruction
 _MOST_SUMS = 144  # of a consumer's thread, of whose 200 registers descriptors and addresses take the rest
 _MOST_INSTRUCTIONS = 192  # of a consumer for a chunk: they are one stretch of code
@@ -259,10 +258,13 @@ def _segments(walks: int, slices: int, slots: int, multiprocessors: int) -> int:
     return min(range(1, min(slices, 256) + 1), key=lambda n: (steps(n), n))
 
 
-class Choice(TileChoice[Tile], PackingLaunch):
+class Choice(TileChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
-    family = "sweep"
+    mode = file = "sweep"
+    threads = 512
+    """Of a block: `gather`'s producers and two consumers'."""
+    biased = True
 
     @property
     def grid(self) -> int:
@@ -282,36 +284,22 @@ class Choice(TileChoice[Tile], PackingLaunch):
             f"shared, grid {self.grid}"
         )
 
-    def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes that share the tile."""
-        entries = (*packing_entries(f"Sweep<{jit.CONFIG}>", self.problem), f"sweep<{jit.CONFIG}>")
-        source = jit.instance("sweep.cu", self.tile.constants(), entries)
-        return (Unit(f"sweep {layer_text(self.problem)}", source, ("pack", "sweep")),)
-
-    def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return Prepared(self, device)
-
-    # --- launches -----------------------------------------------------------------------------------------------------
-
-    biased = True
+    def instance(self, struct: str) -> str:
+        return f"sweep<{jit.CONFIG}>"
 
     @property
-    def packing(self) -> tuple[Any, ...]:
+    def packed_as(self) -> tuple[Any, ...]:
         s, p = self.tile, self.problem
-        return "sweep", s.slots, s.chunk, p.precision, p.pass_, p.out_channels, s.entries
+        return s.slots, s.chunk, p.precision, p.pass_, p.out_channels, s.entries
 
     @property
-    def packer(self) -> tuple[Unit, int, int]:
-        return self.sources()[0], self.tile.packed_words, self.tile.pack_blocks
+    def aligned(self) -> bool:
+        return self.tile.channels_last
 
-    def multiply(self, given: Given) -> Launch:
+    def arguments(self, given: Given) -> tuple[Argument, ...]:
         s, p = self.tile, self.problem
-        result = Pointer("result", alignment=16 if s.channels_last else 1)  # some results are stored together
-        sizes = ints(s.arguments(p, self.gpu.multiprocessors))
-        pointers = Pointer("source", alignment=16), Pointer("packed"), self.bias(given), result
-        arguments: tuple[Argument, ...] = (*pointers, *sizes, *gather.source_maps(s.pixels, p))
-        return Launch(self.sources()[0], "sweep", self.grid, THREADS, s.shared_bytes, arguments, dependent=True)
+        pointers = Pointer("source", alignment=16), Pointer("packed"), self.bias(given), self.result
+        return *pointers, *ints(s.arguments(p, self.gpu.multiprocessors)), *gather.source_maps(s.pixels, p)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -319,12 +307,10 @@ class Choice(TileChoice[Tile], PackingLaunch):
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why no sweep can serve a problem, in a sentence; None when one may."""
-    if gpu.arch != "90a":
-        return "pixels as rows want both operands by descriptors, which wgmma alone takes"
+    if refused := tile.refusal(p, gpu):
+        return refused
     if p.rank != 3 or p.batch_as_width:
         return "walks are for 3-D layers, whose images are not side by side"
-    if p.pass_ not in ("fwd", "grad-input") or p.precision not in PRECISIONS:
-        return f"pass {p.pass_} in {p.precision} is none of the kernel's"
     if max(p.stride) > 1 or p.groups > 1 or p.dilation[0] > 1:
         return "the kernel walks without strides, groups or a dilation along the depth"
     if result_shape(p)[1] > _MOST_COLUMNS:
@@ -451,7 +437,6 @@ choose = Chooser(
     lambda p, gpu: (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] <= _MOST_SLICES),
     estimate,
     Choice,
-    general="a sweep's boxes and tiles go by the rows of one size",
     none="no tile of this layer fits in registers, shared memory and one stretch of code",
 )
 """The cheapest tile by the model, or the sentence why there is none."""

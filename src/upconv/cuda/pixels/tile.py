@@ -11,13 +11,12 @@ from upconv.cuda.compile import jit
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.packs import PACK_THREADS
-from upconv.cuda.pixels.columns import PRECISIONS
 from upconv.derived import varied
 from upconv.problem import Problem
 
+PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
+"""The precisions that these kernels have, as they number them."""
 CONSUMERS = 2
-THREADS = 128 * (1 + CONSUMERS)
-"""Of a block: a producer's warpgroup and the consumers'."""
 MOST_COUNTED = 2**31
 """What a kernel counts in 32 bits."""
 SPAN = 128
@@ -32,6 +31,20 @@ def triple(values: tuple[int, ...], lone: int = 1) -> Triple:
     """Along D, H and W, with ``lone`` for an axis that the layer does not have."""
     d, h, w = (lone,) * (3 - len(values)) + values
     return d, h, w
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why no mode serves a problem, in a sentence; None when one may."""
+    if gpu.arch != "90a":
+        return "pixels as rows are multiplied by wgmma alone"
+    if p.precision not in PRECISIONS:
+        return f"precision {p.precision} is none of the kernel's"
+    return None
+
+
+def stores_wide(element: int, columns: int, channels: int) -> bool:
+    """Whether lanes may exchange float32 results of so many columns and channels, to store 16 bytes each."""
+    return element == 4 and columns % 16 == 0 and channels % 4 == 0
 
 
 def of_axes(name: str, values: tuple[int, ...]) -> dict[str, jit.Constant]:

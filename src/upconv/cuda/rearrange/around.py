@@ -7,16 +7,15 @@ OutOfMemoryError rises: another kernel in their place would round otherwise.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import Tensor
 
 from upconv.cuda import family
 from upconv.cuda.family import weighed
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launches import Given
+from upconv.cuda.launches import Given, Launch, Operand, Scratch, renamed
 from upconv.cuda.pixels import implicit
 from upconv.cuda.rearrange import batches
 from upconv.cuda.wgrad import wgrad
@@ -58,69 +57,33 @@ class Choice(family.Defaults, ABC):
         return self.inner.packing_seconds
 
     @property
+    def casts(self) -> bool:
+        return self.inner.casts
+
+    @property
+    def flat(self) -> bool:
+        return self.problem.pass_ == "grad-weight" and self.inner.flat
+
+    def on(self, device: int) -> Any:
+        return replace(self, inner=self.inner.on(device))
+
+    def inner_launches(self, given: Given, names: Mapping[Operand, Operand]) -> tuple[Launch, ...]:
+        """The inner kernel's on other operands; of weights of one tap in place, where it can."""
+        inner: Any = self.inner
+        if self.problem.pass_ == "grad-weight":
+            return renamed(inner.launches(given), names)
+        if inner.problem.taps == 1 and inner.reads is not None and not given.single:
+            return renamed((inner.multiply(given._replace(weight="in place")),), names)
+        packed = Scratch("packed", inner.packed_bytes(given))
+        return renamed((inner.pack(given), inner.multiply(given)), {"packed": packed, **names})
+
+    @property
     def inner_units(self) -> tuple[Any, ...]:
         """What NVRTC must compile of the inner choice."""
         found = self.inner.sources()
         if self.problem.pass_ == "grad-input" and self.inner.problem.taps > 1:
             found = found[:1]  # its weights are contiguous, and packed; of one tap they lie as boxes want them
         return found
-
-
-class GradInput(family.Prepared, ABC):
-    """The gradient for the input by an inner kernel, loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        inner: Any = choice.inner
-        self._inner = inner.prepare(device)
-        self.casts, self.packing = self._inner.casts, choice
-        self.claims = isinstance(inner, gather.Choice) and inner.claimed
-        if choice.inner.problem.taps == 1:
-            self._inner.load()
-        for single in (False, self.casts):
-            self._inner._program(Given("contiguous", single))
-
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The weight itself: `run` packs what it makes of it."""
-        return weight
-
-    @abstractmethod
-    def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
-    ) -> None:
-        """Writes the input's gradient into ``out``; ``x`` is the output's gradient, ``packed`` the weight.
-
-        Both gradients are dense in the problem's layout; the weight has the problem's dtype, or float32 for 16 bits.
-        ``claim``: as for the inner kernel, which `claims`. Errors: torch.OutOfMemoryError.
-        """
-
-    def _run_inner(self, x: Tensor, weight: Tensor, out: Tensor, fresh: bool, claim: bool) -> None:
-        """Packs and multiplies; nothing may begin beside what rearranged the operands, but beside the packing."""
-        packed = self._inner.pack(weight)
-        self._inner.run(x, packed, None, out, fresh, claim)
-
-
-class GradWeight(family.PreparedWeight, ABC):
-    """The gradient for the weight by an inner kernel, loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        inner: Any = choice.inner
-        self._inner = inner.prepare(device)
-        self.casts, self.together = self._inner.casts, self._inner.together
-
-    @property
-    def loaded(self) -> bool:
-        return bool(self._inner.loaded)
-
-    def load(self) -> None:
-        self._inner.load()
-
-    @abstractmethod
-    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
-        """Writes the weight's gradient into ``out``, of any strides, in the problem's dtype or float32 for 16 bits.
-
-        ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout; ``lasting`` as for the
-        inner kernel. Errors: torch.OutOfMemoryError.
-        """
 
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:

@@ -17,16 +17,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from upconv import cpu
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.launches import Given, Launch, Operand, Pointer, Scratch, Unit, ints
 from upconv.cuda.rearrange import around
-from upconv.cuda.wgrad.wgrad import Unit
 from upconv.problem import Problem
 
 THREADS = 256
@@ -77,9 +72,24 @@ class Choice(around.Choice):
         tiles = dict.fromkeys(tile(p, *side) for output, side in enumerate(sides) if copied(p, bool(output)))
         return (*(unit(p, *each) for each in tiles), *self.inner_units)
 
-    def prepare(self, device: int) -> GradInput | GradWeight:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return GradInput(self, device) if self.problem.pass_ == "grad-input" else GradWeight(self, device)
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return _wider(self.problem).weight_shape
+
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        p, names = self.problem, dict[Operand, Operand]()
+        inputs = ("input", "gradient") if p.pass_ == "grad-weight" else ("result", "source")
+        ahead, behind, wide = list[Launch](), list[Launch](), _wider(p)
+        for output, name in enumerate(inputs):
+            if not copied(p, bool(output)):
+                continue
+            shape = wide.output_shape if output else wide.input_shape
+            names[name] = place = Scratch(f"{name} in channels_last", math.prod(shape) * p.dtype.itemsize)
+            if name == "result":
+                behind.append(copy(p, bool(output), place, name, back=True))
+            else:
+                ahead.append(copy(p, bool(output), name, place))
+        return *ahead, *self.inner_launches(given, names), *behind
 
 
 def tile(p: Problem, channels: int, size: tuple[int, ...]) -> tuple[int, int, int]:
@@ -117,88 +127,25 @@ def copied(p: Problem, output: bool) -> bool:
     return width(p, channels) != channels or (p.layout == "nchw" and math.prod(size) > 1)
 
 
-class Copies:
-    """Copies one of a problem's tensors into channels_last, and back."""
-
-    def __init__(self, p: Problem, device: int, output: bool) -> None:
-        self.alike = not copied(p, output)
-        """Whether a copy would be the same bytes in the same places."""
-        p = p.lifted
-        batch, channels, *size = p.output_shape if output else p.input_shape
-        pixels, wide = math.prod(size), width(p, channels)
-        self.shape, self._device = (batch, wide, *size), device
-        self.strides = cpu.dense_strides(self.shape, cpu.memory_format("channels_last", p.rank))
-        of_channels, of_pixels, image = tile(p, channels, tuple(size))
-        widens = p.layout == "channels_last"
-        if image or widens:
-            batch, pixels = 1, batch * pixels
-        self._sizes, self._words = (channels, pixels), image > 0 and not widens
-        self._width = wide
-        self._grid = batch * -(-channels // of_channels) * -(-pixels // of_pixels)
-        if widens:
-            self._grid = -(-pixels * wide * p.dtype.itemsize // 16 // THREADS)
-        if self.alike:
-            return
-        code, arch = unit(p, of_channels, of_pixels, image), gpu_of(device).arch
-        self._last, self._contiguous = (
-            Launcher(jit.kernel(code.source, entry, arch, code.label), THREADS, 0, codes)
-            for entry, codes in (("widen" if widens else "to_channels_last", "PPiii"), ("to_contiguous", "PPii"))
+def copy(p: Problem, output: bool, source: Operand, to: Operand, back: bool = False) -> Launch:
+    """What copies one of a problem's tensors into channels_last, or ``back``."""
+    p = p.lifted
+    batch, channels, *size = p.output_shape if output else p.input_shape
+    pixels, wide, widens = math.prod(size), width(p, channels), p.layout == "channels_last"
+    of_channels, of_pixels, image = tile(p, channels, tuple(size))
+    if image or widens:
+        batch, pixels = 1, batch * pixels
+    grid = batch * -(-channels // of_channels) * -(-pixels // of_pixels)
+    if widens:
+        grid = -(-pixels * wide * p.dtype.itemsize // 16 // THREADS)
+    code = unit(p, of_channels, of_pixels, image)
+    if back:
+        return Launch(
+            code, "to_contiguous", grid, THREADS, 0, (Pointer(source), Pointer(to), *ints((channels, pixels)))
         )
-
-    def empty(self, like: Tensor) -> Tensor:
-        """A tensor of the shape, in channels_last, of the dtype and on the device of another."""
-        return like.new_empty_strided(self.shape, self.strides)
-
-    def channels_last(self, t: Tensor) -> Tensor:
-        """A copy of a tensor of the problem's layout in channels_last, or the tensor itself."""
-        if self.alike:
-            return t
-        if self._words and t.data_ptr() & 3:
-            t = t.clone()  # a view that begins off words; PyTorch's allocations never do
-        out = self.empty(t)
-        self._last(self._device, self._grid, (t.data_ptr(), out.data_ptr(), *self._sizes, self._width))
-        return out
-
-    def contiguous(self, t: Tensor, out: Tensor) -> None:
-        """Copies a tensor in channels_last into a contiguous one."""
-        self._contiguous(self._device, self._grid, (t.data_ptr(), out.data_ptr(), *self._sizes))
-
-
-class GradInput(around.GradInput):
-    """The gradient for the input, its kernels loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        super().__init__(choice, device)
-        self._input, self._output = (Copies(choice.problem, device, output) for output in (False, True))
-
-    def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
-    ) -> None:
-        """`around.GradInput.run`."""
-        source, result = self._output.channels_last(x), out if self._input.alike else self._input.empty(out)
-        self._run_inner(source, packed, result, fresh, claim)
-        if result is not out:
-            self._input.contiguous(result, out)
-
-
-class GradWeight(around.GradWeight):
-    """The gradient for the weight, its kernels loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        super().__init__(choice, device)
-        self._input, self._output = (Copies(choice.problem, device, output) for output in (False, True))
-        wide = _wider(choice.problem)
-        self._whole = wide.weight_shape if wide != choice.problem else None
-
-    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
-        """`around.GradWeight.run`."""
-        x, grad = self._input.channels_last(x), self._output.channels_last(grad)
-        if self._whole is None:
-            self._inner.run(x, grad, out, lasting)
-            return
-        whole = out.new_empty(self._whole)  # of the channels that are zeros, too
-        self._inner.run(x, grad, whole, lasting)
-        out.copy_(whole[: out.shape[0], : out.shape[1]])
+    words = 4 if image and not widens else 1  # at which it is read
+    arguments = (Pointer(source, alignment=words), Pointer(to), *ints((channels, pixels, wide)))
+    return Launch(code, "widen" if widens else "to_channels_last", grid, THREADS, 0, arguments)
 
 
 def _wider(p: Problem) -> Problem:

@@ -18,17 +18,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from upconv import cpu
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.launches import Given, Int, Launch, Operand, Pointer, Scratch, Unit, five_strides, ints
 from upconv.cuda.rearrange import around
-from upconv.cuda.wgrad.wgrad import Unit
 from upconv.problem import Problem
 
 THREADS = 256
@@ -64,9 +58,55 @@ class Choice(around.Choice):
         """What NVRTC must compile: the kernels around, and the inner layer's."""
         return (unit(self.problem), *self.inner_units)
 
-    def prepare(self, device: int) -> GradInput | GradWeight:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return GradInput(self, device) if self.problem.pass_ == "grad-input" else GradWeight(self, device)
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        of_weight = self.problem.pass_ == "grad-weight"
+        return self._for_weight(given) if of_weight else self._for_input(given)
+
+    def _for_input(self, given: Given) -> tuple[Launch, ...]:
+        code, count = unit(self.problem), math.prod(self.inner.problem.weight_shape)
+        element = 4 if given.single else self.problem.dtype.itemsize
+        expanded, unshuffled = Scratch("expanded weight", count * element), self._unshuffled
+        strides = five_strides(self.problem.weight_shape, given.weight)
+        arguments = (Pointer("weight"), Pointer(expanded), Int(count), *strides)
+        arguments += (Pointer("source"), Pointer(unshuffled), *self._sizes)
+        entry = "unshuffle_and_expand_float" if given.single else "unshuffle_and_expand"
+        grid = -(-count // THREADS) + self._blocks
+        names: dict[Operand, Operand] = {"source": unshuffled, "weight": expanded}
+        inner = self.inner_launches(given._replace(weight="contiguous"), names)
+        return Launch(code, entry, grid, THREADS, 0, arguments), *inner
+
+    def _for_weight(self, given: Given) -> tuple[Launch, ...]:
+        code, p, count = unit(self.problem), self.problem, math.prod(self.problem.weight_shape)
+        element = 4 if given.single else p.dtype.itemsize
+        found = Scratch("folded gradient", math.prod(self.inner.problem.weight_shape) * element)
+        arguments = (Pointer("gradient"), Pointer(self._unshuffled), *self._sizes)
+        names: dict[Operand, Operand] = {"gradient": self._unshuffled, "result": found}
+        inner = self.inner_launches(given._replace(weight="contiguous", aligned=True), names)
+        to = (Pointer(found), Pointer("result"), Int(count), *five_strides(p.weight_shape, given.weight))
+        return (
+            Launch(code, "unshuffle", self._blocks, THREADS, 0, arguments),
+            *inner,
+            Launch(code, "fold_float" if given.single else "fold", -(-count // THREADS), THREADS, 0, to),
+        )
+
+    @property
+    def flat(self) -> bool:
+        return False
+
+    @property
+    def _unshuffled(self) -> Scratch:
+        """The output's gradient with its phases as channels."""
+        q = self.inner.problem
+        return Scratch("unshuffled gradient", math.prod(q.output_shape) * q.dtype.itemsize)
+
+    @property
+    def _sizes(self) -> tuple[Int, ...]:
+        p, q, full = self.problem, self.inner.problem, (1,) * (3 - self.problem.rank)
+        return ints((math.prod(q.output_shape), *full, *p.out_size, *full, *q.out_size))
+
+    @property
+    def _blocks(self) -> int:
+        return -(-math.prod(self.inner.problem.output_shape) // THREADS)
 
 
 def unstrided(p: Problem) -> Problem:
@@ -113,84 +153,6 @@ def unit(p: Problem) -> Unit:
     label = f"unshuffle {str(p).split(' on ')[0]} {8 * p.dtype.itemsize} bits {p.layout}"
     named = [f"{entry}<{jit.CONFIG}>" for entry in entries]
     return Unit(label, jit.instance("unshuffle.cu", constants(p), named), entries)
-
-
-class _Around:
-    """The kernels around the inner layer's, on a device, and their sizes."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        p, q = choice.problem, choice.inner.problem
-        self.device, self._problem, self.weight_shape = device, p, q.weight_shape
-        self._shape = q.output_shape
-        self._strides = cpu.dense_strides(q.output_shape, cpu.memory_format(q.layout, q.rank))
-        full = (1,) * (3 - p.rank)
-        self.sizes = (math.prod(q.output_shape), *full, *p.out_size, *full, *q.out_size)
-        self.of_weight = math.prod(q.weight_shape)
-        self.blocks, self.weight_blocks = -(-self.sizes[0] // THREADS), -(-self.of_weight // THREADS)
-        self._code = unit(p)
-
-    def launcher(self, entry: str) -> Launcher:
-        codes = "PPi" + ("i" * 6 if entry == "unshuffle" else "q" * 5)
-        if entry.startswith("unshuffle_and"):
-            codes += "PPi" + "i" * 6
-        arch = gpu_of(self.device).arch
-        return Launcher(jit.kernel(self._code.source, entry, arch, self._code.label), THREADS, 0, codes)
-
-    def for_weights(self, entry: str) -> dict[torch.dtype, Launcher]:
-        """A kernel by the weights' dtypes."""
-        found = {self._problem.dtype: self.launcher(entry)}
-        if self._problem.dtype.itemsize == 2:
-            found[torch.float32] = self.launcher(f"{entry}_float")
-        return found
-
-    def empty(self, grad: Tensor) -> Tensor:
-        """For the output's gradient with its phases as channels."""
-        return grad.new_empty_strided(self._shape, self._strides)
-
-
-def _strides(weight: Tensor) -> tuple[int, ...]:
-    """Of input and output channels, and of taps along D, H and W."""
-    first, second, *spatial = weight.stride()
-    return (first, second, *(0,) * (3 - len(spatial)), *spatial)
-
-
-class GradInput(around.GradInput):
-    """The gradient for the input, its kernels loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        super().__init__(choice, device)
-        self._around = _Around(choice, device)
-        self._unshuffle = self._around.for_weights("unshuffle_and_expand")
-
-    def run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
-    ) -> None:
-        """`around.GradInput.run`."""
-        of = self._around
-        grad, expanded = of.empty(x), packed.new_empty(of.weight_shape)
-        args = (packed.data_ptr(), expanded.data_ptr(), of.of_weight, *_strides(packed))
-        launch = self._unshuffle[packed.dtype]
-        launch(of.device, of.weight_blocks + of.blocks, (*args, x.data_ptr(), grad.data_ptr(), *of.sizes))
-        self._run_inner(grad, expanded, out, fresh, claim)
-
-
-class GradWeight(around.GradWeight):
-    """The gradient for the weight, its kernels loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        super().__init__(choice, device)
-        self._around = _Around(choice, device)
-        self._unshuffle, self._fold = self._around.launcher("unshuffle"), self._around.for_weights("fold")
-
-    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
-        """`around.GradWeight.run`."""
-        of = self._around
-        unshuffled, found = of.empty(grad), out.new_empty(of.weight_shape)
-        self._unshuffle(of.device, of.blocks, (grad.data_ptr(), unshuffled.data_ptr(), *of.sizes))
-        self._inner.run(x, unshuffled, found, lasting)
-        count = out.numel()
-        args = (found.data_ptr(), out.data_ptr(), count, *_strides(out))
-        self._fold[out.dtype](of.device, -(-count // THREADS), args)
 
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:

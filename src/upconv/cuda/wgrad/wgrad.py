@@ -10,19 +10,33 @@ together, where all of them run at once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import product
 
 import torch
-from torch import Tensor
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Tensor5, Words, channels_last, encode, of_class
-from upconv.cuda.compile.launch import Counters, Launcher, TooManyBlocks, as_run, bind
+from upconv.cuda.compile.boxes import Tensor5, channels_last, of_class
+from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.launches import (
+    NULL,
+    Given,
+    Int,
+    Launch,
+    Long,
+    Map,
+    Pointer,
+    Scratch,
+    Unit,
+    Zeros,
+    ints,
+    longs,
+    strides_of,
+)  # fmt: skip
 from upconv.cuda.rearrange import batches
 from upconv.cuda.wgrad.wgrad_costs import (
     AnyTiling,
@@ -40,16 +54,6 @@ from upconv.problem import Problem
 
 WIDEST = 32  # pixels along a side of images that `batches` tries side by side
 _RUNS = 8  # warps of a block of the second step
-_SIZES = "i" * 12  # of the kernels' parameters: images and sizes, of the input and of the output, and counts of chunks
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A source to be compiled and its kernels' names, without those that only autocast takes."""
-
-    label: str
-    source: str
-    entries: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,10 @@ class Choice(family.Defaults):
     """What limits it, by the model."""
     flat: bool = False
     """Whether the problem is another's `Problem.flat`."""
+    at_once: bool = True
+    """Whether all blocks run at once on its device."""
+    clusters: bool = True
+    """Whether enough clusters run at once on its device."""
     family: str = field(default="wgrad", init=False)
 
     @property
@@ -92,7 +100,7 @@ class Choice(family.Defaults):
             f"{instruction} {t.problem.precision}, {t.block[0]}x{t.block[1]} channels x {taps} taps a block, chunks of "
             f"{shape} (NxDxHxW of q), K in {self.splits * t.k_slices} slices, "
             f"{t.shared_bytes // 1024} KB shared, "
-            f"grid {t.tiles * self.splits}{adding}"
+            f"grid {self.grid}{adding}"
         )
 
     @property
@@ -125,9 +133,92 @@ class Choice(family.Defaults):
         ways = {"cluster": self.cluster, "together": self.together, "alone": self.alone}
         return steps, one_step(f"{label} {kind}", t, **ways)
 
-    def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return Prepared(self, device)
+    # --- launches -----------------------------------------------------------------------------------------------------
+
+    @property
+    def casts(self) -> bool:
+        return self.problem.dtype.itemsize == 2
+
+    def on(self, device: int) -> Choice:
+        """Two steps where clusters take more waves of blocks, as on a part of a GPU: they add up in the same order."""
+        found = self
+        if self.together and gpu_of(device).multiprocessors < self.grid:
+            found = replace(found, at_once=False)
+        if self.cluster > 1:
+            unit, t = self.sources()[1], self.tiling
+            kernel = jit.kernel(unit.source, unit.entries[0], gpu_of(device).arch, unit.label)
+            clusters = Launcher(kernel, t.threads, t.shared_bytes, "").clusters(device, self.cluster)
+            waves = -(-self.grid // self.gpu.multiprocessors)
+            found = found if t.tiles <= waves * clusters else replace(found, clusters=False)
+        return found
+
+    @property
+    def grid(self) -> int:
+        return self.tiling.tiles * self.splits
+
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        units = self.sources()
+        if self.together and self.at_once and given.lasting:
+            return (self._one_step(units[-1], given, together=True),)
+        if self.alone or (self.cluster > 1 and self.clusters):
+            return (self._one_step(units[1], given),)
+        return self._two_steps(units[0], given)
+
+    def _one_step(self, unit: Unit, given: Given, together: bool = False) -> Launch:
+        """The kernel that writes the weight; ``together``: all blocks run at once."""
+        t, p = self.tiling, self.problem
+        assert isinstance(t, WarpgroupTiling)
+        sums = counters = NULL
+        if together:
+            sums, counters = Pointer(Scratch("sums", self.grid * t.sums_bytes)), Pointer(Zeros(2 * t.tiles))
+        single = given.single or p.dtype is torch.float32
+        pointers = self._gradient, Pointer("result"), sums, counters
+        arguments = (*pointers, *self._sizes, *self._to(given), Int(int(single)), *self._maps)
+        return Launch(unit, unit.entries[0], self.grid, t.threads, t.shared_bytes, arguments, cooperative=together)
+
+    def _two_steps(self, unit: Unit, given: Given) -> tuple[Launch, ...]:
+        """Partial sums, then what adds them."""
+        t, slices = self.tiling, self.splits * self.tiling.k_slices
+        partial = Pointer(Scratch("sums", 4 * slices * math.prod(self.problem.weight_shape)))
+        first = () if self._maps else (Pointer("input", alignment=self._alignment),)
+        arguments = (*first, self._gradient, partial, *self._sizes, *self._maps)
+        reduce = "reduce_float" if given.single else "reduce"
+        to = (partial, Pointer("result"), Int(slices), *self._to(given))
+        return (
+            Launch(unit, unit.entries[0], self.grid, t.threads, t.shared_bytes, arguments),
+            Launch(unit, reduce, reduce_blocks(t), 32 * _RUNS, 0, to),
+        )
+
+    @property
+    def _alignment(self) -> int:
+        return 16 if self.tiling.needs_alignment else 1
+
+    @property
+    def _gradient(self) -> Pointer:
+        return Pointer("gradient", alignment=self._alignment)
+
+    @property
+    def _sizes(self) -> tuple[Int, ...]:
+        """Images and sizes, of the input and of the output, and counts of chunks. A `gapless` kernel is told of a
+        chunk's box in place of the input, which boxes bring."""
+        t, p = self.tiling, self.problem
+        full, counts = (1,) * (3 - p.rank), t.counts(p)
+        gapless = isinstance(t, WarpgroupTiling) and t.gapless
+        images = t.tile if gapless else (p.batch, *full, *p.size)
+        chunks = math.prod(counts)
+        return ints((*images, *full, *p.out_size, *counts[1:], chunks, -(-chunks // self.splits)))
+
+    def _to(self, given: Given) -> tuple[Long, ...]:
+        """The strides of the result."""
+        strides = strides_of(self.problem.weight_shape, given.weight)
+        return longs((strides[0], strides[1], strides[-1]))
+
+    @property
+    def _maps(self) -> tuple[Map, ...]:
+        t, p = self.tiling, self.problem
+        if isinstance(t, SyncTiling):
+            return ()
+        return (*tensor_maps(t, p, False), *(tensor_maps(t, p, True) if t.box_g else ()))
 
 
 def two_steps(label: str, t: AnyTiling) -> Unit:
@@ -141,160 +232,6 @@ def one_step(label: str, t: WarpgroupTiling, **ways: int) -> Unit:
     """A tiling's kernel that writes the weight, in one of the ways of `WarpgroupTiling.constants`."""
     entry = "wgrad_cluster" if ways.get("cluster", 1) > 1 else "wgrad_whole"
     return Unit(label, jit.instance(t.file, t.constants(**ways), (f"{entry}<{jit.CONFIG}>",)), (entry,))
-
-
-class Prepared(family.PreparedWeight):
-    """A choice's kernels, loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        t, p = choice.tiling, choice.problem
-        self._device, self._tiling, self._problem = device, t, p
-        self._boxes = 0 if isinstance(t, SyncTiling) else 1 + t.box_g * math.prod(t.classes)
-        self.casts = p.dtype.itemsize == 2
-        counts = t.counts(p)
-        chunks = math.prod(counts)
-        full = (1,) * (3 - p.rank)
-        # A `gapless` kernel is told of a chunk's box in place of the input, which boxes bring.
-        gapless = isinstance(t, WarpgroupTiling) and t.gapless
-        images = t.tile if gapless else (p.batch, *full, *p.size)
-        sizes = (*images, *full, *p.out_size, *counts[1:], chunks, -(-chunks // choice.splits))
-        self._sizes, self._shape = as_run(_SIZES, sizes), p.weight_shape
-        self._grid = t.tiles * choice.splits
-        self._slices = choice.splits * t.k_slices
-        self._maps: dict[tuple[int, bool], Words] = {}
-        self._pairs: dict[tuple[int, int], Words] = {}
-        self._numel = math.prod(p.weight_shape)
-        self._blocks = reduce_blocks(t)
-        self._choice = choice
-        self.together = choice.together and gpu_of(device).multiprocessors >= self._grid
-        """Whether `run` has another way for calls that are ``lasting``, to the same bits."""
-        self._sums = 0
-        if isinstance(t, WarpgroupTiling):
-            self._sums = self._grid * t.sums_bytes // 4
-        if self.together:
-            self._counters = Counters(device, 2 * t.tiles)
-            _ = self._at_once
-        else:
-            self.load()
-
-    @property
-    def loaded(self) -> bool:
-        """Whether the kernels for every call are."""
-        if "_one_step" not in vars(self):
-            return False
-        return self._one_step is not None or all(name in vars(self) for name in self._steps)
-
-    def load(self) -> None:
-        """Compiles (or finds) and loads the kernels for every call. Errors: those of ``jit.kernel``."""
-        for name in () if self._one_step is not None else self._steps:
-            getattr(self, name)
-
-    @property
-    def _steps(self) -> tuple[str, ...]:
-        return ("_wgrad", "_reduce", *(("_reduce_float",) if self.casts else ()))
-
-    def _launcher(self, unit: Unit, entry: str, codes: str, cooperative: bool = False) -> Launcher:
-        kernel = jit.kernel(unit.source, entry, gpu_of(self._device).arch, unit.label)
-        if entry == unit.entries[0]:
-            return Launcher(kernel, self._tiling.threads, self._tiling.shared_bytes, codes, cooperative)
-        return Launcher(kernel, 32 * _RUNS, 0, codes)
-
-    @cached_property
-    def _wgrad(self) -> Launcher:
-        codes = f"PP({_SIZES})({'q' * 16 * self._boxes})" if self._boxes else f"PPP({_SIZES})"
-        unit = self._choice.sources()[0]
-        return self._launcher(unit, unit.entries[0], codes)
-
-    @cached_property
-    def _reduce(self) -> Launcher:
-        return self._launcher(self._choice.sources()[0], "reduce", "PPiqqq")
-
-    @cached_property
-    def _reduce_float(self) -> Launcher:
-        return self._launcher(self._choice.sources()[0], "reduce_float", "PPiqqq")
-
-    def _whole(self, unit: Unit, cooperative: bool = False) -> Launcher:
-        """A kernel that writes the weight."""
-        codes = f"PPPP({_SIZES})qqqi({'q' * 16 * self._boxes})"
-        return self._launcher(unit, unit.entries[0], codes, cooperative)
-
-    @cached_property
-    def _at_once(self) -> Launcher:
-        return self._whole(self._choice.sources()[-1], cooperative=True)
-
-    @cached_property
-    def _one_step(self) -> Launcher | None:
-        """The kernel that needs no second step, of one split or by clusters; None where there is none, or where
-        clusters take more waves of blocks than two steps, which add up in the same order."""
-        choice = self._choice
-        if choice.cluster == 1 and not choice.alone:
-            return None
-        launcher = self._whole(choice.sources()[1])
-        if choice.alone:
-            return launcher
-        waves = -(-self._grid // choice.gpu.multiprocessors)
-        return launcher if choice.tiling.tiles <= waves * launcher.clusters(self._device, choice.cluster) else None
-
-    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
-        """Writes the weight's gradient into ``out`` (contiguous or channels_last; the problem's dtype, or float32).
-
-        ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout. ``lasting``: the call
-        may allocate what outlives it, and is not captured in a graph.
-        """
-        if self._choice.flat and out.shape != self._shape:
-            dense = out.contiguous()
-            self.run(x, grad, dense.view(self._shape), lasting)
-            if dense is not out:
-                out.copy_(dense)
-            return
-        at_x, at_grad = x.data_ptr(), grad.data_ptr()
-        if (at_x | at_grad) & 15 and self._tiling.needs_alignment:
-            x, grad = x.clone(), grad.clone()
-            at_x, at_grad = x.data_ptr(), grad.data_ptr()
-        maps = self._pairs.get((at_x, at_grad)) if self._boxes else b""
-        if maps is None:
-            maps = self._pair(at_x, at_grad)
-        strides = out.stride()
-        to = (strides[0], strides[1], strides[-1])
-        single = out.dtype is torch.float32
-        if lasting and self.together:
-            sums = x.new_empty_strided((self._sums,), (1,), dtype=torch.float32)
-            pointers = (at_grad, out.data_ptr(), sums.data_ptr(), self._counters.address(x))
-            try:
-                self._at_once(self._device, self._grid, (*pointers, self._sizes, *to, single, maps))
-                return
-            except TooManyBlocks:  # on this stream, of a part of the GPU; the same sums in the same order follow
-                pass
-        if self._one_step is not None:
-            pointers = (at_grad, out.data_ptr(), 0, 0)
-            self._one_step(self._device, self._grid, (*pointers, self._sizes, *to, single, maps))
-            return
-        partial = x.new_empty_strided((self._slices * self._numel,), (1,), dtype=torch.float32)
-        args = (at_grad, partial.data_ptr(), self._sizes)
-        self._wgrad(self._device, self._grid, (*args, maps) if self._boxes else (at_x, *args))
-        reduce = self._reduce_float if self.casts and single else self._reduce
-        reduce(self._device, self._blocks, (partial.data_ptr(), out.data_ptr(), self._slices, *to))
-
-    def _pair(self, at_x: int, at_grad: int) -> Words:
-        """The tensor maps of both, which are asked for as one: allocations come back to the same addresses."""
-        if len(self._pairs) >= 256:  # 256 bytes each
-            self._pairs.clear()
-        maps = self._map(at_x, False)
-        if self._boxes > 1:
-            maps += self._map(at_grad, True)
-        self._pairs[at_x, at_grad] = maps
-        return maps
-
-    def _map(self, address: int, g: bool) -> Words:
-        """The tensor map of the input (or those of the output's gradient) at an address."""
-        found = self._maps.get((address, g))
-        if found is None:
-            if len(self._maps) >= 256:  # allocations come back to the same addresses; 128 bytes each
-                self._maps.clear()
-            assert isinstance(self._tiling, WarpgroupTiling)
-            bind(self._device)  # encoding wants a context
-            found = self._maps[address, g] = tensor_maps(self._tiling, self._problem, address, g)
-        return found
 
 
 def reduce_shape(t: AnyTiling) -> tuple[int, int, int]:
@@ -325,19 +262,14 @@ def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
     )
 
 
-def tensor_maps(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> Words:
-    """A ``CUtensorMap`` over each of a tiling's `tensors`, with its box, as 16 words each.
-
-    float32 is rounded to TF32, to nearest even, on its way.
-    """
-    return b"".join(_tensor_map(t, p, address, g, tensor) for tensor in tensors(t, p, g))
-
-
-def _tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool, tensor: Tensor5) -> Words:
+def tensor_maps(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Map, ...]:
+    """Over each of a tiling's `tensors`, with its box. float32 is rounded to TF32, to nearest even, on its way."""
     if g:
         span = t.g_width * t.element if t.channels_last else 0
-        return encode(tensor, address, p.dtype, t.g_box, t.g_box_steps, span, rounded=True)
-    return encode(tensor, address, p.dtype, t.box, (1,) * 5, 0 if t.turned else t.segment, rounded=True)
+        box, steps = t.g_box, t.g_box_steps
+        return tuple(Map("gradient", one, p.dtype, box, steps, span, rounded=True) for one in tensors(t, p, g))
+    span = 0 if t.turned else t.segment
+    return tuple(Map("input", one, p.dtype, t.box, span=span, rounded=True) for one in tensors(t, p, g))
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

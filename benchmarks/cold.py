@@ -54,7 +54,7 @@ def measure(
             from a cache of its own.
     """
     if device.type != "cuda":
-        raise ValueError(f"--cold needs a CUDA device, for which kernels are compiled; got {device}")
+        raise ValueError(f"cold kernels need a CUDA device, for which kernels are compiled; got {device}")
     return of_kernels(planner.device_of(device), device, SUITES["cuda"] if cases is None else cases, progress)
 
 
