@@ -231,7 +231,7 @@ def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
     for unit in units:
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
         found = elf.inspect(code)
-        assert set(found) == {choice.tile.entry, *(packing if "pack" in unit.entries else ())}
+        assert set(found) == {choice.entry, *(packing if "pack" in unit.entries else ())}
         assert all(local == 0 for _, local, _ in found.values()), choice.summary
         columns = set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k\d+\." + re.escape(types), text))
         assert columns == {str(choice.tile.columns)}
