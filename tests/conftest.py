@@ -359,12 +359,6 @@ def forced_plans(forward: str = "native", backward: str = "native") -> Iterator[
         _forget_plans()
 
 
-@pytest.fixture
-def forced_plan() -> Callable[..., Any]:
-    """`forced_plans` as a fixture."""
-    return forced_plans
-
-
 PLANS: list[tuple[str, str]] = [
     *((name, "native") for name in cpu.FORWARD_PLANS if name not in ("native", "wide")),
     *(("native", name) for name in cpu.BACKWARD_PLANS if name != "native"),

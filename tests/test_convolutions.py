@@ -525,9 +525,9 @@ def test_a_bias_is_the_kernels_where_it_takes_one(
 ) -> None:
     given, right = [], Data.run
 
-    def run(self: Data, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+    def run(self: Data, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *how: bool) -> None:
         given.append((self.choice.problem.pass_, bias is not None))
-        right(self, x, packed, None, out, fresh)
+        right(self, x, weight, None, out, *how)
         if bias is not None:
             out += bias.view(-1, 1, 1)
 

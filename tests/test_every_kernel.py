@@ -50,7 +50,7 @@ OPERANDS = {"tf32": "tf32", "ieee": "tf32", "bf16": "bf16", "fp16": "f16"}
 MATRIX = re.compile(r"(?<![.\w])(wgmma\.mma_async|mma\.sync)\.[.\w]*\.f32\.(\w+)\.\2\b")
 
 ALLOWED: dict[tuple[str, str, str, str, int], int] = {
-    # Threads turn pixels to rows of channels: beside 3 or 4 accumulators, or 6 pixels each (test_gather.py).
+    # Threads turn pixels to rows of channels: beside 3 or 4 accumulators, or 6 pixels each.
     ("gather", "90a", "fwd", "nchw", 16): 32,  # fsrcnn; kb75 8
     ("gather", "90a", "grad-input", "nchw", 16): 96,  # kb70; kb61 72, fsrcnn 24, dcganO 8
     ("gather", "90a", "grad-input", "nchw", 32): 8,  # kb75 in TF32

@@ -177,6 +177,16 @@ def test_what_pytorch_can_see_ends_the_promise(change: Callable[[Model], object]
     assert not weights.frozen, "what nobody may use is held"
 
 
+def test_a_call_in_training_mode_ends_the_promise(packing: None) -> None:
+    """Also where a container's own ``train`` sets the mode of its layers, without a call of theirs."""
+    model = upconv.freeze(ours().eval())
+    for layer in model[:2]:
+        layer.training = True
+    assert frozen_layers(model) == [True] * 3
+    model(torch.randn(1, 8, 5, 5))
+    assert frozen_layers(model) == [False, False, True]
+
+
 def test_part_of_a_model_in_training_ends_its_own_promise(packing: None) -> None:
     model = upconv.freeze(ours().eval())
     model[1].train()

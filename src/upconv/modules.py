@@ -25,7 +25,7 @@ from torch.nn.modules import conv
 
 from upconv import dispatch
 from upconv.convolutions import convolution, eager, explicit, small
-from upconv.cuda import engine
+from upconv.cuda import engine, weights
 from upconv.ops import conv_transpose, repeated
 from upconv.replay import calls
 
@@ -61,6 +61,7 @@ def _transposed(module: Any, stock: Callable[..., Tensor], called: Called, input
 
     ``stock`` itself runs where somebody replaced the function that it calls, and where it must say what is wrong.
     """
+    _note_training(module)
     rank, name, function = called
     padding = module.padding
     if (
@@ -85,6 +86,14 @@ def _transposed(module: Any, stock: Callable[..., Tensor], called: Called, input
         weight, bias = module.weight, module.bias
         output_padding = module._output_padding(input, output_size, stride, padding, module.kernel_size, rank, dilation)
     return conv_transpose(rank, input, weight, bias, stride, padding, output_padding, module.groups, dilation)
+
+
+def _note_training(module: Any) -> None:
+    """Ends a frozen layer's promise if it is called in training mode: not each way there is through its ``train``."""
+    if not is_compiling() and weights.frozen and getattr(module, "training", False):
+        weight = module.__dict__.get("_parameters", {}).get("weight")
+        if type(weight) is nn.Parameter and weights.is_frozen(weight):
+            weights.thaw(weight)
 
 
 def _parameters(module: Any) -> tuple[Any, Any]:
@@ -209,6 +218,7 @@ def _convolve(module: Any, called: Called, input: Tensor) -> Tensor:
     if is_compiling():  # nothing else, since a compiled graph guards whatever is looked at
         traced: Tensor = module._conv_forward(input, module.weight, module.bias)
         return traced
+    _note_training(module)
     # Once: a parametrisation may compute them, and count that.
     cls = type(module)
     weight, bias = _parameters(module) if cls in PLAIN else (module.weight, module.bias)

@@ -37,6 +37,7 @@ from upconv.cuda.launches import (
 )
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
+_WORD, _DENSE = torch.int32, (1,)
 _MOST_MAPS = 256  # addresses of which a run of arguments is kept
 
 Values = list[Any]
@@ -140,17 +141,18 @@ class Program:
         memory = dict.fromkeys(a.operand for one in launches for a in one.arguments if isinstance(a, Pointer | Map))
         scratch = [one for one in memory if isinstance(one, Scratch)]
         zeros = [one for one in memory if isinstance(one, Zeros)]
-        named: list[Operand] = [*operands, *scratch, *zeros, NULL.operand]
+        named: list[Operand] = [*operands, *scratch, *zeros]
         slots = {one: i for i, one in enumerate(named)}
         beyond = [one for one in dict.fromkeys(pointed) if one.offset]
-        kinds: list[Any] = [*slots, *beyond, *mapped, *constant]
+        kinds: list[Any] = [*slots, *beyond, *mapped, NULL.operand, *constant]
         places = {one: i for i, one in enumerate(kinds)}
-        self._words = [-(-one.bytes // 4) for one in scratch]
+        self._shapes = [(-(-one.bytes // 4),) for one in scratch]
         self.scratch = scratch
         self.zeros = [(n, Counters(device, n.words) if counters is None else counters(n.words)) for n in zeros]
         self._beyond = [(slots[one.operand], one.offset) for one in beyond]
         self._mapped = [_Run(one, slots, device) for one in mapped]
-        self._constant = [as_run("".join(map(_letter, one)), [a.value for a in one]) for one in constant]
+        self._constant: Values = [0]
+        self._constant += [as_run("".join(map(_letter, one)), [a.value for a in one]) for one in constant]
         needed: dict[int, int] = {}
         for a in (a for one in launches for a in one.arguments if isinstance(a, Pointer | Map)):
             alignment = 16 if isinstance(a, Map) else a.alignment
@@ -177,22 +179,23 @@ class Program:
             notes.launched(self, tensors, fresh)
             return
         like: Any = tensors[0]
-        held = []
-        for words in self._words:
-            held.append(t := like.new_empty_strided((words,), (1,), dtype=torch.int32))  # 2 us less than torch.empty
-            values.append(t.data_ptr())
+        if self._shapes:
+            held = []  # until all is launched
+            for shape in self._shapes:
+                held.append(t := like.new_empty_strided(shape, _DENSE, dtype=_WORD))  # 2 us less than torch.empty
+                values.append(t.data_ptr())
         for _, zeros in self.zeros:
             fresh = fresh and zeros.known()  # else a dependent launch would overlap with what makes them
             values.append(zeros.address(like))
-        values.append(0)
         if self._beyond:
             values += [values[i] + offset for i, offset in self._beyond]
         for run in self._mapped:
             key = run.key(values)
             values.append(run.kept.get(key) or run.encoded(key))
         values += self._constant
+        device = self.device
         for launch, grid, take, dependent in self._steps:
-            launch(self.device, grid, take(values), dependent and fresh)
+            launch(device, grid, take(values), dependent and fresh)
 
     def final(self) -> list[Any]:
         """The launchers, without quick forms."""
