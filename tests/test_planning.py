@@ -198,7 +198,7 @@ def test_the_weight_search_leaves_out_nothing_that_could_be_best(gpu: Gpu) -> No
             continue
         aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
         sketches = wgrad_search._sketches(
-            any_size(p).with_(pass_="grad-weight"), gpu, aligned, aligned_g, 0, wgrad_search.classes_of(p), False, False
+            any_size(p).with_(pass_="grad-weight"), gpu, aligned, aligned_g, 0, wgrad_search.classes_of(p), False
         )
         for sketch in sketches[::5]:
             floor = sketch.floor(p, gpu)
