@@ -36,6 +36,7 @@ import torch
 from upconv.cpu import memory_format
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
+from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
 from upconv.cuda.launches import Given, Scratch
@@ -202,7 +203,7 @@ def run_quick(p: Problem) -> None:
 def run_sweep(p: Problem, wanted: Callable[[sweep.Tile], bool]) -> None:
     """The first sweep of a kind."""
     found = next(s for s in sweep.candidates(p, gpu(0)) if wanted(s))
-    prepared = sweep.Choice(found, p, gpu(0), 0.0, "").prepare(0)
+    prepared = sweep.Choice(found, p, gpu(0), Cost()).prepare(0)
     run_prepared(prepared, p)
 
 
@@ -232,7 +233,7 @@ def run_implicit(p: Problem, halves: bool, stages: int = 0) -> None:
     chip = replace(gpu(0), multiprocessors=2)
     whole = next(t for t in implicit.candidates(p, chip) if t.halves == halves and t.stages >= stages)
     tile = replace(whole, stages=stages) if stages else next(implicit._clustered(whole, p, gpu(0)))
-    choice = implicit.Choice(tile, p, chip, 0.0, "")
+    choice = implicit.Choice(tile, p, chip, Cost())
     if stages and tile.tiles(p) < 4 * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
     prepared = choice.prepare(0)
@@ -243,7 +244,7 @@ def run_phases(p: Problem, stages: int) -> None:
     """A tile of several chunks, whose consumers have several tiles each and go round their rings again and again."""
     chip = replace(gpu(0), multiprocessors=2)
     tile = next(t for t in phases.candidates(p, chip) if t.chunks > 1 and t.stages >= stages)
-    choice = phases.Choice(replace(tile, stages=stages), p, chip, 0.0, "")
+    choice = phases.Choice(replace(tile, stages=stages), p, chip, Cost())
     if tile.tiles(p) < 2 * CONSUMERS * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
     prepared = choice.prepare(0)

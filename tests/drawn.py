@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from upconv.cuda.axes import Unfit, any_size
+from upconv.cuda.cost import Cost
 from upconv.cuda.direct import direct, direct_grad, staged, staged_tiles, tiles, walks
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import ways
@@ -127,7 +128,7 @@ def gather_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
 
 def joined_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     tile = one_of(rng, joined.candidates(p, gpu)) if joined.refusal(p, gpu) is None else None
-    return tile and joined.Choice(tile, p, gpus(rng, gpu), 1e-5, "")
+    return tile and joined.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
 
 
 def implicit_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
@@ -135,28 +136,28 @@ def implicit_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
         return None
     every = implicit.candidates(any_size(p), gpu)
     tile = rng.choice([t for whole in every for t in (whole, *implicit._clustered(whole, p, gpu))])
-    return implicit.Choice(tile, p, gpus(rng, gpu), 1e-5, "")
+    return implicit.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
 
 
 def subpixel_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     tile = one_of(rng, subpixel.candidates(p, gpu)) if subpixel.refusal(p, gpu) is None else None
-    return tile and subpixel.Choice(tile, p, gpus(rng, gpu), 1e-5, "")
+    return tile and subpixel.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
 
 
 def pairs_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     every = pairs.candidates(p, gpu) if pairs.refusal(p, gpu) is None else ()
     tile = one_of(rng, (t for t in every if t.serves(p)))
-    return tile and pairs.Choice(tile, p, gpus(rng, gpu), 1e-5, "")
+    return tile and pairs.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
 
 
 def sweep_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     tile = one_of(rng, sweep.candidates(p, gpu)) if sweep.refusal(p, gpu) is None else None
-    return tile and sweep.Choice(tile, p, gpus(rng, gpu), 1e-5, "")
+    return tile and sweep.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
 
 
 def phases_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     tile = one_of(rng, phases.candidates(p, gpu)) if phases.refusal(p, gpu) is None else None
-    return tile and phases.Choice(tile, p, gpus(rng, gpu), 1e-5, "")
+    return tile and phases.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
 
 
 def wgrad_tilings(p: Problem, gpu: Gpu) -> list[SyncTiling | WarpgroupTiling]:

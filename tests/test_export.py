@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import upconv
-from conftest import arguments_of, by_turns
+from conftest import arguments_of, by_turns, stand_in
 from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
-from upconv.cuda import launches, prepared
 from upconv.cuda.axes import result_shape
 from upconv.cuda.compile import driver, jit
-from upconv.cuda.direct import direct, direct_grad, staged, staged_costs
+from upconv.cuda.direct import direct, staged, staged_costs
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
@@ -209,14 +208,13 @@ made: list[Recorder] = []
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     made.clear()
-    for family in (prepared, direct, wgrad, direct_grad, staged):
-        monkeypatch.setattr(family, "Launcher", Recorder)
-    for family in (prepared, direct, wgrad, direct_grad, staged):
-        monkeypatch.setattr(family, "gpu_of", lambda device: H200)
-    for family in (launches, wgrad):
-        monkeypatch.setattr(family, "encode", lambda *arguments, **named: bytes(128))
-    for family in (prepared, wgrad):
-        monkeypatch.setattr(family, "bind", lambda device: None)
+    stand_in(
+        monkeypatch,
+        Launcher=Recorder,
+        gpu_of=lambda device: H200,
+        bind=lambda device: None,
+        encode=lambda *arguments, **named: bytes(128),
+    )
     monkeypatch.setattr(wgrad, "alone", lambda t, splits, gpu: False)  # files have the two steps
     monkeypatch.setattr(jit, "kernel", lambda text, entry, arch, label, keep=True: entry)
     monkeypatch.setattr(jit, "at_hand", lambda text, arch, label: True)
@@ -271,7 +269,7 @@ def check_launches(p: Problem, text: str, recorded: list[Recorder], count: int =
                 packed = prepared.pack(weight)
                 prepared.run(*((x, packed, None, grad) if pass_ == "fwd" else (grad, packed, None, x)))
                 if hasattr(kernel, "words"):
-                    assert packed.shape == (kernel.words,) and packed.dtype == kernel.packed
+                    assert packed.nbytes == kernel.words * kernel.packed.itemsize
             by_entry = {r.entry: r for r in recorded}
             main = by_entry[v.entry]
             ((grid, integers),) = main.calls
@@ -448,7 +446,8 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str, monkeypatch: pytest.
             od, oh, ow = (1,) * (3 - p.rank) + p.out_size
             if v.pass_ == "grad-weight":
                 sizes = [p.batch, d, h, w, od, oh, ow]
-                wanted = encoded(monkeypatch, real_wgrad_map, c.tiling, p, 0, which == "map_grad")
+                (one,) = wgrad.tensor_maps(c.tiling, p, which == "map_grad")
+                wanted = encoded(monkeypatch, one.encoded, 0)
                 assert match[2] == ("grad" if which == "map_grad" else "x")
             else:
                 sizes = [p.batch, d, h, w] if v.pass_ == "fwd" else [p.batch, od, oh, ow]
@@ -465,9 +464,6 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str, monkeypatch: pytest.
                 pitches.insert(0, pitches.pop(2))
             box, steps = ([int(n) for n in match[i].split(", ")] for i in (5, 6))
             assert (f"CU_TENSOR_MAP_DATA_TYPE_{match[3]}", dims, pitches, box, steps, match[7]) == wanted
-
-
-real_wgrad_map = wgrad.tensor_maps
 
 
 # --- autograd, with PyTorch's operators in the kernels' place --------------------------------------------------------

@@ -20,6 +20,7 @@ from test_implicit import tiles_of
 from upconv import planner
 from upconv.cpu import memory_format
 from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import gpu
 from upconv.cuda.pixels import implicit
 from upconv.problem import Pass, Problem
@@ -118,7 +119,7 @@ def test_implicit(name: str, precision: str, pass_: Pass) -> None:
     kinds = list({(t.halves, t.cluster): t for t in every}.values())  # each number of blocks, and turns
 
     for t in (*kinds, *every[:2]):
-        prepared = implicit.Choice(t, p, gpu(0), 0.0, "").prepare(0)
+        prepared = implicit.Choice(t, p, gpu(0), Cost()).prepare(0)
         assert_serves(prepared, p, given, t)
         bias = torch.randn(result, device=grad.device, dtype=p.dtype)  # or a plain convolution's
         out = torch.full(result_shape(p), float("nan"), device=grad.device, dtype=p.dtype)
@@ -149,7 +150,7 @@ def test_turns_of_consumers_around_short_rings(precision: str, halves: bool, sta
     assert every
     for t in {(t.mb, t.columns): t for t in every}.values():
         for blocks in (3, 7):
-            choice = implicit.Choice(replace(t, stages=stages), p, replace(gpu(0), multiprocessors=blocks), 0.0, "")
+            choice = implicit.Choice(replace(t, stages=stages), p, replace(gpu(0), multiprocessors=blocks), Cost())
             assert choice.grid <= blocks < t.tiles(p)
             prepared = choice.prepare(0)
             out = torch.full(result_shape(p), float("nan"), device="cuda", dtype=p.dtype).contiguous(memory_format=last)

@@ -19,6 +19,7 @@ from upconv.bench.suites import SUITES
 from upconv.cuda import families, family
 from upconv.cuda.axes import Unfit
 from upconv.cuda.compile import elf, jit, nvrtc
+from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.pixels import pairs
 from upconv.problem import Precision, Problem
@@ -196,7 +197,7 @@ def compiled() -> list[Problem]:
 def test_kernels_compile_without_spills_of_note(p: Problem) -> None:
     """Up to 48 bytes, which ptxas spills around a tile's stores."""
     for t in spread_by_precision(list(pairs.candidates(p, H200)), p.precision):
-        (unit,) = pairs.Choice(t, p, H200, 0.0, "").sources()
+        (unit,) = pairs.Choice(t, p, H200, Cost()).sources()
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
         found = elf.inspect(code)
         assert set(found) == {"pixels", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
@@ -226,7 +227,7 @@ def test_what_kept_packings_go_by(emulator: Emulator) -> None:
             1, 32, 16, (8, 16), 4, 2, padding, dtype=DTYPES[precision], precision=precision, pass_="grad-input"
         )
         t = next(t for t in pairs.candidates(p, H200) if (t.columns, t.mb, t.group, t.rows) == (32, 1, 16, 1))
-        choice = pairs.Choice(t, p, H200, 0.0, "")
+        choice = pairs.Choice(t, p, H200, Cost())
         found = choice.prepare(0).pack(weight.to(p.dtype))
         assert torch.equal(packed.setdefault(choice.packing, found), found)
         orders.add(choice.packing)

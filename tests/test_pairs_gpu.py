@@ -12,6 +12,7 @@ import upconv
 from conftest import HOPPER, assert_capturable
 from one_mapped_gpu import PRECISIONS, assert_serves, operands, poisoned
 from upconv import planner
+from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import gpu
 from upconv.cuda.pixels import pairs
 from upconv.problem import Problem
@@ -44,7 +45,7 @@ def test_every_tile(name: str, precision: str) -> None:
     every = [t for t in pairs.candidates(p, chip) if t.serves(p)]
     assert len(every) >= 4
     for t in every[:: 1 + len(every) // 12]:
-        assert_serves(pairs.Choice(t, p, chip, 0.0, ""), given, terms)
+        assert_serves(pairs.Choice(t, p, chip, Cost()), given, terms)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -21,6 +21,7 @@ from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import families
 from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.compile import elf, jit, nvrtc
+from upconv.cuda.cost import Cost
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.pixels import phases
@@ -173,7 +174,7 @@ def test_packed_weights_are_shared_only_where_they_are_the_same(emulator: Emulat
         p = layer.with_(stride=stride, padding=padding, dilation=dilation)
         every = list(phases.candidates(p, H200))
         for t in (every[0], every[-1]) if not packed else every[:1]:
-            prepared = phases.Choice(t, p, H200, 0.0, "").prepare(0)
+            prepared = phases.Choice(t, p, H200, Cost()).prepare(0)
             ours = prepared.pack(weight)
             assert torch.equal(packed.setdefault(prepared.packing, ours), ours)
     found = list(packed.values())

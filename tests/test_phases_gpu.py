@@ -15,6 +15,7 @@ import upconv
 from conftest import HOPPER, assert_accurate, assert_capturable
 from one_mapped_gpu import PRECISIONS, assert_serves, operands, poisoned
 from upconv import planner
+from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import gpu
 from upconv.cuda.pixels import phases
 from upconv.cuda.pixels.tile import CONSUMERS
@@ -52,7 +53,7 @@ def test_phases(name: str, precision: str) -> None:
     every = list(phases.candidates(p, chip))
     assert every
     t = random.Random(f"{name} {precision}").choice(every)
-    assert_serves(phases.Choice(t, p, chip, 0.0, ""), operands(p, products(p)), products(p))
+    assert_serves(phases.Choice(t, p, chip, Cost()), operands(p, products(p)), products(p))
 
 
 @pytest.mark.parametrize("kernel", [3, 4])
@@ -64,7 +65,7 @@ def test_sizes_by_one_kernel(kernel: int) -> None:
     sources = set()
     for batch, size in ((1, (16, 32)), (3, (1, 8)), (2, (33, 24)), (1, (2, 256)), (17, (5, 40)), (1, (200, 104))):
         p = layer.with_(batch=batch, size=size)
-        choice = phases.Choice(t, p, chip, 0.0, "")
+        choice = phases.Choice(t, p, chip, Cost())
         sources.add(choice.sources()[0].source)
         x, weight, bias, truth, magnitude = operands(p, products(p))
         prepared, out = choice.prepare(0), poisoned(p)
@@ -88,7 +89,7 @@ def test_many_tiles_of_a_block_around_short_rings(precision: str, stages: int) -
     assert t.tiles(p) > 2 * 2 * 132 and t.tiles(p) % 2 == 1
     outs = []
     for blocks in (gpu(0).multiprocessors, 7, 1):
-        choice = phases.Choice(t, p, replace(gpu(0), multiprocessors=blocks), 0.0, "")
+        choice = phases.Choice(t, p, replace(gpu(0), multiprocessors=blocks), Cost())
         assert choice.grid <= blocks and t.tiles(p) > CONSUMERS * choice.grid
         prepared, out = choice.prepare(0), poisoned(p)
         prepared.run(x, prepared.pack(weight), bias, out)

@@ -304,7 +304,7 @@ def test_reasons_for_leaving_cuda_calls_to_pytorch(device: Device, reason: str) 
 
 def _fixed(family: str, seconds: float, packing_seconds: float = 0.0) -> SimpleNamespace:
     return SimpleNamespace(
-        family=family, problem=LAYERS["C"], seconds=seconds, summary="a tile", bound="bytes", margin=1.0,
+        family=family, problem=LAYERS["C"], seconds=seconds, summary="a tile", bound="bytes", terms="", margin=1.0,
         packing_seconds=packing_seconds,
     )  # fmt: skip
 
@@ -336,6 +336,18 @@ def test_each_gradient_on_cuda_has_a_choice_of_its_own(monkeypatch: pytest.Monke
     reasons = {c.name: c.reason for c in plan.candidates}
     assert reasons["grad-weight native"] == "none of upconv's kernels fits"
     assert reasons["grad-weight wgrad"] == "too odd"
+
+
+def test_an_estimate_that_is_scaled_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled = _fixed("gather", 1.0)
+    scaled.margin = 1.5
+    monkeypatch.setattr(
+        families, "choose", lambda p, g, general=False: {"gather": scaled, "direct": _fixed("direct", 1.2)}
+    )
+    found = planner.select(LAYERS["C"], Device("cuda", gpu=gpu.H200))
+    (reason,) = (c.reason for c in found.candidates if c.name == "gather")
+    assert found.name == "direct"
+    assert reason.startswith("slower, as models hope more or less: 1.5e+03 ms where direct counts 1.2e+03; ")
 
 
 def test_without_kernels_gradients_say_why() -> None:

@@ -15,6 +15,7 @@ from upconv.bench.suites import SUITES
 from upconv.cuda import families, family
 from upconv.cuda.axes import Unfit
 from upconv.cuda.compile import elf, jit, nvrtc
+from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.pixels import subpixel
 from upconv.problem import Precision, Problem
@@ -135,7 +136,7 @@ def compiled() -> list[Problem]:
 def test_kernels_compile_without_spills_of_note(p: Problem) -> None:
     """Up to 16 bytes, which ptxas spills around a tile's stores, not in its loop."""
     for t in spread_by_precision(list(subpixel.candidates(p, H200)), p.precision):
-        (unit,) = subpixel.Choice(t, p, H200, 0.0, "").sources()
+        (unit,) = subpixel.Choice(t, p, H200, Cost()).sources()
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
         found = elf.inspect(code)
         assert set(found) == {"pixels", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}

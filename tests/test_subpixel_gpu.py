@@ -12,6 +12,7 @@ import upconv
 from conftest import HOPPER, assert_capturable
 from one_mapped_gpu import PRECISIONS, assert_serves, operands
 from upconv import planner
+from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import gpu
 from upconv.cuda.pixels import subpixel
 from upconv.problem import Problem
@@ -45,7 +46,7 @@ def test_every_tile(name: str, precision: str) -> None:
     every = list(subpixel.candidates(p, chip))
     assert len(every) >= 4
     for t in every:
-        assert_serves(subpixel.Choice(t, p, chip, 0.0, ""), given, cin)
+        assert_serves(subpixel.Choice(t, p, chip, Cost()), given, cin)
 
 
 def test_infinities_stay_in_their_outputs() -> None:

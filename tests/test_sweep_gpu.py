@@ -16,6 +16,7 @@ from conftest import HOPPER, assert_accurate, assert_capturable, off_16_bytes, t
 from one_mapped_gpu import PRECISIONS, _truth
 from upconv import planner
 from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather_search
 from upconv.cuda.gpu import gpu
 from upconv.cuda.pixels import sweep
@@ -77,7 +78,7 @@ def test_sweeps(name: str, precision: str, layout: str, pass_: Pass) -> None:
         pytest.skip("boxes do not bring the pixels of this source")
     assert chosen
     for s in chosen:
-        prepared = sweep.Choice(s, p, chip, 0.0, "").prepare(0)
+        prepared = sweep.Choice(s, p, chip, Cost()).prepare(0)
         outs = []
         for given in (weight, weight.contiguous(memory_format=torch.channels_last_3d)):
             outs.append(nothing())

@@ -235,7 +235,8 @@ _UNPLANNED = "where the forward is PyTorch's own operator its gradients are too"
 
 
 def _modelled(choice: Choice) -> str:
-    return f"{1e3 * choice.seconds:.3g} ms by the model, bound by {choice.bound}: {choice.summary}"
+    terms = f" ({choice.terms})" if choice.terms else ""
+    return f"{1e3 * choice.seconds:.3g} ms by the model, bound by {choice.bound}{terms}: {choice.summary}"
 
 
 def _slower(choice: Choice, best: Choice) -> str:

@@ -39,6 +39,10 @@ class Choice(Protocol):
     def bound(self) -> str: ...
 
     @property
+    def terms(self) -> str:
+        """The estimate's terms in words; empty where the family's model has no `upconv.cuda.cost.Cost`."""
+
+    @property
     def margin(self) -> float:
         """By what `seconds` is multiplied beside another family's, where its model is the more optimistic one."""
 
@@ -104,6 +108,10 @@ class Defaults:
     reads: Any = None
     keeps_packed: Any = False
     flat: Any = False
+
+    @property
+    def terms(self) -> str:
+        return ""
 
     @property
     def margin(self) -> float:

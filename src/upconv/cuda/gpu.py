@@ -118,6 +118,76 @@ _SHARED = {
 _SPECIFIC = {(9, 0), (10, 0), (10, 3)}
 
 
+class Rates(NamedTuple):
+    """What steps of a tile take on a multiprocessor, in clocks unless said otherwise; see `upconv.cuda.cost`."""
+
+    columns: float
+    """Of a matrix instruction for two columns of N."""
+    register_instruction: float
+    """The least of an instruction whose operand A is in registers."""
+    descriptor_instruction: float
+    """And of one whose operand A comes by descriptor."""
+    instruction: float
+    """Of any instruction beside."""
+    step: float
+    """From a stage of the ring to the next."""
+    load: float
+    """A load of a warp that its consumer waits for."""
+    shared: float
+    """Bytes of shared memory a clock."""
+    line: float
+    """Of the copy engine for a line of 128 bytes, or a shorter row."""
+    box: float
+    """Of the copy engine for a box."""
+    latency: float
+    """From a box's request to its use."""
+    chunk_turned: float
+    """Of producers that transpose a chunk."""
+    unit_turned: float
+    """And for each 32 bytes of a pixel of a thread's."""
+    tile: float
+    """A tile beside its steps and stores."""
+    disturbed: float
+    """Share of the lesser of stores and instructions that does not overlap where consumers take turns."""
+    cluster: float
+    """Of a cluster that adds up its sums."""
+    sum: float
+    """For each of a block's sums there."""
+    overlap: float
+    """The exponent by which what overlaps is added."""
+    ring_overlap: float
+    """The same of the ring's waits."""
+    beside_memory: float
+    """Share of the lesser of multiplying and the device memory that the other does not hide."""
+    launch: float
+    """Seconds of a kernel beside its tiles."""
+
+
+RATES = Rates(
+    columns=1.0,
+    register_instruction=17.2,
+    descriptor_instruction=23.9,
+    instruction=3.7,
+    step=5.0,
+    load=3.3,
+    shared=118.0,
+    line=1.67,
+    box=45.5,
+    latency=818.0,
+    chunk_turned=528.0,
+    unit_turned=90.5,
+    tile=912.0,
+    disturbed=0.5,
+    cluster=3320.0,
+    sum=0.25,
+    overlap=7.65,
+    ring_overlap=3.21,
+    beside_memory=0.21,
+    launch=3.9e-6,
+)
+"""Hopper's, fitted to what timed tiles of all families took on an H200 (docs/design.md, Cost models)."""
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A GPU as the cost models see it."""

@@ -198,7 +198,8 @@ class Program:
             launch(device, grid, take(values), dependent and fresh)
 
     def final(self) -> list[Any]:
-        """The launchers, without quick forms."""
+        """The launchers, without quick forms, and with a context for tensor maps."""
+        bind(self.device)
         launchers = [launcher for launcher, *_ in self._steps]
         return [one.final() if isinstance(one, Provisional) else one for one in launchers]
 

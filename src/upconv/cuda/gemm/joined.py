@@ -19,7 +19,7 @@ from typing import Any
 from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import dense
-from upconv.cuda.gemm.costs import LAUNCH
+from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.packs import PACK_THREADS
@@ -43,20 +43,9 @@ _MOST_COLUMNS = 256  # of rows that are joined
 _SPAN = 64  # columns of a box in 16 bits
 _WIDTHS = 16  # kernels are for rows of up to a multiple of so many columns
 _MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
-# The model's constants, of 8 layers in TF32 and bfloat16 on an H200: of an instruction's clocks, by bytes of an
-# element; bytes a clock of shared memory; clocks of a stage that has few taps, by the warps that turn it, of a stage
-# and of a tile beside, and of the first; bytes a clock of stores.
-_INSTRUCTION = {4: 1.01, 2: 1.06}
-_SHARED = 115.0
-_LEAST = {1: 780.0, 2: 1200.0}
-_STAGE, _TILE, _FILL = 20.0, 300.0, 4000.0
-_STORE = 18.0
-# The same of lines, of 38 layers (measured to 3% in the mean where the former left 16%): bytes a clock of shared memory
-# and of stores, clocks of a stage that has few taps, and of a tile beside; how much of the shorter one of work and
-# memory is not hidden; and what results cost that do not begin in whole sectors.
-_LINE_SHARED, _LINE_STORE, _LINE_LEAST, _LINE_TILE = 120.0, 22.0, 600.0, 600.0
-_LEAST_SPAN = 264  # places of the lines of whose stages the third is
-_LINE_BESIDE, _OFF_SECTORS, _SECTOR = 0.25, 1.2, 32
+_STORE = 0.41  # clocks for 32 bytes of stores
+_TURNED = 264  # places whose transposition counts as a chunk's and a pixel's
+_OFF_SECTORS, _SECTOR = 1.2, 32  # what lines of results cost that do not begin in whole sectors
 
 
 @dataclass(frozen=True)
@@ -395,34 +384,32 @@ def _candidates(layer: Problem, width: int, gpu: Gpu) -> tuple[Tile, ...]:
 # --- the cost model --------------------------------------------------------------------------------------------------
 
 
-def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
-    """(seconds, what bounds them) of a problem by a tile."""
-    pitch = result_shape(p)[-1]
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> Cost:
+    """What a problem takes by a tile."""
+    pitch, stages = result_shape(p)[-1], t.chunks * t.kernel[0]
     span = t.places + t.halo(pitch)
     arriving = (1 if t.line else _rows(t, pitch)) * t.columns
     turned = 2 * (arriving if t.element == 2 else span)  # read, and written
-    line = t.line
-    parts = {
-        "tensor cores": _INSTRUCTION[t.element] * t.taps * t.places / 2,
-        # What instructions read, weights as they come, and pixels.
-        "shared memory": (t.taps * (t.places * _ROW_BYTES + 2 * _TAP_BYTES) + (arriving + turned) * _ROW_BYTES)
-        / (_LINE_SHARED if line else _SHARED),
-        "turning pixels": _LINE_LEAST * max(1.0, span / _LEAST_SPAN) if line else _LEAST[t.warps_of_stage],
-    }
-    bound = max(parts, key=lambda name: parts[name])
-    stages = t.chunks * t.kernel[0] * (parts[bound] + (0.0 if line else _STAGE))
-    store = _ROWS_M * t.places * t.element / (_LINE_STORE if line else _STORE)
-    if store > stages:
-        bound = "stores"
-    tile = max(stages, store) + (_LINE_TILE if line else _TILE)
-    seconds = (-(-t.tiles(p) // gpu.multiprocessors) * tile + _FILL) / gpu.clock
-    off_sectors = line and plane(p) * t.element % _SECTOR > 0
+    warps = 1 if t.line else t.warps_of_stage
+    off_sectors = t.line and plane(p) * t.element % _SECTOR > 0
     read, written = (math.prod(shape) for shape in (source_shape(p), result_shape(p)))
-    memory = (read + written * (_OFF_SECTORS if off_sectors else 1.0)) * t.element / gpu.bandwidth
-    if memory > seconds:
-        bound = "bytes"
-    beside = _LINE_BESIDE * min(memory, seconds) if line else 0.0
-    return max(memory, seconds) + beside + LAUNCH, bound
+    return cost(
+        Work(
+            stages * t.taps,
+            stages * t.taps * t.places,
+            waves=-(-t.tiles(p) // gpu.multiprocessors),
+            moved=(read + written * (_OFF_SECTORS if off_sectors else 1.0)) * t.element,
+            steps=stages,
+            stages=t.stages,
+            # What instructions read, weights as they come, and pixels.
+            shared=stages * (t.taps * (t.places * _ROW_BYTES + 2 * _TAP_BYTES) + (arriving + turned) * _ROW_BYTES),
+            chunks_turned=stages * warps,
+            turned=stages * warps * span / _TURNED,
+            stored=_ROWS_M * t.places * t.element / 32 * _STORE,
+            in_turn=True,
+        ),
+        gpu,
+    )
 
 
 choose = Chooser(

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
+from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Argument, Given, Launch, Map, Pointer, Unit, ints
 from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries
@@ -27,16 +28,27 @@ class TileChoice(PackingLaunch, Generic[T]):
     """Of the layer at any size; its own problem's size and batch mean nothing."""
     problem: Problem
     gpu: Gpu
-    seconds: float
+    cost: Cost
     """The model's estimate."""
-    bound: str
-    """What limits it, by the model."""
 
     family: ClassVar[str] = "pixels"
     mode: ClassVar[str]
     file: ClassVar[str] = "pixels"
     threads: ClassVar[int] = 384
     """Of a block: a producer's warpgroup and two consumers'."""
+
+    @property
+    def seconds(self) -> float:
+        return self.cost.seconds
+
+    @property
+    def bound(self) -> str:
+        """What limits it, by the model."""
+        return self.cost.bound
+
+    @property
+    def terms(self) -> str:
+        return self.cost.text
 
     @property
     def of(self) -> Any:

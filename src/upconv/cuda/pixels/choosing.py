@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
+from upconv.cuda.cost import Cost
 from upconv.cuda.family import Choice
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.rearrange import batches
@@ -32,8 +33,8 @@ class Chooser(Generic[T, C]):
     Args:
         refusal: why the kernels cannot serve a problem, in a sentence; None when they may.
         tiles: those that can run it.
-        estimate: (seconds, what bounds them) of a problem by a tile.
-        choice: of a tile, problem, GPU, seconds and bound.
+        estimate: what a problem takes by a tile.
+        choice: of a tile, problem, GPU and cost.
         general: why there is none that serves every size of the input, as exported files must.
         none: why there is none where `tiles` has none.
     """
@@ -42,8 +43,8 @@ class Chooser(Generic[T, C]):
         self,
         refusal: Callable[[Problem, Gpu], str | None],
         tiles: Callable[[Problem, Gpu], Iterable[T]],
-        estimate: Callable[[T, Problem, Gpu], tuple[float, str]],
-        choice: Callable[[T, Problem, Gpu, float, str], C],
+        estimate: Callable[[T, Problem, Gpu], Cost],
+        choice: Callable[[T, Problem, Gpu, Cost], C],
         *,
         general: str = "exported files have no host code for pixels as rows",
         none: str | Callable[[Problem, Gpu], str],
@@ -52,12 +53,12 @@ class Chooser(Generic[T, C]):
             refused = refusal(p, gpu)
             if refused:
                 return refused
-            timed = ((*estimate(t, p, gpu), t) for t in tiles(p, gpu))
-            best = min(timed, key=lambda one: one[0], default=None)
+            timed = ((estimate(t, p, gpu), t) for t in tiles(p, gpu))
+            best = min(timed, key=lambda one: one[0].seconds, default=None)
             if best is None:
                 return none if isinstance(none, str) else none(p, gpu)
-            seconds, bound, tile = best
-            return choice(tile, p, gpu, seconds, bound)
+            cost, tile = best
+            return choice(tile, p, gpu, cost)
 
         self._found = lru_cache(maxsize=4096)(found)
         self._general = general

@@ -21,6 +21,7 @@ from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, channels_last, fullest
 from upconv.cuda.compile.launch import cluster_fits
+from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
 from upconv.cuda.launches import Argument, Given, Map, Operand, Unit, WeightForm, ints
@@ -38,13 +39,13 @@ _MOST_COLUMNS = 256
 _MOST_TAPS = 512  # and phases
 _MOST_TILES = 2**30  # which the kernel counts in 32 bits, a grid beyond the last
 _CLUSTERS = 2, 4, 8
-_SMALL, _LARGE = 40e-6, 80e-6  # seconds, up to which and from which on the model hopes otherwise (`Choice.margin`)
-_MISSING = 5e-6  # seconds that the gather-GEMM's model lacks for forwards in channels_last
 _BESIDE_PACK = 40e-6  # seconds of a kernel that begins beside `pack`, at most
 _FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
 _TURNED = 64  # channels of the result in a box of weights as a forward's lie
-_SHORT, _LONG = 8, 16  # steps of a tile: below, stores are what it waits for; from then on they have time
+_LONG = 16  # steps of a tile, from which on stores have time
+_PARTIAL = 2.1  # lines of the copy engine for a pixel of a box that reaches beyond the last channel
+_STORE = {"fwd": 1.19, "grad-input": 0.3}  # clocks for 8 results, by pass; twice as many where lanes store 8 bytes
 _FEW = 1.5  # tiles of each phase that a block has
 _SQUARE = 64  # of a forward's weights, which a block of `pack` turns
 
@@ -273,18 +274,6 @@ class Choice(TileChoice[Tile]):
     biased = True
 
     @property
-    def margin(self) -> float:
-        """The gather-GEMM's model is too optimistic for small channels-last layers, and misses a constant of forwards.
-        This one is too optimistic where phases differ, where tiles are bound by L2, and for 16-bit stores of short
-        tiles. So it is scaled until the choice between both loses least over timed layers (docs/experiments.md)."""
-        if self.tile.forward:
-            hope = 1.1
-            if self.tile.element == 2:
-                hope = 1.35 if self.tile.mean_steps < _SHORT else 1.2 if self.seconds > _LARGE else 1.1
-            return hope - _MISSING / self.seconds
-        return 0.95 if self.bound != "bytes" and self.seconds < _SMALL else 1.0
-
-    @property
     def in_place(self) -> bool:
         return not self.tile.forward or self.tile.turnable
 
@@ -435,42 +424,6 @@ def _clustered(t: Tile, p: Problem, gpu: Gpu) -> Iterator[Tile]:
 # --- the cost model --------------------------------------------------------------------------------------------------
 
 
-class Constants(NamedTuple):
-    """What the steps of a tile take, in clocks of a multiprocessor unless said otherwise."""
-
-    columns: float
-    """Of the matrix instructions' own clocks."""
-    instruction: float
-    """An instruction of few columns: its pixels come from shared memory."""
-    step: float
-    """A step beside its instructions."""
-    rows: tuple[float, float]
-    """Of the copy engine, for a pixel, and for a column's weights, of a step."""
-    latency: float
-    """From a box's request to its use."""
-    store: tuple[float, float]
-    """Results that are stored in a clock, where lanes store four at a time; a tile's beside these."""
-    shared: float
-    """Share of a store that the other consumer's instructions do not hide."""
-    begin: float
-    """A kernel beside its tiles."""
-    cluster: tuple[float, float]
-    """A cluster's sums, and sums a clock."""
-    beside: float
-    """Share of the memory's time, or of the tiles', whichever is less, that the other does not hide."""
-
-
-# Fitted to 516 timed tiles of 45 layers, TF32 and bfloat16, on an H200: it chooses what takes 1.6% longer than a
-# layer's best, and a time is off by 9%.
-_GRADIENT = Constants(1.065, 46.6, 25.2, (1.67, 1.97), 2150.0, (10.8, 0.0), 0.0, 9024.0, (6390.0, 8.0), 0.242)
-# To 1,450 of 77 layers, likewise: 2.1% and 11%.
-_FORWARD = Constants(1.028, 37.6, 0.0, (2.134, 1.722), 1929.0, (11.06, 715.0), 0.3, 10533.0, (0.0, 2.771), 0.484)
-
-
-# Of the copy engine, for a pixel of a box that reaches beyond the last channel; fitted on an H100.
-_PARTIAL = 6.0
-
-
 def _waves(t: Tile, p: Problem, gpu: Gpu) -> tuple[int, int]:
     """(tiles of the block that has most, their steps): sorted, of each round those of its first tile's phase."""
     tiles, of = t.tiles(p) * t.cluster, len(t.phases)
@@ -484,38 +437,35 @@ def _waves(t: Tile, p: Problem, gpu: Gpu) -> tuple[int, int]:
     return waves, rounds * sum(t.steps) + sum(t.steps[:rest])
 
 
-def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
-    """(seconds, what bounds them) of a problem by a tile."""
-    c = _FORWARD if t.forward else _GRADIENT
-    instructions = t.row_bytes // 32 * t.rows // 64
-    bodies = {
-        "tensor cores": instructions * max(c.columns * t.columns / 2, c.instruction) + c.step,
-        "copies": t.rows * c.rows[0] + t.columns * c.rows[1],
-        "latency": c.latency / (t.stages - 1),
-    }
-    bound = max(bodies, key=lambda name: bodies[name])
-    step = bodies[bound]
-    if t.channels[0] % t.chunk and t.rows * _PARTIAL > step:  # the last of a tap's
-        lost = (t.rows * _PARTIAL - step) / -(-t.channels[0] // t.chunk)
-        bound, step = "copies" if lost > step else bound, step + lost
-    narrow = 2.0 if t.element == 4 and not t.wide_stores else 1.0
-    stored = t.rows * t.columns / t.cluster * narrow / c.store[0] + c.store[1]
-    waves, steps = _waves(t, p, gpu)
-    loops = steps * step
-    if t.halves:
-        clocks = loops + waves * stored
-    else:
-        clocks = max(loops, -(-waves // CONSUMERS) * (loops / waves + stored)) + stored + c.shared * waves * stored
-    if t.cluster > 1:
-        clocks += c.cluster[0] + t.rows * t.columns / c.cluster[1]
-    seconds = clocks / gpu.clock
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> Cost:
+    """What a problem takes by a tile."""
+    waves, every = _waves(t, p, gpu)
+    steps = every / waves
+    instructions = t.row_bytes // 32 * t.rows // 64 * steps
+    lines = (t.rows + t.columns) * steps
+    if t.channels[0] % t.chunk:  # the last of a tap's
+        lines += t.rows * steps / -(-t.channels[0] // t.chunk) * _PARTIAL
+    narrow = 2 if t.element == 4 and not t.wide_stores else 1
     read = float(math.prod(source_shape(p)))
     if not t.forward:
         read *= math.prod(min(k, s) / s for k, s in zip(p.kernel, p.stride))
-    memory = (math.prod(result_shape(p)) + read) * t.element / gpu.bandwidth
-    if memory > seconds:
-        bound = "bytes"
-    return max(memory, seconds) + c.beside * min(memory, seconds) + c.begin / gpu.clock, bound
+    return cost(
+        Work(
+            instructions,
+            instructions * t.columns,
+            waves=waves,
+            moved=(math.prod(result_shape(p)) + read) * t.element,
+            steps=steps,
+            stages=t.stages,
+            lines=lines,
+            boxes=2 * steps,
+            stored=t.rows * t.columns / t.cluster * narrow / 8 * _STORE[p.pass_],
+            descriptors=True,
+            in_turn=not t.halves,
+            exchanged=t.rows * t.columns if t.cluster > 1 else 0,
+        ),
+        gpu,
+    )
 
 
 def _unwanted(p: Problem, gpu: Gpu) -> str | None:

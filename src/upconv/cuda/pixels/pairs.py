@@ -18,7 +18,7 @@ from typing import Any
 from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import dense
-from upconv.cuda.gemm.costs import LAUNCH
+from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels import tile
@@ -35,16 +35,7 @@ _GROUPS = (64, 32, 16, 8)
 _MOST_GROUPS = 32  # the producer's lanes bring one each
 _MOST_ROWS = 4  # of a stage's weights
 _MOST_REGISTERS = 184  # of a consumer's thread for sums and fragments
-# The model's constants, of 14 layers in TF32 and bfloat16 by 9 tiles each on an H100, of which it misses 9% on average,
-# and whose fastest tile its own is 2% behind.
-_TENSOR = 0.85  # of a clock for two columns of an instruction: the clock under load is above the nominal one
-_SHARED = 0.7  # of a clock for 128 bytes
-_LINE, _BOX = 2.35, 26.0  # clocks of the copy engine for 128 bytes of a box that they touch, and of a box
-_L2 = 80.0  # bytes a clock
-_TOGETHER = 2.5  # the exponent by which these four, which overlap, are added
-_LATENCY = 2500.0  # clocks until a stage that was given back is full again, beside its copy
-_STORE = {4: 29.0, 2: 13.4}  # bytes a clock of stores, which nothing hides, by bytes of an element
-_TILE = 600.0  # clocks of a tile beside
+_STORE = 1.3  # clocks of a consumer for 8 neighbouring results
 
 
 @dataclass(frozen=True)
@@ -261,8 +252,6 @@ class Choice(TileChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     mode = "pairs"
-    # Where the gather-GEMM's estimate is up to 1.1 times as high, both take equally long.
-    margin = 1.1
 
     @property
     def summary(self) -> str:
@@ -329,30 +318,27 @@ def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
 # --- the cost model --------------------------------------------------------------------------------------------------
 
 
-def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
-    """(seconds, what bounds them) of a problem by a tile, its weights' packing included."""
-    instructions = 2 * t.mb * 4 * t.rows  # of a stage
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> Cost:
+    """What a problem takes by a tile."""
+    instructions = 2 * t.mb * 4 * t.rows * t.stages_k
     loads = 8 if t.element == 2 and not t.even else 4  # of a fragment, whose lanes have 128 bytes each time
-    copied = t.groups * t.box_bytes + t.weight_bytes
-    shared = instructions * (4 * loads * t.conflicts + t.columns / 4) + copied / 128
-    parts = {
-        "tensor cores": _TENSOR * instructions * t.columns / 2,
-        "shared memory": _SHARED * shared,
-        "copies": t.groups * (_BOX + _LINE * t.box_lines),
-        "L2": copied / _L2,
-    }
-    bound = max(parts, key=lambda name: parts[name])
-    stage = sum(part**_TOGETHER for part in parts.values()) ** (1 / _TOGETHER)
-    stage = max(stage, (stage + _LATENCY + copied / _L2) / t.stages)
-    store = t.places * t.columns * t.element / _STORE[t.element]
-    clocks = t.stages_k * stage + store + _TILE
-    seconds = -(-t.tiles(p) // gpu.multiprocessors) * clocks / gpu.clock
-    if store > clocks / 2:
-        bound = "stores"
-    memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
-    if memory > seconds:
-        bound = "bytes"
-    return max(memory, seconds) + 0.1 * min(memory, seconds) + LAUNCH, bound
+    copied = (t.groups * t.box_bytes + t.weight_bytes) * t.stages_k
+    return cost(
+        Work(
+            instructions,
+            instructions * t.columns,
+            waves=-(-t.tiles(p) // gpu.multiprocessors),
+            moved=(math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element,
+            steps=t.stages_k,
+            stages=t.stages,
+            lines=t.stages_k * t.groups * t.box_lines,
+            boxes=t.stages_k * t.groups,
+            shared=instructions * t.columns * 32 + copied,
+            fragments=instructions * 4 * loads * t.conflicts * 128,
+            stored=t.places * t.columns / 8 * _STORE,
+        ),
+        gpu,
+    )
 
 
 choose = Chooser(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from upconv.cuda.axes import any_size, gather_axes
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import dense
-from upconv.cuda.gemm.costs import LAUNCH
+from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Map
@@ -380,37 +380,36 @@ def _candidates(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tile, ...]:
 # --- the cost model --------------------------------------------------------------------------------------------------
 
 
-# Of few timed tiles on an H200, ablated: what multiplies, and what stores beside memory.
-_INSTRUCTION, _LEAST = 4.0, 14.0  # clocks of an instruction beside its columns; these, at least
-_SHIFT = {4: 16.0, 2: 32.0}  # of 64 places' fragments for a shift, by bytes of an element; half of them are hidden
-_ROW = 60.0  # of a source row beside, likewise
-_PASS = 60.0  # clocks of a pass through a consumer's buffer
-_RUN = 60.0  # and of each row in it but the first
-# And of an output of it, by bytes of an element and whether rows begin at 16 bytes.
-_STORED = {(4, True): 0.09, (4, False): 0.175, (2, True): 0.04, (2, False): 0.19}
+# Clocks of a consumer: a run of outputs on its way through the buffer, and an output of it, by whether rows begin at
+# 16 bytes.
+_RUN = 51.7
+_STORED = {True: 0.01, False: 0.145}
 _MEMORY = {True: 1.25, False: 1.5}  # how often memory counts an output, by whether rows begin at 16 bytes
-_L2 = 25.0  # bytes a clock
+_LEAST = 28  # columns of an instruction that takes as long as fewer do
 
 
-def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
-    """(seconds, what bounds them) of a problem by a tile."""
-    instructions = sum(max(len(s.taps) * t.co_columns / 2, _LEAST) + _INSTRUCTION for s in t.shifts)
-    matrix = t.mb * t.users * instructions
-    loads = len(t.rows) * (len(t.shifts) * t.mb * _SHIFT[t.element] + _ROW)
-    multiplied = t.chunks * t.k_steps * (matrix + loads / 2)
-    passes = len(t.pairs) * t.co_columns / t.passed
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> Cost:
+    """What a problem takes by a tile: both consumers' tiles are one, since each has one of its own."""
+    steps, shifts = CONSUMERS * t.chunks * t.k_steps, len(t.shifts)
+    columns = sum(max(len(s.taps) * t.co_columns, _LEAST) for s in t.shifts)
+    passes = CONSUMERS * len(t.pairs) * t.co_columns / t.passed
     outputs = t.passed * math.prod(t.shape) * t.strides[2]
-    beside = _PASS + (math.prod(t.shape[:2]) - 1) * _RUN
-    stored = passes * (beside + outputs * _STORED[t.element, t.aligned])
-    bodies = {"tensor cores": multiplied, "stores": stored}
-    copied = t.chunks * t.stage_bytes / _L2
-    bound = max(bodies, key=lambda name: bodies[name]) if copied < multiplied + stored else "L2"
-    waves = -(-t.tiles(p) // (CONSUMERS * gpu.multiprocessors))
-    seconds = waves * CONSUMERS * max(multiplied + stored, copied) / gpu.clock
-    memory = (math.prod(p.input_shape) + _MEMORY[t.aligned] * math.prod(p.output_shape)) * t.element / gpu.bandwidth
-    if memory > seconds:
-        bound = "bytes"
-    return max(memory, seconds) + 0.1 * min(memory, seconds) + LAUNCH, bound
+    written = _MEMORY[t.aligned] * math.prod(p.output_shape)
+    return cost(
+        Work(
+            steps * t.mb * t.users * shifts,
+            steps * t.mb * t.users * columns,
+            waves=-(-t.tiles(p) // (CONSUMERS * gpu.multiprocessors)),
+            moved=(math.prod(p.input_shape) + written) * t.element,
+            steps=CONSUMERS * t.chunks,
+            stages=t.stages,
+            lines=CONSUMERS * t.chunks * t.stage_bytes / 128,
+            boxes=CONSUMERS * t.chunks * len(t.rows),
+            loads=steps * len(t.rows) * (shifts * t.mb * (2 / t.element) + 2),
+            stored=passes * (math.prod(t.shape[:2]) * _RUN + outputs * _STORED[t.aligned]),
+        ),
+        gpu,
+    )
 
 
 def _why_none(p: Problem, gpu: Gpu) -> str:

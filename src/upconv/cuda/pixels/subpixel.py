@@ -18,7 +18,7 @@ from typing import Any
 from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Tensor5
-from upconv.cuda.gemm.costs import LAUNCH
+from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels import tile
@@ -30,13 +30,7 @@ from upconv.problem import Problem
 
 _COLUMNS = (256, 192, 128, 96, 64, 32)
 _MOST_SUMS = 128  # of a consumer's thread, whose fragments and addresses take 96 registers
-# The model's constants, of 10 layers by 6 tiles on an H200, of which it misses 5% on average. By bytes of an element,
-# of one subtile of pixels and of more: share of the tensor cores' rate, bytes a clock of stores, which nothing hides.
-_EFFICIENCY = {4: (0.885, 0.93), 2: (0.75, 0.84)}
-_STORE = {4: (18.5, 17.5), 2: (18.7, 15.6)}
-_SHARED, _L2 = 125.0, 54.0  # bytes a clock
-_FRAGMENTS = 0.5  # of the bytes of A, which fill gaps
-_TILE = 900.0  # clocks of a tile beside
+_SECTOR = 1.74  # clocks of a consumer for 32 bytes of stores, of two taps a lane
 
 
 @dataclass(frozen=True)
@@ -104,8 +98,6 @@ class Choice(TileChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     mode = "subpixel"
-    # The gather-GEMM's model is too high for these layers, so a small lead over it is none.
-    margin = 1.15
 
     @property
     def summary(self) -> str:
@@ -168,27 +160,25 @@ def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
 # --- the cost model --------------------------------------------------------------------------------------------------
 
 
-def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
-    """(seconds, what bounds them) of a problem by a tile."""
-    instructions = 2 * t.mb * 4  # of a chunk
-    matrix = instructions * t.columns / 2
-    shared = instructions * 32 * (64 * _FRAGMENTS + t.columns) + t.stage_bytes
-    parts = {
-        "tensor cores": matrix / _EFFICIENCY[t.element][t.mb > 1],
-        "shared memory": shared / _SHARED,
-        "L2": t.stage_bytes / _L2,
-    }
-    bound = max(parts, key=lambda name: parts[name])
-    store = t.pixels * t.columns * t.element / _STORE[t.element][t.mb > 1]
-    clocks = t.chunks * parts[bound] + store + _TILE
-    waves = -(-t.tiles(p) // gpu.multiprocessors)
-    seconds = waves * clocks / gpu.clock
-    if store > clocks / 2:
-        bound = "stores"
-    memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
-    if memory > seconds:
-        bound = "bytes"
-    return max(memory, seconds) + LAUNCH, bound
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> Cost:
+    """What a problem takes by a tile."""
+    instructions, copied = 2 * t.mb * 4 * t.chunks, t.chunks * t.stage_bytes
+    return cost(
+        Work(
+            instructions,
+            instructions * t.columns,
+            waves=-(-t.tiles(p) // gpu.multiprocessors),
+            moved=(math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element,
+            steps=t.chunks,
+            stages=t.stages,
+            lines=copied / 128,
+            boxes=t.chunks * t.pixels // t.chunk,
+            shared=instructions * 32 * t.columns + copied,
+            fragments=instructions * 32 * 64,
+            stored=t.pixels * t.columns * t.element / 32 * _SECTOR,
+        ),
+        gpu,
+    )
 
 
 choose = Chooser(

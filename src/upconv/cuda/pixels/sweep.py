@@ -22,8 +22,8 @@ from typing import Any
 
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.compile import jit
+from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gemm import gather
-from upconv.cuda.gemm.costs import LAUNCH
 from upconv.cuda.gemm.gather_constants import Constants, pixel_constants, producer_registers
 from upconv.cuda.gemm.gather_search import chunk_sizes, classes_of
 from upconv.cuda.gemm.tiling import Tiling
@@ -46,24 +46,11 @@ _WIDTHS = (16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 100, 104, 112, 120, 1
 _SUBTILES = range(1, 9)
 _MOST_STAGES = 9
 _MOST_SLICES = 2**30 - 1  # of all walks: the kernel counts them in 32 bits
-_SHARED = 128.0  # bytes a clock of shared memory
-# The model's constants, fitted to 98 timed sweeps of 15 layers on an H200, of which it misses 8% on average.
-_EFFICIENCY = 0.97  # of tensor cores or shared memory, where nothing is stored
-_STORE = 360.0  # clocks that 8 channels of 64 positions take to store
-# Columns of a tile, by bytes of an element, below which they take longer, as more units end a row.
+# Clocks of a consumer: 8 channels of 64 positions in NCDHW, and 32 bytes of stores in channels_last.
+_STORE, _STORE_LAST = 28.0 * 16, 1.44
+_TURN = 1410.0  # clocks of a slice where consumers take turns
+# Columns of a tile, by bytes of an element, below which stores take longer, as more units end a row.
 _SHORT = {2: 52, 4: 20}
-_SLICE, _TURN = 1100.0, 3200.0  # clocks that a slice takes beside; where consumers take turns
-_L2 = 28.0  # bytes a clock
-_TURNING = 622.0, 103.0  # of the producers' pass: of a chunk; of 32 bytes of a pixel
-# Channels-last, fitted to 640 timed sweeps of 58 layers, precisions and passes on an H100: it chooses what takes 2.1%
-# longer than the best.
-_ISSUE = 26.0  # clocks of an instruction of few columns: its pixels come from shared memory
-_STAGE = 19.3  # of a stage of the weights' ring
-_WAITS = 583.0, 3460.0  # from a box's request to its use; of a stage of weights
-_BOXES, _ROW = 45.4, 36.1  # bytes a clock of boxes, and bytes that a pixel's row costs beside its own
-_STORED, _SLICE_LAST, _TURN_LAST = 47.3, 744.0, 983.0  # bytes a clock; as above
-# Share of the memory's time, or of the slices', whichever is less, that the other does not hide: NCDHW, channels-last.
-_BESIDE = 0.15, 0.466
 
 
 @dataclass(frozen=True)
@@ -280,12 +267,6 @@ class Choice(TileChoice[Tile]):
     biased = True
 
     @property
-    def margin(self) -> float:
-        """The gather-GEMM's model is too high where nothing is unrolled. With this margin, and that of unrolled
-        tilings, the choice between both loses least over timed layers."""
-        return 1.1 if self.tile.channels_last else 1.15
-
-    @property
     def grid(self) -> int:
         """Blocks of a launch."""
         return self.tile.grid(self.problem, self.gpu.multiprocessors)
@@ -416,55 +397,39 @@ def _fitted(s: Tile, gpu: Gpu) -> Tile | None:
 # --- the cost model --------------------------------------------------------------------------------------------------
 
 
-def estimate(s: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
-    """(seconds, what bounds them) of a problem by a sweep."""
-    clocks, bound = _last_clocks(s) if s.channels_last else _clocks(s)
-    counts = s.counts(p, gpu.multiprocessors)
-    waves = -(-math.prod(counts) // gpu.multiprocessors)
+def estimate(s: Tile, p: Problem, gpu: Gpu) -> Cost:
+    """What a problem takes by a sweep, whose slices are tiles here."""
+    t, last, counts = s.pixels, s.channels_last, s.counts(p, gpu.multiprocessors)
     # Slices that the input has not, at either end of its depth, cost nothing.
-    steps = s.walk(p, gpu.multiprocessors) + (s.slots - 1) * (1 - 1 / counts[1])
-    seconds = waves * steps * clocks / gpu.clock
-    ragged, beside = 1.0 if s.channels_last else 1.25, _BESIDE[s.channels_last]
-    memory = (math.prod(result_shape(p)) * ragged + math.prod(source_shape(p))) * s.pixels.element / gpu.bandwidth
-    if memory > seconds:
-        bound = "bytes"
-    return max(memory, seconds) + beside * min(memory, seconds) + LAUNCH, bound
-
-
-def _clocks(s: Tile) -> tuple[float, str]:
-    """(clocks of a slice, what bounds them) in NCDHW."""
-    t = s.pixels
+    slices = s.walk(p, gpu.multiprocessors) + (s.slots - 1) * (1 - 1 / counts[1])
+    streamed = 0 if s.resident else s.packed_words * 4
     instructions = t.chunks * s.chunk_steps * 2 * s.nb
-    loaded = t.pixels * t.row_bytes * t.chunks
-    streamed = 0 if s.resident else s.packed_words * 4
-    turned = -(-t.pixels // 192) * t.k_steps * 2 * _TURNING[1] * (1 if t.element == 4 else 2)
-    parts = {
-        "tensor cores": instructions * s.columns / 2,
-        "shared memory": (instructions * 32 * (64 + s.columns) + 3 * loaded + streamed) / _SHARED,
-        "producers": t.chunks * (turned + _TURNING[0]),
-        "L2": (t.slot_bytes * t.chunks + streamed) / _L2,
-    }
-    bound = max(parts, key=lambda name: parts[name])
-    body = max(
-        parts["tensor cores"] / _EFFICIENCY, parts["shared memory"] / _EFFICIENCY, parts["producers"], parts["L2"]
+    of_result, of_source = math.prod(result_shape(p)), math.prod(source_shape(p))
+    if last:
+        stored = math.prod(s.shape) * t.cout_g * t.element / 32 * _STORE_LAST
+    else:
+        stored = s.slot_columns / 8 * s.nb * max(1.0, _SHORT[t.element] / s.shape[1]) * _STORE
+    return cost(
+        Work(
+            instructions,
+            instructions * s.columns,
+            waves=-(-math.prod(counts) // gpu.multiprocessors) * slices,
+            moved=(of_result * (1.0 if last else 1.25) + of_source) * t.element,
+            steps=0 if s.resident else t.chunks * -(-s.chunk_steps // s.w_stage),
+            stages=s.stages if last else s.stages_s,
+            lines=t.chunks * t.pixels if last else 0,
+            shared=0
+            if last
+            else instructions * 32 * (64 + s.columns) + 3 * t.pixels * t.row_bytes * t.chunks + streamed,
+            chunks_turned=0 if last else t.chunks,
+            turned=0 if last else t.chunks * -(-t.pixels // 192) * t.k_steps * 8 // t.element,
+            stored=stored,
+            descriptors=True,
+            in_turn=s.turns,
+            beside=_TURN if s.turns else 0,
+        ),
+        gpu,
     )
-    store = s.slot_columns / 8 * s.nb * _STORE * max(1.0, _SHORT[t.element] / s.shape[1])
-    return max(body, body / 2 + store) + _TURN if s.turns else body + store + _SLICE, bound
-
-
-def _last_clocks(s: Tile) -> tuple[float, str]:
-    """The same in channels_last."""
-    t = s.pixels
-    streamed = 0 if s.resident else s.packed_words * 4
-    stages = t.chunks * -(-s.chunk_steps // s.w_stage)
-    parts = {
-        "tensor cores": t.chunks * s.chunk_steps * 2 * s.nb * max(s.columns / 2, _ISSUE) + stages * _STAGE,
-        "L2": (t.chunks * t.pixels * (t.row_bytes + _ROW) + streamed) / _BOXES,
-        "latency": max(t.chunks * _WAITS[0] / s.stages, 0 if s.resident else stages * _WAITS[1] / s.stages_w),
-    }
-    bound = max(parts, key=lambda name: parts[name])
-    body, store = parts[bound], math.prod(s.shape) * t.cout_g * t.element / _STORED
-    return max(body, body / 2 + store) + _TURN_LAST if s.turns else body + store + _SLICE_LAST, bound
 
 
 choose = Chooser(
