@@ -10,10 +10,9 @@ from textwrap import indent
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad import wgrad
 from upconv.export import device, host
+from upconv.export.head import WIDTH, columns, head
 from upconv.export.signatures import Signature
 from upconv.problem import Problem
-
-WIDTH = 120
 
 
 def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
@@ -30,7 +29,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
     found = host.variants(p, gpu)
     kinds = dict.fromkeys(v.kind for v in found)
     values = {
-        "HEAD": _head(p, signature, gpu, found),
+        "HEAD": head(p, signature, gpu, found),
         "CONSTANTS": _constants(p, gpu, found),
         "CUDA": cuda(found),
         "DECLARATIONS": ";\n".join(text for v in found for text in host.prototypes(v)) + ";",
@@ -70,7 +69,7 @@ def _banner(v: host.Variant) -> str:
     if v.name.endswith("_unaligned"):
         where = " where rows begin off 16 bytes"
     elif v.kind == "Joined":
-        where = f" where rows have {_columns(v)} columns"
+        where = f" where rows have {columns(v)} columns"
     line = "// " + "=" * (WIDTH - 3)
     text = textwrap.fill(
         f"{what}{where}: {v.choice.summary.rsplit(', grid', 1)[0]}.",
@@ -92,77 +91,6 @@ def _names(rank: int) -> str:
     return ("batch, channels, length", "batch, channels, height, width", "batch, channels, depth, height, width")[
         rank - 1
     ]
-
-
-# --- the head --------------------------------------------------------------------------------------------------------
-
-_MULTIPLIED = {
-    "tf32": (
-        "float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it; where"
-        " its flags ask for IEEE float32 a call raises"
-    ),
-    "ieee": (
-        "float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps float32's"
-        " accuracy"
-    ),
-    "fp16": "float16, summed in float32",
-    "bf16": "bfloat16, summed in float32",
-    "fp64": "float64",
-}
-_PASSES = {"fwd": "forward", "grad-input": "gradient for the input", "grad-weight": "gradient for the weight"}
-
-
-def _head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[host.Variant, ...]) -> str:
-    """The file's docstring."""
-    arguments = [f"{p.in_channels}, {p.out_channels}, kernel_size={p.kernel}", f"stride={p.stride}"]
-    arguments += [f"padding={p.padding}", f"output_padding={p.output_padding}", f"dilation={p.dilation}"]
-    shape = " x ".join(map(str, p.input_shape))
-    multiplied = _MULTIPLIED[p.precision]
-    if p.precision == "ieee" and p.groups > 1:
-        multiplied += "; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are"
-    layout = "contiguous" if p.layout == "nchw" else "channels_last"
-    plan = []
-    for v in found:
-        where = ""
-        if v.name.endswith("_unaligned"):
-            where = f" (other widths than multiples of {_unit(found, v)})"
-        elif v.kind == "Joined":
-            where = f" (rows of {_columns(v)} columns)"
-        plan.append((f"{_PASSES[v.pass_]}{where}", v.choice.summary.rsplit(", grid", 1)[0]))
-    paragraphs = [
-        f"{signature.title}: a transposed convolution with CUDA kernels of its own, in one file.",
-        f"Layer: ConvTranspose{p.rank}d({', '.join(arguments)}, groups={p.groups}).",
-        "ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and"
-        f" computes forward, first and second gradients with the kernels below, chosen for inputs of {shape} on"
-        f" an {gpu.name} and serve every batch and spatial size.",
-        "Constraints:",
-        f"- CUDA devices of sm_{gpu.arch}; nvcc, a C++ compiler and ninja at the first call, which takes a minute.",
-        f"- Values: {multiplied}.",
-        f"- Tensors in other than the {layout} memory format are copied to it first; results are {layout}.",
-        "- Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.",
-        "Kernels:",
-        *(f"- {name}: {text}." for name, text in plan),
-        f"Measured by `{signature.measured}`.",
-    ]
-    lines: list[str] = []
-    for text in paragraphs:
-        bullet = text.startswith("- ")
-        if lines and not bullet:
-            lines.append("")
-        lines += textwrap.wrap(text, WIDTH - 4, subsequent_indent="  " if bullet else "", break_on_hyphens=False)
-    return "\n".join(lines) + "\n"
-
-
-def _unit(found: tuple[host.Variant, ...], v: host.Variant) -> int:
-    aligned = next(other for other in found if other.name == v.name.removesuffix("_unaligned"))
-    return max(aligned.unit, aligned.unit_out)
-
-
-def _columns(v: host.Variant) -> str:
-    """The rows of the source that a kernel of joined rows serves."""
-    least, most = v.choice.tile.source_columns  # type: ignore[union-attr]
-    whole = [n for n in range(least, most + 1) if n % v.unit == 0]
-    return ", ".join(map(str, whole[:-1])) + f" or {whole[-1]}" if len(whole) > 1 else str(whole[0])
 
 
 def _constants(p: Problem, gpu: Gpu, found: tuple[host.Variant, ...]) -> str:
