@@ -13,7 +13,7 @@ import torch
 from upconv.bench.suites import parse_layer
 from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gpu import H200
-from upconv.export import device, host
+from upconv.export import device, variants
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
@@ -35,19 +35,19 @@ LAYERS = {
 }
 
 
-def text_of(found: tuple[host.Variant, ...]) -> str:
+def text_of(found: tuple[variants.Variant, ...]) -> str:
     """All device code of a file, with its includes."""
     includes = "".join(f"#include <{name}>\n" for name in device.includes(found))
     return includes + device.templates(found) + "".join(map(device.constants, found))
 
 
 @pytest.fixture(scope="module", params=LAYERS)
-def found(request: pytest.FixtureRequest) -> tuple[host.Variant, ...]:
-    return host.variants(LAYERS[request.param], H200)
+def found(request: pytest.FixtureRequest) -> tuple[variants.Variant, ...]:
+    return variants.variants(LAYERS[request.param], H200)
 
 
 @needs_nvrtc
-def test_kernels_compile_to_what_the_librarys_do(found: tuple[host.Variant, ...]) -> None:
+def test_kernels_compile_to_what_the_librarys_do(found: tuple[variants.Variant, ...]) -> None:
     """Registers and local memory of each; all kernels of the file in one program."""
     wanted = {v.kernel(entry): v.choice.sources()[0].entries for v in found for entry in v.entries}
     text = f"// entries: {'; '.join(wanted)}\n{text_of(found)}"
@@ -59,7 +59,7 @@ def test_kernels_compile_to_what_the_librarys_do(found: tuple[host.Variant, ...]
     assert needs == sorted(alone)
 
 
-def test_everything_that_is_defined_is_used(found: tuple[host.Variant, ...]) -> None:
+def test_everything_that_is_defined_is_used(found: tuple[variants.Variant, ...]) -> None:
     text = re.sub(r'//[^\n]*|"(?:\\.|[^"\\])*"', "", device.templates(found))
     words = re.findall(r"\w+", text)
     defined = re.findall(r"^(?:template <[^>]*>\n?\s*)?__device__ [\w &*:<>]*?(\w+)\(", text, re.MULTILINE)
@@ -86,7 +86,7 @@ def test_what_only_unused_definitions_use_goes() -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 @pytest.mark.parametrize("name", ["bf16", "depthwise"])
 def test_nvcc_compiles_it_without_a_word(name: str, tmp_path: Path) -> None:
-    found = host.variants(LAYERS[name], H200)
+    found = variants.variants(LAYERS[name], H200)
     path = tmp_path / "unit.cu"
     uses = ", ".join(f"(void*){v.kernel(v.entry)}" for v in found)
     path.write_text(f"{text_of(found)}void* uses[] = {{{uses}}};\n")
@@ -107,7 +107,7 @@ def test_nvcc_compiles_it_without_a_word(name: str, tmp_path: Path) -> None:
 
 
 def test_layers_here_take_every_kind_of_kernel() -> None:
-    kinds = {v.kind for p in LAYERS.values() for v in host.variants(p, H200)}
+    kinds = {v.kind for p in LAYERS.values() for v in variants.variants(p, H200)}
     assert kinds >= {
         "Gather", "Joined", "GradWeight", "Direct", "DirectWalk", "StagedGradInput",
         "StagedGradWeight",

@@ -35,14 +35,16 @@ from upconv.cuda.wgrad import wgrad, wgrad_costs
 from upconv.export import (
     check,
     command,
+    cpp,
     gpu_of,
-    host,
     kernelbench,
     kernelbench_problem,
     problem_of,
     program,
+    records,
     signatures,
     source,
+    variants,
 )
 from upconv.export.check import load
 from upconv.planner import Device, plan
@@ -222,7 +224,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     return made
 
 
-def library_choice(v: host.Variant, q: Problem, gpu: Gpu) -> Any:
+def library_choice(v: variants.Variant, q: Problem, gpu: Gpu) -> Any:
     """The library's choice with a variant's tile for a problem of another size."""
     c: Any = v.choice
     if isinstance(c, wgrad.Choice):
@@ -248,10 +250,10 @@ def other_sizes(p: Problem, count: int) -> list[Problem]:
 def check_launches(p: Problem, text: str, recorded: list[Recorder], count: int = 25, gpu: Gpu = H200) -> set[str]:
     """Compares every launch of a file with the library's; returns the variants that were met."""
     module = load(text)
-    found = {v.name: v for v in host.variants(p, gpu)}
+    found = {v.name: v for v in variants.variants(p, gpu)}
     met = set()
     for q in other_sizes(p, count):
-        for pass_, name in host.NAMES.items():
+        for pass_, name in variants.NAMES.items():
             if all(v.pass_ != pass_ for v in found.values()):
                 continue
             kernel, blocks, *rest = module[f"{name}_launch"](q.batch, q.size, gpu.multiprocessors)
@@ -274,10 +276,10 @@ def check_launches(p: Problem, text: str, recorded: list[Recorder], count: int =
             main = by_entry[v.entry]
             ((grid, integers),) = main.calls
             sizes = rest[-1]
-            maps = 16 * host._maps(v)
+            maps = 16 * cpp._maps(v)
             assert (blocks, tuple(sizes)) == (grid, integers[: len(integers) - maps]), (str(q), v.name)
-            threads, shared = host._block(v)
-            if host._claims(v) and not prepared.choice.claimed:  # the kernel is the example's, whose tiles are more
+            threads, shared = cpp._block(v)
+            if cpp._claims(v) and not prepared.choice.claimed:  # the kernel is the example's, whose tiles are more
                 shared -= CLAIMS_BYTES
             assert (main.block, main.shared) == (threads, shared)
             if pass_ == "grad-weight":
@@ -301,15 +303,15 @@ def test_launches_are_the_librarys(name: str, recorded: list[Recorder]) -> None:
     p = layer(name)
     text = source(p, "90a")
     met = check_launches(p, text, recorded)
-    assert met == {v.name for v in host.variants(p, H200)}  # every kernel is of use at some size
+    assert met == {v.name for v in variants.variants(p, H200)}  # every kernel is of use at some size
 
 
 def test_blocks_claim_tiles_where_the_librarys_do() -> None:
     p = parse_layer("16,64,(3,5)", "8x16x256x256").with_(precision="tf32")
-    found = {v.name: v for v in host.variants(p, H200)}
-    assert [name for name, v in found.items() if host._claims(v)] == ["forward"]
+    found = {v.name: v for v in variants.variants(p, H200)}
+    assert [name for name, v in found.items() if cpp._claims(v)] == ["forward"]
     text = source(p)
-    assert f"at::zeros({{{host._claims(found['forward'])}}}" in text
+    assert f"at::zeros({{{cpp._claims(found['forward'])}}}" in text
     run, unaligned = (text.split(f"void run_{name}(")[1].split("\n}")[0] for name in ("forward", "forward_unaligned"))
     assert "out.data_ptr(), counters(x));" in run
     assert "counters(" not in unaligned
@@ -326,12 +328,12 @@ JOINED = {
 @pytest.mark.parametrize("name", by_turns(JOINED, 2, 1))  # 4 s each
 def test_joined_rows_are_taken_where_they_can_be(name: str) -> None:
     p = layer(name, **JOINED[name])
-    found = {v.pass_: v for v in host.variants(p, H200) if v.kind == "Joined"}
+    found = {v.pass_: v for v in variants.variants(p, H200) if v.kind == "Joined"}
     assert len(found) == 1
     ((pass_, v),) = found.items()
     choice: Any = v.choice
     names = load(source(p))
-    launch = names[f"{host.NAMES[pass_]}_launch"]
+    launch = names[f"{variants.NAMES[pass_]}_launch"]
     most = p.size[-1] + 40
     sizes = [(*p.size[:-2], h, w) for h in (*range(1, 5), p.size[-2]) for w in range(1, most)]
     sizes += [(*p.size[:-2], 2**26, w) for w in range(p.size[-1] - 20, p.size[-1] + 1)]  # too many to count
@@ -349,9 +351,9 @@ def test_joined_rows_are_taken_where_they_can_be(name: str) -> None:
 
 
 def test_files_together_use_every_family() -> None:
-    kinds = {v.kind for name in LAYERS for v in host.variants(layer(name), H200)}
-    kinds |= {v.kind for v in host.variants(layer("few", dtype=torch.float64, precision="fp64"), A100)}
-    assert kinds == set(host.CLASSES)
+    kinds = {v.kind for name in LAYERS for v in variants.variants(layer(name), H200)}
+    kinds |= {v.kind for v in variants.variants(layer("few", dtype=torch.float64, precision="fp64"), A100)}
+    assert kinds == set(records.CLASSES)
 
 
 @pytest.mark.parametrize("name", ("strided", "odd", "depthwise", "image"))
@@ -374,13 +376,13 @@ STAGED = {
 }  # fmt: skip
 
 
-def staged_variants(p: Problem, gpu: Gpu) -> tuple[host.Variant, ...]:
+def staged_variants(p: Problem, gpu: Gpu) -> tuple[variants.Variant, ...]:
     """Both gradients by staged kernels, whichever family the planner prefers."""
     found = []
     for pass_ in ("grad-input", "grad-weight"):
         choice = staged.choose(p.with_(pass_=pass_, bias=False), gpu)
         assert not isinstance(choice, str), choice
-        found.append(host._variant(host.NAMES[pass_], pass_, choice, 1, 1, gpu))
+        found.append(variants._variant(variants.NAMES[pass_], pass_, choice, 1, 1, gpu))
     return tuple(found)
 
 
@@ -391,7 +393,7 @@ def test_staged_gradients_are_launched_as_the_librarys(
 ) -> None:
     p = STAGED[name]
     found = staged_variants(p, gpu)
-    monkeypatch.setattr(host, "variants", lambda p, gpu: found)
+    monkeypatch.setattr(variants, "variants", lambda p, gpu: found)
     met = check_launches(p, source(p, gpu.arch), recorded, gpu=gpu)
     assert met == {"grad_input", "grad_weight"}
 
@@ -436,10 +438,10 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str, monkeypatch: pytest.
     if p.rank == 1 and "last" in kind:
         pytest.skip("1-D layers have one layout")
     p = p.with_(dtype=dtype, precision=precision, layout="channels_last" if "last" in kind else "nchw")
-    for v in host.variants(p, H200):
-        text = host.definitions(v)
+    for v in variants.variants(p, H200):
+        text = cpp.definitions(v)
         found = {m[1]: m for m in MAP.finditer(text)}
-        assert len(found) == host._maps(v)
+        assert len(found) == cpp._maps(v)
         c: Any = v.choice
         for which, match in found.items():
             d, h, w = (1,) * (3 - p.rank) + p.size
@@ -633,7 +635,7 @@ def test_kernels_for_one_size_are_not_exported(layer: str, input: str, why: str)
     p = parse_layer(layer, input).with_(precision="tf32")
     selected = plan(p, Device("cuda", gpu=H200)).selection("fwd").choice
     assert selected is not None and why in selected.summary
-    for v in host.variants(p, H200):
+    for v in variants.variants(p, H200):
         assert not isinstance(v.choice, (gather.Choice, wgrad.Choice)) or not v.choice.flat
         assert not getattr(v.choice.tiling, "whole", None) if isinstance(v.choice, gather.Choice) else True
         assert not getattr(v.choice.tiling, "lines", False) if isinstance(v.choice, wgrad.Choice) else True
@@ -641,7 +643,7 @@ def test_kernels_for_one_size_are_not_exported(layer: str, input: str, why: str)
 
 def test_a_layer_that_only_a_flat_kernel_of_the_tensor_cores_serves_is_exported_by_another_family() -> None:
     p = Problem.make(4, 100, 16, (1, 1), 45, precision="tf32")  # 2,025 taps
-    assert isinstance(host.variants(p, H200)[0].choice, direct.Choice)
+    assert isinstance(variants.variants(p, H200)[0].choice, direct.Choice)
 
 
 def test_export_says_what_is_wrong(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from upconv.cuda.compile import jit
-from upconv.export.host import Variant
+from upconv.export.variants import Variant
 
 _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILINE)
 _NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"')

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from upconv.cuda.gpu import Gpu
-from upconv.export import host
+from upconv.export import variants
 from upconv.export.signatures import Signature
 from upconv.problem import Problem
 
@@ -28,7 +28,7 @@ _MULTIPLIED = {
 _PASSES = {"fwd": "forward", "grad-input": "gradient for the input", "grad-weight": "gradient for the weight"}
 
 
-def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[host.Variant, ...]) -> str:
+def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[variants.Variant, ...]) -> str:
     """The file's docstring."""
     arguments = [f"{p.in_channels}, {p.out_channels}, kernel_size={p.kernel}", f"stride={p.stride}"]
     arguments += [f"padding={p.padding}", f"output_padding={p.output_padding}", f"dilation={p.dilation}"]
@@ -69,12 +69,12 @@ def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[host.Variant, 
     return "\n".join(lines) + "\n"
 
 
-def _unit(found: tuple[host.Variant, ...], v: host.Variant) -> int:
+def _unit(found: tuple[variants.Variant, ...], v: variants.Variant) -> int:
     aligned = next(other for other in found if other.name == v.name.removesuffix("_unaligned"))
     return max(aligned.unit, aligned.unit_out)
 
 
-def columns(v: host.Variant) -> str:
+def columns(v: variants.Variant) -> str:
     """The rows of the source that a kernel of joined rows serves."""
     least, most = v.choice.tile.source_columns  # type: ignore[union-attr]
     whole = [n for n in range(least, most + 1) if n % v.unit == 0]

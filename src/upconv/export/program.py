@@ -9,7 +9,7 @@ from textwrap import indent
 
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad import wgrad
-from upconv.export import device, host
+from upconv.export import cpp, device, records, variants
 from upconv.export.head import WIDTH, columns, head
 from upconv.export.signatures import Signature
 from upconv.problem import Problem
@@ -26,19 +26,19 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
     Raises:
         ValueError: no kernel serves the layer.
     """
-    found = host.variants(p, gpu)
+    found = variants.variants(p, gpu)
     kinds = dict.fromkeys(v.kind for v in found)
     values = {
         "HEAD": head(p, signature, gpu, found),
         "CONSTANTS": _constants(p, gpu, found),
         "CUDA": cuda(found),
-        "DECLARATIONS": ";\n".join(text for v in found for text in host.prototypes(v)) + ";",
-        "FUNCTIONS": "".join(f'    "{name}",\n' for name in host.functions(found)),
+        "DECLARATIONS": ";\n".join(text for v in found for text in cpp.prototypes(v)) + ";",
+        "FUNCTIONS": "".join(f'    "{name}",\n' for name in cpp.functions(found)),
         "ARCH": gpu.arch,
         "CAPABILITY": _capability(gpu),
         "DEVICES": _devices(gpu),
         "SERVES": _serves(found),
-        "CLASSES": "\n\n".join(host.CLASSES[kind] for kind in kinds),
+        "CLASSES": "\n\n".join(records.CLASSES[kind] for kind in kinds),
         "RECORDS": _records(found),
         "PRECISION": _PRECISION.get(p.precision, ""),
         "CHECK_PRECISION": "    check_precision()\n" if p.precision in _PRECISION else "",
@@ -50,20 +50,20 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
     return _filled(_FILE, values)
 
 
-def cuda(found: tuple[host.Variant, ...]) -> str:
+def cuda(found: tuple[variants.Variant, ...]) -> str:
     """The file's CUDA C++: the kernels' templates, a struct of constants for each launch, then the host's code."""
     needed = device.includes(found)
     parts = [
-        host.includes() + "".join(f"\n#include <{name}>" for name in needed) + "\n",
+        cpp.includes() + "".join(f"\n#include <{name}>" for name in needed) + "\n",
         device.templates(found),
         *(f"{_banner(v)}\n{device.constants(v)}" for v in found),
-        host.helpers(found),
-        *(host.definitions(v) for v in found),
+        cpp.helpers(found),
+        *(cpp.definitions(v) for v in found),
     ]
     return "\n".join(parts)
 
 
-def _banner(v: host.Variant) -> str:
+def _banner(v: variants.Variant) -> str:
     what = {"fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight"}[v.pass_]
     where = ""
     if v.name.endswith("_unaligned"):
@@ -93,7 +93,7 @@ def _names(rank: int) -> str:
     ]
 
 
-def _constants(p: Problem, gpu: Gpu, found: tuple[host.Variant, ...]) -> str:
+def _constants(p: Problem, gpu: Gpu, found: tuple[variants.Variant, ...]) -> str:
     layout = "contiguous_format" if p.layout == "nchw" else "channels_last" if p.rank == 2 else "channels_last_3d"
     lines = [
         f"IN_CHANNELS, OUT_CHANNELS, GROUPS = {p.in_channels}, {p.out_channels}, {p.groups}",
@@ -110,7 +110,7 @@ def _constants(p: Problem, gpu: Gpu, found: tuple[host.Variant, ...]) -> str:
     return "\n".join(lines)
 
 
-def _serves(found: tuple[host.Variant, ...]) -> str:
+def _serves(found: tuple[variants.Variant, ...]) -> str:
     aligned = "source[2] % kernel.unit == 0"
     if any(v.kind == "Joined" for v in found):
         return f"{aligned} and (not isinstance(kernel, Joined) or kernel.fits(source, result))"
@@ -128,10 +128,10 @@ def _devices(gpu: Gpu) -> str:
     return "have[0] == CAPABILITY[0] and have >= CAPABILITY"
 
 
-def _records(found: tuple[host.Variant, ...]) -> str:
+def _records(found: tuple[variants.Variant, ...]) -> str:
     lines = []
-    for pass_, name in host.NAMES.items():
-        mine = [host.record(v) for v in found if v.pass_ == pass_]
+    for pass_, name in variants.NAMES.items():
+        mine = [records.record(v) for v in found if v.pass_ == pass_]
         lines.append(f"{name.upper()} = (\n" + "".join(f"{indent(text, '    ')},\n" for text in mine) + ")")
     return "\n".join(lines)
 
