@@ -315,7 +315,7 @@ def test_weights_that_autocast_leaves_to_the_engine(
 
 
 def test_rounded_weights_are_kept_of_frozen_ones(rounding: Kernels) -> None:
-    layer, x = upconv.ConvTranspose2d(4, 6, 3, stride=2), torch.randn(2, 4, 5, 5)
+    layer, x = upconv.ConvTranspose2d(4, 6, 3, stride=2).eval(), torch.randn(2, 4, 5, 5)
 
     def packs() -> int:
         rounding.log.clear()
