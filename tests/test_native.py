@@ -405,7 +405,8 @@ def test_a_tape_has_the_memory_the_launches_and_where_addresses_are(machine: Mac
     (lambda x, w: [x.new_empty(4, 6)[1:]], "no memory of its own"),
     (lambda x, w: [torch.relu(x)], "calls aten.relu"),
     (lambda x, w: [x.to(torch.bfloat16, memory_format=torch.channels_last)], "for something else than its dtype"),
-), ids=("copy", "sum", "view", "part", "operator", "layout"))  # fmt: skip
+    (lambda x, w: [x.add_(w[1:].view(3, 1, 1))], "no memory of its own"),
+), ids=("copy", "sum", "view", "part", "operator", "layout", "bias of a part"))  # fmt: skip
 def test_other_passes_have_no_tape(module: Any, what: Any, reason: str) -> None:
     x, w = torch.randn(2, 3, 4, 5), torch.randn(4)
     with pytest.raises(tape.NoTape, match=reason):

@@ -760,7 +760,7 @@ static PyObject* set_driver(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-// blob(like, address, sizes, strides, dtype): a tensor on the device of another that is nowhere: a placeholder for a recording.
+// blob(like, address, sizes, strides, dtype): a tensor of a recording, on the device of another. There is no memory at it.
 static PyObject* blob(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject *like, *sizes, *strides, *dtype;

@@ -213,7 +213,7 @@ class _Recording(TorchDispatchMode):
         """A bias, of the second dimension, to a result."""
         if bias.dim() != to.dim() - 1 or bias.numel() != bias.shape[0] or bias.shape[0] != to.shape[1]:
             raise NoTape("it adds a tensor that is no bias")
-        (found,) = (i for i, at in enumerate(self.addresses) if at == bias.data_ptr())
+        found = self._found(bias)
         if self.buffers[found].sizes != (bias.shape[0],):
             raise NoTape("it adds a part of a tensor")
         self.steps.append(Step(ADD, (self._whole(to), found)))
