@@ -125,11 +125,12 @@ def laid_out(t: Tensor, p: Problem, last: bool | None = None) -> Tensor:
 
 
 def assert_computes(
-    choice: Any, emulator: Emulator | None, seed: int, way: Way | None = None, p: Problem | None = None
+    choice: Any, emulator: Emulator | None, seed: int, way: Way | None = None, p: Problem | None = None, calls: int = 0
 ) -> None:
     """What a choice launches gives its pass's result, to the last bit, and stores nothing beside it.
 
     ``p``: whose tensors it takes; by default its own problem's, of a batch as width one of two dimensions.
+    ``calls``: so many, each with what those before left; by default one on an emulator and two on a GPU.
     """
     torch.manual_seed(seed)
     if emulator is not None:
@@ -139,7 +140,7 @@ def assert_computes(
         p = p.with_(precision="ieee")  # they round nothing
     way = way or drawn_way(p, prepared.casts, seed)
     about = f"{p} {p.precision} {p.layout}\n{choice}\n{way}, seed {seed}"
-    for _ in range(1 if emulator else 2):  # again, with what the first call left
+    for _ in range(calls or (1 if emulator else 2)):
         found = (gradient_of_weight if p.pass_ == "grad-weight" else result)(p, prepared, Place(emulator), way)
         first = found.wrong.nonzero()[:1].tolist()
         assert not first, f"{int(found.wrong.sum())} of {found.out.numel()} are wrong, the first at {first}: {about}"
