@@ -595,12 +595,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
     return modules.__getitem__
 
 
-def _truth(model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _truth(p: Problem, model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output and gradients (input, weight, bias) in float64, on the CPU."""
+    kinds = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     (layer_,) = model.children()
-    twin: Any = getattr(nn, type(layer_).__name__)(
-        layer_.in_channels, layer_.out_channels, layer_.kernel_size, layer_.stride, layer_.padding,
-        layer_.output_padding, layer_.groups, True, layer_.dilation, dtype=torch.float64,
+    twin: Any = kinds[p.rank - 1](
+        p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, p.output_padding, p.groups, True, p.dilation,
+        dtype=torch.float64,
     )  # fmt: skip
     twin.load_state_dict(layer_.state_dict())
     x = x.detach().cpu().double().requires_grad_()
@@ -638,7 +639,7 @@ class TestOnGpu:
             y = model(x)
             grad = torch.randn_like(y)
             found = (y, *torch.autograd.grad(y, (x, *model.parameters()), grad))
-            for mine, truth, what in zip(found, _truth(model, x, grad), ("output", "input", "weight", "bias")):
+            for mine, truth, what in zip(found, _truth(p, model, x, grad), ("output", "input", "weight", "bias")):
                 assert mine.shape == truth.shape
                 assert _relative(mine, truth) < bound, (name, batch, size, what)
             with torch.no_grad():
