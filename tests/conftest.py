@@ -90,13 +90,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "cpu":
         yield "cpu"
         return
-    settings: list[Any] = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn]  # type: ignore[attr-defined]
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:  # torch.export refuses different ones
-        setting.fp32_precision = "ieee"
+    torch.backends.cudnn.allow_tf32 = False  # which sets all flags alike, as torch.export wants them
     yield str(request.param)
-    for setting, value in zip(settings, before):
-        setting.fp32_precision = value
+    torch.backends.cudnn.allow_tf32 = True
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import H200
+from upconv.cuda.rearrange import around, relayout
 from upconv.problem import Layout, Precision, Problem
 
 pytestmark = needs_gxx
@@ -53,6 +54,16 @@ def test_gradients_for_the_bias(precision: Precision, layout: Layout, emulator: 
         runner, given = bias.BiasRunner(p, 0), Place(emulator).given(grad, rng.choice((0, 1, 3)))
         for dtype, lasting in product({p.dtype, torch.float32} if p.dtype.itemsize == 2 else {p.dtype}, (False, True)):
             assert torch.equal(runner(given, dtype, lasting), grad.double().sum((0, 2, 3)).to(dtype)), (p, dtype)
+
+
+def test_gradients_for_widened_weights_again(emulator: Emulator) -> None:
+    """The wider result of the kernel has the strides of the gradient itself, whose memory is shorter."""
+    p = Problem.make(
+        6, 30, 32, (3, 24), (1, 4), dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight"
+    )
+    inner = around.choose(relayout._wider(p), H200, others=True)
+    assert not isinstance(inner, str)
+    assert_computes(relayout.Choice(inner, p, 0.0), emulator, 0, calls=2)
 
 
 # --- the emulator itself ---------------------------------------------------------------------------------------------

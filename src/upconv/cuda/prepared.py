@@ -403,7 +403,7 @@ class PreparedWeight(_Prepared):
             lasting: as for `Prepared.run`.
         """
         at_x, at_grad, at_out = values = [x.data_ptr(), grad.data_ptr(), out.data_ptr()]
-        key = out.stride(), out.dtype, lasting, (at_x | at_grad | at_out) & 15
+        key = out.shape, out.stride(), out.dtype, lasting, (at_x | at_grad | at_out) & 15
         program = self._known.get(key)
         try:
             if program is not None:
@@ -419,12 +419,12 @@ class PreparedWeight(_Prepared):
         wider = out.numel() != math.prod(choice.result_shape)
         if wider or (choice.flat and not contiguous):
             whole = out.new_empty(choice.result_shape if wider else out.shape)
-            self.run(x, grad, whole, key[2])
+            self.run(x, grad, whole, key[3])
             out.copy_(whole[: out.shape[0], : out.shape[1]])
             return
         single = self.casts and out.dtype is torch.float32
         order: WeightForm = "contiguous" if contiguous else "channels_last"
-        program = self._program(Given(order, single, lasting=key[2], aligned=not grad.data_ptr() & 15))
+        program = self._program(Given(order, single, lasting=key[3], aligned=not grad.data_ptr() & 15))
         if not key[-1]:
             self._known[key] = program
         program.anywhere((x, grad, out), [t.data_ptr() for t in (x, grad, out)], False)
