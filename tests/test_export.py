@@ -455,7 +455,7 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str, monkeypatch: pytest.
                 sizes = [p.batch, d, h, w] if v.pass_ == "fwd" else [p.batch, od, oh, ow]
                 q = p.with_(pass_=v.pass_)
                 wanted = encoded(monkeypatch, *(
-                    (joined.source_map(c.tile, q).encoded, 0) if v.kind == "Joined"
+                    (c.tile.source_map(q).encoded, 0) if v.kind == "Joined"
                     else (gather.source_maps(c.tiling, q)[0].encoded, 0)
                 ))  # fmt: skip
             of = {"x": torch.empty(p.input_shape), "grad": torch.empty(p.output_shape)}

@@ -317,7 +317,7 @@ def _block(v: Variant) -> tuple[int, int]:
     if isinstance(c, gather.Choice):
         return (512 if c.tiling.wgmma else 384), c.tiling.shared_bytes + (CLAIMS_BYTES if c.claimed else 0)
     if isinstance(c, joined.Choice):
-        return joined.Choice.threads, c.tile.shared_bytes
+        return joined.Tile.threads, c.tile.shared_bytes
     if isinstance(c, wgrad.Choice):
         return c.tiling.threads, c.tiling.shared_bytes
     if isinstance(c, staged.Choice):

@@ -99,10 +99,6 @@ struct Loader {
   __device__ __forceinline__ Steps begin(int tile) {
     Group group = group_at(first_group(tile) + lane, work.sizes);  // the last tile's may be of no image, whose boxes are zeros
     n = group.n, d = group.d * C::step_d - C::pad_d, h = group.h * C::step_h - C::pad_h, w = group.w * C::step_w + C::first;
-    if constexpr (C::line > 0) {                        // 1-D: the map has a channel's row as lines, of which a box has some
-      h = w / C::line - (w % C::line < 0);
-      w = 0;
-    }
     weights = work.packed + (long long)block_of(tile) * STAGES_K * WEIGHT_BYTES;
     return {0, STAGES_K};
   }
@@ -156,8 +152,8 @@ static __device__ __forceinline__ void load_fragments(u32 (&a)[2][MB][4], u32 fr
         } else {
 #pragma unroll
           for (int k = 0; k < 2; k++, at += (slot_at(0, SLOTS / 2) - slot_at(0, 0)) * ELEMENT) {
-            if constexpr (!NARROW || C::together) a[step][m][2 * k + i] = load_shared_u32(at);
-            else a[step][m][2 * k + i] = load_shared_u16(at) | load_shared_u16(at + (C::slot == 2 ? 1 : C::pitch) * ELEMENT) << 16;
+            if constexpr (!NARROW || C::slot == 2) a[step][m][2 * k + i] = load_shared_u32(at);
+            else a[step][m][2 * k + i] = load_shared_u16(at) | load_shared_u16(at + (slot_at(0, 1) - slot_at(0, 0)) * ELEMENT) << 16;
           }
         }
       }
