@@ -587,24 +587,6 @@ def assert_capturable(prepared: Any, p: Problem) -> None:
     assert torch.equal(replayed(step)[0], out * 2)
 
 
-def precision_by_turns(index: int) -> tuple[Precision, ...]:
-    """TF32 of every other layer, of those between one of the 16-bit types, whose kernels are the same but for one word;
-    or with `EVERY` all three.
-    """
-    every: tuple[Precision, ...] = ("tf32", "bf16", "tf32", "fp16")
-    return every[1:] if EVERY else (every[index % 4],)
-
-
-def spread_by_precision(every: list[Any], precision: Precision, most: int = 2) -> list[Any]:
-    """About so many of a layer's tiles for TF32; half as many for each 16-bit type, whose kernels are the same but for
-    one word, others for each.
-    """
-    if EVERY:
-        return every
-    step = 1 + len(every) // (most if precision == "tf32" else most // 2)
-    return every[step // 2 if precision == "fp16" else 0 :: step]
-
-
 # --- kernels on the host ---------------------------------------------------------------------------------------------
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
