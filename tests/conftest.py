@@ -37,7 +37,7 @@ from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch, nvrtc
 from upconv.cuda.gpu import H200, gpu
 from upconv.planner import Candidate, Device, Plan
-from upconv.problem import Precision, Problem
+from upconv.problem import Problem
 from upconv.replay import calls, replays
 
 if find_spec("expecttest") is None:

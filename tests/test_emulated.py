@@ -164,7 +164,7 @@ FAULTS = {
     "implicit: no wait for a stage": ("implicit", OF_RING, ""),
     "implicit: a tap's shift": ("implicit", r"\+ constant_at<C::taps_w>\(tap\)", "+ constant_at<C::taps_w>(tap) + 1"),
     "implicit: a stage given back too early": ("implicit", r"wgmma_wait<HOLDS>\(\);", ""),
-    "subpixel: a place": ("subpixel", r"tile\.p \+ b \* ROW_PIXELS", "tile.p + b * ROW_PIXELS + 1"),
+    "subpixel: a place": ("subpixel", r"tile\.p \+ lane \* ROW_PIXELS", "tile.p + lane * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),
     "sweep: the first slot": ("sweep", r"int pad_d = (\d+);", r"int pad_d = \1 + 1;"),
     "gather: no wait for a stage": ("gather", FULL, ""),
