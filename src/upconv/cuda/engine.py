@@ -18,6 +18,7 @@ from torch import Tensor
 
 from upconv import cpu, forks
 from upconv.cuda import weights
+from upconv.cuda.gpu import capturing as _capturing
 from upconv.cuda.gpu import current_device as _current_device
 from upconv.problem import Pass, is_channels_last
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from upconv.cuda.bias import BiasRunner
     from upconv.cuda.launches import Unit
     from upconv.cuda.prepared import Prepared, PreparedWeight
+    from upconv.cuda.recording import Recording
     from upconv.planner import Plan
 
 
@@ -101,10 +103,6 @@ def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     return out.add_(bias.view(-1, *(1,) * plan.problem.rank))
 
 
-# PyTorch's own binding; a PyTorch built without CUDA lacks it.
-_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
-
-
 def gradients(
     plan: Plan,
     grad: Tensor,
@@ -127,7 +125,11 @@ def gradients(
     Raises:
         as `forward`.
     """
-    runners = _gradients(plan, grad.get_device())
+    index = grad.get_device()
+    if _current_device() != index:
+        with torch.cuda.device(index):
+            return gradients(plan, grad, x, weight, mask, lasting)
+    runners = _gradients(plan, index)
     grad_input = grad_weight = grad_bias = None
     by_input = runners.input if mask[0] else None
     by_weight = runners.weight if mask[1] else None
@@ -203,17 +205,17 @@ class WeightRunner:
         self.casts = self.prepared.casts
 
     def __call__(self, x: Tensor, grad: Tensor, dtype: torch.dtype, lasting: bool = True) -> Tensor:
-        """The gradient for the weight, in its ``dtype`` and the problem's layout; ``grad`` (the output's) is dense."""
-        if _current_device() != self.index:
-            with torch.cuda.device(self.index):
-                return self(x, grad, dtype, lasting)
+        """The gradient for the weight, in its ``dtype`` and the problem's layout.
+
+        ``grad`` (the output's) is dense, and the current device is this one's.
+        """
         if x.is_neg() or not x.is_contiguous(memory_format=self.format):
             x = _dense(x, self.format)
-        strides = self.strides
-        if self.otherwise is not None and not is_channels_last(x.shape, x.stride()):
-            strides = self.otherwise
-        mixed = dtype is not x.dtype and self.casts
-        out = x.new_empty_strided(self.shape, strides, dtype=dtype if mixed else None)
+        strides = self.strides if self.otherwise is None else self._doubtful(x)
+        if dtype is x.dtype or not self.casts:
+            out = x.new_empty_strided(self.shape, strides)
+        else:
+            out = x.new_empty_strided(self.shape, strides, dtype=dtype)
         try:
             self.prepared.run(x, grad, out, lasting and not _capturing())
         except torch.OutOfMemoryError:
@@ -221,6 +223,21 @@ class WeightRunner:
         except RuntimeError as error:
             raise _failure(self.plan, self.index, error, "grad-weight") from error
         return out if out.dtype is dtype else out.to(dtype)
+
+    def _doubtful(self, x: Tensor) -> tuple[int, ...]:
+        """The result's strides for an input that may be read either way."""
+        assert self.otherwise is not None
+        return self.strides if is_channels_last(x.shape, x.stride()) else self.otherwise
+
+    def record(self, to: Recording, x: Tensor, grad: Tensor, dtype: torch.dtype, lasting: bool = True) -> Tensor:
+        """States a call."""
+        strides = self.strides if self.otherwise is None else self._doubtful(x)
+        out = to.make(self.shape, strides, dtype if self.casts else x.dtype)
+        program = self.prepared.program(grad, out, lasting) if x.is_contiguous(memory_format=self.format) else None
+        if program is None:
+            to.refuse("it copies a tensor")
+        to.run(program, (x, grad, out), False)
+        return to.cast(out, dtype)
 
 
 def _prepare(plan: Plan, index: int, pass_: Pass) -> Any:
@@ -264,6 +281,18 @@ class Runner:
             raise _failure(self.plan, self.index, error, self.pass_) from error
         return out
 
+    def record(self, to: Recording, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True) -> Tensor:
+        """States a call with a weight that is not frozen."""
+        dense = x.is_contiguous(memory_format=self.format) and (bias is None or bias.is_contiguous())
+        if not self.casts:
+            weight, bias = to.cast(weight, x.dtype), None if bias is None else to.cast(bias, x.dtype)
+        program = self.prepared.program(x, weight, bias, lasting) if dense else None
+        if program is None:
+            to.refuse("it copies an operand")
+        out = to.make(self.shape, self.strides, x.dtype)
+        to.run(program, (x, weight, bias, out), True)
+        return out
+
     def _launch(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, lasting: bool) -> None:
         """Packs the weight, or takes a frozen one's copy, and runs the kernel."""
         capturing = _capturing()
@@ -277,7 +306,9 @@ class Runner:
                 bias = bias.to(x.dtype)  # else it is rounded together with the weight
         if packed is None:
             # Drivers before CUDA 12.3 capture no dependents.
-            self.prepared.run(x, weight.resolve_neg(), bias, out, not capturing, lasting and not capturing)
+            if weight.is_neg():  # 0.2 us less than resolve_neg
+                weight = weight.resolve_neg()
+            self.prepared.run(x, weight, bias, out, not capturing, lasting and not capturing)
         else:
             self.prepared.run(x, packed, bias, out, False, lasting and not capturing)
 
@@ -287,6 +318,54 @@ def _failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -
     assert selected.choice is not None
     where = f"{plan.device.kind}:{selected.name} on cuda:{index} ({selected.choice.summary})"
     return RuntimeError(f"upconv could not compute {plan.problem.with_(pass_=pass_)} by {where}: {error}")
+
+
+# --- recordings ------------------------------------------------------------------------------------------------------
+# What the calls above do, stated for operands on the meta device. Errors: those of `Recording.refuse`.
+
+
+def record_forward(
+    to: Recording, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True
+) -> Tensor:
+    """States `forward`."""
+    runner = _runner(plan, to.device)
+    assert runner is not None
+    return runner.record(to, x, weight, bias, lasting)
+
+
+def record_convolution(to: Recording, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """States `convolution`."""
+    runner = _gradients(plan, to.device).input
+    assert runner is not None
+    if bias is None or runner.biased:
+        return runner.record(to, x, weight, None if bias is None else to.cast(bias, x.dtype))
+    out = runner.record(to, x, weight, None)
+    to.add(out, bias)
+    return out
+
+
+def record_gradients(
+    to: Recording, plan: Plan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool], lasting: bool = True
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """States `gradients`."""
+    runners = _gradients(plan, to.device)
+    by_input = runners.input if mask[0] else None
+    by_weight = runners.weight if mask[1] else None
+    by_bias = runners.bias if mask[2] else None
+    grad_input = grad_weight = grad_bias = None
+    if not grad.is_contiguous(memory_format=runners.format):
+        to.refuse("it copies the output's gradient")
+    if (mask[0] and by_input is None) or (mask[1] and by_weight is None):
+        to.refuse("it calls PyTorch's operator")
+    if by_weight is not None:
+        grad_weight = by_weight.record(to, x, grad, weight.dtype, lasting)
+    if by_input is not None:
+        grad_input = by_input.record(to, grad, weight, None, lasting)
+    if by_bias is not None:
+        grad_bias = by_bias.record(to, grad, weight.dtype, lasting)
+    elif mask[2]:
+        grad_bias = to.sum(grad, weight.dtype)
+    return grad_input, grad_weight, grad_bias
 
 
 # --- loading and compiling -------------------------------------------------------------------------------------------
