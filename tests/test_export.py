@@ -27,7 +27,7 @@ from upconv.bench.timing import precision_flags
 from upconv.cli import app
 from upconv.cuda.axes import result_shape
 from upconv.cuda.compile import driver, jit
-from upconv.cuda.direct import direct, staged, staged_costs
+from upconv.cuda.direct import plain, staged, staged_costs
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
@@ -643,7 +643,7 @@ def test_kernels_for_one_size_are_not_exported(layer: str, input: str, why: str)
 
 def test_a_layer_that_only_a_flat_kernel_of_the_tensor_cores_serves_is_exported_by_another_family() -> None:
     p = Problem.make(4, 100, 16, (1, 1), 45, precision="tf32")  # 2,025 taps
-    assert isinstance(variants.variants(p, H200)[0].choice, direct.Choice)
+    assert isinstance(variants.variants(p, H200)[0].choice, plain.Choice)
 
 
 def test_export_says_what_is_wrong(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ LAUNCH = dedent(
     template <typename To, typename From>
     To parameter(const From& value) {
       if constexpr (std::is_class_v<To>) {
-        static_assert(sizeof(To) == sizeof(From), "a tensor map has 128 bytes");
+        static_assert(sizeof(To) == sizeof(From), "a struct is copied bit by bit");
         To to;
         std::memcpy(&to, &value, sizeof(To));
         return to;
@@ -227,7 +227,7 @@ def functions(found: tuple[Variant, ...]) -> tuple[str, ...]:
 
 def _sizes(v: Variant) -> int:
     return {
-        "Gather": 11, "Joined": 6, "Direct": 8, "DirectAny": 7, "DirectWalk": 8, "GradWeight": 12, "DirectGradInput": 8,
+        "Gather": 11, "Joined": 6, "Direct": 8, "Plain": 40, "DirectWalk": 8, "GradWeight": 12, "DirectGradInput": 8,
         "StagedGradInput": 10, "StagedGradWeight": 11,
     }[v.kind]  # fmt: skip
 
@@ -263,7 +263,7 @@ def _pack(v: Variant) -> str:
 def _run(v: Variant) -> str:
     c, source = v.choice, "grad" if v.pass_ == "grad-input" else "x"
     pointers = [f"{source}.data_ptr()", "packed.data_ptr()", "address(bias)", "out.data_ptr()"]
-    if v.kind in ("DirectGradInput", "StagedGradInput"):
+    if v.kind in ("DirectGradInput", "StagedGradInput") or (v.kind == "Plain" and v.pass_ != "fwd"):
         pointers.remove("address(bias)")
     if v.kind == "Joined":
         del pointers[0]  # which the map has
@@ -277,7 +277,8 @@ def _run(v: Variant) -> str:
     if _claims(v):
         pointers.append(f"counters({source})")
     lines.append(f"const auto pointers = std::make_tuple({', '.join(pointers)});\n")
-    lines.append(_launch(v.kernel(v.entry), _block(v), source, "blocks", "pointers", "sizes", *last))
+    sizes = "std::make_tuple(sizes)" if v.kind == "Plain" else "sizes"  # one struct
+    lines.append(_launch(v.kernel(v.entry), _block(v), source, "blocks", "pointers", sizes, *last))
     return "".join(lines)
 
 

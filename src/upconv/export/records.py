@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import torch
 
-from upconv.cuda.direct import direct_grad, staged, staged_costs, staged_tiles
+from upconv.cuda.direct import direct_grad, plain, staged, staged_costs, staged_tiles
 from upconv.cuda.direct.cells import axes
 from upconv.cuda.direct.walks import Walk
 from upconv.cuda.gemm import gather, joined
@@ -88,21 +88,35 @@ CLASSES = {
                 return batch * result[0] * self.channel_blocks * rows * columns, (*source, *result, rows, columns)
         '''
     ),
-    "DirectAny": dedent(
+    "Plain": dedent(
         '''\
-        class DirectAny(NamedTuple):
-            """Forward on CUDA cores, a thread for each result."""
+        class Plain(NamedTuple):
+            """Forward or gradient for the input of any layer, a thread for each result."""
 
             name: str
             unit: int
-            channels: int  # of the result
-            words: int  # of the packed weights
-            packed: torch.dtype
+            forward: bool
+            channels: tuple[int, int, int]  # groups, and input and output channels of one
+            axes: tuple[tuple[int, ...], ...]  # kernel, stride, padding, dilation and phase of depth, height, width
+            last: bool  # tensors are in channels_last
 
             def launch(self, batch, source, result, processors):
                 """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-                total = batch * self.channels * math.prod(result)
-                return min(ceil(total, 256), 2**20), (*source, *result, total)
+                groups, cin, cout = self.channels
+                size, out_size = (source, result) if self.forward else (result, source)
+                axes = [n for i, o, axis in zip(size, out_size, self.axes) for n in (i, o, *axis)]
+                x, y = self.strides(groups * cin, size, self.last), self.strides(groups * cout, out_size, self.last)
+                weight = self.strides(cout, [axis[0] for axis in self.axes], False)
+                total = batch * groups * (cout if self.forward else cin) * math.prod(result)
+                return min(ceil(total, 256), 2**20), (batch, groups, cin, cout, *axes, *x, *weight, *y)
+
+            def strides(self, channels, size, last):
+                """Elements between images, channels, slices, rows and columns."""
+                depth, height, width = size
+                pixels = depth * height * width
+                if last:
+                    return channels * pixels, 1, height * width * channels, width * channels, channels
+                return channels * pixels, pixels, height * width, width, 1
         '''
     ),
     "DirectWalk": dedent(
@@ -251,6 +265,12 @@ def record(v: Variant) -> str:
         given |= {"block_seconds": float(f"{wgrad_costs.block_seconds(c.gpu):.9g}")}
     elif isinstance(c, direct_grad.Choice):
         given |= {"channel_blocks": c.channel_blocks}
+    elif isinstance(c, plain.Choice):
+        p = c.problem
+        axes_of = list(zip(p.kernel, p.stride, p.padding, p.dilation, plain.phases(p)))
+        given |= {"forward": v.pass_ == "fwd"}
+        given |= {"channels": (p.groups, p.in_channels // p.groups, p.out_channels // p.groups)}
+        given |= {"axes": ((1, 1, 0, 1, 1),) * (3 - p.rank) + tuple(axes_of), "last": p.layout == "channels_last"}
     elif isinstance(c, staged.Choice):
         s = c.tile
         if v.pass_ == "grad-input":
@@ -262,8 +282,6 @@ def record(v: Variant) -> str:
                 "most": staged_costs.most_ranges(c.problem, s),
             }
             given |= {"resident": v.resident}
-    elif c.tile is None:
-        given |= {"channels": c.problem.out_channels}
     else:
         p, (_, h, w_axis) = c.problem, axes(c.problem)
         stride = (h.stride, w_axis.stride)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from upconv.cuda.axes import source_shape
 from upconv.cuda.compile import jit
-from upconv.cuda.direct import direct, direct_grad, staged, staged_costs
+from upconv.cuda.direct import direct, direct_grad, plain, staged, staged_costs
 from upconv.cuda.direct.walks import Walk
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import Gpu
@@ -21,7 +21,9 @@ from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 
-Choice = gather.Choice | joined.Choice | direct.Choice | direct_grad.Choice | wgrad.Choice | staged.Choice
+Choice = (
+    gather.Choice | joined.Choice | direct.Choice | direct_grad.Choice | plain.Choice | wgrad.Choice | staged.Choice
+)
 
 # Of the time of the kernel for every size, by their models, from which on joined rows are worth a kernel more. As the
 # models have it, not `family.weighed`: the gather-GEMM's estimate is right for such layers.
@@ -79,7 +81,9 @@ class Variant:
             return "DirectGradInput"
         if isinstance(c, staged.Choice):
             return "StagedGradInput" if self.pass_ == "grad-input" else "StagedGradWeight"
-        return "DirectAny" if c.tile is None else "DirectWalk" if isinstance(c.tile, Walk) else "Direct"
+        if isinstance(c, plain.Choice):
+            return "Plain"
+        return "DirectWalk" if isinstance(c.tile, Walk) else "Direct"
 
 
 def variants(p: Problem, gpu: Gpu) -> tuple[Variant, ...]:
@@ -107,7 +111,8 @@ def _choice(p: Problem, pass_: Pass, gpu: Gpu) -> Choice:
     wanted = p.with_(pass_="fwd") if pass_ == "fwd" else p.with_(pass_=pass_, bias=False)
     selection = select(wanted, Device("cuda", gpu=gpu), general=True)
     choice = selection.choice
-    if not isinstance(choice, (gather.Choice, direct.Choice, direct_grad.Choice, wgrad.Choice, staged.Choice)):
+    served = (gather.Choice, direct.Choice, direct_grad.Choice, plain.Choice, wgrad.Choice, staged.Choice)
+    if not isinstance(choice, served) or (choice.family == "plain" and pass_ == "grad-weight"):
         reason = "; ".join(c.reason for c in selection.candidates)
         raise ValueError(f"the layer must have kernels to be exported, and for {pass_} there is none: {reason}")
     return choice
@@ -152,6 +157,8 @@ def _variant(name: str, pass_: Pass, choice: Choice, unit: int, unit_out: int, g
     entries = tuple(source.entries)
     if isinstance(choice, (gather.Choice, joined.Choice, direct.Choice)):
         return Variant(name, pass_, choice, unit, unit_out, entries[0], entries[1], entries)
+    if isinstance(choice, plain.Choice):
+        return Variant(name, pass_, choice, unit, unit_out, None, plain.ENTRIES[pass_], entries)
     resident = staged_costs.resident(choice.tile, gpu) if isinstance(choice, staged.Choice) else 1
     return Variant(name, pass_, choice, unit, unit_out, None, entries[0], entries, resident)
 
