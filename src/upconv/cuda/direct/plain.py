@@ -19,7 +19,7 @@ from upconv.cuda.launches import NULL, Given, Launch, Long, Pointer, Unit, Weigh
 from upconv.cuda.scalars import PRECISIONS
 from upconv.problem import Pass, Problem
 
-ENTRIES: dict[Pass, str] = {
+_ENTRIES: dict[Pass, str] = {
     "fwd": "plain_forward",
     "grad-input": "plain_grad_input",
     "grad-weight": "plain_grad_weight",
@@ -53,7 +53,7 @@ class Choice(family.Defaults):
     @property
     def summary(self) -> str:
         each = "block" if self.problem.pass_ == "grad-weight" else "thread"
-        return f"one result per {each}, {_blocks(self.problem)} blocks"
+        return f"one result per {each}, {blocks(self.problem)} blocks"
 
     @property
     def margin(self) -> float:
@@ -67,27 +67,40 @@ class Choice(family.Defaults):
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile, the same for all layers of a dtype."""
         constants = {"precision": PRECISIONS[self.problem.dtype], "threads": _THREADS}
-        entries = tuple(ENTRIES.values())
-        source = jit.instance("plain.cu", constants, [f"{entry}<{jit.CONFIG}>" for entry in entries])
-        return (Unit(f"the plain kernels of {self.problem.dtype}", source, entries),)
+        source = jit.instance("plain.cu", constants, (f"{self.entry}<{jit.CONFIG}>",))
+        return (Unit(f"{self.entry} of {self.problem.dtype}", source, (self.entry,)),)
+
+    @property
+    def entry(self) -> str:
+        return _ENTRIES[self.problem.pass_]
 
     def launches(self, given: Given) -> tuple[Launch, ...]:
         p, (unit,) = self.problem, self.sources()
         operands = [NULL if name == "bias" and given.bias == "none" else Pointer(name) for name in _OPERANDS[p.pass_]]
         arguments = (*operands, *_layer(p, given))
-        return (Launch(unit, ENTRIES[p.pass_], _blocks(p), _THREADS, 0, arguments),)
+        return (Launch(unit, self.entry, blocks(p), _THREADS, 0, arguments),)
 
 
 def _layer(p: Problem, given: Given) -> tuple[Long, ...]:
     """The kernels' ``PlainLayer``."""
-    axes = [(1, 1, 1, 1, 0, 1, 1)] * (3 - p.rank)
-    axes += zip(p.size, p.out_size, p.kernel, p.stride, p.padding, p.dilation, phases(p))
     order: WeightForm = "channels_last" if p.layout == "channels_last" else "contiguous"
     weight: WeightForm = given.weight if p.pass_ == "grad-weight" else "contiguous"
-    orders = (p.input_shape, order), (p.weight_shape, weight), (p.output_shape, order)
-    strides = (strides_of((*shape[:2], *(1,) * (3 - p.rank), *shape[2:]), by) for shape, by in orders)
     channels = p.batch, p.groups, p.in_channels // p.groups, p.out_channels // p.groups
-    return longs((*channels, *chain(*axes), *chain(*strides)))
+    lead = (1,) * (3 - p.rank)
+    axes = zip((*lead, *p.size), (*lead, *p.out_size), geometry(p))
+    tensors = (p.input_shape, order), (p.weight_shape, weight), (p.output_shape, order)
+    numbers = ((size, out, *of_axis) for size, out, of_axis in axes)
+    return longs((*channels, *chain(*numbers), *chain(*(strides(*each) for each in tensors))))
+
+
+def geometry(p: Problem) -> tuple[tuple[int, ...], ...]:
+    """Kernel, stride, padding, dilation and phase of a ``PlainAxis``, along D, H and W."""
+    return ((1, 1, 0, 1, 1),) * (3 - p.rank) + tuple(zip(p.kernel, p.stride, p.padding, p.dilation, phases(p)))
+
+
+def strides(shape: tuple[int, ...], order: WeightForm) -> tuple[int, ...]:
+    """Of a tensor's five dimensions, contiguous or in channels_last."""
+    return strides_of((*shape[:2], *(1,) * (5 - len(shape)), *shape[2:]), order)
 
 
 def phases(p: Problem) -> tuple[int, ...]:
@@ -100,7 +113,7 @@ def _results(p: Problem) -> int:
     return math.prod(shapes[p.pass_])
 
 
-def _blocks(p: Problem) -> int:
+def blocks(p: Problem) -> int:
     each = 1 if p.pass_ == "grad-weight" else _THREADS
     return min(-(-_results(p) // each), _MOST_BLOCKS)
 
@@ -120,7 +133,7 @@ def seconds(p: Problem, gpu: Gpu) -> float:
     product = _PRODUCT * (_APART if p.layout == "channels_last" else 1)
     loads = product * p.flops / 2 + _TEST * _results(p) * _tests(p)
     issued = loads / (min(_LANES, fma_lanes(gpu, p.dtype is torch.float64)) * gpu.multiprocessors)
-    clocks = max(issued, _WAIT * loads / (_blocks(p) * _THREADS))
+    clocks = max(issued, _WAIT * loads / (blocks(p) * _THREADS))
     return _LAUNCH + p.bytes / gpu.bandwidth + clocks / gpu.clock
 
 
