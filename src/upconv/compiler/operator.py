@@ -23,7 +23,6 @@ from torch.autograd import forward_ad
 from upconv import autograd, cpu, dispatch, flops, planner, refusals
 from upconv.compiler import layouts, recorded, rule
 from upconv.compiler.arguments import Arguments, arguments_of, text_of
-from upconv.cuda import engine
 from upconv.problem import PRECISIONS, output_length
 from upconv.replay import calls
 
@@ -157,7 +156,7 @@ def _run(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tenso
     rank, rounded = len(arguments[0]), weight.dtype is not input.dtype
     plan = dispatch.find_plan(rank, input, weight, bias, *arguments, rounded)
     if plan is not None and plan.choice is not None:
-        found = recorded.compute(plan, "fwd", _pass, (input, weight, bias), -1)[0]
+        found = recorded.compute(plan, None, (input, weight, bias))[0]
         assert found is not None
         if plan.problem.layout != "nchw" or not dispatch.doubtful(plan.problem, input.device.type):
             return found
@@ -171,11 +170,6 @@ def _run(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tenso
     return found.contiguous(memory_format=_format(input, weight))  # as _fake says
 
 
-def _pass(plan: planner.Plan, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-    # A graph's private memory pool lets nothing outlive the call.
-    return (engine.forward(plan, input, weight, bias, lasting=False),)
-
-
 def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: int) -> tuple[Tensor, Tensor]:
     arguments = arguments_of(text)
     plan = dispatch.find_plan(len(arguments[0]), input, weight, None, *arguments, weight.dtype is not input.dtype)
@@ -187,11 +181,7 @@ def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: 
     elif plan.backward == planner.FAMILIES:
         if refusals.active:
             refusals.refuse_gradients(plan, asked)
-
-        def run(plan: planner.Plan, grad: Tensor, input: Tensor, weight: Any) -> calls.Gradients:
-            return engine.gradients(plan, grad, input, weight, asked, lasting=False)
-
-        found = recorded.compute(plan, asked, run, (grad, input, weight), 0)
+        found = recorded.compute(plan, asked, (grad, input, weight))
     else:
         found = autograd.transposed(plan).taken(grad, input, weight, asked)
     layout = _format(input, weight)
