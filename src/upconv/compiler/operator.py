@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from upconv import autograd, cpu, dispatch, flops, planner, refusals
-from upconv.compiler import layouts, recorded, rule
+from upconv import autograd, cpu, dispatch, planner, refusals
+from upconv.compiler import flops, layouts, recorded, rule
 from upconv.compiler.arguments import Arguments, arguments_of, text_of
 from upconv.problem import PRECISIONS, output_length
 from upconv.replay import calls
@@ -42,6 +42,7 @@ for _signature in (
 
 def _composite(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     layouts.teach()
+    flops.teach()
     operands = (input, weight, bias)
     if dispatch.transforms_active() or any(map(_is_dual, operands)):
         return _theirs(input, weight, bias, *arguments)
@@ -224,6 +225,7 @@ def _recorded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         if (forward_ad._current_level >= 0 or dispatch.transforms_active()) and any(map(_is_dual, tensors)):
             raise RuntimeError(f"upconv::{name} has no forward-mode derivative; call upconv::conv_transpose, which has")
         if torch._C._len_torch_dispatch_stack() > 0 or any(type(t) not in dispatch.PLAIN for t in tensors):
+            flops.teach()
             with torch._C._AutoDispatchBelowAutograd():
                 return getattr(torch.ops.upconv, name)(*given)
         return run(*given)
@@ -242,5 +244,3 @@ for _name, _call, _shapes in (
 for _key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
     _LIBRARY.impl("conv_transpose", _composite, _key)
 _forward = torch.ops.upconv.conv_transpose_forward
-
-flops.register(arguments_of)
