@@ -37,7 +37,7 @@ from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch, nvrtc
 from upconv.cuda.gpu import H200, gpu
 from upconv.planner import Candidate, Device, Plan
-from upconv.problem import Precision, Problem
+from upconv.problem import Problem
 from upconv.replay import calls, replays
 
 if find_spec("expecttest") is None:
@@ -90,13 +90,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "cpu":
         yield "cpu"
         return
-    settings: list[Any] = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn]  # type: ignore[attr-defined]
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:  # torch.export refuses different ones
-        setting.fp32_precision = "ieee"
+    torch.backends.cudnn.allow_tf32 = False  # which sets all flags alike, as torch.export wants them
     yield str(request.param)
-    for setting, value in zip(settings, before):
-        setting.fp32_precision = value
+    torch.backends.cudnn.allow_tf32 = True
 
 
 @pytest.fixture(autouse=True)
@@ -139,15 +135,19 @@ def _shared_memory_of_nans(request: pytest.FixtureRequest, monkeypatch: pytest.M
     def filler(device: int) -> tuple[launch.Launcher, int, int]:
         chip = gpu(device)
         kernel = jit.kernel(NANS, "nans", chip.arch, "NaNs")
-        return launch.Launcher(kernel, 512, chip.shared_bytes, "i"), chip.multiprocessors, chip.shared_bytes // 4
+        return (
+            launch.Launcher(kernel, device, 512, chip.shared_bytes, "i"),
+            chip.multiprocessors,
+            chip.shared_bytes // 4,
+        )
 
     def behind_nans(
-        self: launch.Launcher, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False
+        self: launch.Launcher, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False
     ) -> None:
-        if not (dependent or launch.noting() or torch.cuda.is_current_stream_capturing()):
-            fill, blocks, words = filler(device)
-            launch_it(fill, device, blocks, (words,))
-        launch_it(self, device, grid, args, dependent)
+        if not (dependent or torch.cuda.is_current_stream_capturing()):
+            fill, blocks, words = filler(self.device)
+            launch_it(fill, stream, blocks, (words,))
+        launch_it(self, stream, grid, args, dependent)
 
     monkeypatch.setattr(launch.Launcher, "__call__", behind_nans)
 
@@ -477,7 +477,7 @@ class Stubs:
         for _ in range(2):
             prepared.run(x, packed, bias, out, fresh=True)
             pointers = packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
-            expected = choice.entry, choice.grid, True, (*pointers, *t.arguments(p), *(x.data_ptr(),) * 16)
+            expected = t.entry, choice.grid, True, (*pointers, *t.sizes(p, choice.gpu), *(x.data_ptr(),) * 16)
             assert self.pop() == expected
         assert self.encoded == [x.data_ptr()], "a map is kept"
         off = off_16_bytes(x).copy_(x)
@@ -511,15 +511,17 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
     found = Stubs()
 
     class Launcher:
-        def __init__(self, name: str, threads: int, shared: int, codes: str, cooperative: bool = False) -> None:
+        def __init__(
+            self, name: str, device: int, threads: int, shared: int, codes: str, cooperative: bool = False
+        ) -> None:
             self.name, self.codes = name + " together" * cooperative, codes
 
-        def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+        def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
             found.launched.append((self.name, grid, dependent))
             found.arguments.append(tuple(value for _, value in arguments_of(self.codes, args)))
             found.act(found.arguments[-1])
 
-        def clusters(self, device: int, blocks: int) -> int:
+        def clusters(self, blocks: int) -> int:
             return 132
 
     def kernel(source: str, entry: str, arch: str, label: str, keep: bool = True) -> str:
@@ -538,6 +540,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         gpu_of=lambda device: H200,
         cluster_fits=lambda device, blocks: True,
         bind=lambda device: None,
+        stream_handle=lambda stream: stream,
         encode=encode,
     )
     return found
@@ -585,24 +588,6 @@ def assert_capturable(prepared: Any, p: Problem) -> None:
 
     source.mul_(2)
     assert torch.equal(replayed(step)[0], out * 2)
-
-
-def precision_by_turns(index: int) -> tuple[Precision, ...]:
-    """TF32 of every other layer, of those between one of the 16-bit types, whose kernels are the same but for one word;
-    or with `EVERY` all three.
-    """
-    every: tuple[Precision, ...] = ("tf32", "bf16", "tf32", "fp16")
-    return every[1:] if EVERY else (every[index % 4],)
-
-
-def spread_by_precision(every: list[Any], precision: Precision, most: int = 2) -> list[Any]:
-    """About so many of a layer's tiles for TF32; half as many for each 16-bit type, whose kernels are the same but for
-    one word, others for each.
-    """
-    if EVERY:
-        return every
-    step = 1 + len(every) // (most if precision == "tf32" else most // 2)
-    return every[step // 2 if precision == "fp16" else 0 :: step]
 
 
 # --- kernels on the host ---------------------------------------------------------------------------------------------

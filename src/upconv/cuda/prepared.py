@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from upconv.cuda.compile import jit, nvrtc
-from upconv.cuda.compile import launch as launching
-from upconv.cuda.compile.launch import Counters, Launcher, Launches, TooManyBlocks, as_run, bind
+from upconv.cuda.compile.launch import Counters, Launcher, Launches, TooManyBlocks, as_run, bind, stream_handle
 from upconv.cuda.compile.provisional import Provisional
+from upconv.cuda.gpu import current_stream
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launches import (
     NULL,
@@ -55,7 +55,7 @@ def loaded(launch: Launch, letters: str, device: int) -> Launches:
 
     def of(one: Unit) -> Launcher:
         kernel = jit.kernel(one.source, entry, arch, one.label, one.kept)
-        return Launcher(kernel, launch.threads, launch.shared_bytes, letters, launch.cooperative)
+        return Launcher(kernel, device, launch.threads, launch.shared_bytes, letters, launch.cooperative)
 
     if unit.quick is None or jit.at_hand(unit.source, arch, unit.label) or (quick := unit.quick()) is None:
         return of(unit)
@@ -148,7 +148,7 @@ class Program:
         places = {one: i for i, one in enumerate(kinds)}
         self._shapes = [(-(-one.bytes // 4),) for one in scratch]
         self.scratch = scratch
-        self.zeros = [(n, Counters(device, n.words) if counters is None else counters(n.words)) for n in zeros]
+        self.zeros = [(n, Counters(n.words) if counters is None else counters(n.words)) for n in zeros]
         self._beyond = [(slots[one.operand], one.offset) for one in beyond]
         self._mapped = [_Run(one, slots, device) for one in mapped]
         self._constant: Values = [0]
@@ -167,7 +167,7 @@ class Program:
             self._steps.append((launcher, launch.grid, take, launch.dependent))
 
     def __call__(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
-        """Runs the launches on operands that begin where they must.
+        """Runs the launches on operands that begin where they must. The program's device is the current one.
 
         Args:
             tensors: the operands, dense, the first on the device.
@@ -175,27 +175,30 @@ class Program:
             fresh: dependent launches may overlap with the one ahead, which for the first of them is the last kernel on
                 this stream.
         """
-        if launching._notes and (notes := launching.noting()) is not None:
-            notes.launched(self, tensors, fresh)
-            return
         like: Any = tensors[0]
         if self._shapes:
             held = []  # until all is launched
             for shape in self._shapes:
                 held.append(t := like.new_empty_strided(shape, _DENSE, dtype=_WORD))  # 2 us less than torch.empty
                 values.append(t.data_ptr())
-        for _, zeros in self.zeros:
-            fresh = fresh and zeros.known()  # else a dependent launch would overlap with what makes them
-            values.append(zeros.address(like))
+        stream = current_stream(self.device)
+        for _, counters in self.zeros:
+            zeros = counters.of_streams.get(stream)
+            if zeros is None:
+                zeros, fresh = (
+                    counters.make(stream, like),
+                    False,
+                )  # else a dependent would overlap with what zeroes them
+            values.append(zeros.data_ptr())
         if self._beyond:
             values += [values[i] + offset for i, offset in self._beyond]
         for run in self._mapped:
             key = run.key(values)
             values.append(run.kept.get(key) or run.encoded(key))
         values += self._constant
-        device = self.device
+        handle = stream_handle(stream)
         for launch, grid, take, dependent in self._steps:
-            launch(device, grid, take(values), dependent and fresh)
+            launch(handle, grid, take(values), dependent and fresh)
 
     def final(self) -> list[Any]:
         """The launchers, without quick forms, and with a context for tensor maps."""
@@ -284,7 +287,7 @@ class _Prepared:
 
     def _counters(self, words: int) -> Counters:
         found = self.counters.get(words)
-        return self.counters.setdefault(words, Counters(self._device, words)) if found is None else found
+        return self.counters.setdefault(words, Counters(words)) if found is None else found
 
 
 class Prepared(_Prepared):
@@ -363,16 +366,22 @@ class Prepared(_Prepared):
         if program is not None:
             program((x, weight, bias, out), values, fresh)
             return
-        form = self._form(weight)
-        if form is None:
+        program = self.program(x, weight, bias, lasting)
+        if program is None:
             self.run(x, weight.contiguous(), bias, out, fresh, lasting)
             return
-        single = self.casts and weight.dtype is torch.float32
-        of_bias: Any = "none" if bias is None else "single" if self.casts and bias.dtype is torch.float32 else "given"
-        program = self._program(Given(form, single, of_bias, lasting, not at_x & 15))
         if not key[-1]:
             self._known[key] = program
         program.anywhere((x, weight, bias, out), values, fresh)
+
+    def program(self, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool) -> Program | None:
+        """What `run` runs on tensors that begin so; None where it makes the weight contiguous first."""
+        form = self._form(weight)
+        if form is None:
+            return None
+        single = self.casts and weight.dtype is torch.float32
+        of_bias: Any = "none" if bias is None else "single" if self.casts and bias.dtype is torch.float32 else "given"
+        return self._program(Given(form, single, of_bias, lasting, not x.data_ptr() & 15))
 
 
 def _is_channels_last(weight: Tensor) -> bool:
@@ -401,23 +410,28 @@ class PreparedWeight(_Prepared):
         try:
             if program is not None:
                 program((x, grad, out), values, False)
+            elif (program := self.program(grad, out, lasting)) is not None:
+                if not key[-1]:
+                    self._known[key] = program
+                program.anywhere((x, grad, out), values, False)
             else:
-                self._first(x, grad, out, key)
+                self._run_wider(x, grad, out, lasting)
         except TooManyBlocks:  # on this stream, of a part of the GPU; the same sums in the same order follow
             self.run(x, grad, out)
 
-    def _first(self, x: Tensor, grad: Tensor, out: Tensor, key: tuple[Any, ...]) -> None:
-        """`run` of a call whose program is not known yet."""
-        choice, contiguous = self.choice, out.is_contiguous()
-        wider = out.numel() != math.prod(choice.result_shape)
-        if wider or (choice.flat and not contiguous):
-            whole = out.new_empty(choice.result_shape if wider else out.shape)
-            self.run(x, grad, whole, key[3])
-            out.copy_(whole[: out.shape[0], : out.shape[1]])
-            return
+    def program(self, grad: Tensor, out: Tensor, lasting: bool) -> Program | None:
+        """What `run` runs on tensors that begin so; None where it writes another tensor, and copies from that."""
+        contiguous = out.is_contiguous()
+        if out.numel() != math.prod(self.choice.result_shape) or (self.choice.flat and not contiguous):
+            return None
         single = self.casts and out.dtype is torch.float32
         order: WeightForm = "contiguous" if contiguous else "channels_last"
-        program = self._program(Given(order, single, lasting=key[3], aligned=not grad.data_ptr() & 15))
-        if not key[-1]:
-            self._known[key] = program
-        program.anywhere((x, grad, out), [t.data_ptr() for t in (x, grad, out)], False)
+        return self._program(Given(order, single, lasting=lasting, aligned=not grad.data_ptr() & 15))
+
+    def _run_wider(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
+        """`run` by way of a contiguous tensor as the kernel writes it, which may have more channels."""
+        whole = out.new_empty(
+            self.choice.result_shape if out.numel() != math.prod(self.choice.result_shape) else out.shape
+        )
+        self.run(x, grad, whole, lasting)
+        out.copy_(whole[: out.shape[0], : out.shape[1]])
