@@ -217,7 +217,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
         bind=lambda device: None,
         encode=lambda *arguments, **named: bytes(128),
     )
-    monkeypatch.setattr(wgrad, "alone", lambda t, splits, gpu: False)  # files have the two steps
+    monkeypatch.setattr(wgrad, "ending", lambda t, splits, gpu: "steps")  # files have the two steps
     monkeypatch.setattr(jit, "kernel", lambda text, entry, arch, label, keep=True: entry)
     monkeypatch.setattr(jit, "at_hand", lambda text, arch, label: True)
     monkeypatch.setattr(program, "cuda", lambda variants: "")
@@ -228,7 +228,7 @@ def library_choice(v: variants.Variant, q: Problem, gpu: Gpu) -> Any:
     """The library's choice with a variant's tile for a problem of another size."""
     c: Any = v.choice
     if isinstance(c, wgrad.Choice):
-        splits = wgrad_costs.whole(c.tiling, wgrad_costs.chunk_clocks(c.tiling), q, gpu, at_once=False, general=True)[2]
+        splits = wgrad_costs.fastest(c.tiling, q, gpu, general=True)[1]
         return replace(c, problem=q, splits=splits)
     if isinstance(c, staged.Choice):
         return replace(c, problem=q, splits=staged_costs.cost(q, c.tile, gpu)[2])

@@ -178,7 +178,7 @@ CLASSES = {
                     each = ceil(chunks, n)
                     n = ceil(chunks, each)  # without shares that were empty
                     work = ceil(self.blocks * n, processors) * (each * self.chunk_seconds + self.block_seconds)
-                    seconds = max(work, memory) + 0.12 * min(work, memory) + n * slice_bytes / BANDWIDTH
+                    seconds = max(work, memory) + 0.21 * min(work, memory) + 4.2 * n * slice_bytes / BANDWIDTH
                     if best is None or seconds < best[0]:
                         best = seconds, n
                 return best[1]
@@ -244,7 +244,7 @@ def record(v: Variant) -> str:
         given |= {"columns": c.tile.source_columns, "places": c.tile.places, "blocks": c.tile.blocks}
     elif isinstance(c, wgrad.Choice):
         w = c.tiling
-        seconds = wgrad_costs.chunk_clocks(w)[0] / c.gpu.clock
+        seconds = wgrad_costs.chunk_clocks(w) / c.gpu.clock
         given |= {"unit_out": v.unit_out, "tile": w.tile, "halo": w.halo, "blocks": w.tiles, "slices": w.k_slices}
         # Python 3.12 adds floats otherwise than 3.11, in the last digits; a file is to be the same by both.
         given |= {"chunk_seconds": float(f"{seconds:.9g}")}
