@@ -60,9 +60,6 @@ def run(
     torch.set_num_threads(1)
     for s in wanted:
         began = time.perf_counter()
-        if device == "cuda":  # each time, since torch.export sets one of the flags and then asks for both
-            for backend in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):  # type: ignore[attr-defined]
-                backend.fp32_precision = "ieee"
         if device not in s.devices:
             verdicts[s.name] = "not on this device"
             continue

@@ -12,23 +12,16 @@ Constraints:
 - Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
   where its flags ask for IEEE float32 a call raises.
 - Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
+- Rows that are no multiple of 4 columns are copied, with zeros behind them.
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward (rows of 52, 56, 60 or 64 columns): rows joined to one: wgmma tf32, tile of 232 places x 64 channels, 4
-  stages of 512 places x 8 channels, 4 of 10 x 64 pixels, 4 of 5 taps, 218 KB shared.
 - forward: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
   fragments, 202 KB shared.
-- forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8
-  channels, pixels halved, weights ring of 2 x 7 fragments, 218 KB shared.
 - gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 3 x 6 fragments, 226 KB shared.
-- gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows,
-  chunk of 8 channels, in turn, weights ring of 2 x 7 fragments, 218 KB shared.
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x64 channels x 3x5x1 taps a block, chunks of 1x4x2x16
   (NxDxHxW of q), K in 79 slices, 216 KB shared.
-- gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x5x5 taps a block,
-  chunks of 2x1x8x8 (NxDxHxW of q), K in 22 slices, 168 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -40,7 +33,6 @@ import hashlib
 import math
 import os
 import shutil
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +43,7 @@ from torch.utils import cpp_extension
 IN_CHANNELS, OUT_CHANNELS, GROUPS = 32, 64, 1
 KERNEL, STRIDE, PADDING = (3, 5, 5), (1, 1, 1), (0, 0, 0)
 OUTPUT_PADDING, DILATION = (0, 0, 0), (1, 1, 1)
-DTYPE, FORMAT = torch.float32, torch.contiguous_format
-RANK, WEIGHTS = 3, 153600
-BANDWIDTH = 4.2e12  # of the device memory in bytes/s, for the planner's model
-SUM_BYTES = 96 << 20  # of the weight gradient's slices of sums, at most
+DTYPE, FORMAT, RANK = torch.float32, torch.contiguous_format, 3
 CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for: sm_90a
 
 # --- CUDA C++ --------------------------------------------------------------------------------------------------------
@@ -63,7 +52,6 @@ CUDA = r"""
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>
@@ -226,14 +214,6 @@ __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 a) {
 __device__ __forceinline__ void load_matrices_turned(u32 (&v)[4], u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
 }
-// Two so.
-__device__ __forceinline__ void load_two_matrices_turned(u32 (&v)[2], u32 a) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
-}
-// Four to shared memory, as `load_matrices` reads them (sm_90).
-__device__ __forceinline__ void store_matrices(u32 a, const u32 (&v)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
 // To shared memory, two matrices or four of 16-bit elements, each turned: a row of memory is a column of the registers.
 template <int N>
 __device__ __forceinline__ void store_matrices_turned(u32 a, const u32 (&v)[N]) {
@@ -352,16 +332,6 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   return (b & 0x7f800000u) == 0x7f800000u ? b : (b + 0xfffu + ((b >> 13) & 1u)) & 0xffffe000u;
 #endif
 }
-// By one instruction before sm_90, where nearest-even takes six: ties away from zero.
-__device__ __forceinline__ u32 to_tf32_quick(float v) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  return to_tf32(v);
-#else
-  u32 r;
-  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
-  return r;
-#endif
-}
 // What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
 __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
@@ -400,178 +370,6 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
 
-// How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
-
-enum Precision { TF32, IEEE, FP16, BF16, FP64 };
-
-template <int P>
-struct NumberOf {                                       // float16 and bfloat16
-  using Type = u16;
-  using Bits = u16;                                     // as an integer
-  static constexpr int SIZE = 2;
-  static __device__ __forceinline__ u32 bits(float v) { return P == FP16 ? half_bits(v) : bfloat_bits(v); }
-  static __device__ __forceinline__ float value(u32 v) { return P == FP16 ? half_value(v) : bfloat_value(v); }
-  static __device__ __forceinline__ u32 pair(float low, float high) { return P == FP16 ? half_pair(low, high) : bfloat_pair(low, high); }
-};
-struct Float32 {
-  using Type = float;
-  using Bits = u32;
-  static constexpr int SIZE = 4;
-  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
-  static __device__ __forceinline__ float value(float v) { return v; }
-};
-template <> struct NumberOf<TF32> : Float32 {};
-template <> struct NumberOf<IEEE> : Float32 {};
-
-// Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
-
-constexpr int PACK_THREADS = 256;
-
-// A weight as precision P multiplies it, in the low bits. Of 16 bits weights may be float32, rounded on their way.
-template <int P>
-__device__ __forceinline__ u32 operand(u16 v) { return v; }
-template <int P>
-__device__ __forceinline__ u32 operand(float v) {
-  if constexpr (P < FP16) return to_tf32(v);
-  else return NumberOf<P>::bits(v);
-}
-
-// 16 bytes of neighbouring operands.
-__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[4]) { *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]); }
-__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
-  *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
-}
-
-// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero.
-struct WeightAt { bool there; int first, second, tap; };
-
-// Writes a unit of a kernel's packed weights. (Not a generic lambda, for which some compilers want an annotation that others refuse.)
-template <class K, class Weight>
-struct UnitWriter {
-  const Weight* weight;
-  char* packed;
-  int tap_step;
-
-  template <class At>
-  __device__ __forceinline__ void operator()(long long place, const At& at) const {
-    u32 v[K::VEC];
-#pragma unroll
-    for (int e = 0; e < K::VEC; e++) {
-      const WeightAt w = at(e);
-      int of = tap_step == 1 ? w.second * K::TAPS_IN_ALL + w.tap : w.tap * tap_step + w.second;
-      v[e] = w.there ? operand<K::C::precision>(weight[w.first * (K::SECOND * K::TAPS_IN_ALL) + of]) : 0;
-    }
-    write_operands(packed + place, v);
-  }
-};
-
-// What a kernel K inherits whose packed weights are units of 16 bytes, each a thread's. It has PACK_UNITS of them, the weight's SECOND
-// dimension, its TAPS_IN_ALL, and `pack_unit(i, write)`, which calls `write(place, at)` with unit i's byte and its elements' `WeightAt`s.
-// The weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
-template <class K>
-struct PacksUnits {
-  template <class Weight>
-  static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-    let_dependent_begin();                              // the kernel
-    int i = blockIdx.x * PACK_THREADS + threadIdx.x;
-    if (i < K::PACK_UNITS) K::pack_unit(i, UnitWriter<K, Weight>{weight, packed, tap_step});
-  }
-};
-
-// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
-template <class K>
-__global__ void __launch_bounds__(PACK_THREADS)
-pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  K::pack_weights(weight, packed, tap_step);
-}
-
-// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
-
-// --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
-
-#define MMA_OF(shape, types) \
-  asm volatile("mma.sync.aligned." shape ".row.col.f32." types ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-
-// Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
-template <int P>
-__device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (P < FP16) MMA_OF("m16n8k8", "tf32.tf32");
-  else if constexpr (P == FP16) MMA_OF("m16n8k16", "f16.f16");
-  else MMA_OF("m16n8k16", "bf16.bf16");
-}
-
-// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
-
-// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
-// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
-template <int N> struct WgmmaOf;
-
-// A descriptor's two words, of which one alone changes.
-__device__ __forceinline__ u64 descriptor_of_words(const u32 (&a)[4]) { return (u64)a[1] << 32 | a[0]; }
-
-#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
-#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
-#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
-  template <> struct WgmmaOf<n> { \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
-      if constexpr (P < FP16) asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
-      else if constexpr (P == FP16) asm volatile(WGMMA_TEXT(#n, "k16.f32.f16.f16", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1, " x6) : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS), "n"(B_TURNED)); \
-      else asm volatile(WGMMA_TEXT(#n, "k16.f32.bf16.bf16", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1, " x6) : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS), "n"(B_TURNED)); \
-    } \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
-      if constexpr (P < FP16) asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
-      else if constexpr (P == FP16) asm volatile(WGMMA_TEXT(#n, "k16.f32.f16.f16", sums, x0, x1, x2 ", 1, 1, " x3 ", " x4) : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS), "n"(A_TURNED), "n"(B_TURNED)); \
-      else asm volatile(WGMMA_TEXT(#n, "k16.f32.bf16.bf16", sums, x0, x1, x2 ", 1, 1, " x3 ", " x4) : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS), "n"(A_TURNED), "n"(B_TURNED)); \
-    } \
-  };
-#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
-#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define NUMBERS_2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define NUMBERS_3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define NUMBERS_4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define NUMBERS_5 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define NUMBERS_6 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define NUMBERS_7 "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-WGMMA_WIDTH(8, "%0,%1,%2,%3", "%4", "%5", "%6", "%7", "%8", "%9", "%10", FOUR_SUMS(0))
-WGMMA_WIDTH(16, "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9", "%10", "%11", "%12", "%13", "%14", FOUR_SUMS(0), FOUR_SUMS(4))
-WGMMA_WIDTH(24, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11", "%12", "%13", "%14", "%15", "%16", "%17", "%18", FOUR_SUMS(0), FOUR_SUMS(4), FOUR_SUMS(8))
-WGMMA_WIDTH(32, NUMBERS_0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SUMS_FROM(0))
-WGMMA_WIDTH(40, NUMBERS_0 "," "%16,%17,%18,%19", "%20", "%21", "%22", "%23", "%24", "%25", "%26", SUMS_FROM(0), FOUR_SUMS(16))
-WGMMA_WIDTH(48, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23", "%24", "%25", "%26", "%27", "%28", "%29", "%30", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20))
-WGMMA_WIDTH(56, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27", "%28", "%29", "%30", "%31", "%32", "%33", "%34", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20), FOUR_SUMS(24))
-WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
-WGMMA_WIDTH(72, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35", "%36", "%37", "%38", "%39", "%40", "%41", "%42", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32))
-WGMMA_WIDTH(80, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35,%36,%37,%38,%39", "%40", "%41", "%42", "%43", "%44", "%45", "%46", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32), FOUR_SUMS(36))
-WGMMA_WIDTH(88, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43", "%44", "%45", "%46", "%47", "%48", "%49", "%50", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32), FOUR_SUMS(36), FOUR_SUMS(40))
-WGMMA_WIDTH(96, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2, "%48", "%49", "%50", "%51", "%52", "%53", "%54", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32))
-WGMMA_WIDTH(104, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51", "%52", "%53", "%54", "%55", "%56", "%57", "%58", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48))
-WGMMA_WIDTH(112, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51,%52,%53,%54,%55", "%56", "%57", "%58", "%59", "%60", "%61", "%62", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48), FOUR_SUMS(52))
-WGMMA_WIDTH(120, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59", "%60", "%61", "%62", "%63", "%64", "%65", "%66", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48), FOUR_SUMS(52), FOUR_SUMS(56))
-WGMMA_WIDTH(128, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48))
-WGMMA_WIDTH(136, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67", "%68", "%69", "%70", "%71", "%72", "%73", "%74", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64))
-WGMMA_WIDTH(144, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67,%68,%69,%70,%71", "%72", "%73", "%74", "%75", "%76", "%77", "%78", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64), FOUR_SUMS(68))
-WGMMA_WIDTH(152, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75", "%76", "%77", "%78", "%79", "%80", "%81", "%82", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64), FOUR_SUMS(68), FOUR_SUMS(72))
-WGMMA_WIDTH(160, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4, "%80", "%81", "%82", "%83", "%84", "%85", "%86", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64))
-WGMMA_WIDTH(168, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83", "%84", "%85", "%86", "%87", "%88", "%89", "%90", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80))
-WGMMA_WIDTH(176, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83,%84,%85,%86,%87", "%88", "%89", "%90", "%91", "%92", "%93", "%94", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80), FOUR_SUMS(84))
-WGMMA_WIDTH(184, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91", "%92", "%93", "%94", "%95", "%96", "%97", "%98", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80), FOUR_SUMS(84), FOUR_SUMS(88))
-WGMMA_WIDTH(192, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80))
-WGMMA_WIDTH(200, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," "%96,%97,%98,%99", "%100", "%101", "%102", "%103", "%104", "%105", "%106", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), FOUR_SUMS(96))
-WGMMA_WIDTH(208, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," "%96,%97,%98,%99,%100,%101,%102,%103", "%104", "%105", "%106", "%107", "%108", "%109", "%110", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), FOUR_SUMS(96), FOUR_SUMS(100))
-WGMMA_WIDTH(216, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107", "%108", "%109", "%110", "%111", "%112", "%113", "%114", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), FOUR_SUMS(96), FOUR_SUMS(100), FOUR_SUMS(104))
-WGMMA_WIDTH(224, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6, "%112", "%113", "%114", "%115", "%116", "%117", "%118", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96))
-WGMMA_WIDTH(232, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115", "%116", "%117", "%118", "%119", "%120", "%121", "%122", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112))
-WGMMA_WIDTH(240, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115,%116,%117,%118,%119", "%120", "%121", "%122", "%123", "%124", "%125", "%126", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112), FOUR_SUMS(116))
-WGMMA_WIDTH(248, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123", "%124", "%125", "%126", "%127", "%128", "%129", "%130", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112), FOUR_SUMS(116), FOUR_SUMS(120))
-WGMMA_WIDTH(256, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," NUMBERS_7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), SUMS_FROM(112))
-
 // A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
 
 template <int STAGES>
@@ -590,28 +388,6 @@ struct CursorOf {                                       // a place in the ring, 
   }
 };
 
-template <int STAGES, int STAGE_BYTES>
-struct RingOf {
-  using Cursor = CursorOf<STAGES>;
-  static constexpr int BYTES = STAGES * STAGE_BYTES, BARRIER_BYTES = STAGES * 16;
-  u32 stages, full_at, empty_at;                        // its stages, and a barrier of each for who fills it, and for who has read it
-
-  static __device__ __forceinline__ RingOf at(u32 stages, u32 barriers) { return {stages, barriers, barriers + 8 * STAGES}; }
-
-  // One thread; of so many arrivals each.
-  __device__ __forceinline__ void init(int full, int empty) const {
-    for (int i = 0; i < STAGES; i++) {
-      barrier_init(full_at + 8 * i, full);
-      barrier_init(empty_at + 8 * i, empty);
-    }
-  }
-  __device__ __forceinline__ u32 stage(const Cursor& c) const { return stages + c.stage * STAGE_BYTES; }
-  __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * 8; }
-  __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * 8; }
-  __device__ __forceinline__ void wait_full(const Cursor& c) const { barrier_wait(full(c), c.parity); }
-  __device__ __forceinline__ void wait_empty(const Cursor& c) const { barrier_wait(empty(c), c.parity); }
-};
-
 // What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
 __device__ __forceinline__ void leave(u32 barrier, int lane) {
   if (lane == 0 && barrier) barrier_arrive(barrier);
@@ -620,502 +396,6 @@ __device__ __forceinline__ void leave(u32 barrier, int lane) {
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
   leave(barrier, lane);
-}
-
-// A block: one thread makes its barriers by `init`; of its warpgroups the first produce, and leave registers to the others, which consume;
-// of each thread so many. `consume` is told which of the consumers, and of its threads, it is. It may read what `pack` wrote, and store
-// where `pack` may have read.
-template <int PRODUCERS, int CONSUMERS, int PRODUCER_REGISTERS, int CONSUMER_REGISTERS, class Init, class Produce, class Consume>
-__device__ __forceinline__ void run_block(const Init& init, const Produce& produce, const Consume& consume) {
-  constexpr int WARPGROUPS = PRODUCERS + CONSUMERS, BEGINS_WITH = 65536 / (WARPGROUPS * 128) / 8 * 8;
-  static_assert(PRODUCERS * PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= WARPGROUPS * BEGINS_WITH, "who asks for more registers waits for ever");
-  static_assert(PRODUCER_REGISTERS % 8 == 0 && CONSUMER_REGISTERS % 8 == 0, "registers come by eights");
-  if (threadIdx.x == 0) {
-    init();
-    barriers_begun();
-  }
-  __syncthreads();
-  int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
-    fewer_registers<PRODUCER_REGISTERS>();
-    produce();
-  } else {
-    wait_for_results();
-    more_registers<CONSUMER_REGISTERS>();
-    consume(warpgroup - PRODUCERS, thread);
-  }
-}
-
-// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases), or whose rows of M are (joined):
-// sums, and the operands that descriptors are of.
-
-// Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.
-template <int BYTES>
-constexpr u64 ROWS_OF = (u64)(8 * BYTES >> 4) << 32 | (u64)(BYTES == 32 ? 3 : BYTES == 64 ? 2 : 1) << 62;
-
-__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
-
-// Sums of a tile, ahead of a fence of wgmma (see `opaque`).
-template <int N>
-__device__ __forceinline__ void zero(float (&sums)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    sums[i] = 0.f;
-    opaque(sums[i]);
-  }
-}
-template <class Sums, int N>
-__device__ __forceinline__ void zero(Sums (&sums)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) zero(sums[i]);
-}
-
-// Of 16 bytes of a row's elements, from its element `at` on, those from `low` to `high`.
-template <int ELEMENT>
-__device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high, bool any) {
-#pragma unroll
-  for (int e = 0; e < 16 / ELEMENT; e++) {
-    bool ok = any && at + e >= low && at + e < high;
-    if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
-    else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
-  }
-}
-
-// Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: forward, or
-// (`flipped`) the gradient for the input, which is the same with flipped taps. Without padding along W a row of the
-// result is longer than one of the source by as much as the kernel reaches; with as many zeros behind each of the
-// source's rows, place f of a slice's results, counted through its rows, has its taps of a slice of the kernel at
-//
-//     f - kh (dilation_h pitch) - kw dilation_w,       pitch: results of a row
-//
-// of the source's places. So a tile is `places` neighbouring places of whatever rows, of which none is wasted at an
-// image's right border, and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (`gather`
-// has rectangles as tiles: it computes columns beyond the image, and its rows end in the middle of memory's sectors.)
-// `line`: one row of any length, of which a tile reads its part, and any padding.
-//
-// Channels of the result are M, places N: one matrix instruction has all of a consumer's, B is `span` rows of 32 bytes of
-// channels, and a tap is another first row. Weights are A, by descriptor, through a ring of `taps_of_stage` taps a stage.
-//
-// A stage of pixels is a chunk of channels of one slice of the kernel. The copy engine brings the rows of the source
-// that a tile and its halo touch to a slot (what lies beyond the source is zeros), and two warps pass them on as
-// rows of channels. (One instruction of 256 columns wants 154 registers as the kernel is compiled: 384 threads, two
-// warps of which turn, not 512 and six.)
-//
-// Consumers take whole tiles in turn, so that one stores while another multiplies, and the rings run on from tile to
-// tile. One begins to wait for its stages when the other has all of its own: a barrier's parity tells a phase from the
-// next, not from the one behind that.
-//
-// Constants are Joined's C (cuda/gemm/joined.py computes them and explains each); sizes of the input are arguments.
-
-template <bool FIRST, class A, class B> struct EitherOf { using Type = A; };
-template <class A, class B> struct EitherOf<false, A, B> { using Type = B; };
-
-template <class C_>
-struct Joined : PacksUnits<Joined<C_>> {
-using C = C_;
-using Number = NumberOf<C::precision>;
-using Type = typename Number::Type;
-
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
-static constexpr int VEC = 16 / ELEMENT;
-static constexpr int PLACES = C::places;
-static constexpr int CK = 32 / ELEMENT;                 // channels of a chunk: a matrix instruction takes 32 bytes of K
-static constexpr int CHUNKS = (C::cin + CK - 1) / CK;
-static constexpr int ROWS_M = 64;
-static constexpr int BLOCKS_M = (C::cout + ROWS_M - 1) / ROWS_M;
-static constexpr int TAPS = C::kernel_h * C::kernel_w;  // of a slice
-static constexpr int STAGES_OF_SLICE = (TAPS + C::taps_of_stage - 1) / C::taps_of_stage;
-static constexpr int TAP_BYTES = ROWS_M * 32;
-static constexpr int STAGE_BYTES = C::span * 32;
-static constexpr int WEIGHT_BYTES = C::taps_of_stage * TAP_BYTES;
-static constexpr int BOX_COLUMNS = C::box_w / C::boxes; // of 16 bits 128 bytes
-static constexpr int BOX_BYTES = C::rows * CK * BOX_COLUMNS * ELEMENT;  // [channel][row][column], of 16 bits [row][channel][column, swizzled]
-static constexpr int SLOT_BYTES = C::boxes * BOX_BYTES;
-static constexpr int OUT_SPAN = 512;                    // bytes of a channel that are stored at a time
-static constexpr int OUT_PLACES = OUT_SPAN / ELEMENT;
-static constexpr int OUT_PITCH = OUT_SPAN + (NARROW ? 16 : 32);  // so that channels meet different banks, and begin as late as in memory
-static constexpr int OUT_BYTES = 8 * OUT_PITCH;         // of a warp: eight channels
-
-static constexpr int CONSUMERS = 2, TURNERS = 2;
-static constexpr int THREADS = 128 + CONSUMERS * 128;
-static constexpr int LANES = C::warps_of_stage * 32;    // of those that turn a stage
-
-using Stages = RingOf<C::stages, STAGE_BYTES>;
-using Slots = RingOf<C::slots, SLOT_BYTES>;
-using Weights = RingOf<C::weight_stages, WEIGHT_BYTES>;
-static constexpr int SLOTS_AT = Weights::BYTES;         // whole 1,024 bytes
-static constexpr int STAGES_AT = SLOTS_AT + Slots::BYTES;
-static constexpr int BUFFERS_AT = STAGES_AT + Stages::BYTES;  // whole 256, as those before
-static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * OUT_BYTES;
-static constexpr int TURNS_AT = BARRIERS_AT + Stages::BARRIER_BYTES + Slots::BARRIER_BYTES + Weights::BARRIER_BYTES;
-static constexpr int TRASH_AT = TURNS_AT + 8 * CONSUMERS;
-static_assert(TRASH_AT + 16 == C::shared_bytes, "the planner's shared memory is not the kernel's");
-
-struct Memory {                                         // of a block; the rings' barriers are one behind the other
-  Stages stages;
-  Slots slots;
-  Weights weights;
-  u32 buffers, turns, trash;
-};
-static __device__ __forceinline__ Memory memory_at(u32 a) {
-  u32 full = a + BARRIERS_AT, landed = full + Stages::BARRIER_BYTES, full_w = landed + Slots::BARRIER_BYTES;
-  return {Stages::at(a + STAGES_AT, full), Slots::at(a + SLOTS_AT, landed), Weights::at(a, full_w), a + BUFFERS_AT, a + TURNS_AT, a + TRASH_AT};
-}
-
-struct Sizes {
-  int in_d, out_d, pitch, plane;                        // pitch, plane: places of a row and of a slice of the result
-  int tiles_f, tiles;                                   // of a slice's places; all, times BLOCKS_M
-};
-
-struct Tile { int n, d, block, f; };                    // image, slice, block of channels, first place
-
-// Neighbouring blocks have the same places.
-static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
-  int q = index / BLOCKS_M, slice = q / s.tiles_f;
-  return {slice / s.out_d, slice % s.out_d, index % BLOCKS_M, q % s.tiles_f * PLACES};
-}
-static __device__ __forceinline__ int halo(const Sizes& s) { return (C::kernel_h - 1) * C::dilation_h * s.pitch + (C::kernel_w - 1) * C::dilation_w; }
-
-// The kernel's slices that meet the source's; of others nothing is loaded or multiplied.
-struct Slices { int first, count; };
-static __device__ __forceinline__ Slices slices_of(const Tile& t, const Sizes& s) {
-  int d = t.d + C::padding_d, first = d < s.in_d ? 0 : (d - s.in_d) / C::dilation_d + 1, last = d / C::dilation_d;
-  if (last > C::kernel_d - 1) last = C::kernel_d - 1;
-  return {first, last < first ? 0 : last - first + 1};
-}
-
-// Where a tile's slots begin in the source, and how many of a slot's places lie ahead of the tile's first with its
-// halo. Rows ahead of the first are -1 and so on; of a line a box begins at 16 bytes.
-struct Corner { int row, w, ahead; };
-static __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s) {
-  int f = t.f - halo(s);
-  if constexpr (C::line) {
-    f += C::padding_w;
-    return {0, f & ~(VEC - 1), f & (VEC - 1)};
-  } else {
-    int row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
-    return {row + C::padding_h, 0, f - row * s.pitch};
-  }
-}
-static __device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { return C::line ? 1 : (ahead + span - 1) / s.pitch + 1; }
-
-// =====================================================================================================================
-// Weights
-// =====================================================================================================================
-
-static constexpr int PACK_UNITS = BLOCKS_M * CHUNKS * C::kernel_d * TAPS * ROWS_M * 2;
-static constexpr int SECOND = C::flipped ? C::cin : C::cout, TAPS_IN_ALL = C::kernel_d * TAPS;
-
-static __device__ __forceinline__ u32 unit_at(int row, int unit) { return row * 32 + ((unit ^ (row >> 2 & 1)) << 4); }  // swizzled
-
-// [block][chunk][slice][tap][channel of the result][32 bytes of channels, swizzled], zeros where there is none of
-// either. The weight is (C::cin, C::cout, kernel), flipped (C::cout, C::cin, kernel).
-template <class Write>
-static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
-  int unit = i % 2, row = i / 2 % ROWS_M, rest = i / (2 * ROWS_M), tap = rest % TAPS_IN_ALL, chunk = rest / TAPS_IN_ALL % CHUNKS;
-  int cout = rest / (TAPS_IN_ALL * CHUNKS) * ROWS_M + row;
-  if (C::flipped) tap = TAPS_IN_ALL - 1 - tap;
-  write((long long)rest * TAP_BYTES + unit_at(row, unit), [=](int e) -> WeightAt {
-    int cin = chunk * CK + unit * VEC + e;
-    return {cin < C::cin && cout < C::cout, C::flipped ? cout : cin, C::flipped ? cin : cout, tap};
-  });
-}
-
-// =====================================================================================================================
-// Producers: a thread for weights, one for pixels, warps that turn these
-// =====================================================================================================================
-
-static __device__ __forceinline__ void bring_weights(const char* __restrict__ packed, const Sizes& s, const Weights& ring) {
-  typename Weights::Cursor cursor = {0, 1};             // all are free at first
-  wait_for_results();                                   // of `pack`
-#pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
-    const Tile t = tile_at(index, s);
-    const Slices slices = slices_of(t, s);
-    const char* from = packed + ((long long)t.block * (CHUNKS * C::kernel_d) + slices.first) * (TAPS * TAP_BYTES);
-#pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk++, from += (C::kernel_d - slices.count) * (TAPS * TAP_BYTES))
-#pragma unroll 1
-      for (int slice = 0; slice < slices.count; slice++)
-#pragma unroll 1
-        for (int tap = 0; tap < TAPS; tap += C::taps_of_stage, cursor.next()) {
-          bool all = TAPS % C::taps_of_stage == 0 || TAPS - tap > C::taps_of_stage;
-          u32 barrier = ring.full(cursor), bytes = (all ? C::taps_of_stage : TAPS - tap) * TAP_BYTES;
-          ring.wait_empty(cursor);
-          expect_bytes(barrier, bytes);
-          copy_bulk(ring.stage(cursor), from, bytes, barrier);
-          from += bytes;
-        }
-  }
-}
-
-// A thread of its own: a copy takes longer where the thread also starts those of weights, or turns pixels
-// (docs/experiments.md).
-static __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& s, const Slots& slots) {
-  typename Slots::Cursor cursor = {0, 1};
-#pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
-    const Tile t = tile_at(index, s);
-    const Slices slices = slices_of(t, s);
-    const Corner corner = corner_of(t, s);
-    int first = t.d + C::padding_d - slices.first * C::dilation_d;
-#pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk++)
-#pragma unroll 1
-      for (int d = first; d > first - slices.count * C::dilation_d; d -= C::dilation_d, cursor.next()) {
-        u32 to = slots.stage(cursor), barrier = slots.full(cursor);
-        slots.wait_empty(cursor);
-        expect_bytes(barrier, SLOT_BYTES);
-#pragma unroll
-        for (int b = 0; b < C::boxes; b++) {
-          int w = corner.w + b * BOX_COLUMNS, c = chunk * CK;
-          load_box(to + b * BOX_BYTES, map, w, NARROW ? c : corner.row, NARROW ? corner.row : d, NARROW ? d : c, t.n, barrier);
-        }
-      }
-  }
-}
-
-// A stage is turned by `warps_of_stage`. One warp hides the other's waits and fence (docs/experiments.md); of two slots both
-// warps turn each stage. A warp alone may wait for a slot, or for a stage to be free, only where itself saw the one
-// before land or filled it: else a parity tells too little. So both rings have a multiple of the warps.
-static_assert(C::warps_of_stage == TURNERS || (C::warps_of_stage == 1 && C::slots % TURNERS == 0 && C::stages % TURNERS == 0),
-              "a slot and a stage are one warp's");
-
-// What a slot has, from its place `ahead` on, as rows of CK channels: `locate` is for a tile, `turn` for each of its stages. Loads of
-// several places come before their stores, so that a thread waits for memory once, not once a place (docs/experiments.md).
-
-// 16 bits. Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where
-// there is none. `zeros`: the lane's first place of those behind a row that no box has; `lane`: of the stage's warps.
-struct Turn16 {
-  int rows, zeros;
-  __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
-    int behind = s.pitch - C::box_w;
-    rows = rows_of(ahead, span, s), zeros = 0;
-    if (!C::line && behind > 0) zeros = lane / behind * s.pitch + C::box_w + lane % behind - ahead;
-  }
-  __device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, u32 slot, u32 stage, u32 trash, int lane) const {
-    int half = lane >> 3 & 1, own = lane & 7, second = lane >> 4 & 1;
-    u32 from = slot + (half * 8 + own) * 128;
-#pragma unroll 1
-    for (int i = lane >> 5; i < rows * C::boxes; i += C::warps_of_stage) {  // a row's box
-      int row = i / C::boxes, box = i % C::boxes, w = box * 64 + second * 8 + own, p = row * (C::line ? 0 : s.pitch) + w - ahead;
-      u32 at = from + (box * C::rows + row) * (CK * 128), to = stage + unit_at(p, half);  // of others, 16 places on, 512 bytes further
-      u32 v[4][4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) load_matrices_turned(v[j], at + ((j * 2 + second ^ own) << 4));
-#pragma unroll
-      for (int j = 0; j < 4; j++) store_matrices((u32)(p + j * 16) < (u32)span && (C::line || w + j * 16 < s.pitch) ? to + j * 512 : trash, v[j]);
-    }
-    if constexpr (C::line) return;
-    int behind = s.pitch - C::box_w;
-#pragma unroll 1
-    for (int i = lane, at = zeros; i < rows * behind;) {
-      if ((u32)at < (u32)span) {
-        store_shared_128(stage + at * 32, 0, 0, 0, 0);
-        store_shared_128(stage + at * 32 + 16, 0, 0, 0, 0);
-      }
-      if ((i += LANES) < rows * behind) at = i / behind * s.pitch + C::box_w + i % behind - ahead;
-    }
-  }
-};
-
-// Float32. A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine
-// has rounded to TF32.
-struct Turn32 {
-  static constexpr int OWN_PIXELS = (C::span + LANES - 1) / LANES, AT_ONCE = 3, CHANNEL_BYTES = C::rows * BOX_COLUMNS * 4;
-  u32 from[OWN_PIXELS];
-  __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
-#pragma unroll
-    for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = lane + k * LANES, row = C::line ? 0 : (ahead + p) / s.pitch, w = ahead + p - row * s.pitch;
-      from[k] = w < C::box_w && p < span ? w / BOX_COLUMNS * BOX_BYTES + (row * BOX_COLUMNS + w % BOX_COLUMNS) * 4 : ~0u;
-    }
-  }
-  __device__ __forceinline__ void turn(const Sizes&, int, int span, u32 slot, u32 stage, u32, int lane) const {
-#pragma unroll
-    for (int first = 0; first < OWN_PIXELS; first += AT_ONCE) {
-      u32 v[AT_ONCE][8];
-#pragma unroll
-      for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++)
-#pragma unroll
-        for (int c = 0; c < 8; c++) v[i][c] = load_shared_u32_if(slot + from[first + i] + c * CHANNEL_BYTES, from[first + i] != ~0u);
-#pragma unroll
-      for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++) {
-        int p = lane + (first + i) * LANES;
-        if (p >= span) break;
-        store_shared_128(stage + unit_at(p, 0), v[i][0], v[i][1], v[i][2], v[i][3]);
-        store_shared_128(stage + unit_at(p, 1), v[i][4], v[i][5], v[i][6], v[i][7]);
-      }
-    }
-  }
-};
-
-static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory& memory, int thread) {
-  typename Slots::Cursor slot = {0, 0};
-  typename Stages::Cursor stage = {0, 1};
-  int turn_of = 0, warp = C::warps_of_stage > 1 ? 0 : thread >> 5, lane = thread % LANES, span = PLACES + halo(s);
-#pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
-    const Tile t = tile_at(index, s);
-    int ahead = corner_of(t, s).ahead;
-    typename EitherOf<NARROW, Turn16, Turn32>::Type own;
-    own.locate(s, ahead, span, lane);
-#pragma unroll 1
-    for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
-      bool others = turn_of != warp;
-      if (C::warps_of_stage == 1) turn_of = (turn_of + 1) % TURNERS;
-      if (others) continue;
-      memory.slots.wait_full(slot);
-      memory.stages.wait_empty(stage);
-      own.turn(s, ahead, span, memory.slots.stage(slot), memory.stages.stage(stage), memory.trash, lane);
-      fence_async_shared();
-      __syncwarp();
-      if (thread % 32 == 0) barrier_arrive(memory.stages.full(stage));
-      if (thread % 32 == 0) barrier_arrive(memory.slots.empty(slot));
-    }
-  }
-}
-
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
-
-static __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 16; }
-
-// A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next. The buffer has a channel's as
-// many bytes late as they begin in 16 of memory, so that lanes store whole 16, an instruction a channel's; up to three
-// words at either end follow. The copy engine would be slower: it takes a copy for each channel (docs/experiments.md).
-static __device__ __forceinline__ void store(
-    const float (&acc)[PLACES / 2], const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
-  int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16;
-  int left = (s.plane - t.f < PLACES ? s.plane - t.f : PLACES) * ELEMENT;
-  long long plane = (long long)s.out_d * s.plane * ELEMENT;  // of a channel
-  y += ((long long)t.n * C::cout + block) * plane + ((long long)t.d * s.plane + t.f) * ELEMENT;
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    int channel = block + 8 * h + g;
-    float b = bias && channel < C::cout ? Number::value(bias[channel]) : 0.f;
-    char* to = y + 8 * h * plane;
-    u32 late = (u32)(u64)(to + g * plane) & 15, from = buffer + g * OUT_PITCH;
-#pragma unroll
-    for (int first = 0; first < PLACES; first += OUT_PLACES, to += OUT_SPAN) {
-      const int most = (PLACES - first < OUT_PLACES ? PLACES - first : OUT_PLACES) * ELEMENT;
-      int bytes = left - first * ELEMENT < most ? left - first * ELEMENT : most;
-#pragma unroll
-      for (int j = 0; j < OUT_PLACES / 8; j++) {
-        if (first + 8 * j >= PLACES) break;
-        u32 at = from + late + (8 * j + 2 * q) * ELEMENT;
-        const int i = 4 * (j + first / 8) + 2 * h;
-        float v = acc[i] + b, w = acc[i + 1] + b;
-        if constexpr (NARROW) store_shared_u32(at, Number::pair(v, w));
-        else store_shared_f32x2(at, v, w);
-      }
-      __syncwarp();
-#pragma unroll
-      for (int r = 0; r < 8; r++) {
-        char* line = to + r * plane;
-        u32 begins = (u32)(u64)line & 15, at = ((begins + 15) & 16) + lane * 16, v[4];
-        bool ok = (int)at + 16 <= (int)begins + bytes && block + 8 * h + r < C::cout;
-        load_shared_128(v, buffer + r * OUT_PITCH + (ok ? at : 0));
-        store_global_128_if(line - begins + at, v, ok);
-      }
-      int end = (int)late + bytes, a = (late + 15) & 16, z = end & ~15, head = late + q * 4, tail = z + q * 4;
-      char* line = to + g * plane - late;
-      bool heads = channel < C::cout && head < a && head < end, tails = channel < C::cout && tail >= a && tail < end;
-      store_global_if(line + head, load_shared_u32_if(from + head, heads), heads);
-      store_global_if(line + tail, load_shared_u32_if(from + tail, tails), tails);
-      __syncwarp();
-    }
-  }
-}
-
-// Adds what `COUNT` taps of a stage give, from one on, as far as there are such.
-template <int COUNT>
-static __device__ __forceinline__ void multiply_taps(float (&acc)[PLACES / 2], u32 of_taps, u32 pixels, int first, int shift_h) {
-#pragma unroll
-  for (int k = 0; k < COUNT; k++) {
-    const int tap = first + k;
-    u64 a = ROWS_OF<32> | (u64)(of_taps + k * (TAP_BYTES / 16));
-    u64 b = ROWS_OF<32> | (u64)(pixels - tap / C::kernel_w * shift_h - tap % C::kernel_w * (C::dilation_w * 2));
-    if (C::quick || tap < TAPS) WgmmaOf<PLACES>::template multiply<C::precision, false, false, true>(acc, a, b);
-  }
-}
-
-static __device__ __forceinline__ void consume(const Type* bias, char* y, const Sizes& s, const Memory& memory, int own, int thread) {
-  int lane = thread & 31, warp = thread >> 5;
-  typename Stages::Cursor stage = {0, 0};
-  typename Weights::Cursor weights = {0, 0};
-  u32 parity = 0, buffer = memory.buffers + (own * 4 + warp) * OUT_BYTES;
-  int shift_h = C::dilation_h * s.pitch * 2, begin = halo(s) * 2;  // in 16 bytes
-  if (own == 1 && lane == 0) barrier_arrive(memory.turns);  // the first turn is the other's
-#pragma unroll 1
-  for (int index = blockIdx.x, of = 0; index < s.tiles; index += gridDim.x, of ^= 1) {
-    const Tile t = tile_at(index, s);
-    int count = CHUNKS * slices_of(t, s).count;
-    if (of != own) {
-      stage.move(count);
-      weights.move(count * STAGES_OF_SLICE);
-      continue;
-    }
-    float acc[PLACES / 2];
-    zero(acc);
-    barrier_wait(memory.turns + own * 8, parity);
-    parity ^= 1;
-    u32 behind = 0, behind_w = 0;                       // the stages that instructions under way read
-#pragma unroll 1
-    for (int i = 0; i < count; i++, stage.next()) {
-      u32 pixels = uniform(lower(memory.stages.stage(stage)) + begin);
-      memory.stages.wait_full(stage);
-#pragma unroll C::quick ? 1 : STAGES_OF_SLICE           // quick: a loop, which compiles faster than straight code
-      for (int part = 0; part < STAGES_OF_SLICE; part++, weights.next()) {
-        u32 of_taps = uniform(lower(memory.weights.stage(weights)));
-        memory.weights.wait_full(weights);
-        wgmma_fence();
-        constexpr int LEFT = C::quick ? TAPS % C::taps_of_stage : 0;
-        if (LEFT > 0 && part == TAPS / C::taps_of_stage) multiply_taps<LEFT>(acc, of_taps, pixels, part * C::taps_of_stage, shift_h);
-        else multiply_taps<C::taps_of_stage>(acc, of_taps, pixels, part * C::taps_of_stage, shift_h);
-        wgmma_commit();
-        wgmma_wait<1>();
-        give_back(behind_w, lane);
-        if (part == 0) give_back(behind, lane);
-        behind_w = memory.weights.empty(weights);
-      }
-      behind = memory.stages.empty(stage);
-    }
-    if (lane == 0) barrier_arrive(memory.turns + (own ^ 1) * 8);
-    wgmma_wait<0>();
-    give_back(behind_w, lane);
-    give_back(behind, lane);
-    store(acc, bias, y, s, t, buffer, warp, lane);
-  }
-}
-
-static __device__ __forceinline__ void run(const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 address) {
-  const Memory memory = memory_at(address);
-  run_block<1, CONSUMERS, 96, 200>(
-      [&] {
-        memory.stages.init(C::warps_of_stage, 4);
-        memory.slots.init(1, C::warps_of_stage);
-        memory.weights.init(1, 4);
-        for (int i = 0; i < CONSUMERS; i++) barrier_init(memory.turns + 8 * i, 4);
-      },
-      [&] {
-        constexpr int TURNER_THREADS = TURNERS * 32;
-        if (threadIdx.x < TURNER_THREADS) turn_pixels(s, memory, threadIdx.x);
-        if (threadIdx.x == TURNER_THREADS) bring_pixels(map, s, memory.slots);
-        if (threadIdx.x == TURNER_THREADS + 32) bring_weights(packed, s, memory.weights);
-      },
-      [&](int consumer, int thread) { consume(bias, y, s, memory, consumer, thread); });
-}
-};
-
-template <class C>
-__global__ void __launch_bounds__(Joined<C>::THREADS, 1)
-joined(const char* __restrict__ packed, const typename Joined<C>::Type* __restrict__ bias, char* __restrict__ y, int in_d, int out_d, int pitch,
-       int plane, int tiles_f, int tiles, const __grid_constant__ TensorMap map) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Joined<C>::run(packed, bias, y, {in_d, out_d, pitch, plane, tiles_f, tiles}, map, shared_address(memory));
 }
 
 // Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
@@ -1187,6 +467,29 @@ struct ClaimsOf {
     return ALONE ? index : __shfl_sync(0xffffffffu, index, 0);  // so that ptxas knows that warps do not part over it
   }
 };
+
+// How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
+
+enum Precision { TF32, IEEE, FP16, BF16, FP64 };
+
+template <int P>
+struct NumberOf {                                       // float16 and bfloat16
+  using Type = u16;
+  using Bits = u16;                                     // as an integer
+  static constexpr int SIZE = 2;
+  static __device__ __forceinline__ u32 bits(float v) { return P == FP16 ? half_bits(v) : bfloat_bits(v); }
+  static __device__ __forceinline__ float value(u32 v) { return P == FP16 ? half_value(v) : bfloat_value(v); }
+  static __device__ __forceinline__ u32 pair(float low, float high) { return P == FP16 ? half_pair(low, high) : bfloat_pair(low, high); }
+};
+struct Float32 {
+  using Type = float;
+  using Bits = u32;
+  static constexpr int SIZE = 4;
+  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
+  static __device__ __forceinline__ float value(float v) { return v; }
+};
+template <> struct NumberOf<TF32> : Float32 {};
+template <> struct NumberOf<IEEE> : Float32 {};
 
 // Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
 // variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
@@ -1500,6 +803,17 @@ static __device__ __forceinline__ int end_chunk(int variant) {
 }
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
+
+// Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
+
+constexpr int PACK_THREADS = 256;
+
+// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
+template <class K>
+__global__ void __launch_bounds__(PACK_THREADS)
+pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  K::pack_weights(weight, packed, tap_step);
+}
 
 // Weights, from memory to a consumer's registers: fragments in the order in which they are used.
 
@@ -2567,6 +1881,93 @@ struct Producer<K, true, true> {
     }
   }
 };
+
+// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
+
+// --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
+
+#define MMA_OF(shape, types) \
+  asm volatile("mma.sync.aligned." shape ".row.col.f32." types ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+// Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
+template <int P>
+__device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (P < FP16) MMA_OF("m16n8k8", "tf32.tf32");
+  else if constexpr (P == FP16) MMA_OF("m16n8k16", "f16.f16");
+  else MMA_OF("m16n8k16", "bf16.bf16");
+}
+
+// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
+
+// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
+// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
+template <int N> struct WgmmaOf;
+
+// A descriptor's two words, of which one alone changes.
+__device__ __forceinline__ u64 descriptor_of_words(const u32 (&a)[4]) { return (u64)a[1] << 32 | a[0]; }
+
+#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
+#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
+#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
+  template <> struct WgmmaOf<n> { \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
+      if constexpr (P < FP16) asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
+      else if constexpr (P == FP16) asm volatile(WGMMA_TEXT(#n, "k16.f32.f16.f16", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1, " x6) : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS), "n"(B_TURNED)); \
+      else asm volatile(WGMMA_TEXT(#n, "k16.f32.bf16.bf16", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1, " x6) : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS), "n"(B_TURNED)); \
+    } \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
+      if constexpr (P < FP16) asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
+      else if constexpr (P == FP16) asm volatile(WGMMA_TEXT(#n, "k16.f32.f16.f16", sums, x0, x1, x2 ", 1, 1, " x3 ", " x4) : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS), "n"(A_TURNED), "n"(B_TURNED)); \
+      else asm volatile(WGMMA_TEXT(#n, "k16.f32.bf16.bf16", sums, x0, x1, x2 ", 1, 1, " x3 ", " x4) : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS), "n"(A_TURNED), "n"(B_TURNED)); \
+    } \
+  };
+#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
+#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NUMBERS_2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define NUMBERS_3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NUMBERS_4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define NUMBERS_5 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define NUMBERS_6 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define NUMBERS_7 "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+WGMMA_WIDTH(8, "%0,%1,%2,%3", "%4", "%5", "%6", "%7", "%8", "%9", "%10", FOUR_SUMS(0))
+WGMMA_WIDTH(16, "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9", "%10", "%11", "%12", "%13", "%14", FOUR_SUMS(0), FOUR_SUMS(4))
+WGMMA_WIDTH(24, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11", "%12", "%13", "%14", "%15", "%16", "%17", "%18", FOUR_SUMS(0), FOUR_SUMS(4), FOUR_SUMS(8))
+WGMMA_WIDTH(32, NUMBERS_0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SUMS_FROM(0))
+WGMMA_WIDTH(40, NUMBERS_0 "," "%16,%17,%18,%19", "%20", "%21", "%22", "%23", "%24", "%25", "%26", SUMS_FROM(0), FOUR_SUMS(16))
+WGMMA_WIDTH(48, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23", "%24", "%25", "%26", "%27", "%28", "%29", "%30", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20))
+WGMMA_WIDTH(56, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27", "%28", "%29", "%30", "%31", "%32", "%33", "%34", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20), FOUR_SUMS(24))
+WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
+WGMMA_WIDTH(72, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35", "%36", "%37", "%38", "%39", "%40", "%41", "%42", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32))
+WGMMA_WIDTH(80, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35,%36,%37,%38,%39", "%40", "%41", "%42", "%43", "%44", "%45", "%46", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32), FOUR_SUMS(36))
+WGMMA_WIDTH(88, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43", "%44", "%45", "%46", "%47", "%48", "%49", "%50", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32), FOUR_SUMS(36), FOUR_SUMS(40))
+WGMMA_WIDTH(96, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2, "%48", "%49", "%50", "%51", "%52", "%53", "%54", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32))
+WGMMA_WIDTH(104, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51", "%52", "%53", "%54", "%55", "%56", "%57", "%58", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48))
+WGMMA_WIDTH(112, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51,%52,%53,%54,%55", "%56", "%57", "%58", "%59", "%60", "%61", "%62", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48), FOUR_SUMS(52))
+WGMMA_WIDTH(120, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59", "%60", "%61", "%62", "%63", "%64", "%65", "%66", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48), FOUR_SUMS(52), FOUR_SUMS(56))
+WGMMA_WIDTH(128, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48))
+WGMMA_WIDTH(136, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67", "%68", "%69", "%70", "%71", "%72", "%73", "%74", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64))
+WGMMA_WIDTH(144, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67,%68,%69,%70,%71", "%72", "%73", "%74", "%75", "%76", "%77", "%78", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64), FOUR_SUMS(68))
+WGMMA_WIDTH(152, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75", "%76", "%77", "%78", "%79", "%80", "%81", "%82", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64), FOUR_SUMS(68), FOUR_SUMS(72))
+WGMMA_WIDTH(160, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4, "%80", "%81", "%82", "%83", "%84", "%85", "%86", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64))
+WGMMA_WIDTH(168, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83", "%84", "%85", "%86", "%87", "%88", "%89", "%90", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80))
+WGMMA_WIDTH(176, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83,%84,%85,%86,%87", "%88", "%89", "%90", "%91", "%92", "%93", "%94", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80), FOUR_SUMS(84))
+WGMMA_WIDTH(184, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91", "%92", "%93", "%94", "%95", "%96", "%97", "%98", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80), FOUR_SUMS(84), FOUR_SUMS(88))
+WGMMA_WIDTH(192, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80))
+WGMMA_WIDTH(200, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," "%96,%97,%98,%99", "%100", "%101", "%102", "%103", "%104", "%105", "%106", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), FOUR_SUMS(96))
+WGMMA_WIDTH(208, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," "%96,%97,%98,%99,%100,%101,%102,%103", "%104", "%105", "%106", "%107", "%108", "%109", "%110", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), FOUR_SUMS(96), FOUR_SUMS(100))
+WGMMA_WIDTH(216, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107", "%108", "%109", "%110", "%111", "%112", "%113", "%114", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), FOUR_SUMS(96), FOUR_SUMS(100), FOUR_SUMS(104))
+WGMMA_WIDTH(224, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6, "%112", "%113", "%114", "%115", "%116", "%117", "%118", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96))
+WGMMA_WIDTH(232, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115", "%116", "%117", "%118", "%119", "%120", "%121", "%122", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112))
+WGMMA_WIDTH(240, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115,%116,%117,%118,%119", "%120", "%121", "%122", "%123", "%124", "%125", "%126", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112), FOUR_SUMS(116))
+WGMMA_WIDTH(248, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123", "%124", "%125", "%126", "%127", "%128", "%129", "%130", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112), FOUR_SUMS(116), FOUR_SUMS(120))
+WGMMA_WIDTH(256, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," NUMBERS_7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), SUMS_FROM(112))
 
 // A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
 
@@ -5708,361 +5109,6 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
   K::run(g, WgradSlice<WgradTile<C>>{partial}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
-//
-// A GEMM whose K is the pixels: M = block_ci input channels, N = block_co output channels, one accumulator for each tap of a set
-// (taps_d x taps_h x taps_w neighbouring taps). A block takes a tile of channels, a set of taps and a range of pixel tiles
-// (tile_n x tile_d x tile_h x tile_w positions q, a "chunk"): x's tile and g's with the halo of the set are copied to shared
-// memory once and serve all taps of the set. mma.sync takes both operands from registers, so that a tap may begin at any
-// column: fragments of x are read once a step and meet those of every tap.
-//
-// Shared memory: NCHW [row][channel][column], channels_last [row][column][channel]; pitches keep the eight rows of a fragment in
-// different banks. Copies of 16 bytes (cp.async), two stages. NCHW rows of any alignment: the 16-byte units of memory that
-// hold them are copied, and a row then begins (address % 16) bytes into its place.
-//
-// K is split over ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
-// their index: the same bits in every run, without atomics.
-
-// What wgrad_wgmma.cu has besides.
-template <class C>
-struct WgradSyncConstants : C {
-  static constexpr bool stacked = false, gapless = false;
-  static constexpr int row_classes = 1;
-};
-
-template <class C_>
-struct WgradSync {
-using C = WgradSyncConstants<C_>;
-using S = WgradShape<C>;
-using Number = typename S::Number;
-using Slices = WgradSlices<S, false>;
-using Sizes = typename S::Sizes;
-using Chunk = typename S::Chunk;
-using Work = typename S::Work;
-using Rows = typename S::Rows;
-
-static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC;
-static constexpr bool NARROW = S::NARROW, LAST = C::channels_last;
-static constexpr int WARPS = 8, THREADS = WARPS * 32;
-static constexpr int WARPS_M = C::block_ci / C::warp_m;
-static constexpr int WARPS_N = C::block_co / C::warp_n;
-static constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
-static constexpr int M_FRAGMENTS = C::warp_m / 16;
-static constexpr int N_FRAGMENTS = C::warp_n / 8;
-static constexpr int X_UNITS = (C::tile_w + (C::aligned_x ? 0 : VEC - 1) + VEC - 1) / VEC;  // of a row (NCHW)
-static constexpr int X_BYTES = S::X_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
-static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
-static_assert(2 * STAGE_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
-
-static constexpr int W_STRIPS = C::tile_w / 8;          // a strip is 8 columns of a row
-static constexpr int STRIPS = S::X_ROWS * W_STRIPS;
-static constexpr int STEPS = NARROW ? STRIPS / 2 : STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-static constexpr bool PROMOTES = C::precision == IEEE;  // sums leave the tensor cores, which truncate them, after every chunk
-static constexpr int PARTS = PROMOTES ? 2 : 1;
-
-using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
-
-struct X {                                              // as threads copy it
-  static constexpr int ROWS = S::X_ROWS, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
-  static constexpr int COLUMNS = C::tile_w, UNITS = X_UNITS, PITCH = C::x_pitch;
-  static __device__ __forceinline__ Rows row(int r) { return S::x_row(r); }
-  static __device__ __forceinline__ int row_h(int h) { return h; }
-};
-using CopiesX = WgradCopies<S, X, THREADS>;
-using CopiesG = WgradCopies<S, WgradG<S>, THREADS>;
-
-static __device__ __forceinline__ WgradMemory x_memory(const Sizes& s) { return {s.batch, s.in_d, s.in_h, s.in_w}; }
-static __device__ __forceinline__ WgradMemory g_memory(const Sizes& s) { return {s.batch, s.out_d, s.out_h, s.out_w}; }
-
-static __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  CopiesX::copy(x, x_memory(s), c, work.group * C::cin + work.ci, C::cin - work.ci, stage, thread);
-  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout + work.co, C::cout - work.co, stage + X_BYTES, thread);
-}
-
-// =====================================================================================================================
-// Multiplications
-// =====================================================================================================================
-
-struct Lane {                              // of a warp
-  int lane, g, q;                          // row of a fragment, place in it
-  int m, n, k;                             // the warp's first channels of the block, its part of K
-  u32 x_phase, g_phase;                    // NCHW: elements by which row g of a chunk's tiles is misaligned, before a row's own share
-};
-
-struct Half {                              // of a step's K
-  int x_at;                                // where it lies in x's tile
-  int row_n, row_d, row_h, column;         // and in g's, before the tap's share
-};
-
-static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, u32 x_phase) {
-  int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS;
-  Rows at = S::x_row(row);
-  Half half;
-  half.row_n = at.n * S::G_ROWS_D;
-  half.row_d = at.d * S::Q_ROWS_D;
-  half.row_h = at.h * S::Q_ROWS_H;
-  half.column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
-  if constexpr (LAST) {
-    half.x_at = row * C::tile_w + half.column;
-  } else {
-    int phase = C::aligned_x ? 0 : (x_phase + ((u32)(at.n * S::CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
-    half.x_at = row * C::block_ci * C::x_pitch + half.column + phase;
-  }
-  return half;
-}
-
-// Where a half begins in g's tile for a row of taps.
-static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
-  int d = half.row_d + td * S::TAP_ROWS_D, h = half.row_h + th * S::TAP_ROWS_H;
-  int row = (half.row_n + d) * S::G_ROWS_H + h;
-  if constexpr (LAST) {
-    return row * S::G_COLUMNS + half.column * C::step_w;
-  } else {
-    int image = half.row_n / S::G_ROWS_D;
-    int at_d = S::DENSE_D ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
-    int at_h = S::DENSE_H ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
-    int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
-    return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
-  }
-}
-
-// NCHW: element e; of 16 bits elements e and e + step, as the two halves of a word.
-static __device__ __forceinline__ u32 element_pair(const u32* words, int e, int step) {
-  if constexpr (!NARROW) return words[e];
-  int f = e + step;
-  u32 selector = (e & 1 ? 0x32u : 0x10u) | (f & 1 ? 0x7600u : 0x5400u);
-  return __byte_perm(words[e >> 1], words[f >> 1], selector);
-}
-
-// A register of a fragment in its parts: of IEEE float32 what TF32 has, and what it leaves.
-template <int REGISTERS>
-static __device__ __forceinline__ void set_parts(u32 (&parts)[PARTS][REGISTERS], int r, u32 v) {
-  if constexpr (NARROW) {
-    parts[0][r] = v;
-  } else {
-    parts[0][r] = to_tf32_quick(__uint_as_float(v));
-    if constexpr (PARTS == 2) parts[1][r] = low_part(__uint_as_float(v), parts[0][r]);
-  }
-}
-
-static __device__ __forceinline__ void load_x(u32 (&a)[M_FRAGMENTS][PARTS][4], const unsigned char* stage, const Half (&half)[2], const Lane& of) {
-  if constexpr (LAST && NARROW) {
-    int at = (of.lane >> 4 ? half[1].x_at : half[0].x_at) + (of.lane & 7);
-    u32 address = shared_address(stage) + (at * C::x_pitch + of.m + (of.lane >> 3 & 1) * 8) * 2;
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-      load_matrices_turned(a[i][0], address + i * 32);
-  } else {
-    const u32* xs = (const u32*)stage;
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        int m = of.m + i * 16 + (r & 1) * 8 + of.g, k = r >> 1;
-        u32 v;
-        if constexpr (LAST) v = xs[(half[k].x_at + of.q) * C::x_pitch + m];
-        else v = element_pair(xs, half[k].x_at + m * C::x_pitch + (NARROW ? 2 * of.q : of.q), 1);
-        set_parts(a[i], r, v);
-      }
-  }
-}
-
-static __device__ __forceinline__ void load_g(u32 (&b)[N_FRAGMENTS][PARTS][2], const unsigned char* stage, const int (&base)[2], int tw, const Lane& of) {
-  if constexpr (LAST && NARROW) {
-    int at = (of.lane >> 3 & 1 ? base[1] : base[0]) + (of.lane & 7) * C::step_w + tw * C::dilation_w;
-    u32 address = shared_address(stage) + X_BYTES + (at * C::g_pitch + of.n + (of.lane >> 4) * 8) * 2;
-#pragma unroll
-    for (int j = 0; j + 1 < N_FRAGMENTS; j += 2) {
-      u32 two[4];
-      load_matrices_turned(two, address + j * 16);
-#pragma unroll
-      for (int k = 0; k < 4; k++) b[j + 1 < N_FRAGMENTS ? j + k / 2 : j][0][k % 2] = two[k];
-    }
-    if constexpr (N_FRAGMENTS % 2) {
-      u32 last = address - (of.lane >> 4) * 16 + (N_FRAGMENTS - 1) * 16;
-      load_two_matrices_turned(b[N_FRAGMENTS - 1][0], last);
-    }
-  } else {
-    const u32* gs = (const u32*)(stage + X_BYTES);
-#pragma unroll
-    for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        int n = of.n + j * 8 + of.g;
-        u32 v;
-        if constexpr (LAST) v = gs[(base[k] + of.q * C::step_w + tw * C::dilation_w) * C::g_pitch + n];
-        else v = element_pair(gs, base[k] + n * C::g_pitch + (NARROW ? 2 * of.q : of.q) * C::step_w + tw * C::dilation_w, C::step_w);
-        set_parts(b[j], k, v);
-      }
-  }
-}
-
-static __device__ __forceinline__ void multiply(float (&acc)[M_FRAGMENTS][N_FRAGMENTS][4], const u32 (&a)[M_FRAGMENTS][PARTS][4], const u32 (&b)[N_FRAGMENTS][PARTS][2]) {
-#pragma unroll
-  for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++) {
-      if constexpr (PARTS == 2) {  // the small products first
-        mma_of<C::precision>(acc[i][j], a[i][1], b[j][0][0], b[j][0][1]);
-        mma_of<C::precision>(acc[i][j], a[i][0], b[j][1][0], b[j][1][1]);
-      }
-      mma_of<C::precision>(acc[i][j], a[i][0], b[j][0][0], b[j][0][1]);
-    }
-}
-
-// One chunk of a stage: all its steps that are this warp's.
-static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned char* stage, const Sizes& s, const Lane& of) {
-#pragma unroll 1
-  for (int step = of.k; step < STEPS; step += WARPS_K) {
-    const Half half[2] = {half_of(step, 0, s, of.x_phase), half_of(step, 1, s, of.x_phase)};
-    u32 a[M_FRAGMENTS][PARTS][4];
-    load_x(a, stage, half, of);
-#pragma unroll
-    for (int td = 0; td < C::taps_d; td++)
-#pragma unroll
-      for (int th = 0; th < C::taps_h; th++) {
-        const int base[2] = {g_at(half[0], td, th, s, of.g_phase), g_at(half[1], td, th, s, of.g_phase)};
-#pragma unroll
-        for (int tw = 0; tw < C::taps_w; tw++) {
-          u32 b[N_FRAGMENTS][PARTS][2];
-          load_g(b, stage, base, tw, of);
-          multiply(acc[(td * C::taps_h + th) * C::taps_w + tw], a, b);
-        }
-      }
-  }
-}
-
-// =====================================================================================================================
-// A block
-// =====================================================================================================================
-
-// NCHW: what lies beyond the borders of a chunk's tiles, and how its rows are misaligned.
-static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const char* g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  const Chunk at = S::in_g(c, work);
-  int first_x = work.group * C::cin + work.ci, first_g = work.group * C::cout + work.co;
-  bool borders_x = CopiesX::has_borders(x_memory(s), c), borders_g = CopiesG::has_borders(g_memory(s), at);
-  if (borders_x) CopiesX::clear_borders(x, x_memory(s), c, first_x, stage, thread);
-  if (borders_g) CopiesG::clear_borders(g, g_memory(s), at, first_g, stage + X_BYTES, thread);
-  if (borders_x || borders_g) __syncthreads();
-  // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-  int channel_x = first_x + of.g, channel_g = first_g + of.g;
-  of.x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * S::CIN + channel_x) * s.in_d + c.d) * s.in_h * s.in_w + (u32)c.h * s.in_w + c.w;
-  of.g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * S::COUT + channel_g) * s.out_d + at.d) * s.out_h * s.out_w + (u32)at.h * s.out_w + at.w;
-}
-
-static __device__ __forceinline__ void store(const Sums& sums, float* __restrict__ partial, const Work& work, int split, const Lane& of) {
-  long long slice = ((long long)split * WARPS_K + of.k) * (S::TAPS * S::CIN * (long long)C::cout);
-#pragma unroll
-  for (int tap = 0; tap < S::SET_TAPS; tap++) {
-    int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
-    if (kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) continue;
-    float* to = partial + slice + ((long long)((kd * C::kernel_h + kh) * C::kernel_w + kw) * S::CIN + work.group * C::cin) * C::cout;
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          int m = work.ci + of.m + i * 16 + of.g + 8 * h, n = work.co + of.n + j * 8 + 2 * of.q;
-          float v0 = sums[tap][i][j][2 * h], v1 = sums[tap][i][j][2 * h + 1];
-          if (m >= C::cin) continue;
-          float* at = to + (long long)m * C::cout + n;
-          if constexpr (C::cout % 2 == 0) {
-            if (n < C::cout) *(float2*)at = make_float2(v0, v1);
-          } else {
-            if (n < C::cout) at[0] = v0;
-            if (n + 1 < C::cout) at[1] = v1;
-          }
-        }
-  }
-}
-
-static __device__ __forceinline__ void run(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, const Sizes& s, unsigned char* memory) {
-  int index = blockIdx.x;
-  Work work;                               // blocks of the same pixels are neighbours, for L2's sake
-  int set = index % S::SETS;  index /= S::SETS;
-  work.co = index % S::CO_TILES * C::block_co;  index /= S::CO_TILES;
-  work.ci = index % S::CI_TILES * C::block_ci;  index /= S::CI_TILES;
-  work.group = index % C::groups;
-  int split = index / C::groups;
-  S::take_set(work, set);
-  int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  Lane of = {lane, lane >> 2, lane & 3, warp / (WARPS_K * WARPS_N) * C::warp_m, warp / WARPS_K % WARPS_N * C::warp_n, warp % WARPS_K, 0, 0};
-  int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
-
-  Sums acc = {}, sum = {};
-  if (begin < end) copy_chunk(x, g, s, S::chunk_at(begin, s), work, memory, thread);
-  copy_commit();
-#pragma unroll 1
-  for (int i = begin; i < end; i++) {
-    unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end) copy_chunk(x, g, s, S::chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
-    copy_commit();
-    copy_wait<1>();
-    __syncthreads();
-    if constexpr (!LAST) begin_rows(of, x, g, s, S::chunk_at(i, s), work, stage, thread);
-    multiply_chunk(acc, stage, s, of);
-    if constexpr (PROMOTES) {
-#pragma unroll
-      for (int e = 0; e < (int)(sizeof(Sums) / 4); e++) {
-        (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
-        (&acc[0][0][0][0])[e] = 0.f;
-      }
-    }
-    __syncthreads();
-  }
-  if constexpr (PROMOTES) store(sum, partial, work, split, of);
-  else store(acc, partial, work, split, of);
-}
-};
-
-// partial: [splits * WARPS_K][TAPS][CIN][cout] float32.
-template <class C>
-__global__ void __launch_bounds__(WgradSync<C>::THREADS, 1)
-wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,
-      int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  WgradSync<C>::run(x, g, partial, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, memory);
-}
-
-}  // namespace kernels
-
-// =====================================================================================================================
-// Forward where rows have 52, 56, 60 or 64 columns: rows joined to one: wgmma tf32, tile of 232 places x 64 channels, 4
-// stages of 512 places x 8 channels, 4 of 10 x 64 pixels, 4 of 5 taps, 218 KB shared.
-// =====================================================================================================================
-
-namespace kernels {
-
-struct ForwardJoined {
-  static constexpr int precision = 0;
-  static constexpr int cin = 32;
-  static constexpr int cout = 64;
-  static constexpr bool flipped = false;
-  static constexpr bool line = false;
-  static constexpr int places = 232;
-  static constexpr int span = 512;
-  static constexpr int rows = 10;
-  static constexpr int box_w = 64;
-  static constexpr int boxes = 1;
-  static constexpr int stages = 4;
-  static constexpr int slots = 4;
-  static constexpr int weight_stages = 4;
-  static constexpr int warps_of_stage = 1;
-  static constexpr int taps_of_stage = 5;
-  static constexpr bool quick = false;
-  static constexpr int shared_bytes = 223456;
-  static constexpr int kernel_d = 3;
-  static constexpr int dilation_d = 1;
-  static constexpr int padding_d = 0;
-  static constexpr int kernel_h = 5;
-  static constexpr int dilation_h = 1;
-  static constexpr int padding_h = 0;
-  static constexpr int kernel_w = 5;
-  static constexpr int dilation_w = 1;
-  static constexpr int padding_w = 0;
-};
-
 }  // namespace kernels
 
 // =====================================================================================================================
@@ -6153,94 +5199,6 @@ struct Forward {
   static constexpr int shared_bytes = 207488;
   static constexpr int producer_registers = 56;
   static constexpr int consumer_registers = 200;
-};
-
-}  // namespace kernels
-
-// =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels,
-// pixels halved, weights ring of 2 x 7 fragments, 218 KB shared.
-// =====================================================================================================================
-
-namespace kernels {
-
-struct ForwardUnaligned {
-  static constexpr int precision = 0;
-  static constexpr bool wgmma = true;
-  static constexpr bool channels_last = false;
-  static constexpr int cin = 32;
-  static constexpr int cin_g = 32;
-  static constexpr int ck = 8;
-  static constexpr int tile_n = 1;
-  static constexpr int tile_d = 2;
-  static constexpr int tile_h = 8;
-  static constexpr int tile_w = 24;
-  static constexpr int in_step_d = 1;
-  static constexpr int in_step_h = 1;
-  static constexpr int in_step_w = 1;
-  static constexpr int rows_d = 4;
-  static constexpr int rows_h = 12;
-  static constexpr int row_step_d = 1;
-  static constexpr int row_step_h = 1;
-  static constexpr int offsets_d[4] = {-2, -1, 0, 1};
-  static constexpr int offsets_h[12] = {-4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-  static constexpr int first_w = -4;
-  static constexpr int columns = 28;
-  static constexpr int plane = 28;
-  static constexpr int planes = 1;
-  static constexpr int residues[1] = {0};
-  static constexpr bool strided_box = false;
-  static constexpr int plane_barriers = 1;
-  static constexpr int stages_p = 2;
-  static constexpr int stages_s = 2;
-  static constexpr int fetch = 0;
-  static constexpr bool grad_input = false;
-  static constexpr int cout = 64;
-  static constexpr int cout_g = 64;
-  static constexpr int taps = 75;
-  static constexpr int out_step_d = 1;
-  static constexpr int out_step_h = 1;
-  static constexpr int out_step_w = 1;
-  static constexpr int sub_h = 8;
-  static constexpr int sub_w = 8;
-  static constexpr int split = 0;
-  static constexpr bool paired = false;
-  static constexpr bool wide = false;
-  static constexpr int mb = 1;
-  static constexpr int subs = 1;
-  static constexpr int rows_per_sub = 64;
-  static constexpr int w_subs = 1;
-  static constexpr int variants = 1;
-  static constexpr int cout_blocks = 1;
-  static constexpr int m_groups = 1;
-  static constexpr int subs_d[1] = {0};
-  static constexpr int subs_h[1] = {0};
-  static constexpr int subs_w[1] = {0};
-  static constexpr int blocks_of_w[1] = {0};
-  static constexpr int steps = 2;
-  static constexpr int taps_unrolled = 25;
-  static constexpr int fragment_sets = 3;
-  static constexpr bool continued = false;
-  static constexpr int entries[2] = {0, 75};
-  static constexpr int tap_rows[75] = {0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338, 339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672, 673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787, 788};
-  static constexpr int tap_indices[75] = {74, 73, 72, 71, 70, 69, 68, 67, 66, 65, 64, 63, 62, 61, 60, 59, 58, 57, 56, 55, 54, 53, 52, 51, 50, 49, 48, 47, 46, 45, 44, 43, 42, 41, 40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
-  static constexpr bool resident = false;
-  static constexpr int stages_w = 2;
-  static constexpr int w_stage = 7;
-  static constexpr int ring_fragments = 14;
-  static constexpr bool boxed = false;
-  static constexpr bool packs = false;
-  static constexpr int pack_taps = 4;
-  static constexpr int pack_wide = 1;
-  static constexpr int run_groups = 3;
-  static constexpr bool bare = false;
-  static constexpr int store = 0;
-  static constexpr int store_unit = 0;
-  static constexpr int cluster = 1;
-  static constexpr bool claimed = false;
-  static constexpr int shared_bytes = 223488;
-  static constexpr int producer_registers = 72;
-  static constexpr int consumer_registers = 184;
 };
 
 }  // namespace kernels
@@ -6338,94 +5296,6 @@ struct GradInput {
 }  // namespace kernels
 
 // =====================================================================================================================
-// Gradient for the input where rows begin off 16 bytes: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8
-// channels, in turn, weights ring of 2 x 7 fragments, 218 KB shared.
-// =====================================================================================================================
-
-namespace kernels {
-
-struct GradInputUnaligned {
-  static constexpr int precision = 0;
-  static constexpr bool wgmma = true;
-  static constexpr bool channels_last = false;
-  static constexpr int cin = 64;
-  static constexpr int cin_g = 64;
-  static constexpr int ck = 8;
-  static constexpr int tile_n = 1;
-  static constexpr int tile_d = 1;
-  static constexpr int tile_h = 8;
-  static constexpr int tile_w = 24;
-  static constexpr int in_step_d = 2;
-  static constexpr int in_step_h = 1;
-  static constexpr int in_step_w = 1;
-  static constexpr int rows_d = 4;
-  static constexpr int rows_h = 12;
-  static constexpr int row_step_d = 2;
-  static constexpr int row_step_h = 1;
-  static constexpr int offsets_d[4] = {0, 1, 2, 3};
-  static constexpr int offsets_h[12] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11};
-  static constexpr int first_w = 0;
-  static constexpr int columns = 28;
-  static constexpr int plane = 28;
-  static constexpr int planes = 1;
-  static constexpr int residues[1] = {0};
-  static constexpr bool strided_box = false;
-  static constexpr int plane_barriers = 1;
-  static constexpr int stages_p = 2;
-  static constexpr int stages_s = 2;
-  static constexpr int fetch = 0;
-  static constexpr bool grad_input = true;
-  static constexpr int cout = 32;
-  static constexpr int cout_g = 32;
-  static constexpr int taps = 75;
-  static constexpr int out_step_d = 2;
-  static constexpr int out_step_h = 1;
-  static constexpr int out_step_w = 1;
-  static constexpr int sub_h = 8;
-  static constexpr int sub_w = 8;
-  static constexpr int split = 2;
-  static constexpr bool paired = false;
-  static constexpr bool wide = false;
-  static constexpr int mb = 1;
-  static constexpr int subs = 2;
-  static constexpr int rows_per_sub = 32;
-  static constexpr int w_subs = 1;
-  static constexpr int variants = 1;
-  static constexpr int cout_blocks = 1;
-  static constexpr int m_groups = 1;
-  static constexpr int subs_d[2] = {0, 1};
-  static constexpr int subs_h[2] = {0, 0};
-  static constexpr int subs_w[1] = {0};
-  static constexpr int blocks_of_w[1] = {0};
-  static constexpr int steps = 2;
-  static constexpr int taps_unrolled = 25;
-  static constexpr int fragment_sets = 3;
-  static constexpr bool continued = false;
-  static constexpr int entries[2] = {0, 100};
-  static constexpr int tap_rows[100] = {0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338, 339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672, 673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787, 788, 1008, 1009, 1010, 1011, 1012, 1036, 1037, 1038, 1039, 1040, 1064, 1065, 1066, 1067, 1068, 1092, 1093, 1094, 1095, 1096, 1120, 1121, 1122, 1123, 1124};
-  static constexpr int tap_indices[200] = {0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, -1, 8, -1, 9, -1, 10, -1, 11, -1, 12, -1, 13, -1, 14, -1, 15, -1, 16, -1, 17, -1, 18, -1, 19, -1, 20, -1, 21, -1, 22, -1, 23, -1, 24, -1, 25, 0, 26, 1, 27, 2, 28, 3, 29, 4, 30, 5, 31, 6, 32, 7, 33, 8, 34, 9, 35, 10, 36, 11, 37, 12, 38, 13, 39, 14, 40, 15, 41, 16, 42, 17, 43, 18, 44, 19, 45, 20, 46, 21, 47, 22, 48, 23, 49, 24, 50, 25, 51, 26, 52, 27, 53, 28, 54, 29, 55, 30, 56, 31, 57, 32, 58, 33, 59, 34, 60, 35, 61, 36, 62, 37, 63, 38, 64, 39, 65, 40, 66, 41, 67, 42, 68, 43, 69, 44, 70, 45, 71, 46, 72, 47, 73, 48, 74, 49, -1, 50, -1, 51, -1, 52, -1, 53, -1, 54, -1, 55, -1, 56, -1, 57, -1, 58, -1, 59, -1, 60, -1, 61, -1, 62, -1, 63, -1, 64, -1, 65, -1, 66, -1, 67, -1, 68, -1, 69, -1, 70, -1, 71, -1, 72, -1, 73, -1, 74};
-  static constexpr bool resident = false;
-  static constexpr int stages_w = 2;
-  static constexpr int w_stage = 7;
-  static constexpr int ring_fragments = 14;
-  static constexpr bool boxed = false;
-  static constexpr bool packs = false;
-  static constexpr int pack_taps = 5;
-  static constexpr int pack_wide = 1;
-  static constexpr int run_groups = 3;
-  static constexpr bool bare = false;
-  static constexpr int store = 0;
-  static constexpr int store_unit = 0;
-  static constexpr int cluster = 1;
-  static constexpr bool claimed = false;
-  static constexpr int shared_bytes = 223488;
-  static constexpr int producer_registers = 72;
-  static constexpr int consumer_registers = 184;
-};
-
-}  // namespace kernels
-
-// =====================================================================================================================
 // Gradient for the weight: wgmma of up to 5 rows tf32, 32x64 channels x 3x5x1 taps a block, chunks of 1x4x2x16 (NxDxHxW
 // of q), K in 79 slices, 216 KB shared.
 // =====================================================================================================================
@@ -6492,57 +5362,6 @@ struct GradWeight {
   static constexpr int producer_registers = 56;
   static constexpr int consumer_registers = 152;
   static constexpr int shared_bytes = 221232;
-};
-
-}  // namespace kernels
-
-// =====================================================================================================================
-// Gradient for the weight where rows begin off 16 bytes: mma.sync tf32, 32x32 channels x 1x5x5 taps a block, chunks of
-// 2x1x8x8 (NxDxHxW of q), K in 22 slices, 168 KB shared.
-// =====================================================================================================================
-
-namespace kernels {
-
-struct GradWeightUnaligned {
-  static constexpr int precision = 0;
-  static constexpr bool channels_last = false;
-  static constexpr int groups = 1;
-  static constexpr int cin = 32;
-  static constexpr int cout = 64;
-  static constexpr int block_ci = 32;
-  static constexpr int block_co = 32;
-  static constexpr int g_pitch = 20;
-  static constexpr int reduce_rows = 1;
-  static constexpr int tile_n = 2;
-  static constexpr int kernel_d = 3;
-  static constexpr int step_d = 1;
-  static constexpr int dilation_d = 1;
-  static constexpr int padding_d = 0;
-  static constexpr int taps_d = 1;
-  static constexpr int sets_d = 3;
-  static constexpr int tile_d = 1;
-  static constexpr int apart_d = 1;
-  static constexpr int kernel_h = 5;
-  static constexpr int step_h = 1;
-  static constexpr int dilation_h = 1;
-  static constexpr int padding_h = 0;
-  static constexpr int taps_h = 5;
-  static constexpr int sets_h = 1;
-  static constexpr int tile_h = 8;
-  static constexpr int apart_h = 1;
-  static constexpr int kernel_w = 5;
-  static constexpr int step_w = 1;
-  static constexpr int dilation_w = 1;
-  static constexpr int padding_w = 0;
-  static constexpr int taps_w = 5;
-  static constexpr int sets_w = 1;
-  static constexpr int tile_w = 8;
-  static constexpr int apart_w = 1;
-  static constexpr int warp_m = 16;
-  static constexpr int warp_n = 8;
-  static constexpr bool aligned_x = false;
-  static constexpr int x_pitch = 12;
-  static constexpr int shared_bytes = 172032;
 };
 
 }  // namespace kernels
@@ -6616,191 +5435,84 @@ decltype(&cuTensorMapEncodeTiled) encode_tiled() {
   return found;
 }
 
-// A map over a dense tensor of dimensions `dims`, innermost first, and the box that one copy brings: `box` elements
-// traversed by `steps` along each. `channels_second`: the map has the fourth dimension second, and so has the box.
-CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std::array<int64_t, 5>& dims,
+// A map over a dense tensor, and the box that one copy brings: `box` elements traversed by `steps` along each axis,
+// innermost first. `second`: the map has the channels behind the columns, and so has the box.
+CUtensorMap tensor_map(const at::Tensor& t, bool channels_last, bool second, CUtensorMapDataType type,
                        const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
-                       CUtensorMapSwizzle swizzle, bool channels_second = false) {
+                       CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
   const c10::cuda::CUDAGuard guard(t.device());
   C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
-  std::array<cuuint64_t, 5> counts;
-  std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all dimensions but the innermost
+  std::array<cuuint64_t, 5> counts;   // columns, rows, slices, channels, images; in channels_last channels first
+  std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all axes but the innermost
+  for (int i = 0; i < 3; i++) counts[i + channels_last] = i < t.dim() - 2 ? t.size(t.dim() - 1 - i) : 1;
+  counts[channels_last ? 0 : 3] = t.size(1), counts[4] = t.size(0);
   cuuint64_t pitch = t.element_size();
-  for (int i = 0; i < 5; i++) {
-    counts[i] = dims[i];
-    pitch *= dims[i];
-    if (i < 4) pitches[i] = pitch;
-  }
-  if (channels_second) {
+  for (int i = 0; i < 4; i++) pitches[i] = pitch *= counts[i];
+  if (second) {
     std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
     std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
   }
   CUtensorMap map;
-  const CUresult result = encode_tiled()(
-      &map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode_tiled()(&map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(result));
   return map;
 }
 
-// The current stream of a tensor's device; none while a graph is captured on it.
-std::optional<int64_t> stream_of(const at::Tensor& t) {
-  const c10::cuda::CUDAGuard guard(t.device());
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(t.get_device());
-  cudaStreamCaptureStatus status;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &status));
-  if (status != cudaStreamCaptureStatusNone) return std::nullopt;
-  return reinterpret_cast<intptr_t>(stream.stream());
-}
-
-// Words of device memory for blocks that claim tiles: zeros, which kernels leave zeros. Each stream has its own,
-// since kernels of two may run at once; a captured launch has none, since its graph's replays may, and its tiles
-// are dealt out evenly.
-void* counters(const at::Tensor& on) {
-  const std::optional<int64_t> stream = stream_of(on);
-  if (!stream) return nullptr;
-  static std::mutex mutex;
-  static auto& of_streams =  // not destroyed at exit, when the driver may be gone
-      *new std::map<std::pair<int, int64_t>, at::Tensor>();
-  const std::pair<int, int64_t> key(on.get_device(), *stream);
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = of_streams.find(key);
-    if (found != of_streams.end()) return found->second.data_ptr();
-  }
-  const at::Tensor zeros = at::zeros({2}, on.options().dtype(at::kInt));  // may call Python: not locked
-  const std::lock_guard<std::mutex> lock(mutex);
-  return of_streams.emplace(key, zeros).first->second.data_ptr();
-}
-
 }  // namespace
 
-void pack_forward_joined(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<kernels::pack<kernels::Joined<kernels::ForwardJoined>>, 256, 0>(weight, 150, pointers, std::make_tuple(1));
+void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
+             int64_t blocks, const std::array<int64_t, 11>& sizes) {
+  const at::Tensor packed = at::empty({614400}, weight.options().dtype(at::kByte));
+  launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 304,
+      std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
+  const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
+  launch<kernels::gather<kernels::Forward>, 512, 207488>(x, blocks,
+      std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), zeros.data_ptr()), sizes,
+      std::make_tuple(std::array<CUtensorMap, 1>{
+      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {12, 12, 6, 8, 1}, {1, 1, 1, 1, 1},
+                 CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
-void run_forward_joined(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                        const at::Tensor& out, int64_t blocks, const std::array<int64_t, 6>& sizes) {
-  const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {x.size(-1), x.size(-2), x.size(2), 32, x.size(0)},
-                                     {64, 10, 1, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
-  const auto pointers = std::make_tuple(packed.data_ptr(), address(bias), out.data_ptr());
-  launch<kernels::joined<kernels::ForwardJoined>, 384, 223456>(x, blocks, pointers, sizes, std::make_tuple(map));
+void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
+                int64_t blocks, const std::array<int64_t, 11>& sizes) {
+  const at::Tensor packed = at::empty({1474560}, weight.options().dtype(at::kByte));
+  launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 480,
+      std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
+  const at::Tensor zeros = at::zeros({2}, grad.options().dtype(at::kInt));
+  launch<kernels::gather<kernels::GradInput>, 512, 232208>(grad, blocks,
+      std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr(), zeros.data_ptr()), sizes,
+      std::make_tuple(std::array<CUtensorMap, 1>{
+      tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {12, 20, 6, 8, 1}, {1, 1, 1, 1, 1},
+                 CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
-void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 304, pointers, std::make_tuple(1));
-}
-
-void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                 const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {12, 12, 6, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
-  const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), counters(x));
-  launch<kernels::gather<kernels::Forward>, 512, 207488>(x, blocks, pointers, sizes, std::make_tuple(map));
-}
-
-void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<kernels::pack<kernels::GatherPack<kernels::ForwardUnaligned>>, 256, 0>(weight, 304, pointers, std::make_tuple(1));
-}
-
-void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                           const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<kernels::gather<kernels::ForwardUnaligned>, 512, 223488>(x, blocks, pointers, sizes);
-}
-
-void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 480, pointers, std::make_tuple(1));
-}
-
-void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  const CUtensorMap map = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 64, sizes[0]},
-                                     {12, 20, 6, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
-  const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), counters(grad));
-  launch<kernels::gather<kernels::GradInput>, 512, 232208>(grad, blocks, pointers, sizes, std::make_tuple(map));
-}
-
-void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<kernels::pack<kernels::GatherPack<kernels::GradInputUnaligned>>, 256, 0>(weight, 480, pointers, std::make_tuple(1));
-}
-
-void run_grad_input_unaligned(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                              const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<kernels::gather<kernels::GradInputUnaligned>, 512, 223488>(grad, blocks, pointers, sizes);
-}
-
-void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  const CUtensorMap map_x = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                       {16, 32, 6, 4, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_64B, true);
-  const CUtensorMap map_grad = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[6], sizes[5], sizes[4], 64, sizes[0]},
-                                          {20, 64, 2, 6, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, true);
-  const std::array<CUtensorMap, 2> maps = {map_x, map_grad};
-  const auto pointers = std::make_tuple(grad.data_ptr(), partial.data_ptr());
-  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 512, 221232>(x, blocks, pointers, sizes, std::make_tuple(maps));
-  // Adds the slices of sums, always in the same order; out may have any dense memory format.
-  const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
-  const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<kernels::reduce<kernels::WgradWgmma<kernels::GradWeight>>, 256, 0>(x, 4800, sums, strides);
-}
-
-void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<kernels::wgrad<kernels::GradWeightUnaligned>, 256, 172032>(x, blocks, pointers, sizes);
-  // Adds the slices of sums, always in the same order; out may have any dense memory format.
-  const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
-  const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<kernels::reduce<kernels::WgradSync<kernels::GradWeightUnaligned>>, 256, 0>(x, 4800, sums, strides);
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
+  const at::Tensor sums = at::empty({slices * 614400}, x.options().dtype(at::kByte));
+  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 512, 221232>(x, blocks,
+      std::make_tuple(grad.data_ptr(), sums.data_ptr()), sizes,
+      std::make_tuple(std::array<CUtensorMap, 2>{
+      tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {16, 32, 6, 4, 1}, {1, 1, 1, 1, 1},
+                 CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
+      tensor_map(grad, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {20, 64, 2, 6, 1}, {1, 1, 1, 1, 1},
+                 CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
+  launch<kernels::reduce<kernels::WgradWgmma<kernels::GradWeight>>, 256, 0>(x, 4800,
+      std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 4800, 75, 1));
 }
 """
 
 DECLARATIONS = r"""
 #include <array>
 #include <optional>
-void pack_forward_joined(const at::Tensor& weight, const at::Tensor& packed);
-void run_forward_joined(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                        const at::Tensor& out, int64_t blocks, const std::array<int64_t, 6>& sizes);
-void pack_forward(const at::Tensor& weight, const at::Tensor& packed);
-void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                 const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
-void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed);
-void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                           const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
-void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed);
-void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
-void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packed);
-void run_grad_input_unaligned(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                              const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
-void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
-void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
+void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
+             int64_t blocks, const std::array<int64_t, 11>& sizes);
+void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
+                int64_t blocks, const std::array<int64_t, 11>& sizes);
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes);
 """
-
-FUNCTIONS = [
-    "pack_forward_joined",
-    "run_forward_joined",
-    "pack_forward",
-    "run_forward",
-    "pack_forward_unaligned",
-    "run_forward_unaligned",
-    "pack_grad_input",
-    "run_grad_input",
-    "pack_grad_input_unaligned",
-    "run_grad_input_unaligned",
-    "run_grad_weight",
-    "run_grad_weight_unaligned",
-]
 
 
 @functools.cache
@@ -6825,226 +5537,54 @@ def build():
         name=f"conv_transpose_{digest[:16]}",
         cpp_sources=DECLARATIONS,
         cuda_sources=CUDA,
-        functions=FUNCTIONS,
+        functions=["forward", "grad_input", "grad_weight"],
         extra_cuda_cflags=["-O3", "-gencode=arch=compute_90a,code=sm_90a"],
     )
 
 
 # --- how much each kernel is launched with ---------------------------------------------------------------------------
+# source and result are (depth, height, width) of what is read and written; of the weight's gradient of input and output
 
 
 def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@functools.lru_cache(maxsize=1024)
 def output_size(size):
     """Of every spatial dimension."""
     axes = zip(size, KERNEL, STRIDE, PADDING, OUTPUT_PADDING, DILATION)
     return tuple((n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, more, d in axes)
 
 
-def full(size):
+def full(t: Tensor):
     """(depth, height, width); dimensions that the layer lacks have size 1."""
-    return (1,) * (3 - RANK) + tuple(size)
+    return (1,) * (3 - RANK) + tuple(t.shape[2:])
 
 
-class Joined(NamedTuple):
-    """Forward or gradient for the input on tensor cores where rows are joined to one: tiles are neighbouring
-    results of whatever rows of a slice."""
-
-    name: str
-    unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
-    columns: tuple[int, int]  # and as many as the first, at most the second
-    places: int  # results of a tile
-    blocks: int  # of output channels, each a tile of its own
-    words: int  # of the packed weights
-    packed: torch.dtype
-
-    def fits(self, source, result):
-        """Whether it serves the sizes: a slice's results are pairs, a channel's counted in 32 bits."""
-        least, most = self.columns
-        pairs = result[1] * result[2] % 2 == 0
-        return least <= source[2] <= most and pairs and math.prod(result) < 2**31 - 4096
-
-    def launch(self, batch, source, result, processors):
-        """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-        plane = result[1] * result[2]
-        places = ceil(plane, self.places)
-        tiles = batch * result[0] * places * self.blocks
-        return min(tiles, processors), (source[0], result[0], result[2], plane, places, tiles)
+def forward_launch(batch, source, result, processors):
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x4x8x8 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (4, 8, 8))]
+    tiles = batch * math.prod(counts)
+    return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 
-class Gather(NamedTuple):
-    """Forward or gradient for the input on tensor cores: persistent blocks that take tile after tile."""
-
-    name: str
-    unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
-    tile: tuple[int, int, int, int]  # positions of a tile: images, depth, height, width
-    steps: tuple[int, int, int]  # results of a position along depth, height, width
-    leads: tuple[int, int, int]  # of the first position, those ahead of the image
-    m_groups: int  # sets of output channels and phases, each a tile of its own
-    resident: bool  # a block keeps the weights of one set, so that all sets have as many blocks
-    words: int  # of the packed weights
-    packed: torch.dtype
-
-    def launch(self, batch, source, result, processors):
-        """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-        axes = zip(result, self.leads, self.steps, self.tile[1:])
-        counts = [ceil(size + lead, step * tile) for size, lead, step, tile in axes]
-        tiles = ceil(batch, self.tile[0]) * math.prod(counts) * self.m_groups
-        blocks = min(tiles, processors)
-        if self.resident:
-            blocks = max(1, blocks // self.m_groups) * self.m_groups
-        return blocks, (batch, *source, *result, *counts, tiles)
+def grad_input_launch(batch, source, result, processors):
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x4x8x8 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (4, 16, 8))]
+    tiles = batch * math.prod(counts)
+    return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 
-class GradWeight(NamedTuple):
-    """Gradient for the weight on tensor cores: blocks share the pixels; their sums are added after."""
+def grad_weight_launch(batch, source, result, processors):
+    """(blocks, slices of sums, sizes): blocks share the chunks of 1x4x2x16 pixels, their sums are added after.
 
-    name: str
-    unit: int  # the input's columns must be a multiple of it, so that rows begin at 16 bytes
-    unit_out: int  # and the output's
-    tile: tuple[int, int, int, int]  # pixels of a chunk: images, depth, height, width
-    halo: int  # rows that chunks reach beyond the input
-    blocks: int  # for the channels and taps of the weight, with every share of the pixels
-    slices: int  # of sums that a block writes
-    chunk_seconds: float  # by the planner's model
-    block_seconds: float  # beside its chunks
-
-    def launch(self, batch, size, out_size, processors):
-        """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
-        depth, height, width = size
-        counts = [ceil(n, t) for n, t in zip((batch, depth, height + self.halo, width), self.tile)]
-        chunks = math.prod(counts)
-        pixels = batch * (IN_CHANNELS * math.prod(size) + OUT_CHANNELS * math.prod(out_size))
-        shares = self.shares(chunks, pixels * DTYPE.itemsize / BANDWIDTH, processors)
-        sizes = (batch, *size, *out_size, *counts[1:], chunks, ceil(chunks, shares))
-        return self.blocks * shares, self.slices * shares, sizes
-
-    def shares(self, chunks, memory, processors):
-        """How many shares the pixels are cut in: the model weighs waves of blocks against sums to add."""
-        slice_bytes = 4 * WEIGHTS * self.slices
-        most = max(1, min(chunks, SUM_BYTES // slice_bytes))
-        best = None
-        for n in sorted({min(most, max(1, processors * k // self.blocks)) for k in (1, 2, 3, 4)} | {1}):
-            each = ceil(chunks, n)
-            n = ceil(chunks, each)  # without shares that were empty
-            work = ceil(self.blocks * n, processors) * (each * self.chunk_seconds + self.block_seconds)
-            seconds = max(work, memory) + 0.12 * min(work, memory) + n * slice_bytes / BANDWIDTH
-            if best is None or seconds < best[0]:
-                best = seconds, n
-        return best[1]
-
-
-# For each pass its kernels; the first that fits the size is taken.
-FORWARD = (
-    Joined(
-        name="forward_joined",
-        unit=4,
-        columns=(49, 64),
-        places=232,
-        blocks=1,
-        words=153600,
-        packed=torch.int32,
-    ),
-    Gather(
-        name="forward",
-        unit=4,
-        tile=(1, 4, 8, 8),
-        steps=(1, 1, 1),
-        leads=(0, 0, 0),
-        m_groups=1,
-        resident=False,
-        words=153600,
-        packed=torch.int32,
-    ),
-    Gather(
-        name="forward_unaligned",
-        unit=1,
-        tile=(1, 2, 8, 24),
-        steps=(1, 1, 1),
-        leads=(0, 0, 0),
-        m_groups=1,
-        resident=False,
-        words=153600,
-        packed=torch.int32,
-    ),
-)
-GRAD_INPUT = (
-    Gather(
-        name="grad_input",
-        unit=4,
-        tile=(1, 4, 8, 8),
-        steps=(1, 2, 1),
-        leads=(0, 0, 0),
-        m_groups=1,
-        resident=False,
-        words=368640,
-        packed=torch.int32,
-    ),
-    Gather(
-        name="grad_input_unaligned",
-        unit=1,
-        tile=(1, 1, 8, 24),
-        steps=(2, 1, 1),
-        leads=(0, 0, 0),
-        m_groups=1,
-        resident=False,
-        words=409600,
-        packed=torch.int32,
-    ),
-)
-GRAD_WEIGHT = (
-    GradWeight(
-        name="grad_weight",
-        unit=4,
-        unit_out=4,
-        tile=(1, 4, 2, 16),
-        halo=4,
-        blocks=5,
-        slices=1,
-        chunk_seconds=2.52083133e-06,
-        block_seconds=8.31908832e-06,
-    ),
-    GradWeight(
-        name="grad_weight_unaligned",
-        unit=1,
-        unit_out=1,
-        tile=(2, 1, 8, 8),
-        halo=0,
-        blocks=6,
-        slices=1,
-        chunk_seconds=9.02108262e-06,
-        block_seconds=8.31908832e-06,
-    ),
-)
-
-
-def serves(kernel, source, result):
-    """Whether a kernel of the forward or of the gradient for the input is one for these sizes."""
-    return source[2] % kernel.unit == 0 and (not isinstance(kernel, Joined) or kernel.fits(source, result))
-
-
-@functools.lru_cache(maxsize=1024)
-def forward_launch(batch, size, processors):
-    source, result = full(size), full(output_size(size))
-    kernel = next(k for k in FORWARD if serves(k, source, result))
-    return kernel, *kernel.launch(batch, source, result, processors)
-
-
-@functools.lru_cache(maxsize=1024)
-def grad_input_launch(batch, size, processors):
-    source, result = full(output_size(size)), full(size)
-    kernel = next(k for k in GRAD_INPUT if serves(k, source, result))
-    return kernel, *kernel.launch(batch, source, result, processors)
-
-
-@functools.lru_cache(maxsize=1024)
-def grad_weight_launch(batch, size, processors):
-    size, out_size = full(size), full(output_size(size))
-    kernel = next(k for k in GRAD_WEIGHT if size[2] % k.unit == 0 and out_size[2] % k.unit_out == 0)
-    return kernel, *kernel.launch(batch, size, out_size, processors)
+    The chunks are cut into as many shares as make 3 waves of blocks, and no more than 96 MB of sums are made.
+    """
+    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 4, source[2]), (1, 4, 2, 16))]
+    chunks = math.prod(counts)
+    each = ceil(chunks, max(1, min(chunks, 163, processors * 3 // 5)))  # of a share
+    shares = ceil(chunks, each)
+    return shares * 5, shares, (batch, *source, *result, *counts[1:], chunks, each)
 
 
 @functools.cache
@@ -7063,58 +5603,47 @@ def processors(device: int) -> int:
 # --- the three passes on tensors -------------------------------------------------------------------------------------
 
 
-def dense(t: Tensor) -> Tensor:
-    """The tensor in the kernels' memory format, beginning at 16 bytes."""
+def dense(t: Tensor, multiple: int = 1) -> Tensor:
+    """The tensor in the kernels' memory format, beginning at 16 bytes; with zeros at the end of each row, so that its
+    columns are a multiple, where rows must begin at 16 bytes, too: they add nothing to any sum."""
+    more = -t.shape[-1] % multiple
+    if more:
+        wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + more))
+        wide[..., : t.shape[-1]] = t
+        return wide
     t = t.contiguous(memory_format=FORMAT)
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def run(kernel, source: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, blocks: int, sizes) -> Tensor:
-    getattr(build(), f"run_{kernel.name}")(source, packed, bias, out, blocks, sizes)
-    return out
-
-
-def pack(kernel, weight: Tensor) -> Tensor:
-    """The weights in the order in which a kernel reads them, anew at each call; some kernels read them as they are."""
-    weight = weight.contiguous()
-    if not hasattr(kernel, "words"):
-        return weight
-    packed = weight.new_empty(kernel.words, dtype=kernel.packed)
-    getattr(build(), f"pack_{kernel.name}")(weight, packed)
-    return packed
-
-
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
-    size = x.shape[2:]
-    shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
+    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size)). Weights are packed at each call."""
+    shape = (x.shape[0], OUT_CHANNELS, *output_size(x.shape[2:]))
     out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
-    if out.numel() == 0:
-        return out
-    kernel, blocks, sizes = forward_launch(x.shape[0], size, processors(x.get_device()))
-    return run(kernel, dense(x), pack(kernel, weight), None if bias is None else bias.contiguous(), out, blocks, sizes)
+    if out.numel():
+        x, bias = dense(x, 4), None if bias is None else bias.contiguous()
+        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
+        build().forward(x, weight.contiguous(), bias, out, *launch)
+    return out
 
 
 def grad_input(grad: Tensor, weight: Tensor, size) -> Tensor:
     """(batch, OUT_CHANNELS, *output_size(size)) -> (batch, IN_CHANNELS, *size)."""
     shape = (grad.shape[0], IN_CHANNELS, *size)
     out = torch.empty(shape, dtype=DTYPE, device=grad.device, memory_format=FORMAT)
-    if out.numel() == 0:
-        return out
-    kernel, blocks, sizes = grad_input_launch(grad.shape[0], tuple(size), processors(grad.get_device()))
-    return run(kernel, dense(grad), pack(kernel, weight), None, out, blocks, sizes)
+    if out.numel():
+        grad = dense(grad, 4)
+        launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
+        build().grad_input(grad, weight.contiguous(), out, *launch)
+    return out
 
 
 def grad_weight(x: Tensor, grad: Tensor) -> Tensor:
     """Inputs and gradients of the outputs -> (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)."""
-    shape = (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)
-    if x.numel() == 0:
-        return torch.zeros(shape, dtype=DTYPE, device=x.device)
-    out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
-    kernel, blocks, slices, sizes = grad_weight_launch(x.shape[0], tuple(x.shape[2:]), processors(x.get_device()))
-    sums = torch.float64 if DTYPE is torch.float64 else torch.float32
-    partial = torch.empty((slices, WEIGHTS), dtype=sums, device=x.device)
-    getattr(build(), f"run_{kernel.name}")(dense(x), dense(grad), partial, out, blocks, sizes)
+    out = torch.zeros((IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL), dtype=DTYPE, device=x.device)
+    if x.numel():
+        x, grad = dense(x, 4), dense(grad, 4)
+        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        build().grad_weight(x, grad, out, *launch)
     return out
 
 

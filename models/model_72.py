@@ -12,19 +12,16 @@ Constraints:
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
   float32's accuracy; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are.
 - Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
+- Rows that are no multiple of 4 columns are copied, with zeros behind them.
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
 - forward: wgmma ieee, tile 1x1x8x16 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
   8 x 6 fragments, 184 KB shared.
-- forward (other widths than multiples of 4): wgmma ieee, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 8
-  channels, pixels halved, weights ring of 7 x 6 fragments, 222 KB shared.
 - gradient for the input: tiles of 8x16 positions in 4 KB, lanes are columns, a thread takes 1 rows x 8 input
   channels.
 - gradient for the weight: mma.sync ieee, 16x8 channels x 1x2x7 taps a block, chunks of 2x1x8x16 (NxDxHxW of q), K
   in 88 slices, 128 KB shared.
-- gradient for the weight (other widths than multiples of 4): mma.sync ieee, 16x8 channels x 1x2x7 taps a block,
-  chunks of 4x1x8x8 (NxDxHxW of q), K in 88 slices, 160 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -36,7 +33,6 @@ import hashlib
 import math
 import os
 import shutil
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +43,7 @@ from torch.utils import cpp_extension
 IN_CHANNELS, OUT_CHANNELS, GROUPS = 32, 32, 4
 KERNEL, STRIDE, PADDING = (3, 5, 7), (2, 2, 2), (1, 2, 3)
 OUTPUT_PADDING, DILATION = (1, 1, 1), (1, 1, 1)
-DTYPE, FORMAT = torch.float32, torch.contiguous_format
-RANK, WEIGHTS = 3, 26880
-BANDWIDTH = 4.2e12  # of the device memory in bytes/s, for the planner's model
-SUM_BYTES = 96 << 20  # of the weight gradient's slices of sums, at most
+DTYPE, FORMAT, RANK = torch.float32, torch.contiguous_format, 3
 CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for: sm_90a
 
 # --- CUDA C++ --------------------------------------------------------------------------------------------------------
@@ -59,7 +52,6 @@ CUDA = r"""
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>
@@ -4709,94 +4701,6 @@ struct Forward {
 }  // namespace kernels
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma ieee, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels,
-// pixels halved, weights ring of 7 x 6 fragments, 222 KB shared.
-// =====================================================================================================================
-
-namespace kernels {
-
-struct ForwardUnaligned {
-  static constexpr int precision = 1;
-  static constexpr bool wgmma = true;
-  static constexpr bool channels_last = false;
-  static constexpr int cin = 32;
-  static constexpr int cin_g = 8;
-  static constexpr int ck = 8;
-  static constexpr int tile_n = 1;
-  static constexpr int tile_d = 1;
-  static constexpr int tile_h = 2;
-  static constexpr int tile_w = 64;
-  static constexpr int in_step_d = 1;
-  static constexpr int in_step_h = 1;
-  static constexpr int in_step_w = 1;
-  static constexpr int rows_d = 2;
-  static constexpr int rows_h = 4;
-  static constexpr int row_step_d = 1;
-  static constexpr int row_step_h = 1;
-  static constexpr int offsets_d[2] = {0, 1};
-  static constexpr int offsets_h[4] = {-1, 0, 1, 2};
-  static constexpr int first_w = -1;
-  static constexpr int columns = 67;
-  static constexpr int plane = 67;
-  static constexpr int planes = 1;
-  static constexpr int residues[1] = {0};
-  static constexpr bool strided_box = false;
-  static constexpr int plane_barriers = 1;
-  static constexpr int stages_p = 2;
-  static constexpr int stages_s = 2;
-  static constexpr int fetch = 0;
-  static constexpr bool grad_input = false;
-  static constexpr int cout = 32;
-  static constexpr int cout_g = 8;
-  static constexpr int taps = 105;
-  static constexpr int out_step_d = 2;
-  static constexpr int out_step_h = 2;
-  static constexpr int out_step_w = 2;
-  static constexpr int sub_h = 1;
-  static constexpr int sub_w = 64;
-  static constexpr int split = 0;
-  static constexpr bool paired = false;
-  static constexpr bool wide = false;
-  static constexpr int mb = 2;
-  static constexpr int subs = 4;
-  static constexpr int rows_per_sub = 16;
-  static constexpr int w_subs = 2;
-  static constexpr int variants = 1;
-  static constexpr int cout_blocks = 1;
-  static constexpr int m_groups = 4;
-  static constexpr int subs_d[4] = {0, 0, 1, 1};
-  static constexpr int subs_h[4] = {0, 1, 0, 1};
-  static constexpr int subs_w[1] = {0};
-  static constexpr int blocks_of_w[2] = {0, 1};
-  static constexpr int steps = 2;
-  static constexpr int taps_unrolled = 6;
-  static constexpr int fragment_sets = 3;
-  static constexpr bool continued = false;
-  static constexpr int entries[3] = {0, 18, 42};
-  static constexpr int tap_rows[42] = {0, 1, 2, 67, 68, 69, 134, 135, 136, 268, 269, 270, 335, 336, 337, 402, 403, 404, 0, 1, 2, 3, 67, 68, 69, 70, 134, 135, 136, 137, 268, 269, 270, 271, 335, 336, 337, 338, 402, 403, 404, 405};
-  static constexpr int tap_indices[168] = {68, -1, 103, -1, 66, -1, 101, -1, 64, -1, 99, -1, 54, 61, 89, 96, 52, 59, 87, 94, 50, 57, 85, 92, 40, 47, 75, 82, 38, 45, 73, 80, 36, 43, 71, 78, -1, -1, 33, -1, -1, -1, 31, -1, -1, -1, 29, -1, -1, -1, 19, 26, -1, -1, 17, 24, -1, -1, 15, 22, -1, -1, 5, 12, -1, -1, 3, 10, -1, -1, 1, 8, 69, -1, 104, -1, 67, -1, 102, -1, 65, -1, 100, -1, 63, -1, 98, -1, 55, 62, 90, 97, 53, 60, 88, 95, 51, 58, 86, 93, 49, 56, 84, 91, 41, 48, 76, 83, 39, 46, 74, 81, 37, 44, 72, 79, 35, 42, 70, 77, -1, -1, 34, -1, -1, -1, 32, -1, -1, -1, 30, -1, -1, -1, 28, -1, -1, -1, 20, 27, -1, -1, 18, 25, -1, -1, 16, 23, -1, -1, 14, 21, -1, -1, 6, 13, -1, -1, 4, 11, -1, -1, 2, 9, -1, -1, 0, 7};
-  static constexpr bool resident = false;
-  static constexpr int stages_w = 7;
-  static constexpr int w_stage = 6;
-  static constexpr int ring_fragments = 42;
-  static constexpr bool boxed = false;
-  static constexpr bool packs = false;
-  static constexpr int pack_taps = 4;
-  static constexpr int pack_wide = 1;
-  static constexpr int run_groups = 8;
-  static constexpr bool bare = false;
-  static constexpr int store = 0;
-  static constexpr int store_unit = 0;
-  static constexpr int cluster = 1;
-  static constexpr bool claimed = false;
-  static constexpr int shared_bytes = 227504;
-  static constexpr int producer_registers = 72;
-  static constexpr int consumer_registers = 184;
-};
-
-}  // namespace kernels
-
-// =====================================================================================================================
 // Gradient for the input: tiles of 8x16 positions in 4 KB, lanes are columns, a thread takes 1 rows x 8 input channels.
 // =====================================================================================================================
 
@@ -4895,57 +4799,6 @@ struct GradWeight {
 
 }  // namespace kernels
 
-// =====================================================================================================================
-// Gradient for the weight where rows begin off 16 bytes: mma.sync ieee, 16x8 channels x 1x2x7 taps a block, chunks of
-// 4x1x8x8 (NxDxHxW of q), K in 88 slices, 160 KB shared.
-// =====================================================================================================================
-
-namespace kernels {
-
-struct GradWeightUnaligned {
-  static constexpr int precision = 1;
-  static constexpr bool channels_last = false;
-  static constexpr int groups = 4;
-  static constexpr int cin = 8;
-  static constexpr int cout = 8;
-  static constexpr int block_ci = 16;
-  static constexpr int block_co = 8;
-  static constexpr int g_pitch = 28;
-  static constexpr int reduce_rows = 1;
-  static constexpr int tile_n = 4;
-  static constexpr int kernel_d = 3;
-  static constexpr int step_d = 2;
-  static constexpr int dilation_d = 1;
-  static constexpr int padding_d = 1;
-  static constexpr int taps_d = 1;
-  static constexpr int sets_d = 3;
-  static constexpr int tile_d = 1;
-  static constexpr int apart_d = 1;
-  static constexpr int kernel_h = 5;
-  static constexpr int step_h = 2;
-  static constexpr int dilation_h = 1;
-  static constexpr int padding_h = 2;
-  static constexpr int taps_h = 2;
-  static constexpr int sets_h = 3;
-  static constexpr int tile_h = 8;
-  static constexpr int apart_h = 1;
-  static constexpr int kernel_w = 7;
-  static constexpr int step_w = 2;
-  static constexpr int dilation_w = 1;
-  static constexpr int padding_w = 3;
-  static constexpr int taps_w = 7;
-  static constexpr int sets_w = 1;
-  static constexpr int tile_w = 8;
-  static constexpr int apart_w = 1;
-  static constexpr int warp_m = 16;
-  static constexpr int warp_n = 8;
-  static constexpr bool aligned_x = false;
-  static constexpr int x_pitch = 12;
-  static constexpr int shared_bytes = 163840;
-};
-
-}  // namespace kernels
-
 namespace {
 
 // --- launches ----------------------------------------------------------------------------------------------------
@@ -5015,143 +4868,72 @@ decltype(&cuTensorMapEncodeTiled) encode_tiled() {
   return found;
 }
 
-// A map over a dense tensor of dimensions `dims`, innermost first, and the box that one copy brings: `box` elements
-// traversed by `steps` along each. `channels_second`: the map has the fourth dimension second, and so has the box.
-CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std::array<int64_t, 5>& dims,
+// A map over a dense tensor, and the box that one copy brings: `box` elements traversed by `steps` along each axis,
+// innermost first. `second`: the map has the channels behind the columns, and so has the box.
+CUtensorMap tensor_map(const at::Tensor& t, bool channels_last, bool second, CUtensorMapDataType type,
                        const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
-                       CUtensorMapSwizzle swizzle, bool channels_second = false) {
+                       CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
   const c10::cuda::CUDAGuard guard(t.device());
   C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
-  std::array<cuuint64_t, 5> counts;
-  std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all dimensions but the innermost
+  std::array<cuuint64_t, 5> counts;   // columns, rows, slices, channels, images; in channels_last channels first
+  std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all axes but the innermost
+  for (int i = 0; i < 3; i++) counts[i + channels_last] = i < t.dim() - 2 ? t.size(t.dim() - 1 - i) : 1;
+  counts[channels_last ? 0 : 3] = t.size(1), counts[4] = t.size(0);
   cuuint64_t pitch = t.element_size();
-  for (int i = 0; i < 5; i++) {
-    counts[i] = dims[i];
-    pitch *= dims[i];
-    if (i < 4) pitches[i] = pitch;
-  }
-  if (channels_second) {
+  for (int i = 0; i < 4; i++) pitches[i] = pitch *= counts[i];
+  if (second) {
     std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
     std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
   }
   CUtensorMap map;
-  const CUresult result = encode_tiled()(
-      &map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode_tiled()(&map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(result));
   return map;
 }
 
-// The current stream of a tensor's device; none while a graph is captured on it.
-std::optional<int64_t> stream_of(const at::Tensor& t) {
-  const c10::cuda::CUDAGuard guard(t.device());
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(t.get_device());
-  cudaStreamCaptureStatus status;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &status));
-  if (status != cudaStreamCaptureStatusNone) return std::nullopt;
-  return reinterpret_cast<intptr_t>(stream.stream());
-}
-
-// Words of device memory for blocks that claim tiles: zeros, which kernels leave zeros. Each stream has its own,
-// since kernels of two may run at once; a captured launch has none, since its graph's replays may, and its tiles
-// are dealt out evenly.
-void* counters(const at::Tensor& on) {
-  const std::optional<int64_t> stream = stream_of(on);
-  if (!stream) return nullptr;
-  static std::mutex mutex;
-  static auto& of_streams =  // not destroyed at exit, when the driver may be gone
-      *new std::map<std::pair<int, int64_t>, at::Tensor>();
-  const std::pair<int, int64_t> key(on.get_device(), *stream);
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = of_streams.find(key);
-    if (found != of_streams.end()) return found->second.data_ptr();
-  }
-  const at::Tensor zeros = at::zeros({5}, on.options().dtype(at::kInt));  // may call Python: not locked
-  const std::lock_guard<std::mutex> lock(mutex);
-  return of_streams.emplace(key, zeros).first->second.data_ptr();
-}
-
 }  // namespace
 
-void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 432, pointers, std::make_tuple(1));
+void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
+             int64_t blocks, const std::array<int64_t, 11>& sizes) {
+  const at::Tensor packed = at::empty({688128}, weight.options().dtype(at::kByte));
+  launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 432,
+      std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
+  const at::Tensor zeros = at::zeros({5}, x.options().dtype(at::kInt));
+  launch<kernels::gather<kernels::Forward>, 512, 188880>(x, blocks,
+      std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), zeros.data_ptr()), sizes,
+      std::make_tuple(std::array<CUtensorMap, 1>{
+      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {24, 10, 2, 8, 1}, {1, 1, 1, 1, 1},
+                 CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
-void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                 const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {24, 10, 2, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
-  const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), counters(x));
-  launch<kernels::gather<kernels::Forward>, 512, 188880>(x, blocks, pointers, sizes, std::make_tuple(map));
+void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
+                int64_t blocks, const std::array<int64_t, 10>& sizes) {
+  launch<kernels::grad_input<kernels::GradInput>, 128, 4160>(grad, blocks,
+      std::make_tuple(grad.data_ptr(), weight.data_ptr(), out.data_ptr()), sizes);
 }
 
-void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<kernels::pack<kernels::GatherPack<kernels::ForwardUnaligned>>, 256, 0>(weight, 432, pointers, std::make_tuple(1));
-}
-
-void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                           const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<kernels::gather<kernels::ForwardUnaligned>, 512, 227504>(x, blocks, pointers, sizes);
-}
-
-void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 10>& sizes) {
-  const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), out.data_ptr());
-  launch<kernels::grad_input<kernels::GradInput>, 128, 4160>(grad, blocks, pointers, sizes);
-}
-
-void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<kernels::wgrad<kernels::GradWeight>, 256, 131072>(x, blocks, pointers, sizes);
-  // Adds the slices of sums, always in the same order; out may have any dense memory format.
-  const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
-  const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<kernels::reduce<kernels::WgradSync<kernels::GradWeight>>, 256, 0>(x, 3360, sums, strides);
-}
-
-void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<kernels::wgrad<kernels::GradWeightUnaligned>, 256, 163840>(x, blocks, pointers, sizes);
-  // Adds the slices of sums, always in the same order; out may have any dense memory format.
-  const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
-  const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<kernels::reduce<kernels::WgradSync<kernels::GradWeightUnaligned>>, 256, 0>(x, 3360, sums, strides);
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
+  const at::Tensor sums = at::empty({slices * 107520}, x.options().dtype(at::kByte));
+  launch<kernels::wgrad<kernels::GradWeight>, 256, 131072>(x, blocks,
+      std::make_tuple(x.data_ptr(), grad.data_ptr(), sums.data_ptr()), sizes);
+  launch<kernels::reduce<kernels::WgradSync<kernels::GradWeight>>, 256, 0>(x, 3360,
+      std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 840, 105, 1));
 }
 """
 
 DECLARATIONS = r"""
 #include <array>
 #include <optional>
-void pack_forward(const at::Tensor& weight, const at::Tensor& packed);
-void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                 const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
-void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed);
-void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                           const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
-void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 10>& sizes);
-void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
-void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
+void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
+             int64_t blocks, const std::array<int64_t, 11>& sizes);
+void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
+                int64_t blocks, const std::array<int64_t, 10>& sizes);
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes);
 """
-
-FUNCTIONS = [
-    "pack_forward",
-    "run_forward",
-    "pack_forward_unaligned",
-    "run_forward_unaligned",
-    "run_grad_input",
-    "run_grad_weight",
-    "run_grad_weight_unaligned",
-]
 
 
 @functools.cache
@@ -5176,193 +4958,54 @@ def build():
         name=f"conv_transpose_{digest[:16]}",
         cpp_sources=DECLARATIONS,
         cuda_sources=CUDA,
-        functions=FUNCTIONS,
+        functions=["forward", "grad_input", "grad_weight"],
         extra_cuda_cflags=["-O3", "-gencode=arch=compute_90a,code=sm_90a"],
     )
 
 
 # --- how much each kernel is launched with ---------------------------------------------------------------------------
+# source and result are (depth, height, width) of what is read and written; of the weight's gradient of input and output
 
 
 def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@functools.lru_cache(maxsize=1024)
 def output_size(size):
     """Of every spatial dimension."""
     axes = zip(size, KERNEL, STRIDE, PADDING, OUTPUT_PADDING, DILATION)
     return tuple((n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, more, d in axes)
 
 
-def full(size):
+def full(t: Tensor):
     """(depth, height, width); dimensions that the layer lacks have size 1."""
-    return (1,) * (3 - RANK) + tuple(size)
+    return (1,) * (3 - RANK) + tuple(t.shape[2:])
 
 
-class Gather(NamedTuple):
-    """Forward or gradient for the input on tensor cores: persistent blocks that take tile after tile."""
-
-    name: str
-    unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
-    tile: tuple[int, int, int, int]  # positions of a tile: images, depth, height, width
-    steps: tuple[int, int, int]  # results of a position along depth, height, width
-    leads: tuple[int, int, int]  # of the first position, those ahead of the image
-    m_groups: int  # sets of output channels and phases, each a tile of its own
-    resident: bool  # a block keeps the weights of one set, so that all sets have as many blocks
-    words: int  # of the packed weights
-    packed: torch.dtype
-
-    def launch(self, batch, source, result, processors):
-        """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-        axes = zip(result, self.leads, self.steps, self.tile[1:])
-        counts = [ceil(size + lead, step * tile) for size, lead, step, tile in axes]
-        tiles = ceil(batch, self.tile[0]) * math.prod(counts) * self.m_groups
-        blocks = min(tiles, processors)
-        if self.resident:
-            blocks = max(1, blocks // self.m_groups) * self.m_groups
-        return blocks, (batch, *source, *result, *counts, tiles)
+def forward_launch(batch, source, result, processors):
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x16 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 16, 32))]
+    tiles = batch * math.prod(counts) * 4
+    return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 
-class StagedGradInput(NamedTuple):
-    """Gradient for the input on CUDA cores: a block takes a tile and what it needs of the output's gradient."""
-
-    name: str
-    unit: int
-    tile: tuple[int, int]  # positions of a tile: height, width
-    whole: int  # output rows of a multiple of so many columns are read in whole units; 0: none are
-    channel_blocks: int  # blocks for the channels of a tile
-
-    def launch(self, batch, source, result, processors):
-        """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-        counts = [ceil(n, t) for n, t in zip(result[1:], self.tile)]
-        blocks = batch * result[0] * math.prod(counts) * self.channel_blocks
-        whole = int(self.whole > 0 and source[2] % self.whole == 0)
-        return blocks, (batch, *result, *source, *counts, whole)
+def grad_input_launch(batch, source, result, processors):
+    """(blocks, sizes): a block takes a tile, and what it needs of the output's gradient."""
+    rows, columns = ceil(result[1], 8), ceil(result[2], 16)  # of blocks
+    blocks = batch * result[0] * rows * columns * 4
+    return blocks, (batch, *result, *source, rows, columns, int(source[2] % 4 == 0))
 
 
-class GradWeight(NamedTuple):
-    """Gradient for the weight on tensor cores: blocks share the pixels; their sums are added after."""
+def grad_weight_launch(batch, source, result, processors):
+    """(blocks, slices of sums, sizes): blocks share the chunks of 2x1x8x16 pixels, their sums are added after.
 
-    name: str
-    unit: int  # the input's columns must be a multiple of it, so that rows begin at 16 bytes
-    unit_out: int  # and the output's
-    tile: tuple[int, int, int, int]  # pixels of a chunk: images, depth, height, width
-    halo: int  # rows that chunks reach beyond the input
-    blocks: int  # for the channels and taps of the weight, with every share of the pixels
-    slices: int  # of sums that a block writes
-    chunk_seconds: float  # by the planner's model
-    block_seconds: float  # beside its chunks
-
-    def launch(self, batch, size, out_size, processors):
-        """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
-        depth, height, width = size
-        counts = [ceil(n, t) for n, t in zip((batch, depth, height + self.halo, width), self.tile)]
-        chunks = math.prod(counts)
-        pixels = batch * (IN_CHANNELS * math.prod(size) + OUT_CHANNELS * math.prod(out_size))
-        shares = self.shares(chunks, pixels * DTYPE.itemsize / BANDWIDTH, processors)
-        sizes = (batch, *size, *out_size, *counts[1:], chunks, ceil(chunks, shares))
-        return self.blocks * shares, self.slices * shares, sizes
-
-    def shares(self, chunks, memory, processors):
-        """How many shares the pixels are cut in: the model weighs waves of blocks against sums to add."""
-        slice_bytes = 4 * WEIGHTS * self.slices
-        most = max(1, min(chunks, SUM_BYTES // slice_bytes))
-        best = None
-        for n in sorted({min(most, max(1, processors * k // self.blocks)) for k in (1, 2, 3, 4)} | {1}):
-            each = ceil(chunks, n)
-            n = ceil(chunks, each)  # without shares that were empty
-            work = ceil(self.blocks * n, processors) * (each * self.chunk_seconds + self.block_seconds)
-            seconds = max(work, memory) + 0.12 * min(work, memory) + n * slice_bytes / BANDWIDTH
-            if best is None or seconds < best[0]:
-                best = seconds, n
-        return best[1]
-
-
-# For each pass its kernels; the first that fits the size is taken.
-FORWARD = (
-    Gather(
-        name="forward",
-        unit=4,
-        tile=(1, 1, 8, 16),
-        steps=(2, 2, 2),
-        leads=(0, 0, 0),
-        m_groups=4,
-        resident=False,
-        words=172032,
-        packed=torch.int32,
-    ),
-    Gather(
-        name="forward_unaligned",
-        unit=1,
-        tile=(1, 1, 2, 64),
-        steps=(2, 2, 2),
-        leads=(0, 0, 0),
-        m_groups=4,
-        resident=False,
-        words=172032,
-        packed=torch.int32,
-    ),
-)
-GRAD_INPUT = (
-    StagedGradInput(
-        name="grad_input",
-        unit=1,
-        tile=(8, 16),
-        whole=4,
-        channel_blocks=4,
-    ),
-)
-GRAD_WEIGHT = (
-    GradWeight(
-        name="grad_weight",
-        unit=4,
-        unit_out=1,
-        tile=(2, 1, 8, 16),
-        halo=0,
-        blocks=36,
-        slices=8,
-        chunk_seconds=3.84539411e-06,
-        block_seconds=8.31908832e-06,
-    ),
-    GradWeight(
-        name="grad_weight_unaligned",
-        unit=1,
-        unit_out=1,
-        tile=(4, 1, 8, 8),
-        halo=0,
-        blocks=36,
-        slices=8,
-        chunk_seconds=4.06267806e-06,
-        block_seconds=8.31908832e-06,
-    ),
-)
-
-
-def serves(kernel, source, result):
-    """Whether a kernel of the forward or of the gradient for the input is one for these sizes."""
-    return source[2] % kernel.unit == 0
-
-
-@functools.lru_cache(maxsize=1024)
-def forward_launch(batch, size, processors):
-    source, result = full(size), full(output_size(size))
-    kernel = next(k for k in FORWARD if serves(k, source, result))
-    return kernel, *kernel.launch(batch, source, result, processors)
-
-
-@functools.lru_cache(maxsize=1024)
-def grad_input_launch(batch, size, processors):
-    source, result = full(output_size(size)), full(size)
-    kernel = next(k for k in GRAD_INPUT if serves(k, source, result))
-    return kernel, *kernel.launch(batch, source, result, processors)
-
-
-@functools.lru_cache(maxsize=1024)
-def grad_weight_launch(batch, size, processors):
-    size, out_size = full(size), full(output_size(size))
-    kernel = next(k for k in GRAD_WEIGHT if size[2] % k.unit == 0 and out_size[2] % k.unit_out == 0)
-    return kernel, *kernel.launch(batch, size, out_size, processors)
+    The chunks are cut into as many shares as make 3 waves of blocks, and no more than 96 MB of sums are made.
+    """
+    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (2, 1, 8, 16))]
+    chunks = math.prod(counts)
+    each = ceil(chunks, max(1, min(chunks, 117, processors * 3 // 36)))  # of a share
+    shares = ceil(chunks, each)
+    return shares * 36, shares * 8, (batch, *source, *result, *counts[1:], chunks, each)
 
 
 @functools.cache
@@ -5381,58 +5024,47 @@ def processors(device: int) -> int:
 # --- the three passes on tensors -------------------------------------------------------------------------------------
 
 
-def dense(t: Tensor) -> Tensor:
-    """The tensor in the kernels' memory format, beginning at 16 bytes."""
+def dense(t: Tensor, multiple: int = 1) -> Tensor:
+    """The tensor in the kernels' memory format, beginning at 16 bytes; with zeros at the end of each row, so that its
+    columns are a multiple, where rows must begin at 16 bytes, too: they add nothing to any sum."""
+    more = -t.shape[-1] % multiple
+    if more:
+        wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + more))
+        wide[..., : t.shape[-1]] = t
+        return wide
     t = t.contiguous(memory_format=FORMAT)
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def run(kernel, source: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, blocks: int, sizes) -> Tensor:
-    getattr(build(), f"run_{kernel.name}")(source, packed, bias, out, blocks, sizes)
-    return out
-
-
-def pack(kernel, weight: Tensor) -> Tensor:
-    """The weights in the order in which a kernel reads them, anew at each call; some kernels read them as they are."""
-    weight = weight.contiguous()
-    if not hasattr(kernel, "words"):
-        return weight
-    packed = weight.new_empty(kernel.words, dtype=kernel.packed)
-    getattr(build(), f"pack_{kernel.name}")(weight, packed)
-    return packed
-
-
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
-    size = x.shape[2:]
-    shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
+    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size)). Weights are packed at each call."""
+    shape = (x.shape[0], OUT_CHANNELS, *output_size(x.shape[2:]))
     out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
-    if out.numel() == 0:
-        return out
-    kernel, blocks, sizes = forward_launch(x.shape[0], size, processors(x.get_device()))
-    return run(kernel, dense(x), pack(kernel, weight), None if bias is None else bias.contiguous(), out, blocks, sizes)
+    if out.numel():
+        x, bias = dense(x, 4), None if bias is None else bias.contiguous()
+        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
+        build().forward(x, weight.contiguous(), bias, out, *launch)
+    return out
 
 
 def grad_input(grad: Tensor, weight: Tensor, size) -> Tensor:
     """(batch, OUT_CHANNELS, *output_size(size)) -> (batch, IN_CHANNELS, *size)."""
     shape = (grad.shape[0], IN_CHANNELS, *size)
     out = torch.empty(shape, dtype=DTYPE, device=grad.device, memory_format=FORMAT)
-    if out.numel() == 0:
-        return out
-    kernel, blocks, sizes = grad_input_launch(grad.shape[0], tuple(size), processors(grad.get_device()))
-    return run(kernel, dense(grad), pack(kernel, weight), None, out, blocks, sizes)
+    if out.numel():
+        grad = dense(grad)
+        launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
+        build().grad_input(grad, weight.contiguous(), out, *launch)
+    return out
 
 
 def grad_weight(x: Tensor, grad: Tensor) -> Tensor:
     """Inputs and gradients of the outputs -> (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)."""
-    shape = (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)
-    if x.numel() == 0:
-        return torch.zeros(shape, dtype=DTYPE, device=x.device)
-    out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
-    kernel, blocks, slices, sizes = grad_weight_launch(x.shape[0], tuple(x.shape[2:]), processors(x.get_device()))
-    sums = torch.float64 if DTYPE is torch.float64 else torch.float32
-    partial = torch.empty((slices, WEIGHTS), dtype=sums, device=x.device)
-    getattr(build(), f"run_{kernel.name}")(dense(x), dense(grad), partial, out, blocks, sizes)
+    out = torch.zeros((IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL), dtype=DTYPE, device=x.device)
+    if x.numel():
+        x, grad = dense(x, 4), dense(grad)
+        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        build().grad_weight(x, grad, out, *launch)
     return out
 
 

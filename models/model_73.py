@@ -12,19 +12,16 @@ Constraints:
 - Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
   where its flags ask for IEEE float32 a call raises.
 - Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
+- Rows that are no multiple of 4 columns are copied, with zeros behind them.
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
 - forward: wgmma tf32, tile 1x2x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
   6 x 6 fragments, 201 KB shared.
-- forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 128 rows, chunk of 16
-  channels, pixels halved, weights ring of 5 x 8 fragments, 215 KB shared.
 - gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 8 x 3 fragments, 212 KB shared.
 - gradient for the weight: wgmma of up to 2 rows tf32, 32x32 channels x 3x3x3 taps a block, chunks of 1x2x2x16
   (NxDxHxW of q), K in 132 slices, 204 KB shared.
-- gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x3x3 taps a block,
-  chunks of 1x1x8x16 (NxDxHxW of q), K in 176 slices, 193 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -36,7 +33,6 @@ import hashlib
 import math
 import os
 import shutil
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +43,7 @@ from torch.utils import cpp_extension
 IN_CHANNELS, OUT_CHANNELS, GROUPS = 32, 32, 1
 KERNEL, STRIDE, PADDING = (3, 3, 3), (2, 2, 2), (1, 1, 1)
 OUTPUT_PADDING, DILATION = (0, 0, 0), (1, 1, 1)
-DTYPE, FORMAT = torch.float32, torch.contiguous_format
-RANK, WEIGHTS = 3, 27648
-BANDWIDTH = 4.2e12  # of the device memory in bytes/s, for the planner's model
-SUM_BYTES = 96 << 20  # of the weight gradient's slices of sums, at most
+DTYPE, FORMAT, RANK = torch.float32, torch.contiguous_format, 3
 CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for: sm_90a
 
 # --- CUDA C++ --------------------------------------------------------------------------------------------------------
@@ -59,7 +52,6 @@ CUDA = r"""
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>
@@ -222,10 +214,6 @@ __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 a) {
 __device__ __forceinline__ void load_matrices_turned(u32 (&v)[4], u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
 }
-// Two so.
-__device__ __forceinline__ void load_two_matrices_turned(u32 (&v)[2], u32 a) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
-}
 // To shared memory, two matrices or four of 16-bit elements, each turned: a row of memory is a column of the registers.
 template <int N>
 __device__ __forceinline__ void store_matrices_turned(u32 a, const u32 (&v)[N]) {
@@ -342,16 +330,6 @@ __device__ __forceinline__ u32 to_tf32(float v) {
 #else  // add half of the last kept bit, less one where that bit is even; infinities and NaNs stay
   u32 b = __float_as_uint(v);
   return (b & 0x7f800000u) == 0x7f800000u ? b : (b + 0xfffu + ((b >> 13) & 1u)) & 0xffffe000u;
-#endif
-}
-// By one instruction before sm_90, where nearest-even takes six: ties away from zero.
-__device__ __forceinline__ u32 to_tf32_quick(float v) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  return to_tf32(v);
-#else
-  u32 r;
-  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
-  return r;
 #endif
 }
 // What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
@@ -5131,323 +5109,6 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
   K::run(g, WgradSlice<WgradTile<C>>{partial}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
-//
-// A GEMM whose K is the pixels: M = block_ci input channels, N = block_co output channels, one accumulator for each tap of a set
-// (taps_d x taps_h x taps_w neighbouring taps). A block takes a tile of channels, a set of taps and a range of pixel tiles
-// (tile_n x tile_d x tile_h x tile_w positions q, a "chunk"): x's tile and g's with the halo of the set are copied to shared
-// memory once and serve all taps of the set. mma.sync takes both operands from registers, so that a tap may begin at any
-// column: fragments of x are read once a step and meet those of every tap.
-//
-// Shared memory: NCHW [row][channel][column], channels_last [row][column][channel]; pitches keep the eight rows of a fragment in
-// different banks. Copies of 16 bytes (cp.async), two stages. NCHW rows of any alignment: the 16-byte units of memory that
-// hold them are copied, and a row then begins (address % 16) bytes into its place.
-//
-// K is split over ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
-// their index: the same bits in every run, without atomics.
-
-// What wgrad_wgmma.cu has besides.
-template <class C>
-struct WgradSyncConstants : C {
-  static constexpr bool stacked = false, gapless = false;
-  static constexpr int row_classes = 1;
-};
-
-template <class C_>
-struct WgradSync {
-using C = WgradSyncConstants<C_>;
-using S = WgradShape<C>;
-using Number = typename S::Number;
-using Slices = WgradSlices<S, false>;
-using Sizes = typename S::Sizes;
-using Chunk = typename S::Chunk;
-using Work = typename S::Work;
-using Rows = typename S::Rows;
-
-static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC;
-static constexpr bool NARROW = S::NARROW, LAST = C::channels_last;
-static constexpr int WARPS = 8, THREADS = WARPS * 32;
-static constexpr int WARPS_M = C::block_ci / C::warp_m;
-static constexpr int WARPS_N = C::block_co / C::warp_n;
-static constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
-static constexpr int M_FRAGMENTS = C::warp_m / 16;
-static constexpr int N_FRAGMENTS = C::warp_n / 8;
-static constexpr int X_UNITS = (C::tile_w + (C::aligned_x ? 0 : VEC - 1) + VEC - 1) / VEC;  // of a row (NCHW)
-static constexpr int X_BYTES = S::X_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
-static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
-static_assert(2 * STAGE_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
-
-static constexpr int W_STRIPS = C::tile_w / 8;          // a strip is 8 columns of a row
-static constexpr int STRIPS = S::X_ROWS * W_STRIPS;
-static constexpr int STEPS = NARROW ? STRIPS / 2 : STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-static constexpr bool PROMOTES = C::precision == IEEE;  // sums leave the tensor cores, which truncate them, after every chunk
-static constexpr int PARTS = PROMOTES ? 2 : 1;
-
-using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
-
-struct X {                                              // as threads copy it
-  static constexpr int ROWS = S::X_ROWS, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
-  static constexpr int COLUMNS = C::tile_w, UNITS = X_UNITS, PITCH = C::x_pitch;
-  static __device__ __forceinline__ Rows row(int r) { return S::x_row(r); }
-  static __device__ __forceinline__ int row_h(int h) { return h; }
-};
-using CopiesX = WgradCopies<S, X, THREADS>;
-using CopiesG = WgradCopies<S, WgradG<S>, THREADS>;
-
-static __device__ __forceinline__ WgradMemory x_memory(const Sizes& s) { return {s.batch, s.in_d, s.in_h, s.in_w}; }
-static __device__ __forceinline__ WgradMemory g_memory(const Sizes& s) { return {s.batch, s.out_d, s.out_h, s.out_w}; }
-
-static __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  CopiesX::copy(x, x_memory(s), c, work.group * C::cin + work.ci, C::cin - work.ci, stage, thread);
-  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout + work.co, C::cout - work.co, stage + X_BYTES, thread);
-}
-
-// =====================================================================================================================
-// Multiplications
-// =====================================================================================================================
-
-struct Lane {                              // of a warp
-  int lane, g, q;                          // row of a fragment, place in it
-  int m, n, k;                             // the warp's first channels of the block, its part of K
-  u32 x_phase, g_phase;                    // NCHW: elements by which row g of a chunk's tiles is misaligned, before a row's own share
-};
-
-struct Half {                              // of a step's K
-  int x_at;                                // where it lies in x's tile
-  int row_n, row_d, row_h, column;         // and in g's, before the tap's share
-};
-
-static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, u32 x_phase) {
-  int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS;
-  Rows at = S::x_row(row);
-  Half half;
-  half.row_n = at.n * S::G_ROWS_D;
-  half.row_d = at.d * S::Q_ROWS_D;
-  half.row_h = at.h * S::Q_ROWS_H;
-  half.column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
-  if constexpr (LAST) {
-    half.x_at = row * C::tile_w + half.column;
-  } else {
-    int phase = C::aligned_x ? 0 : (x_phase + ((u32)(at.n * S::CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
-    half.x_at = row * C::block_ci * C::x_pitch + half.column + phase;
-  }
-  return half;
-}
-
-// Where a half begins in g's tile for a row of taps.
-static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
-  int d = half.row_d + td * S::TAP_ROWS_D, h = half.row_h + th * S::TAP_ROWS_H;
-  int row = (half.row_n + d) * S::G_ROWS_H + h;
-  if constexpr (LAST) {
-    return row * S::G_COLUMNS + half.column * C::step_w;
-  } else {
-    int image = half.row_n / S::G_ROWS_D;
-    int at_d = S::DENSE_D ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
-    int at_h = S::DENSE_H ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
-    int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
-    return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
-  }
-}
-
-// NCHW: element e; of 16 bits elements e and e + step, as the two halves of a word.
-static __device__ __forceinline__ u32 element_pair(const u32* words, int e, int step) {
-  if constexpr (!NARROW) return words[e];
-  int f = e + step;
-  u32 selector = (e & 1 ? 0x32u : 0x10u) | (f & 1 ? 0x7600u : 0x5400u);
-  return __byte_perm(words[e >> 1], words[f >> 1], selector);
-}
-
-// A register of a fragment in its parts: of IEEE float32 what TF32 has, and what it leaves.
-template <int REGISTERS>
-static __device__ __forceinline__ void set_parts(u32 (&parts)[PARTS][REGISTERS], int r, u32 v) {
-  if constexpr (NARROW) {
-    parts[0][r] = v;
-  } else {
-    parts[0][r] = to_tf32_quick(__uint_as_float(v));
-    if constexpr (PARTS == 2) parts[1][r] = low_part(__uint_as_float(v), parts[0][r]);
-  }
-}
-
-static __device__ __forceinline__ void load_x(u32 (&a)[M_FRAGMENTS][PARTS][4], const unsigned char* stage, const Half (&half)[2], const Lane& of) {
-  if constexpr (LAST && NARROW) {
-    int at = (of.lane >> 4 ? half[1].x_at : half[0].x_at) + (of.lane & 7);
-    u32 address = shared_address(stage) + (at * C::x_pitch + of.m + (of.lane >> 3 & 1) * 8) * 2;
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-      load_matrices_turned(a[i][0], address + i * 32);
-  } else {
-    const u32* xs = (const u32*)stage;
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        int m = of.m + i * 16 + (r & 1) * 8 + of.g, k = r >> 1;
-        u32 v;
-        if constexpr (LAST) v = xs[(half[k].x_at + of.q) * C::x_pitch + m];
-        else v = element_pair(xs, half[k].x_at + m * C::x_pitch + (NARROW ? 2 * of.q : of.q), 1);
-        set_parts(a[i], r, v);
-      }
-  }
-}
-
-static __device__ __forceinline__ void load_g(u32 (&b)[N_FRAGMENTS][PARTS][2], const unsigned char* stage, const int (&base)[2], int tw, const Lane& of) {
-  if constexpr (LAST && NARROW) {
-    int at = (of.lane >> 3 & 1 ? base[1] : base[0]) + (of.lane & 7) * C::step_w + tw * C::dilation_w;
-    u32 address = shared_address(stage) + X_BYTES + (at * C::g_pitch + of.n + (of.lane >> 4) * 8) * 2;
-#pragma unroll
-    for (int j = 0; j + 1 < N_FRAGMENTS; j += 2) {
-      u32 two[4];
-      load_matrices_turned(two, address + j * 16);
-#pragma unroll
-      for (int k = 0; k < 4; k++) b[j + 1 < N_FRAGMENTS ? j + k / 2 : j][0][k % 2] = two[k];
-    }
-    if constexpr (N_FRAGMENTS % 2) {
-      u32 last = address - (of.lane >> 4) * 16 + (N_FRAGMENTS - 1) * 16;
-      load_two_matrices_turned(b[N_FRAGMENTS - 1][0], last);
-    }
-  } else {
-    const u32* gs = (const u32*)(stage + X_BYTES);
-#pragma unroll
-    for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        int n = of.n + j * 8 + of.g;
-        u32 v;
-        if constexpr (LAST) v = gs[(base[k] + of.q * C::step_w + tw * C::dilation_w) * C::g_pitch + n];
-        else v = element_pair(gs, base[k] + n * C::g_pitch + (NARROW ? 2 * of.q : of.q) * C::step_w + tw * C::dilation_w, C::step_w);
-        set_parts(b[j], k, v);
-      }
-  }
-}
-
-static __device__ __forceinline__ void multiply(float (&acc)[M_FRAGMENTS][N_FRAGMENTS][4], const u32 (&a)[M_FRAGMENTS][PARTS][4], const u32 (&b)[N_FRAGMENTS][PARTS][2]) {
-#pragma unroll
-  for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++) {
-      if constexpr (PARTS == 2) {  // the small products first
-        mma_of<C::precision>(acc[i][j], a[i][1], b[j][0][0], b[j][0][1]);
-        mma_of<C::precision>(acc[i][j], a[i][0], b[j][1][0], b[j][1][1]);
-      }
-      mma_of<C::precision>(acc[i][j], a[i][0], b[j][0][0], b[j][0][1]);
-    }
-}
-
-// One chunk of a stage: all its steps that are this warp's.
-static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned char* stage, const Sizes& s, const Lane& of) {
-#pragma unroll 1
-  for (int step = of.k; step < STEPS; step += WARPS_K) {
-    const Half half[2] = {half_of(step, 0, s, of.x_phase), half_of(step, 1, s, of.x_phase)};
-    u32 a[M_FRAGMENTS][PARTS][4];
-    load_x(a, stage, half, of);
-#pragma unroll
-    for (int td = 0; td < C::taps_d; td++)
-#pragma unroll
-      for (int th = 0; th < C::taps_h; th++) {
-        const int base[2] = {g_at(half[0], td, th, s, of.g_phase), g_at(half[1], td, th, s, of.g_phase)};
-#pragma unroll
-        for (int tw = 0; tw < C::taps_w; tw++) {
-          u32 b[N_FRAGMENTS][PARTS][2];
-          load_g(b, stage, base, tw, of);
-          multiply(acc[(td * C::taps_h + th) * C::taps_w + tw], a, b);
-        }
-      }
-  }
-}
-
-// =====================================================================================================================
-// A block
-// =====================================================================================================================
-
-// NCHW: what lies beyond the borders of a chunk's tiles, and how its rows are misaligned.
-static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const char* g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  const Chunk at = S::in_g(c, work);
-  int first_x = work.group * C::cin + work.ci, first_g = work.group * C::cout + work.co;
-  bool borders_x = CopiesX::has_borders(x_memory(s), c), borders_g = CopiesG::has_borders(g_memory(s), at);
-  if (borders_x) CopiesX::clear_borders(x, x_memory(s), c, first_x, stage, thread);
-  if (borders_g) CopiesG::clear_borders(g, g_memory(s), at, first_g, stage + X_BYTES, thread);
-  if (borders_x || borders_g) __syncthreads();
-  // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-  int channel_x = first_x + of.g, channel_g = first_g + of.g;
-  of.x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * S::CIN + channel_x) * s.in_d + c.d) * s.in_h * s.in_w + (u32)c.h * s.in_w + c.w;
-  of.g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * S::COUT + channel_g) * s.out_d + at.d) * s.out_h * s.out_w + (u32)at.h * s.out_w + at.w;
-}
-
-static __device__ __forceinline__ void store(const Sums& sums, float* __restrict__ partial, const Work& work, int split, const Lane& of) {
-  long long slice = ((long long)split * WARPS_K + of.k) * (S::TAPS * S::CIN * (long long)C::cout);
-#pragma unroll
-  for (int tap = 0; tap < S::SET_TAPS; tap++) {
-    int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
-    if (kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) continue;
-    float* to = partial + slice + ((long long)((kd * C::kernel_h + kh) * C::kernel_w + kw) * S::CIN + work.group * C::cin) * C::cout;
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          int m = work.ci + of.m + i * 16 + of.g + 8 * h, n = work.co + of.n + j * 8 + 2 * of.q;
-          float v0 = sums[tap][i][j][2 * h], v1 = sums[tap][i][j][2 * h + 1];
-          if (m >= C::cin) continue;
-          float* at = to + (long long)m * C::cout + n;
-          if constexpr (C::cout % 2 == 0) {
-            if (n < C::cout) *(float2*)at = make_float2(v0, v1);
-          } else {
-            if (n < C::cout) at[0] = v0;
-            if (n + 1 < C::cout) at[1] = v1;
-          }
-        }
-  }
-}
-
-static __device__ __forceinline__ void run(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, const Sizes& s, unsigned char* memory) {
-  int index = blockIdx.x;
-  Work work;                               // blocks of the same pixels are neighbours, for L2's sake
-  int set = index % S::SETS;  index /= S::SETS;
-  work.co = index % S::CO_TILES * C::block_co;  index /= S::CO_TILES;
-  work.ci = index % S::CI_TILES * C::block_ci;  index /= S::CI_TILES;
-  work.group = index % C::groups;
-  int split = index / C::groups;
-  S::take_set(work, set);
-  int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  Lane of = {lane, lane >> 2, lane & 3, warp / (WARPS_K * WARPS_N) * C::warp_m, warp / WARPS_K % WARPS_N * C::warp_n, warp % WARPS_K, 0, 0};
-  int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
-
-  Sums acc = {}, sum = {};
-  if (begin < end) copy_chunk(x, g, s, S::chunk_at(begin, s), work, memory, thread);
-  copy_commit();
-#pragma unroll 1
-  for (int i = begin; i < end; i++) {
-    unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end) copy_chunk(x, g, s, S::chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
-    copy_commit();
-    copy_wait<1>();
-    __syncthreads();
-    if constexpr (!LAST) begin_rows(of, x, g, s, S::chunk_at(i, s), work, stage, thread);
-    multiply_chunk(acc, stage, s, of);
-    if constexpr (PROMOTES) {
-#pragma unroll
-      for (int e = 0; e < (int)(sizeof(Sums) / 4); e++) {
-        (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
-        (&acc[0][0][0][0])[e] = 0.f;
-      }
-    }
-    __syncthreads();
-  }
-  if constexpr (PROMOTES) store(sum, partial, work, split, of);
-  else store(acc, partial, work, split, of);
-}
-};
-
-// partial: [splits * WARPS_K][TAPS][CIN][cout] float32.
-template <class C>
-__global__ void __launch_bounds__(WgradSync<C>::THREADS, 1)
-wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,
-      int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  WgradSync<C>::run(x, g, partial, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, memory);
-}
-
 }  // namespace kernels
 
 // =====================================================================================================================
@@ -5540,96 +5201,6 @@ struct Forward {
   static constexpr int shared_bytes = 206612;
   static constexpr int producer_registers = 48;
   static constexpr int consumer_registers = 208;
-};
-
-}  // namespace kernels
-
-// =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 128 rows, chunk of 16 channels,
-// pixels halved, weights ring of 5 x 8 fragments, 215 KB shared.
-// =====================================================================================================================
-
-namespace kernels {
-
-struct ForwardUnaligned {
-  static constexpr int precision = 0;
-  static constexpr bool wgmma = true;
-  static constexpr bool channels_last = false;
-  static constexpr int cin = 32;
-  static constexpr int cin_g = 32;
-  static constexpr int ck = 16;
-  static constexpr int tile_n = 1;
-  static constexpr int tile_d = 2;
-  static constexpr int tile_h = 8;
-  static constexpr int tile_w = 16;
-  static constexpr int in_step_d = 1;
-  static constexpr int in_step_h = 1;
-  static constexpr int in_step_w = 1;
-  static constexpr int rows_d = 3;
-  static constexpr int rows_h = 9;
-  static constexpr int row_step_d = 1;
-  static constexpr int row_step_h = 1;
-  static constexpr int offsets_d[3] = {0, 1, 2};
-  static constexpr int offsets_h[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8};
-  static constexpr int first_w = 0;
-  static constexpr int columns = 17;
-  static constexpr int plane = 17;
-  static constexpr int planes = 1;
-  static constexpr int residues[1] = {0};
-  static constexpr bool strided_box = false;
-  static constexpr int plane_barriers = 1;
-  static constexpr int stages_p = 2;
-  static constexpr int stages_s = 2;
-  static constexpr int fetch = 0;
-  static constexpr bool grad_input = false;
-  static constexpr int cout = 32;
-  static constexpr int cout_g = 32;
-  static constexpr int taps = 27;
-  static constexpr int out_step_d = 2;
-  static constexpr int out_step_h = 2;
-  static constexpr int out_step_w = 2;
-  static constexpr int sub_h = 8;
-  static constexpr int sub_w = 8;
-  static constexpr int split = 0;
-  static constexpr bool paired = false;
-  static constexpr bool wide = false;
-  static constexpr int mb = 2;
-  static constexpr int subs = 2;
-  static constexpr int rows_per_sub = 32;
-  static constexpr int w_subs = 2;
-  static constexpr int variants = 2;
-  static constexpr int cout_blocks = 1;
-  static constexpr int m_groups = 2;
-  static constexpr int subs_d[4] = {0, 0, 1, 1};
-  static constexpr int subs_h[4] = {0, 1, 0, 1};
-  static constexpr int subs_w[2] = {0, 0};
-  static constexpr int blocks_of_w[2] = {0, 1};
-  static constexpr int steps = 0;
-  static constexpr int taps_unrolled = 2;
-  static constexpr int fragment_sets = 3;
-  static constexpr bool continued = false;
-  static constexpr int entries[6] = {0, 2, 6, 6, 10, 18};
-  static constexpr int tap_rows[18] = {0, 17, 0, 1, 17, 18, 0, 17, 153, 170, 0, 1, 17, 18, 153, 154, 170, 171};
-  static constexpr int tap_indices[36] = {13, 16, -1, 10, 14, 17, 12, 15, -1, 11, -1, 9, 22, 25, -1, 19, 4, 7, -1, 1, 23, 26, 21, 24, -1, 20, -1, 18, 5, 8, 3, 6, -1, 2, -1, 0};
-  static constexpr int stretches = 2;
-  static constexpr int first_of_stretches[2] = {0, 1};
-  static constexpr bool resident = false;
-  static constexpr int stages_w = 5;
-  static constexpr int w_stage = 8;
-  static constexpr int ring_fragments = 40;
-  static constexpr bool boxed = false;
-  static constexpr bool packs = false;
-  static constexpr int pack_taps = 4;
-  static constexpr int pack_wide = 1;
-  static constexpr int run_groups = 2;
-  static constexpr bool bare = false;
-  static constexpr int store = 0;
-  static constexpr int store_unit = 0;
-  static constexpr int cluster = 1;
-  static constexpr bool claimed = false;
-  static constexpr int shared_bytes = 220892;
-  static constexpr int producer_registers = 72;
-  static constexpr int consumer_registers = 184;
 };
 
 }  // namespace kernels
@@ -5794,57 +5365,6 @@ struct GradWeight {
 
 }  // namespace kernels
 
-// =====================================================================================================================
-// Gradient for the weight where rows begin off 16 bytes: mma.sync tf32, 32x32 channels x 1x3x3 taps a block, chunks of
-// 1x1x8x16 (NxDxHxW of q), K in 176 slices, 193 KB shared.
-// =====================================================================================================================
-
-namespace kernels {
-
-struct GradWeightUnaligned {
-  static constexpr int precision = 0;
-  static constexpr bool channels_last = false;
-  static constexpr int groups = 1;
-  static constexpr int cin = 32;
-  static constexpr int cout = 32;
-  static constexpr int block_ci = 32;
-  static constexpr int block_co = 32;
-  static constexpr int g_pitch = 36;
-  static constexpr int reduce_rows = 1;
-  static constexpr int tile_n = 1;
-  static constexpr int kernel_d = 3;
-  static constexpr int step_d = 2;
-  static constexpr int dilation_d = 1;
-  static constexpr int padding_d = 1;
-  static constexpr int taps_d = 1;
-  static constexpr int sets_d = 3;
-  static constexpr int tile_d = 1;
-  static constexpr int apart_d = 1;
-  static constexpr int kernel_h = 3;
-  static constexpr int step_h = 2;
-  static constexpr int dilation_h = 1;
-  static constexpr int padding_h = 1;
-  static constexpr int taps_h = 3;
-  static constexpr int sets_h = 1;
-  static constexpr int tile_h = 8;
-  static constexpr int apart_h = 1;
-  static constexpr int kernel_w = 3;
-  static constexpr int step_w = 2;
-  static constexpr int dilation_w = 1;
-  static constexpr int padding_w = 1;
-  static constexpr int taps_w = 3;
-  static constexpr int sets_w = 1;
-  static constexpr int tile_w = 16;
-  static constexpr int apart_w = 1;
-  static constexpr int warp_m = 32;
-  static constexpr int warp_n = 16;
-  static constexpr bool aligned_x = false;
-  static constexpr int x_pitch = 20;
-  static constexpr int shared_bytes = 197632;
-};
-
-}  // namespace kernels
-
 namespace {
 
 // --- launches ----------------------------------------------------------------------------------------------------
@@ -5914,153 +5434,78 @@ decltype(&cuTensorMapEncodeTiled) encode_tiled() {
   return found;
 }
 
-// A map over a dense tensor of dimensions `dims`, innermost first, and the box that one copy brings: `box` elements
-// traversed by `steps` along each. `channels_second`: the map has the fourth dimension second, and so has the box.
-CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std::array<int64_t, 5>& dims,
+// A map over a dense tensor, and the box that one copy brings: `box` elements traversed by `steps` along each axis,
+// innermost first. `second`: the map has the channels behind the columns, and so has the box.
+CUtensorMap tensor_map(const at::Tensor& t, bool channels_last, bool second, CUtensorMapDataType type,
                        const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
-                       CUtensorMapSwizzle swizzle, bool channels_second = false) {
+                       CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
   const c10::cuda::CUDAGuard guard(t.device());
   C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
-  std::array<cuuint64_t, 5> counts;
-  std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all dimensions but the innermost
+  std::array<cuuint64_t, 5> counts;   // columns, rows, slices, channels, images; in channels_last channels first
+  std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all axes but the innermost
+  for (int i = 0; i < 3; i++) counts[i + channels_last] = i < t.dim() - 2 ? t.size(t.dim() - 1 - i) : 1;
+  counts[channels_last ? 0 : 3] = t.size(1), counts[4] = t.size(0);
   cuuint64_t pitch = t.element_size();
-  for (int i = 0; i < 5; i++) {
-    counts[i] = dims[i];
-    pitch *= dims[i];
-    if (i < 4) pitches[i] = pitch;
-  }
-  if (channels_second) {
+  for (int i = 0; i < 4; i++) pitches[i] = pitch *= counts[i];
+  if (second) {
     std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
     std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
   }
   CUtensorMap map;
-  const CUresult result = encode_tiled()(
-      &map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode_tiled()(&map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(result));
   return map;
 }
 
-// The current stream of a tensor's device; none while a graph is captured on it.
-std::optional<int64_t> stream_of(const at::Tensor& t) {
-  const c10::cuda::CUDAGuard guard(t.device());
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(t.get_device());
-  cudaStreamCaptureStatus status;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &status));
-  if (status != cudaStreamCaptureStatusNone) return std::nullopt;
-  return reinterpret_cast<intptr_t>(stream.stream());
-}
-
-// Words of device memory for blocks that claim tiles: zeros, which kernels leave zeros. Each stream has its own,
-// since kernels of two may run at once; a captured launch has none, since its graph's replays may, and its tiles
-// are dealt out evenly.
-void* counters(const at::Tensor& on) {
-  const std::optional<int64_t> stream = stream_of(on);
-  if (!stream) return nullptr;
-  static std::mutex mutex;
-  static auto& of_streams =  // not destroyed at exit, when the driver may be gone
-      *new std::map<std::pair<int, int64_t>, at::Tensor>();
-  const std::pair<int, int64_t> key(on.get_device(), *stream);
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = of_streams.find(key);
-    if (found != of_streams.end()) return found->second.data_ptr();
-  }
-  const at::Tensor zeros = at::zeros({3}, on.options().dtype(at::kInt));  // may call Python: not locked
-  const std::lock_guard<std::mutex> lock(mutex);
-  return of_streams.emplace(key, zeros).first->second.data_ptr();
-}
-
 }  // namespace
 
-void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 112, pointers, std::make_tuple(1));
+void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
+             int64_t blocks, const std::array<int64_t, 11>& sizes) {
+  const at::Tensor packed = at::empty({147456}, weight.options().dtype(at::kByte));
+  launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 112,
+      std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
+  const at::Tensor zeros = at::zeros({3}, x.options().dtype(at::kInt));
+  launch<kernels::gather<kernels::Forward>, 512, 206612>(x, blocks,
+      std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), zeros.data_ptr()), sizes,
+      std::make_tuple(std::array<CUtensorMap, 1>{
+      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {68, 3, 3, 8, 1}, {1, 1, 1, 1, 1},
+                 CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
-void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                 const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {68, 3, 3, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
-  const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), counters(x));
-  launch<kernels::gather<kernels::Forward>, 512, 206612>(x, blocks, pointers, sizes, std::make_tuple(map));
+void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
+                int64_t blocks, const std::array<int64_t, 11>& sizes) {
+  const at::Tensor packed = at::empty({221184}, weight.options().dtype(at::kByte));
+  launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 112,
+      std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
+  launch<kernels::gather<kernels::GradInput>, 512, 217828>(grad, blocks,
+      std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr()), sizes);
 }
 
-void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<kernels::pack<kernels::GatherPack<kernels::ForwardUnaligned>>, 256, 0>(weight, 112, pointers, std::make_tuple(1));
-}
-
-void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                           const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<kernels::gather<kernels::ForwardUnaligned>, 512, 220892>(x, blocks, pointers, sizes);
-}
-
-void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 112, pointers, std::make_tuple(1));
-}
-
-void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<kernels::gather<kernels::GradInput>, 512, 217828>(grad, blocks, pointers, sizes);
-}
-
-void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  const CUtensorMap map_x = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                       {16, 32, 3, 2, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_64B, true);
-  const std::array<CUtensorMap, 1> maps = {map_x};
-  const auto pointers = std::make_tuple(grad.data_ptr(), partial.data_ptr());
-  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 208944>(x, blocks, pointers, sizes, std::make_tuple(maps));
-  // Adds the slices of sums, always in the same order; out may have any dense memory format.
-  const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
-  const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<kernels::reduce<kernels::WgradWgmma<kernels::GradWeight>>, 256, 0>(x, 864, sums, strides);
-}
-
-void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<kernels::wgrad<kernels::GradWeightUnaligned>, 256, 197632>(x, blocks, pointers, sizes);
-  // Adds the slices of sums, always in the same order; out may have any dense memory format.
-  const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
-  const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<kernels::reduce<kernels::WgradSync<kernels::GradWeightUnaligned>>, 256, 0>(x, 864, sums, strides);
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
+  const at::Tensor sums = at::empty({slices * 110592}, x.options().dtype(at::kByte));
+  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 208944>(x, blocks,
+      std::make_tuple(grad.data_ptr(), sums.data_ptr()), sizes,
+      std::make_tuple(std::array<CUtensorMap, 1>{
+      tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {16, 32, 3, 2, 1}, {1, 1, 1, 1, 1},
+                 CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
+  launch<kernels::reduce<kernels::WgradWgmma<kernels::GradWeight>>, 256, 0>(x, 864,
+      std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 864, 27, 1));
 }
 """
 
 DECLARATIONS = r"""
 #include <array>
 #include <optional>
-void pack_forward(const at::Tensor& weight, const at::Tensor& packed);
-void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                 const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
-void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed);
-void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                           const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
-void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed);
-void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
-void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
-void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
+void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
+             int64_t blocks, const std::array<int64_t, 11>& sizes);
+void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
+                int64_t blocks, const std::array<int64_t, 11>& sizes);
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes);
 """
-
-FUNCTIONS = [
-    "pack_forward",
-    "run_forward",
-    "pack_forward_unaligned",
-    "run_forward_unaligned",
-    "pack_grad_input",
-    "run_grad_input",
-    "run_grad_weight",
-    "run_grad_weight_unaligned",
-]
 
 
 @functools.cache
@@ -6085,180 +5530,54 @@ def build():
         name=f"conv_transpose_{digest[:16]}",
         cpp_sources=DECLARATIONS,
         cuda_sources=CUDA,
-        functions=FUNCTIONS,
+        functions=["forward", "grad_input", "grad_weight"],
         extra_cuda_cflags=["-O3", "-gencode=arch=compute_90a,code=sm_90a"],
     )
 
 
 # --- how much each kernel is launched with ---------------------------------------------------------------------------
+# source and result are (depth, height, width) of what is read and written; of the weight's gradient of input and output
 
 
 def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@functools.lru_cache(maxsize=1024)
 def output_size(size):
     """Of every spatial dimension."""
     axes = zip(size, KERNEL, STRIDE, PADDING, OUTPUT_PADDING, DILATION)
     return tuple((n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, more, d in axes)
 
 
-def full(size):
+def full(t: Tensor):
     """(depth, height, width); dimensions that the layer lacks have size 1."""
-    return (1,) * (3 - RANK) + tuple(size)
+    return (1,) * (3 - RANK) + tuple(t.shape[2:])
 
 
-class Gather(NamedTuple):
-    """Forward or gradient for the input on tensor cores: persistent blocks that take tile after tile."""
-
-    name: str
-    unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
-    tile: tuple[int, int, int, int]  # positions of a tile: images, depth, height, width
-    steps: tuple[int, int, int]  # results of a position along depth, height, width
-    leads: tuple[int, int, int]  # of the first position, those ahead of the image
-    m_groups: int  # sets of output channels and phases, each a tile of its own
-    resident: bool  # a block keeps the weights of one set, so that all sets have as many blocks
-    words: int  # of the packed weights
-    packed: torch.dtype
-
-    def launch(self, batch, source, result, processors):
-        """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-        axes = zip(result, self.leads, self.steps, self.tile[1:])
-        counts = [ceil(size + lead, step * tile) for size, lead, step, tile in axes]
-        tiles = ceil(batch, self.tile[0]) * math.prod(counts) * self.m_groups
-        blocks = min(tiles, processors)
-        if self.resident:
-            blocks = max(1, blocks // self.m_groups) * self.m_groups
-        return blocks, (batch, *source, *result, *counts, tiles)
+def forward_launch(batch, source, result, processors):
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x2x2x64 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (4, 4, 128))]
+    tiles = batch * math.prod(counts) * 2
+    return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 
-class GradWeight(NamedTuple):
-    """Gradient for the weight on tensor cores: blocks share the pixels; their sums are added after."""
-
-    name: str
-    unit: int  # the input's columns must be a multiple of it, so that rows begin at 16 bytes
-    unit_out: int  # and the output's
-    tile: tuple[int, int, int, int]  # pixels of a chunk: images, depth, height, width
-    halo: int  # rows that chunks reach beyond the input
-    blocks: int  # for the channels and taps of the weight, with every share of the pixels
-    slices: int  # of sums that a block writes
-    chunk_seconds: float  # by the planner's model
-    block_seconds: float  # beside its chunks
-
-    def launch(self, batch, size, out_size, processors):
-        """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
-        depth, height, width = size
-        counts = [ceil(n, t) for n, t in zip((batch, depth, height + self.halo, width), self.tile)]
-        chunks = math.prod(counts)
-        pixels = batch * (IN_CHANNELS * math.prod(size) + OUT_CHANNELS * math.prod(out_size))
-        shares = self.shares(chunks, pixels * DTYPE.itemsize / BANDWIDTH, processors)
-        sizes = (batch, *size, *out_size, *counts[1:], chunks, ceil(chunks, shares))
-        return self.blocks * shares, self.slices * shares, sizes
-
-    def shares(self, chunks, memory, processors):
-        """How many shares the pixels are cut in: the model weighs waves of blocks against sums to add."""
-        slice_bytes = 4 * WEIGHTS * self.slices
-        most = max(1, min(chunks, SUM_BYTES // slice_bytes))
-        best = None
-        for n in sorted({min(most, max(1, processors * k // self.blocks)) for k in (1, 2, 3, 4)} | {1}):
-            each = ceil(chunks, n)
-            n = ceil(chunks, each)  # without shares that were empty
-            work = ceil(self.blocks * n, processors) * (each * self.chunk_seconds + self.block_seconds)
-            seconds = max(work, memory) + 0.12 * min(work, memory) + n * slice_bytes / BANDWIDTH
-            if best is None or seconds < best[0]:
-                best = seconds, n
-        return best[1]
+def grad_input_launch(batch, source, result, processors):
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x2x8x8 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 8, 8))]
+    tiles = batch * math.prod(counts)
+    return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 
-# For each pass its kernels; the first that fits the size is taken.
-FORWARD = (
-    Gather(
-        name="forward",
-        unit=4,
-        tile=(1, 2, 2, 64),
-        steps=(2, 2, 2),
-        leads=(0, 0, 0),
-        m_groups=2,
-        resident=False,
-        words=36864,
-        packed=torch.int32,
-    ),
-    Gather(
-        name="forward_unaligned",
-        unit=1,
-        tile=(1, 2, 8, 16),
-        steps=(2, 2, 2),
-        leads=(0, 0, 0),
-        m_groups=2,
-        resident=False,
-        words=36864,
-        packed=torch.int32,
-    ),
-)
-GRAD_INPUT = (
-    Gather(
-        name="grad_input",
-        unit=1,
-        tile=(1, 2, 8, 8),
-        steps=(1, 1, 1),
-        leads=(0, 0, 0),
-        m_groups=1,
-        resident=False,
-        words=55296,
-        packed=torch.int32,
-    ),
-)
-GRAD_WEIGHT = (
-    GradWeight(
-        name="grad_weight",
-        unit=4,
-        unit_out=1,
-        tile=(1, 2, 2, 16),
-        halo=1,
-        blocks=1,
-        slices=1,
-        chunk_seconds=5.10422289e-06,
-        block_seconds=8.31908832e-06,
-    ),
-    GradWeight(
-        name="grad_weight_unaligned",
-        unit=1,
-        unit_out=1,
-        tile=(1, 1, 8, 16),
-        halo=0,
-        blocks=3,
-        slices=4,
-        chunk_seconds=4.99596391e-06,
-        block_seconds=8.31908832e-06,
-    ),
-)
+def grad_weight_launch(batch, source, result, processors):
+    """(blocks, slices of sums, sizes): blocks share the chunks of 1x2x2x16 pixels, their sums are added after.
 
-
-def serves(kernel, source, result):
-    """Whether a kernel of the forward or of the gradient for the input is one for these sizes."""
-    return source[2] % kernel.unit == 0
-
-
-@functools.lru_cache(maxsize=1024)
-def forward_launch(batch, size, processors):
-    source, result = full(size), full(output_size(size))
-    kernel = next(k for k in FORWARD if serves(k, source, result))
-    return kernel, *kernel.launch(batch, source, result, processors)
-
-
-@functools.lru_cache(maxsize=1024)
-def grad_input_launch(batch, size, processors):
-    source, result = full(output_size(size)), full(size)
-    kernel = next(k for k in GRAD_INPUT if serves(k, source, result))
-    return kernel, *kernel.launch(batch, source, result, processors)
-
-
-@functools.lru_cache(maxsize=1024)
-def grad_weight_launch(batch, size, processors):
-    size, out_size = full(size), full(output_size(size))
-    kernel = next(k for k in GRAD_WEIGHT if size[2] % k.unit == 0 and out_size[2] % k.unit_out == 0)
-    return kernel, *kernel.launch(batch, size, out_size, processors)
+    The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
+    """
+    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 1, source[2]), (1, 2, 2, 16))]
+    chunks = math.prod(counts)
+    each = ceil(chunks, max(1, min(chunks, 910, processors)))  # of a share
+    shares = ceil(chunks, each)
+    return shares, shares, (batch, *source, *result, *counts[1:], chunks, each)
 
 
 @functools.cache
@@ -6277,58 +5596,47 @@ def processors(device: int) -> int:
 # --- the three passes on tensors -------------------------------------------------------------------------------------
 
 
-def dense(t: Tensor) -> Tensor:
-    """The tensor in the kernels' memory format, beginning at 16 bytes."""
+def dense(t: Tensor, multiple: int = 1) -> Tensor:
+    """The tensor in the kernels' memory format, beginning at 16 bytes; with zeros at the end of each row, so that its
+    columns are a multiple, where rows must begin at 16 bytes, too: they add nothing to any sum."""
+    more = -t.shape[-1] % multiple
+    if more:
+        wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + more))
+        wide[..., : t.shape[-1]] = t
+        return wide
     t = t.contiguous(memory_format=FORMAT)
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def run(kernel, source: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, blocks: int, sizes) -> Tensor:
-    getattr(build(), f"run_{kernel.name}")(source, packed, bias, out, blocks, sizes)
-    return out
-
-
-def pack(kernel, weight: Tensor) -> Tensor:
-    """The weights in the order in which a kernel reads them, anew at each call; some kernels read them as they are."""
-    weight = weight.contiguous()
-    if not hasattr(kernel, "words"):
-        return weight
-    packed = weight.new_empty(kernel.words, dtype=kernel.packed)
-    getattr(build(), f"pack_{kernel.name}")(weight, packed)
-    return packed
-
-
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
-    size = x.shape[2:]
-    shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
+    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size)). Weights are packed at each call."""
+    shape = (x.shape[0], OUT_CHANNELS, *output_size(x.shape[2:]))
     out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
-    if out.numel() == 0:
-        return out
-    kernel, blocks, sizes = forward_launch(x.shape[0], size, processors(x.get_device()))
-    return run(kernel, dense(x), pack(kernel, weight), None if bias is None else bias.contiguous(), out, blocks, sizes)
+    if out.numel():
+        x, bias = dense(x, 4), None if bias is None else bias.contiguous()
+        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
+        build().forward(x, weight.contiguous(), bias, out, *launch)
+    return out
 
 
 def grad_input(grad: Tensor, weight: Tensor, size) -> Tensor:
     """(batch, OUT_CHANNELS, *output_size(size)) -> (batch, IN_CHANNELS, *size)."""
     shape = (grad.shape[0], IN_CHANNELS, *size)
     out = torch.empty(shape, dtype=DTYPE, device=grad.device, memory_format=FORMAT)
-    if out.numel() == 0:
-        return out
-    kernel, blocks, sizes = grad_input_launch(grad.shape[0], tuple(size), processors(grad.get_device()))
-    return run(kernel, dense(grad), pack(kernel, weight), None, out, blocks, sizes)
+    if out.numel():
+        grad = dense(grad)
+        launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
+        build().grad_input(grad, weight.contiguous(), out, *launch)
+    return out
 
 
 def grad_weight(x: Tensor, grad: Tensor) -> Tensor:
     """Inputs and gradients of the outputs -> (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)."""
-    shape = (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)
-    if x.numel() == 0:
-        return torch.zeros(shape, dtype=DTYPE, device=x.device)
-    out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
-    kernel, blocks, slices, sizes = grad_weight_launch(x.shape[0], tuple(x.shape[2:]), processors(x.get_device()))
-    sums = torch.float64 if DTYPE is torch.float64 else torch.float32
-    partial = torch.empty((slices, WEIGHTS), dtype=sums, device=x.device)
-    getattr(build(), f"run_{kernel.name}")(dense(x), dense(grad), partial, out, blocks, sizes)
+    out = torch.zeros((IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL), dtype=DTYPE, device=x.device)
+    if x.numel():
+        x, grad = dense(x, 4), dense(grad)
+        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        build().grad_weight(x, grad, out, *launch)
     return out
 
 

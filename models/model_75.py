@@ -12,6 +12,7 @@ Constraints:
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
   float32's accuracy; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are.
 - Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
+- Rows that are no multiple of 4 columns are copied, with zeros behind them.
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
@@ -20,8 +21,6 @@ Kernels:
   ring of 2 x 6 fragments, 218 KB shared.
 - gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K
   in 132 slices, 171 KB shared.
-- gradient for the weight (other widths than multiples of 4): mma.sync ieee, 16x16 channels x 1x3x5 taps a block,
-  chunks of 2x1x8x16 (NxDxHxW of q), K in 132 slices, 190 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -33,7 +32,6 @@ import hashlib
 import math
 import os
 import shutil
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +42,7 @@ from torch.utils import cpp_extension
 IN_CHANNELS, OUT_CHANNELS, GROUPS = 32, 64, 4
 KERNEL, STRIDE, PADDING = (3, 5), (2, 3), (1, 2)
 OUTPUT_PADDING, DILATION = (0, 0), (2, 1)
-DTYPE, FORMAT = torch.float32, torch.contiguous_format
-RANK, WEIGHTS = 2, 7680
-BANDWIDTH = 4.2e12  # of the device memory in bytes/s, for the planner's model
-SUM_BYTES = 96 << 20  # of the weight gradient's slices of sums, at most
+DTYPE, FORMAT, RANK = torch.float32, torch.contiguous_format, 2
 CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for: sm_90a
 
 # --- CUDA C++ --------------------------------------------------------------------------------------------------------
@@ -56,7 +51,6 @@ CUDA = r"""
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>
@@ -4888,57 +4882,6 @@ struct GradWeight {
 
 }  // namespace kernels
 
-// =====================================================================================================================
-// Gradient for the weight where rows begin off 16 bytes: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of
-// 2x1x8x16 (NxDxHxW of q), K in 132 slices, 190 KB shared.
-// =====================================================================================================================
-
-namespace kernels {
-
-struct GradWeightUnaligned {
-  static constexpr int precision = 1;
-  static constexpr bool channels_last = false;
-  static constexpr int groups = 4;
-  static constexpr int cin = 8;
-  static constexpr int cout = 16;
-  static constexpr int block_ci = 16;
-  static constexpr int block_co = 16;
-  static constexpr int g_pitch = 60;
-  static constexpr int reduce_rows = 1;
-  static constexpr int tile_n = 2;
-  static constexpr int kernel_d = 1;
-  static constexpr int step_d = 1;
-  static constexpr int dilation_d = 1;
-  static constexpr int padding_d = 0;
-  static constexpr int taps_d = 1;
-  static constexpr int sets_d = 1;
-  static constexpr int tile_d = 1;
-  static constexpr int apart_d = 1;
-  static constexpr int kernel_h = 3;
-  static constexpr int step_h = 2;
-  static constexpr int dilation_h = 2;
-  static constexpr int padding_h = 1;
-  static constexpr int taps_h = 3;
-  static constexpr int sets_h = 1;
-  static constexpr int tile_h = 8;
-  static constexpr int apart_h = 2;
-  static constexpr int kernel_w = 5;
-  static constexpr int step_w = 3;
-  static constexpr int dilation_w = 1;
-  static constexpr int padding_w = 2;
-  static constexpr int taps_w = 5;
-  static constexpr int sets_w = 1;
-  static constexpr int tile_w = 16;
-  static constexpr int apart_w = 1;
-  static constexpr int warp_m = 16;
-  static constexpr int warp_n = 8;
-  static constexpr bool aligned_x = false;
-  static constexpr int x_pitch = 20;
-  static constexpr int shared_bytes = 194560;
-};
-
-}  // namespace kernels
-
 namespace {
 
 // --- launches ----------------------------------------------------------------------------------------------------
@@ -4991,73 +4934,44 @@ void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : n
 
 }  // namespace
 
-void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  const std::array<int64_t, 6> strides_and_count = {240, 15, 15, 5, 1, packed.numel()};
-  launch<kernels::direct_pack<kernels::WeightRows<kernels::Forward>>, 256, 0>(weight, std::min<int64_t>((packed.numel() + 255) / 256, 65536), pointers, strides_and_count);
+void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
+             int64_t blocks, const std::array<int64_t, 8>& sizes) {
+  const at::Tensor packed = at::empty({30720}, weight.options().dtype(at::kByte));
+  launch<kernels::direct_pack<kernels::WeightRows<kernels::Forward>>, 256, 0>(weight, 30,
+      std::make_tuple(weight.data_ptr(), packed.data_ptr(), 240, 15, 0, 5, 1, 7680));
+  launch<kernels::direct<kernels::Forward>, 256, 66272>(x, blocks,
+      std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()), sizes);
 }
 
-void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                 const at::Tensor& out, int64_t blocks, const std::array<int64_t, 8>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<kernels::direct<kernels::Forward>, 256, 66272>(x, blocks, pointers, sizes);
+void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
+                int64_t blocks, const std::array<int64_t, 11>& sizes) {
+  const at::Tensor packed = at::empty({983040}, weight.options().dtype(at::kByte));
+  launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 128,
+      std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
+  launch<kernels::gather<kernels::GradInput>, 512, 223432>(grad, blocks,
+      std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr()), sizes);
 }
 
-void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 128, pointers, std::make_tuple(1));
-}
-
-void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<kernels::gather<kernels::GradInput>, 512, 223432>(grad, blocks, pointers, sizes);
-}
-
-void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<kernels::wgrad<kernels::GradWeight>, 256, 175104>(x, blocks, pointers, sizes);
-  // Adds the slices of sums, always in the same order; out may have any dense memory format.
-  const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
-  const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<kernels::reduce<kernels::WgradSync<kernels::GradWeight>>, 256, 0>(x, 480, sums, strides);
-}
-
-void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<kernels::wgrad<kernels::GradWeightUnaligned>, 256, 194560>(x, blocks, pointers, sizes);
-  // Adds the slices of sums, always in the same order; out may have any dense memory format.
-  const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
-  const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<kernels::reduce<kernels::WgradSync<kernels::GradWeightUnaligned>>, 256, 0>(x, 480, sums, strides);
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
+  const at::Tensor sums = at::empty({slices * 30720}, x.options().dtype(at::kByte));
+  launch<kernels::wgrad<kernels::GradWeight>, 256, 175104>(x, blocks,
+      std::make_tuple(x.data_ptr(), grad.data_ptr(), sums.data_ptr()), sizes);
+  launch<kernels::reduce<kernels::WgradSync<kernels::GradWeight>>, 256, 0>(x, 480,
+      std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 240, 15, 1));
 }
 """
 
 DECLARATIONS = r"""
 #include <array>
 #include <optional>
-void pack_forward(const at::Tensor& weight, const at::Tensor& packed);
-void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                 const at::Tensor& out, int64_t blocks, const std::array<int64_t, 8>& sizes);
-void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed);
-void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
-void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
-void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
-                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
+void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
+             int64_t blocks, const std::array<int64_t, 8>& sizes);
+void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
+                int64_t blocks, const std::array<int64_t, 11>& sizes);
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes);
 """
-
-FUNCTIONS = [
-    "pack_forward",
-    "run_forward",
-    "pack_grad_input",
-    "run_grad_input",
-    "run_grad_weight",
-    "run_grad_weight_unaligned",
-]
 
 
 @functools.cache
@@ -5082,184 +4996,53 @@ def build():
         name=f"conv_transpose_{digest[:16]}",
         cpp_sources=DECLARATIONS,
         cuda_sources=CUDA,
-        functions=FUNCTIONS,
+        functions=["forward", "grad_input", "grad_weight"],
         extra_cuda_cflags=["-O3", "-gencode=arch=compute_90a,code=sm_90a"],
     )
 
 
 # --- how much each kernel is launched with ---------------------------------------------------------------------------
+# source and result are (depth, height, width) of what is read and written; of the weight's gradient of input and output
 
 
 def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@functools.lru_cache(maxsize=1024)
 def output_size(size):
     """Of every spatial dimension."""
     axes = zip(size, KERNEL, STRIDE, PADDING, OUTPUT_PADDING, DILATION)
     return tuple((n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, more, d in axes)
 
 
-def full(size):
+def full(t: Tensor):
     """(depth, height, width); dimensions that the layer lacks have size 1."""
-    return (1,) * (3 - RANK) + tuple(size)
+    return (1,) * (3 - RANK) + tuple(t.shape[2:])
 
 
-class Direct(NamedTuple):
-    """Forward on CUDA cores: a block takes cells, the results between two strides, of one row of depth."""
-
-    name: str
-    unit: int
-    cells: tuple[int, int]  # of a block along height, width
-    stride: tuple[int, int]  # results of a cell along height, width
-    channel_blocks: int  # blocks that the output channels of a cell take
-    words: int  # of the packed weights
-    packed: torch.dtype
-
-    def launch(self, batch, source, result, processors):
-        """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-        rows, columns = (ceil(ceil(n, s), c) for n, s, c in zip(result[1:], self.stride, self.cells))
-        return batch * result[0] * self.channel_blocks * rows * columns, (*source, *result, rows, columns)
+def forward_launch(batch, source, result, processors):
+    """(blocks, sizes): a block takes cells, the results between two strides, of one row of depth."""
+    rows, columns = ceil(result[1], 8), ceil(result[2], 768)  # of blocks
+    return batch * result[0] * rows * columns * 8, (*source, *result, rows, columns)
 
 
-class Gather(NamedTuple):
-    """Forward or gradient for the input on tensor cores: persistent blocks that take tile after tile."""
-
-    name: str
-    unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
-    tile: tuple[int, int, int, int]  # positions of a tile: images, depth, height, width
-    steps: tuple[int, int, int]  # results of a position along depth, height, width
-    leads: tuple[int, int, int]  # of the first position, those ahead of the image
-    m_groups: int  # sets of output channels and phases, each a tile of its own
-    resident: bool  # a block keeps the weights of one set, so that all sets have as many blocks
-    words: int  # of the packed weights
-    packed: torch.dtype
-
-    def launch(self, batch, source, result, processors):
-        """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-        axes = zip(result, self.leads, self.steps, self.tile[1:])
-        counts = [ceil(size + lead, step * tile) for size, lead, step, tile in axes]
-        tiles = ceil(batch, self.tile[0]) * math.prod(counts) * self.m_groups
-        blocks = min(tiles, processors)
-        if self.resident:
-            blocks = max(1, blocks // self.m_groups) * self.m_groups
-        return blocks, (batch, *source, *result, *counts, tiles)
+def grad_input_launch(batch, source, result, processors):
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x8 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 32, 8))]
+    tiles = batch * math.prod(counts) * 4
+    return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 
-class GradWeight(NamedTuple):
-    """Gradient for the weight on tensor cores: blocks share the pixels; their sums are added after."""
+def grad_weight_launch(batch, source, result, processors):
+    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x8x32 pixels, their sums are added after.
 
-    name: str
-    unit: int  # the input's columns must be a multiple of it, so that rows begin at 16 bytes
-    unit_out: int  # and the output's
-    tile: tuple[int, int, int, int]  # pixels of a chunk: images, depth, height, width
-    halo: int  # rows that chunks reach beyond the input
-    blocks: int  # for the channels and taps of the weight, with every share of the pixels
-    slices: int  # of sums that a block writes
-    chunk_seconds: float  # by the planner's model
-    block_seconds: float  # beside its chunks
-
-    def launch(self, batch, size, out_size, processors):
-        """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
-        depth, height, width = size
-        counts = [ceil(n, t) for n, t in zip((batch, depth, height + self.halo, width), self.tile)]
-        chunks = math.prod(counts)
-        pixels = batch * (IN_CHANNELS * math.prod(size) + OUT_CHANNELS * math.prod(out_size))
-        shares = self.shares(chunks, pixels * DTYPE.itemsize / BANDWIDTH, processors)
-        sizes = (batch, *size, *out_size, *counts[1:], chunks, ceil(chunks, shares))
-        return self.blocks * shares, self.slices * shares, sizes
-
-    def shares(self, chunks, memory, processors):
-        """How many shares the pixels are cut in: the model weighs waves of blocks against sums to add."""
-        slice_bytes = 4 * WEIGHTS * self.slices
-        most = max(1, min(chunks, SUM_BYTES // slice_bytes))
-        best = None
-        for n in sorted({min(most, max(1, processors * k // self.blocks)) for k in (1, 2, 3, 4)} | {1}):
-            each = ceil(chunks, n)
-            n = ceil(chunks, each)  # without shares that were empty
-            work = ceil(self.blocks * n, processors) * (each * self.chunk_seconds + self.block_seconds)
-            seconds = max(work, memory) + 0.12 * min(work, memory) + n * slice_bytes / BANDWIDTH
-            if best is None or seconds < best[0]:
-                best = seconds, n
-        return best[1]
-
-
-# For each pass its kernels; the first that fits the size is taken.
-FORWARD = (
-    Direct(
-        name="forward",
-        unit=1,
-        cells=(4, 256),
-        stride=(2, 3),
-        channel_blocks=8,
-        words=7680,
-        packed=torch.float32,
-    ),
-)
-GRAD_INPUT = (
-    Gather(
-        name="grad_input",
-        unit=1,
-        tile=(1, 1, 8, 8),
-        steps=(1, 4, 1),
-        leads=(0, 0, 0),
-        m_groups=4,
-        resident=False,
-        words=245760,
-        packed=torch.int32,
-    ),
-)
-GRAD_WEIGHT = (
-    GradWeight(
-        name="grad_weight",
-        unit=4,
-        unit_out=1,
-        tile=(1, 1, 8, 32),
-        halo=0,
-        blocks=4,
-        slices=4,
-        chunk_seconds=6.84472934e-06,
-        block_seconds=8.31908832e-06,
-    ),
-    GradWeight(
-        name="grad_weight_unaligned",
-        unit=1,
-        unit_out=1,
-        tile=(2, 1, 8, 16),
-        halo=0,
-        blocks=4,
-        slices=4,
-        chunk_seconds=6.96695157e-06,
-        block_seconds=8.31908832e-06,
-    ),
-)
-
-
-def serves(kernel, source, result):
-    """Whether a kernel of the forward or of the gradient for the input is one for these sizes."""
-    return source[2] % kernel.unit == 0
-
-
-@functools.lru_cache(maxsize=1024)
-def forward_launch(batch, size, processors):
-    source, result = full(size), full(output_size(size))
-    kernel = next(k for k in FORWARD if serves(k, source, result))
-    return kernel, *kernel.launch(batch, source, result, processors)
-
-
-@functools.lru_cache(maxsize=1024)
-def grad_input_launch(batch, size, processors):
-    source, result = full(output_size(size)), full(size)
-    kernel = next(k for k in GRAD_INPUT if serves(k, source, result))
-    return kernel, *kernel.launch(batch, source, result, processors)
-
-
-@functools.lru_cache(maxsize=1024)
-def grad_weight_launch(batch, size, processors):
-    size, out_size = full(size), full(output_size(size))
-    kernel = next(k for k in GRAD_WEIGHT if size[2] % k.unit == 0 and out_size[2] % k.unit_out == 0)
-    return kernel, *kernel.launch(batch, size, out_size, processors)
+    The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
+    """
+    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (1, 1, 8, 32))]
+    chunks = math.prod(counts)
+    each = ceil(chunks, max(1, min(chunks, 819, processors // 4)))  # of a share
+    shares = ceil(chunks, each)
+    return shares * 4, shares * 4, (batch, *source, *result, *counts[1:], chunks, each)
 
 
 @functools.cache
@@ -5278,58 +5061,47 @@ def processors(device: int) -> int:
 # --- the three passes on tensors -------------------------------------------------------------------------------------
 
 
-def dense(t: Tensor) -> Tensor:
-    """The tensor in the kernels' memory format, beginning at 16 bytes."""
+def dense(t: Tensor, multiple: int = 1) -> Tensor:
+    """The tensor in the kernels' memory format, beginning at 16 bytes; with zeros at the end of each row, so that its
+    columns are a multiple, where rows must begin at 16 bytes, too: they add nothing to any sum."""
+    more = -t.shape[-1] % multiple
+    if more:
+        wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + more))
+        wide[..., : t.shape[-1]] = t
+        return wide
     t = t.contiguous(memory_format=FORMAT)
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def run(kernel, source: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, blocks: int, sizes) -> Tensor:
-    getattr(build(), f"run_{kernel.name}")(source, packed, bias, out, blocks, sizes)
-    return out
-
-
-def pack(kernel, weight: Tensor) -> Tensor:
-    """The weights in the order in which a kernel reads them, anew at each call; some kernels read them as they are."""
-    weight = weight.contiguous()
-    if not hasattr(kernel, "words"):
-        return weight
-    packed = weight.new_empty(kernel.words, dtype=kernel.packed)
-    getattr(build(), f"pack_{kernel.name}")(weight, packed)
-    return packed
-
-
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
-    size = x.shape[2:]
-    shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
+    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size)). Weights are packed at each call."""
+    shape = (x.shape[0], OUT_CHANNELS, *output_size(x.shape[2:]))
     out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
-    if out.numel() == 0:
-        return out
-    kernel, blocks, sizes = forward_launch(x.shape[0], size, processors(x.get_device()))
-    return run(kernel, dense(x), pack(kernel, weight), None if bias is None else bias.contiguous(), out, blocks, sizes)
+    if out.numel():
+        x, bias = dense(x), None if bias is None else bias.contiguous()
+        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
+        build().forward(x, weight.contiguous(), bias, out, *launch)
+    return out
 
 
 def grad_input(grad: Tensor, weight: Tensor, size) -> Tensor:
     """(batch, OUT_CHANNELS, *output_size(size)) -> (batch, IN_CHANNELS, *size)."""
     shape = (grad.shape[0], IN_CHANNELS, *size)
     out = torch.empty(shape, dtype=DTYPE, device=grad.device, memory_format=FORMAT)
-    if out.numel() == 0:
-        return out
-    kernel, blocks, sizes = grad_input_launch(grad.shape[0], tuple(size), processors(grad.get_device()))
-    return run(kernel, dense(grad), pack(kernel, weight), None, out, blocks, sizes)
+    if out.numel():
+        grad = dense(grad)
+        launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
+        build().grad_input(grad, weight.contiguous(), out, *launch)
+    return out
 
 
 def grad_weight(x: Tensor, grad: Tensor) -> Tensor:
     """Inputs and gradients of the outputs -> (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)."""
-    shape = (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)
-    if x.numel() == 0:
-        return torch.zeros(shape, dtype=DTYPE, device=x.device)
-    out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
-    kernel, blocks, slices, sizes = grad_weight_launch(x.shape[0], tuple(x.shape[2:]), processors(x.get_device()))
-    sums = torch.float64 if DTYPE is torch.float64 else torch.float32
-    partial = torch.empty((slices, WEIGHTS), dtype=sums, device=x.device)
-    getattr(build(), f"run_{kernel.name}")(dense(x), dense(grad), partial, out, blocks, sizes)
+    out = torch.zeros((IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL), dtype=DTYPE, device=x.device)
+    if x.numel():
+        x, grad = dense(x, 4), dense(grad)
+        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        build().grad_weight(x, grad, out, *launch)
     return out
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,11 +125,12 @@ def laid_out(t: Tensor, p: Problem, last: bool | None = None) -> Tensor:
 
 
 def assert_computes(
-    choice: Any, emulator: Emulator | None, seed: int, way: Way | None = None, p: Problem | None = None
+    choice: Any, emulator: Emulator | None, seed: int, way: Way | None = None, p: Problem | None = None, calls: int = 0
 ) -> None:
     """What a choice launches gives its pass's result, to the last bit, and stores nothing beside it.
 
     ``p``: whose tensors it takes; by default its own problem's, of a batch as width one of two dimensions.
+    ``calls``: so many, each with what those before left; by default one on an emulator and two on a GPU.
     """
     torch.manual_seed(seed)
     if emulator is not None:
@@ -140,7 +140,7 @@ def assert_computes(
         p = p.with_(precision="ieee")  # they round nothing
     way = way or drawn_way(p, prepared.casts, seed)
     about = f"{p} {p.precision} {p.layout}\n{choice}\n{way}, seed {seed}"
-    for _ in range(1 if emulator else 2):  # again, with what the first call left
+    for _ in range(calls or (1 if emulator else 2)):
         found = (gradient_of_weight if p.pass_ == "grad-weight" else result)(p, prepared, Place(emulator), way)
         first = found.wrong.nonzero()[:1].tolist()
         assert not first, f"{int(found.wrong.sum())} of {found.out.numel()} are wrong, the first at {first}: {about}"
@@ -203,37 +203,3 @@ def gradient_of_weight(p: Problem, prepared: Any, place: Place, way: Way) -> Res
     out, around = place.guarded(laid_out(like, p, way.last))  # at 16 bytes, as PyTorch's allocations
     prepared.run(place.given(given(x, p), way.off), place.given(given(grad, p), way.off), out, way.once)
     return Result(out, around, reference.gradients(p, grad, x, x.new_zeros(p.weight_shape))[1])
-
-
-# --- modes -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """A choice, and how it is called."""
-
-    choice: Any
-    way: Way
-    work: float
-    """Products of its tiles."""
-
-
-def fewest(layers: Iterable[Iterable[Case]], modes: Mapping[str, Callable[[Case], bool]]) -> list[Case]:
-    """Few cases that together have every mode, of the first layers that do.
-
-    That is the cheapest of those with the most modes that none before has, in turn.
-    """
-    have, left = [], set(modes)
-    for layer in layers:
-        if not left:
-            break
-        new = [(case, {name for name, fits in modes.items() if fits(case)}) for case in layer]
-        have += new
-        left -= {name for _, own in new for name in own}
-    assert not left, f"no case has {sorted(left)}"
-    found, left = [], set(modes)
-    while left:
-        case, own = max(have, key=lambda one: len(one[1] & left) / (1 + one[0].work / 5e7))
-        found.append(case)
-        left -= own
-    return found

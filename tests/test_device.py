@@ -13,7 +13,8 @@ import torch
 from upconv.bench.suites import parse_layer
 from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gpu import H200
-from upconv.export import device, variants
+from upconv.export import device, passes
+from upconv.export.passes import Kernel
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
@@ -25,7 +26,6 @@ LAYERS = {
     "depthwise": parse_layer("64,64,4,2,1,groups=64", "4x64x33x40").with_(precision="tf32"),
     "few": parse_layer("16,3,(4,4),stride=2,padding=1", "4x16x64x64").with_(precision="ieee"),
     "walk": parse_layer("256,256,3,1,1,groups=256", "32x256x64x64").with_(precision="tf32"),
-    "joined": parse_layer("40,64,(3,5),padding=(1,0)", "16x40x64x60").with_(precision="tf32"),
     "image": parse_layer("56,1,9,stride=3,padding=4,output_padding=2", "2x56x32x32").with_(
         dtype=torch.bfloat16, precision="bf16", layout="channels_last"
     ),
@@ -35,31 +35,31 @@ LAYERS = {
 }
 
 
-def text_of(found: tuple[variants.Variant, ...]) -> str:
+def text_of(found: tuple[Kernel, ...]) -> str:
     """All device code of a file, with its includes."""
     includes = "".join(f"#include <{name}>\n" for name in device.includes(found))
     return includes + device.templates(found) + "".join(map(device.constants, found))
 
 
 @pytest.fixture(scope="module", params=LAYERS)
-def found(request: pytest.FixtureRequest) -> tuple[variants.Variant, ...]:
-    return variants.variants(LAYERS[request.param], H200)
+def found(request: pytest.FixtureRequest) -> tuple[Kernel, ...]:
+    return passes.kernels(LAYERS[request.param], H200)
 
 
 @needs_nvrtc
-def test_kernels_compile_to_what_the_librarys_do(found: tuple[variants.Variant, ...]) -> None:
+def test_kernels_compile_to_what_the_librarys_do(found: tuple[Kernel, ...]) -> None:
     """Registers and local memory of each; all kernels of the file in one program."""
-    wanted = {v.kernel(entry): v.choice.sources()[0].entries for v in found for entry in v.entries}
+    wanted = [entry for k in found for entry in k.entries]
     text = f"// entries: {'; '.join(wanted)}\n{text_of(found)}"
     needs = sorted(each[:2] for each in elf.resources(jit.cubin(text, "90a")).values())
     alone = []
-    for v in found:
-        of_source = elf.inspect(jit.cubin(v.source, "90a"))
-        alone += [of_source[entry][:2] for entry in v.entries]
+    for k in found:
+        of_source = elf.inspect(jit.cubin(k.unit.source, "90a"))
+        alone += [of_source[entry][:2] for entry in k.unit.entries]
     assert needs == sorted(alone)
 
 
-def test_everything_that_is_defined_is_used(found: tuple[variants.Variant, ...]) -> None:
+def test_everything_that_is_defined_is_used(found: tuple[Kernel, ...]) -> None:
     text = re.sub(r'//[^\n]*|"(?:\\.|[^"\\])*"', "", device.templates(found))
     words = re.findall(r"\w+", text)
     defined = re.findall(r"^(?:template <[^>]*>\n?\s*)?__device__ [\w &*:<>]*?(\w+)\(", text, re.MULTILINE)
@@ -86,9 +86,9 @@ def test_what_only_unused_definitions_use_goes() -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 @pytest.mark.parametrize("name", ["bf16", "depthwise"])
 def test_nvcc_compiles_it_without_a_word(name: str, tmp_path: Path) -> None:
-    found = variants.variants(LAYERS[name], H200)
+    found = passes.kernels(LAYERS[name], H200)
     path = tmp_path / "unit.cu"
-    uses = ", ".join(f"(void*){v.kernel(v.entry)}" for v in found)
+    uses = ", ".join(f"(void*){k.entries[-1]}" for k in found)
     path.write_text(f"{text_of(found)}void* uses[] = {{{uses}}};\n")
     done = subprocess.run(
         [
@@ -107,8 +107,5 @@ def test_nvcc_compiles_it_without_a_word(name: str, tmp_path: Path) -> None:
 
 
 def test_layers_here_take_every_kind_of_kernel() -> None:
-    kinds = {v.kind for p in LAYERS.values() for v in variants.variants(p, H200)}
-    assert kinds >= {
-        "Gather", "Joined", "GradWeight", "Direct", "DirectWalk", "StagedGradInput",
-        "StagedGradWeight",
-    }  # fmt: skip
+    kinds = {k.unit.entries[-1] for p in LAYERS.values() for k in passes.kernels(p, H200)}
+    assert kinds >= {"gather", "reduce", "direct", "direct_walk_nchw", "grad_input", "reduce_staged"}

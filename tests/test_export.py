@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,18 +20,16 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import upconv
-from conftest import arguments_of, by_turns, stand_in
+from conftest import by_turns
 from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
-from upconv.cuda.axes import result_shape
-from upconv.cuda.compile import driver, jit
 from upconv.cuda.direct import direct, staged, staged_costs
-from upconv.cuda.gemm import gather, joined
-from upconv.cuda.gemm.tiling import CLAIMS_BYTES
+from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
-from upconv.cuda.wgrad import wgrad, wgrad_costs
+from upconv.cuda.launches import Map
+from upconv.cuda.wgrad import wgrad
 from upconv.export import (
     check,
     command,
@@ -39,16 +37,17 @@ from upconv.export import (
     gpu_of,
     kernelbench,
     kernelbench_problem,
+    passes,
     problem_of,
     program,
-    records,
     signatures,
+    sizes,
     source,
-    variants,
 )
 from upconv.export.check import load
+from upconv.export.passes import Kernel
 from upconv.planner import Device, plan
-from upconv.problem import Problem
+from upconv.problem import Pass, Problem
 
 MODELS = Path(__file__).parent.parent / "models"
 NUMBERS = signatures.KERNELBENCH
@@ -188,53 +187,6 @@ def test_flags_that_ask_for_ieee_are_not_answered_in_tf32() -> None:
 # --- launches: the file's arithmetic against the library's -----------------------------------------------------------
 
 
-class Recorder:
-    """Stands for a Launcher: notes what a kernel would have been launched with."""
-
-    def __init__(self, kernel: object, block: int, shared: int, arguments: str, cooperative: bool = False) -> None:
-        self.entry, self.block, self.shared, self.codes = kernel, block, shared, arguments
-        self.calls: list[tuple[int, tuple[Any, ...]]] = []
-        made.append(self)
-
-    def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
-        integers = tuple(value for letter, value in arguments_of(self.codes, args) if letter in "iq")
-        self.calls.append((grid, integers))
-
-    def clusters(self, device: int, blocks: int) -> int:
-        return 0  # files have the two steps
-
-
-made: list[Recorder] = []
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
-    made.clear()
-    stand_in(
-        monkeypatch,
-        Launcher=Recorder,
-        gpu_of=lambda device: H200,
-        bind=lambda device: None,
-        encode=lambda *arguments, **named: bytes(128),
-    )
-    monkeypatch.setattr(wgrad, "ending", lambda t, splits, gpu: "steps")  # files have the two steps
-    monkeypatch.setattr(jit, "kernel", lambda text, entry, arch, label, keep=True: entry)
-    monkeypatch.setattr(jit, "at_hand", lambda text, arch, label: True)
-    monkeypatch.setattr(program, "cuda", lambda variants: "")
-    return made
-
-
-def library_choice(v: variants.Variant, q: Problem, gpu: Gpu) -> Any:
-    """The library's choice with a variant's tile for a problem of another size."""
-    c: Any = v.choice
-    if isinstance(c, wgrad.Choice):
-        splits = wgrad_costs.fastest(c.tiling, q, gpu, general=True)[1]
-        return replace(c, problem=q, splits=splits)
-    if isinstance(c, staged.Choice):
-        return replace(c, problem=q, splits=staged_costs.cost(q, c.tile, gpu)[2])
-    return replace(c, problem=q)
-
-
 def other_sizes(p: Problem, count: int) -> list[Problem]:
     chance = random.Random(str(p))
     found = [p]
@@ -247,123 +199,62 @@ def other_sizes(p: Problem, count: int) -> list[Problem]:
     return found
 
 
-def check_launches(p: Problem, text: str, recorded: list[Recorder], count: int = 25, gpu: Gpu = H200) -> set[str]:
-    """Compares every launch of a file with the library's; returns the variants that were met."""
-    module = load(text)
-    found = {v.name: v for v in variants.variants(p, gpu)}
-    met = set()
-    for q in other_sizes(p, count):
-        for pass_, name in variants.NAMES.items():
-            if all(v.pass_ != pass_ for v in found.values()):
-                continue
-            kernel, blocks, *rest = module[f"{name}_launch"](q.batch, q.size, gpu.multiprocessors)
-            v = found[kernel.name]
-            met.add(v.name)
-            recorded.clear()
-            problem = q.with_(pass_=pass_, bias=False)
-            prepared = library_choice(v, problem, gpu).prepare(0)
-            x, grad, weight = (
-                torch.empty(shape, dtype=q.dtype) for shape in (q.input_shape, q.output_shape, q.weight_shape)
-            )
-            if pass_ == "grad-weight":
-                prepared.run(x, grad, weight)
-            else:
-                packed = prepared.pack(weight)
-                prepared.run(*((x, packed, None, grad) if pass_ == "fwd" else (grad, packed, None, x)))
-                if hasattr(kernel, "words"):
-                    assert packed.nbytes == kernel.words * kernel.packed.itemsize
-            by_entry = {r.entry: r for r in recorded}
-            main = by_entry[v.entry]
-            ((grid, integers),) = main.calls
-            sizes = rest[-1]
-            maps = 16 * cpp._maps(v)
-            assert (blocks, tuple(sizes)) == (grid, integers[: len(integers) - maps]), (str(q), v.name)
-            threads, shared = cpp._block(v)
-            if cpp._claims(v) and not prepared.choice.claimed:  # the kernel is the example's, whose tiles are more
-                shared -= CLAIMS_BYTES
-            assert (main.block, main.shared) == (threads, shared)
-            if pass_ == "grad-weight":
-                ((grid, (slices, *_)),) = by_entry[v.entries[-1]].calls
-                assert slices == rest[0]
-    return met
+def check_launches(found: Iterable[Kernel], p: Problem, gpu: Gpu, count: int = 25) -> None:
+    """Compares what a file computes for its launches with the library's records, at several sizes."""
+    for k in found:
+        names: dict[str, Any] = {"math": math, "ceil": lambda a, b: -(-a // b)}
+        exec(sizes.launch(k, gpu), names)
+        for q in other_sizes(p, count):
+            inner, outer = ((1,) * (3 - q.rank) + size for size in (q.size, q.out_size))
+            axes = (outer, inner) if k.pass_ == "grad-input" else (inner, outer)
+            blocks, *slices, integers = names[f"{k.name}_launch"](q.batch, *axes, gpu.multiprocessors)
+            choice: Any = replace(k.choice, problem=q.with_(pass_=k.pass_, bias=False))
+            if slices and isinstance(choice, wgrad.Choice):
+                shares = slices[0] // choice.tiling.k_slices
+                assert q != p or shares == choice.splits
+                choice = replace(choice, splits=shares)
+            elif slices:
+                choice = replace(choice, splits=staged_costs.cost(choice.problem, choice.tile, gpu)[2])
+            record = cpp.main_launch(replace(k, choice=choice))
+            assert (blocks, tuple(integers)) == (record.grid, cpp.sizes(record)), (str(q), k.name)
+            if slices:
+                assert slices[0] == cpp.sizes(cpp.launches(replace(k, choice=choice))[-1])[0]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_launches_of_models_are_the_librarys(number: int, recorded: list[Recorder]) -> None:
-    # With batches and sizes at a quarter, since the library is handed real tensors.
+def test_launches_of_models_are_the_librarys(number: int) -> None:
     p = kernelbench_problem(number)
-    small = p.with_(batch=2, size=tuple(max(8, n // (64 if p.rank == 1 else 8)) for n in p.size))
-    text = kernelbench(number, shape=(small.batch, small.in_channels, *small.size))
-    met = check_launches(small, text, recorded, 8)
-    assert {"forward", "grad_input", "grad_weight"} <= {name.removesuffix("_joined") for name in met}
+    check_launches(passes.kernels(p, H200), p, H200, 8)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_launches_are_the_librarys(name: str, recorded: list[Recorder]) -> None:
+def test_launches_are_the_librarys(name: str) -> None:
     p = layer(name)
-    text = source(p, "90a")
-    met = check_launches(p, text, recorded)
-    assert met == {v.name for v in variants.variants(p, H200)}  # every kernel is of use at some size
+    check_launches(passes.kernels(p, H200), p, H200)
 
 
 def test_blocks_claim_tiles_where_the_librarys_do() -> None:
     p = parse_layer("16,64,(3,5)", "8x16x256x256").with_(precision="tf32")
-    found = {v.name: v for v in variants.variants(p, H200)}
-    assert [name for name, v in found.items() if cpp._claims(v)] == ["forward"]
-    text = source(p)
-    assert f"at::zeros({{{cpp._claims(found['forward'])}}}" in text
-    run, unaligned = (text.split(f"void run_{name}(")[1].split("\n}")[0] for name in ("forward", "forward_unaligned"))
-    assert "out.data_ptr(), counters(x));" in run
-    assert "counters(" not in unaligned
-    few = source(p.with_(batch=2))
-    assert "at::zeros" not in few and "claimed = true" in text and "claimed = true" not in few
-
-
-JOINED = {
-    "joined": {}, "joined back": {}, "joined 3-D": {"dtype": torch.bfloat16, "precision": "bf16"},
-    "joined odd": {},  # whose rows of results are odd, so that slices are pairs where their rows are even
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", by_turns(JOINED, 2, 1))  # 4 s each
-def test_joined_rows_are_taken_where_they_can_be(name: str) -> None:
-    p = layer(name, **JOINED[name])
-    found = {v.pass_: v for v in variants.variants(p, H200) if v.kind == "Joined"}
-    assert len(found) == 1
-    ((pass_, v),) = found.items()
-    choice: Any = v.choice
-    names = load(source(p))
-    launch = names[f"{variants.NAMES[pass_]}_launch"]
-    most = p.size[-1] + 40
-    sizes = [(*p.size[:-2], h, w) for h in (*range(1, 5), p.size[-2]) for w in range(1, most)]
-    sizes += [(*p.size[:-2], 2**26, w) for w in range(p.size[-1] - 20, p.size[-1] + 1)]  # too many to count
-    taken = set()
-    for size in sizes:
-        try:
-            q = p.with_(size=size, pass_=pass_, bias=False)
-        except ValueError:  # no output
-            continue
-        kernel = launch(q.batch, q.size, H200.multiprocessors)[0]
-        can = joined.refusal(q, H200) is None and result_shape(q)[-1] in choice.tile.pitches
-        assert (kernel.name == v.name) is can, str(q)
-        taken.add(can)
-    assert taken == {True, False}
+    forward = cpp.definition(passes.kernels(p, H200)[0])
+    assert "at::zeros({2}, x" in forward and "address(bias), out.data_ptr(), zeros.data_ptr())" in forward
+    few = cpp.definition(passes.kernels(p.with_(batch=2), H200)[0])
+    assert "zeros" not in few
 
 
 def test_files_together_use_every_family() -> None:
-    kinds = {v.kind for name in LAYERS for v in variants.variants(layer(name), H200)}
-    kinds |= {v.kind for v in variants.variants(layer("few", dtype=torch.float64, precision="fp64"), A100)}
-    assert kinds == set(records.CLASSES)
+    kinds = {sizes._values(k, H200)[0] for name in LAYERS for k in passes.kernels(layer(name), H200)}
+    found = passes.kernels(layer("few", dtype=torch.float64, precision="fp64"), A100)
+    assert kinds | {sizes._values(k, A100)[0] for k in found} == set(sizes._BODIES)
 
 
 @pytest.mark.parametrize("name", ("strided", "odd", "depthwise", "image"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_channels_last_files(name: str, dtype: torch.dtype, recorded: list[Recorder]) -> None:
+def test_channels_last_files(name: str, dtype: torch.dtype) -> None:
     kinds: Any = {torch.float32: "tf32", torch.bfloat16: "bf16"}
     p = layer(name, layout="channels_last", dtype=dtype, precision=kinds[dtype])
     text = source(p, "90a")
-    assert "FORMAT = " in text and "torch.channels_last" in text
-    check_launches(p, text, recorded, 6)
+    assert "FORMAT, RANK = " in text and "torch.channels_last" in text
+    check_launches(passes.kernels(p, H200), p, H200, 6)
 
 
 STAGED = {
@@ -376,134 +267,61 @@ STAGED = {
 }  # fmt: skip
 
 
-def staged_variants(p: Problem, gpu: Gpu) -> tuple[variants.Variant, ...]:
-    """Both gradients by staged kernels, whichever family the planner prefers."""
-    found = []
-    for pass_ in ("grad-input", "grad-weight"):
-        choice = staged.choose(p.with_(pass_=pass_, bias=False), gpu)
-        assert not isinstance(choice, str), choice
-        found.append(variants._variant(variants.NAMES[pass_], pass_, choice, 1, 1, gpu))
-    return tuple(found)
-
-
 @pytest.mark.parametrize("name", STAGED)
 @pytest.mark.parametrize("gpu", (H200, A100, RTX4090), ids=lambda gpu: gpu.arch)
-def test_staged_gradients_are_launched_as_the_librarys(
-    name: str, gpu: Gpu, recorded: list[Recorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staged_gradients_are_launched_as_the_librarys(name: str, gpu: Gpu) -> None:
+    """Both gradients by staged kernels, whichever family the planner prefers."""
     p = STAGED[name]
-    found = staged_variants(p, gpu)
-    monkeypatch.setattr(variants, "variants", lambda p, gpu: found)
-    met = check_launches(p, source(p, gpu.arch), recorded, gpu=gpu)
-    assert met == {"grad_input", "grad_weight"}
-
-
-class FakeDriver:
-    """Stands for cuda.bindings' driver as far as tensor maps go; its constants are their own names."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("cuuint"):
-            return int
-        return name if name.startswith("CU_") or name == "cuTensorMapEncodeTiled" else self
-
-
-def encoded(monkeypatch: pytest.MonkeyPatch, tensor_map: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
-    """(type, dims, box, steps, swizzle) that the library encodes a tensor map with."""
-    seen: list[Any] = []
-
-    def drive(function: str, *given: Any) -> Any:
-        seen.extend(given)
-        return type("Map", (), {"opaque": (0,) * 16})
-
-    monkeypatch.setattr(driver, "bindings", FakeDriver)
-    monkeypatch.setattr(driver, "drive", drive)
-    tensor_map(*arguments)
-    kind, five, _, dims, pitches, box, steps, _, swizzle, *_ = seen
-    assert five == 5
-    return kind, dims, pitches, box, steps, swizzle
-
-
-MAP = re.compile(
-    r"const CUtensorMap (\w+) = tensor_map\((\w+), CU_TENSOR_MAP_DATA_TYPE_(\w+), \{([^}]*)\},\s*"
-    r"\{([^}]*)\}, \{([^}]*)\}, (CU_TENSOR_MAP_SWIZZLE_\w+)(, true)?\);"
-)
+    kinds: tuple[Pass, ...] = ("grad-input", "grad-weight")
+    for pass_ in kinds:
+        choice = staged.choose(p.with_(pass_=pass_, bias=False), gpu)
+        assert not isinstance(choice, str), choice
+        check_launches([Kernel(pass_, choice)], p, gpu)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("kind", ("tf32", "bf16", "channels_last tf32", "channels_last bf16"))
-def test_tensor_maps_are_the_librarys(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_maps_are_the_librarys(name: str, kind: str) -> None:
     p = layer(name)
     dtype = torch.float32 if "tf32" in kind else torch.bfloat16
     precision = "bf16" if dtype is torch.bfloat16 else p.precision
     if p.rank == 1 and "last" in kind:
         pytest.skip("1-D layers have one layout")
     p = p.with_(dtype=dtype, precision=precision, layout="channels_last" if "last" in kind else "nchw")
-    for v in variants.variants(p, H200):
-        text = cpp.definitions(v)
-        found = {m[1]: m for m in MAP.finditer(text)}
-        assert len(found) == cpp._maps(v)
-        c: Any = v.choice
-        for which, match in found.items():
-            d, h, w = (1,) * (3 - p.rank) + p.size
-            od, oh, ow = (1,) * (3 - p.rank) + p.out_size
-            if v.pass_ == "grad-weight":
-                sizes = [p.batch, d, h, w, od, oh, ow]
-                (one,) = wgrad.tensor_maps(c.tiling, p, which == "map_grad")
-                wanted = encoded(monkeypatch, one.encoded, 0)
-                assert match[2] == ("grad" if which == "map_grad" else "x")
-            else:
-                sizes = [p.batch, d, h, w] if v.pass_ == "fwd" else [p.batch, od, oh, ow]
-                q = p.with_(pass_=v.pass_)
-                wanted = encoded(monkeypatch, *(
-                    (joined.source_map(c.tile, q).encoded, 0) if v.kind == "Joined"
-                    else (gather.source_maps(c.tiling, q)[0].encoded, 0)
-                ))  # fmt: skip
-            of = {"x": torch.empty(p.input_shape), "grad": torch.empty(p.output_shape)}
-            dims = [eval(text, {"sizes": sizes, **of}) for text in match[4].split(", ")]
-            pitches = [math.prod(dims[: i + 1]) * p.dtype.itemsize for i in range(4)]
-            if match[8]:  # channels second
-                dims.insert(1, dims.pop(3))
-                pitches.insert(0, pitches.pop(2))
-            box, steps = ([int(n) for n in match[i].split(", ")] for i in (5, 6))
-            assert (f"CU_TENSOR_MAP_DATA_TYPE_{match[3]}", dims, pitches, box, steps, match[7]) == wanted
+    for k in passes.kernels(p, H200):
+        text = cpp.definition(k)  # it asserts that maps are of whole tensors, which the file's C++ has from the tensor
+        maps = [one for one in cpp.main_launch(k).arguments if isinstance(one, Map)]
+        assert text.count("tensor_map(") == len(maps)
+        for one in maps:
+            box, steps = (", ".join(map(str, values)) for values in (one.box, one.steps))
+            assert f"{{{box}}}, {{{steps}}}" in text
 
 
 # --- autograd, with PyTorch's operators in the kernels' place --------------------------------------------------------
 
 
 class FakeExtension:
-    """Computes a file's kernels with PyTorch; packed weights hold the weights."""
+    """Computes a file's passes with PyTorch."""
 
     def __init__(self, p: Problem) -> None:
         self.p = p
-        self.packs = 0
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        what, _, kernel = name.partition("_")
-        kernel = kernel.removesuffix("_unaligned").removesuffix("_joined")
-        return {"pack": self.pack, "run": getattr(self, f"_{kernel}", None)}[what]  # type: ignore[return-value]
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *_: Any) -> None:
+        out.copy_(self.convolve(x, weight, bias)[..., : out.shape[-1]])
 
-    def pack(self, weight: Tensor, packed: Tensor) -> None:
-        self.packs += 1
-        packed[: weight.numel()] = weight.flatten()
+    def grad_input(self, grad: Tensor, weight: Tensor, out: Tensor, *_: Any) -> None:
+        self.derive(out, torch.zeros_like(out), lambda x: self.convolve(x, weight, None), grad)
 
-    def _forward(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, *_: Any) -> None:
-        out.copy_(self.convolve(x, self.weight(packed), bias))
+    def grad_weight(self, x: Tensor, grad: Tensor, out: Tensor, *_: Any) -> None:
+        self.derive(out, torch.zeros_like(out), lambda weight: self.convolve(x, weight, None), grad)
 
-    def _grad_input(self, grad: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, *_: Any) -> None:
+    @staticmethod
+    def derive(out: Tensor, at: Tensor, call: Callable[[Tensor], Tensor], grad: Tensor) -> None:
+        """Tensors of a file may have zeros at the end of each row, so rows of what belongs together may differ."""
         with torch.enable_grad():
-            x = torch.zeros_like(out).requires_grad_()
-            out.copy_(torch.autograd.grad(self.convolve(x, self.weight(packed), bias), x, grad)[0])
-
-    def _grad_weight(self, x: Tensor, grad: Tensor, partial: Tensor, out: Tensor, *_: Any) -> None:
-        assert partial.shape[1] == out.numel()
-        with torch.enable_grad():
-            weight = torch.zeros_like(out).requires_grad_()
-            out.copy_(torch.autograd.grad(self.convolve(x, weight, None), weight, grad)[0])
-
-    def weight(self, packed: Tensor) -> Tensor:
-        shape = self.p.weight_shape
-        return packed.flatten()[: math.prod(shape)].view(shape)
+            y = call(at.requires_grad_())
+            columns = min(y.shape[-1], grad.shape[-1])
+            out.copy_(torch.autograd.grad(y[..., :columns], at, grad[..., :columns])[0])
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         p = self.p
@@ -514,7 +332,7 @@ class FakeExtension:
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem], dict[str, Any]]:
     """Loads a file whose kernels are PyTorch's, to run on the CPU."""
-    monkeypatch.setattr(program, "cuda", lambda variants: "")
+    monkeypatch.setattr(program, "cuda", lambda *given: "")
 
     def make(p: Problem) -> dict[str, Any]:
         found = load(source(p, "90a"))
@@ -565,22 +383,50 @@ def test_an_empty_batch_has_an_output_and_gradients(faked: Callable[[Problem], d
     assert all(float(t.grad.abs().sum()) == 0 for t in model.parameters())
 
 
-def test_weights_are_packed_at_each_call(faked: Callable[[Problem], dict[str, Any]]) -> None:
-    """So that a change which PyTorch does not count is seen."""
+@pytest.mark.parametrize("width", range(29, 37))
+def test_rows_of_every_width_are_served(width: int, faked: Callable[[Problem], dict[str, Any]]) -> None:
+    """Kernels whose rows begin at 16 bytes are given rows with zeros at their ends."""
+    p = parse_layer("32,48,(3,4),stride=(1,2),padding=1", "2x32x12x32").with_(precision="tf32")
+    multiples = [n for k in passes.kernels(p, H200) for n in k.multiples]
+    assert max(multiples) == 4
+    module = faked(p)
+    for name, tensors in (("forward", 1), ("grad_input", 1), ("grad_weight", 2)):
+        of = passes.kernels(p, H200)[("forward", "grad_input", "grad_weight").index(name)].multiples
+        whole = getattr(FakeExtension, name)
+
+        def checked(*given: Any, whole: Any = whole, of: Any = of, tensors: int = tensors) -> None:
+            columns = [t.shape[-1] for t in ([given[0], given[1]] if tensors == 2 else given[:1])]
+            assert all(n % m == 0 for n, m in zip(columns, of))
+            whole(module["build"](), *given)
+
+        setattr(module["build"](), name, checked)
+    model = module["ModelNew"]()
+    x = torch.randn(2, 32, 12, width, requires_grad=True)
+    theirs = nn.ConvTranspose2d(32, 48, (3, 4), (1, 2), 1)
+    theirs.load_state_dict(model.conv_transpose2d.state_dict())
+    y, wanted = model(x), theirs(x)
+    grad = torch.randn_like(y)
+    for a, b in zip(
+        (y, *torch.autograd.grad(y, (x, *model.parameters()), grad)),
+        (wanted, *torch.autograd.grad(wanted, (x, *theirs.parameters()), grad)),
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_changed_weight_is_seen(faked: Callable[[Problem], dict[str, Any]]) -> None:
+    """Also by a change which PyTorch does not count."""
     p = parse_layer("4,6,3,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
     module = faked(p)
     model, extension = module["ModelNew"]().double(), module["build"]()
     x = torch.randn(p.input_shape, dtype=torch.float64)
     weight = model.conv_transpose2d.weight
     for change in (lambda: weight.data.mul_(2), lambda: weight.detach().numpy().fill(0.5), lambda: None):
-        before = extension.packs
         with torch.no_grad():
             assert torch.equal(model(x), extension.convolve(x, weight, None))
-        assert extension.packs == before + 1
         change()
 
 
-@pytest.mark.parametrize("wrong", (None, "_forward", "_grad_weight"))
+@pytest.mark.parametrize("wrong", (None, "forward", "grad_weight"))
 def test_a_check_tells_right_from_wrong(
     wrong: str | None, faked: Callable[[Problem], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -591,14 +437,14 @@ def test_a_check_tells_right_from_wrong(
 
         def spoiled(*given: Any) -> None:
             whole(*given)
-            (given[3]).mul_(1.01)  # the result, of each of them
+            given[3 if wrong == "forward" else 2].mul_(1.01)  # the result
 
         setattr(module["build"](), wrong, spoiled)
     monkeypatch.setattr(check, "load", lambda text: module)
     monkeypatch.setattr(timing, "SWEEP", timing.Repeats(0.0, 3, 3))
     found = check.compare("", p, "conv_transpose2d", (), torch.device("cpu"))
     assert found.passed is (wrong is None)
-    assert found.ratio > 0 and (found.worst > 1) is (wrong == "_forward")
+    assert found.ratio > 0 and (found.worst > 1) is (wrong == "forward")
     text = command.Checked(found, "some GPU").text
     assert ("NOT within" in text) is (wrong is not None) and "on some GPU" in text
 
@@ -635,15 +481,15 @@ def test_kernels_for_one_size_are_not_exported(layer: str, input: str, why: str)
     p = parse_layer(layer, input).with_(precision="tf32")
     selected = plan(p, Device("cuda", gpu=H200)).selection("fwd").choice
     assert selected is not None and why in selected.summary
-    for v in variants.variants(p, H200):
-        assert not isinstance(v.choice, (gather.Choice, wgrad.Choice)) or not v.choice.flat
-        assert not getattr(v.choice.tiling, "whole", None) if isinstance(v.choice, gather.Choice) else True
-        assert not getattr(v.choice.tiling, "lines", False) if isinstance(v.choice, wgrad.Choice) else True
+    for k in passes.kernels(p, H200):
+        assert not isinstance(k.choice, (gather.Choice, wgrad.Choice)) or not k.choice.flat
+        assert not getattr(k.choice.tiling, "whole", None) if isinstance(k.choice, gather.Choice) else True
+        assert not getattr(k.choice.tiling, "lines", False) if isinstance(k.choice, wgrad.Choice) else True
 
 
 def test_a_layer_that_only_a_flat_kernel_of_the_tensor_cores_serves_is_exported_by_another_family() -> None:
     p = Problem.make(4, 100, 16, (1, 1), 45, precision="tf32")  # 2,025 taps
-    assert isinstance(variants.variants(p, H200)[0].choice, direct.Choice)
+    assert isinstance(passes.kernels(p, H200)[0].choice, direct.Choice)
 
 
 def test_export_says_what_is_wrong(tmp_path: Path) -> None:
@@ -749,12 +595,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
     return modules.__getitem__
 
 
-def _truth(model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _truth(p: Problem, model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output and gradients (input, weight, bias) in float64, on the CPU."""
+    kinds = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     (layer_,) = model.children()
-    twin: Any = getattr(nn, type(layer_).__name__)(
-        layer_.in_channels, layer_.out_channels, layer_.kernel_size, layer_.stride, layer_.padding,
-        layer_.output_padding, layer_.groups, True, layer_.dilation, dtype=torch.float64,
+    twin: Any = kinds[p.rank - 1](
+        p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, p.output_padding, p.groups, True, p.dilation,
+        dtype=torch.float64,
     )  # fmt: skip
     twin.load_state_dict(layer_.state_dict())
     x = x.detach().cpu().double().requires_grad_()
@@ -783,16 +630,16 @@ class TestOnGpu:
         p = parse_layer(text, shape)
         model = built(name)["ModelNew"](bias=True).to("cuda", dtype)
         bound = 5e-6 if p.rank == 3 and dtype is torch.float32 else BOUNDS[dtype]
-        sizes = [(p.batch, p.size), (1, p.size), (3, tuple(n + 1 for n in p.size)), (1, (1,) * p.rank)]
-        sizes += [(2, (*p.size[:-1], p.size[-1] + k)) for k in (2, 3, 4)]
-        for batch, size in sizes:
+        shapes = [(p.batch, p.size), (1, p.size), (3, tuple(n + 1 for n in p.size)), (1, (1,) * p.rank)]
+        shapes += [(2, (*p.size[:-1], p.size[-1] + k)) for k in (2, 3, 4)]
+        for batch, size in shapes:
             if size == (1,) * p.rank and p.kernel[-1] <= 2 * p.padding[-1]:  # which leaves no output
                 continue
             x = torch.randn(batch, p.in_channels, *size, device="cuda", dtype=dtype, requires_grad=True)
             y = model(x)
             grad = torch.randn_like(y)
             found = (y, *torch.autograd.grad(y, (x, *model.parameters()), grad))
-            for mine, truth, what in zip(found, _truth(model, x, grad), ("output", "input", "weight", "bias")):
+            for mine, truth, what in zip(found, _truth(p, model, x, grad), ("output", "input", "weight", "bias")):
                 assert mine.shape == truth.shape
                 assert _relative(mine, truth) < bound, (name, batch, size, what)
             with torch.no_grad():

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +15,8 @@ import pytest
 from conftest import needs_gxx
 from drawn import DTYPES, TENSOR
 from emulator import Emulator, emulator
-from results import Case, Way, assert_computes, assert_infinities_reach_no_others, fewest
+from modes import SEEDS, Case, OfCase, OfTiling, few, fewest, having, of_cases, where
+from results import Way, assert_computes, assert_infinities_reach_no_others
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gemm.shuffle import ways
@@ -28,7 +29,6 @@ __all__ = ["emulator"]
 
 PARTS = 6  # tests that divide the cases
 MOST = 3e7  # products of a case's tiles
-SEEDS = range(2000)
 FIRST = (
     7, 16, 22, 32, 55, 74, 76, 83, 108, 156, 181, 229, 235, 280, 327, 396, 398, 415, 427, 435,
     441, 443, 448, 505, 542, 553, 554, 559, 607, 617, 711, 790, 802, 858, 873, 914, 962, 988, 999, 1001,
@@ -289,9 +289,6 @@ def cases(seed: int) -> Iterator[Case]:
 
 # --- modes -----------------------------------------------------------------------------------------------------------
 
-OfTiling = dict[str, Callable[[Any], bool]]
-OfCase = dict[str, Callable[[Case], bool]]
-
 
 def kinds() -> OfTiling:
     """What is multiplied, and by which instruction."""
@@ -369,29 +366,23 @@ DRAINED: OfTiling = {
 def numbered() -> OfTiling:
     """Modes that differ by numbers."""
     found: OfTiling = {}
-    for classes in ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (1, 4)):
-        found[f"rows of classes {classes}"] = lambda t, kind=classes: t.tensor_map and t.classed and t.classes == kind
-    for rank in (1, 2, 3):
-        found[f"images of {rank} dimensions side by side"] = lambda t, rank=rank: t.beside and t.problem.rank == rank
-    for size in (2, 4):
-        found[f"rows of classes, {size} bytes"] = lambda t, n=size: t.tensor_map and t.classed and t.element == n
-        found[f"images side by side, {size} bytes"] = lambda t, n=size: t.beside and t.element == n
     for kind in product((0, 1, 2), (True, False)):
         found[f"split {kind[0]}, resident {kind[1]}"] = lambda t, kind=kind: t.wgmma and (t.split, t.resident) == kind
-    for split in (0, 1, 2):
-        found[f"split {split} by mma.sync"] = lambda t, split=split: not t.wgmma and t.split == split
-    for count in (1, 2, 4):
-        found[f"{count} steps of a chunk"] = lambda t, count=count: t.k_steps == count
-    return found
+    found |= where(
+        lambda t: t.tensor_map and t.classed,
+        having("rows of {name} {value}", classes=((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (1, 4)), element=(2, 4)),
+    )
+    found |= where(lambda t: t.beside > 0, having("images side by side, {name} {value}", element=(2, 4)))
+    found |= where(lambda t: t.beside > 0, {f"of {n} axes": lambda t, n=n: t.problem.rank == n for n in (1, 2, 3)})
+    found |= where(lambda t: not t.wgmma, having("by mma.sync, {name} {value}", split=(0, 1, 2)))
+    return found | having("{name} {value}", k_steps=(1, 2, 4))
 
 
 def stores() -> OfTiling:
     """How results leave."""
     found: OfTiling = {}
-    for name, count in (*product(("runs",), (1, 2, 3, 4, 8)), *product(("subs",), (1, 2, 4))):
-        found[f"pixels, {count} {name}"] = lambda t, a=name, n=count: (
-            t.channels_last and t.shuffle is None and getattr(t, a) == n
-        )
+    pixels = having("pixels, {name} {value}", runs=(1, 2, 3, 4, 8), subs=(1, 2, 4))
+    found |= where(lambda t: t.channels_last and t.shuffle is None, pixels)
     for runs in (*product((1, 2, 4, 8, 16), (1,)), *product((1, 2, 3), (8,))):
         found[f"runs {runs}"] = lambda t, kind=runs: (
             not t.channels_last and t.shuffle is None and t.contiguous and (t.runs, t.sub[0]) == kind
@@ -400,8 +391,8 @@ def stores() -> OfTiling:
         found[f"phases as rows {way}"] = lambda t, way=way: (
             t.shuffle is not None and (t.shuffle.ahead, any(t.shuffle.leads), t.channels_last) == way
         )
-    for name, value in (*product(("width_subs",), (1, 2, 4)), *product(("out_span",), (32, 64, 128))):
-        found[f"by the copy engine, {name} {value}"] = lambda t, a=name, n=value: t.drained and getattr(t, a) == n
+    boxes = having("by the copy engine, {name} {value}", width_subs=(1, 2, 4), out_span=(32, 64, 128))
+    found |= where(lambda t: t.drained, boxes)
     without: OfTiling = {
         "planes": lambda one: one.rows == 0,
         "rows": lambda one: one.rows > 0 and one.w < 0,
@@ -492,34 +483,22 @@ def longest_run(case: Case) -> int:
     return planes * math.prod(result_shape(p)[-2:]) * t.element // math.prod(t.counts(p)[2:])
 
 
-def modes() -> OfCase:
-    tables: list[tuple[str, OfTiling, Callable[[Any], bool]]] = [
-        ("", kinds() | numbered() | stores(), lambda t: True),
-        ("NCHW: ", NCHW, lambda t: not t.channels_last and t.shuffle is None),
-        ("channels_last: ", LAST, lambda t: t.channels_last and t.shuffle is None),
-        ("steps: ", STEPS, lambda t: t.wgmma),
-        ("by the copy engine: ", DRAINED, lambda t: t.drained),
-    ]
-    return calls() | {
-        head + name: lambda case, one=one, fits=fits: one(of(case)) and fits(of(case))
-        for head, table, one in tables
-        for name, fits in table.items()
+MODES = calls() | of_cases(
+    {
+        "": (kinds() | numbered() | stores(), lambda t: True),
+        "NCHW: ": (NCHW, lambda t: not t.channels_last and t.shuffle is None),
+        "channels_last: ": (LAST, lambda t: t.channels_last and t.shuffle is None),
+        "steps: ": (STEPS, lambda t: t.wgmma),
+        "by the copy engine: ": (DRAINED, lambda t: t.drained),
     }
-
-
-MODES = modes()
-
-
-def few() -> list[Case]:
-    """A few cases that have all modes."""
-    return fewest((cases(seed) for seed in chain(FIRST, SEEDS)), MODES)
+)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_mode(part: int, emulator: Emulator) -> None:
     """At once and late, and at another size where that is the same kernel's."""
     rng = random.Random(part)
-    for case in few()[part::PARTS]:
+    for case in few(cases, FIRST, MODES)[part::PARTS]:
         choice, other = case.choice, replace(case.choice, problem=other_size(of(case), case.choice.problem, rng))
         assert_computes(choice, emulator, 0, case.way)
         alike = other.sources() == choice.sources() and not packs(case)

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ import pytest
 from conftest import needs_gxx
 from drawn import DTYPES, TENSOR
 from emulator import Emulator, emulator
-from results import Case, Way, assert_computes, fewest
+from modes import Case, OfCase, OfTiling, few, having, of_cases, where
+from results import Way, assert_computes
 from upconv.cuda.compile.boxes import fullest
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import H200
@@ -28,7 +29,6 @@ __all__ = ["emulator"]
 
 PARTS = 4  # tests that divide the cases
 MOST = 6e7  # products of a case's tiles
-SEEDS = range(2000)
 FIRST = (
     6, 51, 68, 91, 98, 109, 156, 162, 195, 223, 255, 272, 314, 351, 362, 431, 485, 495, 517, 519,
     570, 585, 595, 642, 1029,
@@ -216,9 +216,6 @@ def cases(seed: int) -> Iterator[Case]:
 
 # --- modes -----------------------------------------------------------------------------------------------------------
 
-OfTiling = dict[str, Callable[[Any], bool]]
-OfCase = dict[str, Callable[[Case], bool]]
-
 NCHW: OfTiling = {
     "g by threads": lambda t: not t.box_g,
     "g by a box": lambda t: t.box_g and not t.classed,
@@ -269,21 +266,13 @@ def numbered() -> OfTiling:
         found[f"{stack} rows of x in an instruction, {layout}"] = lambda t, n=stack, layout=layout: (
             t.stacked and t.stack == n and t.problem.layout == layout
         )
-    values = {"subs": (1, 2, 4), "warpgroups": (2, 3), "split_m": (1, 2, 3), "segment": (32, 64, 128)}
-    for name, n in ((name, n) for name, every in values.items() for n in every):
-        found[f"{name} {n}"] = lambda t, a=name, n=n: getattr(t, a) == n
-    for subs in (2, 4, 8):
-        found[f"{subs} neighbours in M"] = lambda t, n=subs: t.interleaved and t.subs == n
-    for size in (2, 4):
-        found[f"neighbours in M of {size} bytes"] = lambda t, n=size: t.interleaved and t.element == n
-        found[f"classes of {size} bytes"] = lambda t, n=size: t.classed and t.element == n
+    found |= having("{name} {value}", subs=(1, 2, 4), warpgroups=(2, 3), split_m=(1, 2, 3), segment=(32, 64, 128))
+    found |= where(lambda t: t.interleaved, having("in M, {name} {value}", subs=(2, 4, 8), element=(2, 4)))
+    found |= where(lambda t: t.classed, having("classes, {name} {value}", element=(2, 4)))
     for width in (32, 48, 64, 80, 96, 128, 160, 256):
         found[f"{width} columns"] = lambda t, n=width: t.block[0] == n
-    for width in (16, 32, 64):
-        found[f"boxes of {width} channels of g"] = lambda t, n=width: t.channels_last and t.g_width == n
-        found[f"boxes of {width} channels of x"] = lambda t, n=width: (
-            t.channels_last and not t.turned and t.x_width == n
-        )
+    found |= where(lambda t: t.channels_last, having("boxes, {name} {value}", g_width=(16, 32, 64)))
+    found |= where(lambda t: t.channels_last and not t.turned, having("boxes, {name} {value}", x_width=(16, 32, 64)))
     for axis in (0, 1):
         found[f"several classes of {('rows', 'channels')[axis]}"] = lambda t, i=axis: t.classed and t.classes[i] > 1
     return found
@@ -347,32 +336,20 @@ def rows(case: Case) -> bool:
     return t.a_shared and not t.stacked
 
 
-def modes() -> OfCase:
-    tables: list[tuple[str, OfTiling, Callable[[Any], bool]]] = [
-        ("wgmma: ", numbered(), lambda t: isinstance(t, WarpgroupTiling)),
-        ("wgmma, NCHW: ", NCHW, lambda t: isinstance(t, WarpgroupTiling) and not t.channels_last),
-        ("wgmma, channels_last: ", LAST, lambda t: isinstance(t, WarpgroupTiling) and t.channels_last),
-        ("mma.sync, NCHW: ", SYNC, lambda t: not isinstance(t, WarpgroupTiling) and not t.channels_last),
-        ("mma.sync, channels_last: ", SYNC, lambda t: not isinstance(t, WarpgroupTiling) and t.channels_last),
-    ]
-    return ends() | {
-        head + name: lambda case, one=one, fits=fits: fits(case.choice.tiling) and one(case.choice.tiling)
-        for head, table, fits in tables
-        for name, one in table.items()
+MODES = ends() | of_cases(
+    {
+        "wgmma: ": (numbered(), lambda t: isinstance(t, WarpgroupTiling)),
+        "wgmma, NCHW: ": (NCHW, lambda t: isinstance(t, WarpgroupTiling) and not t.channels_last),
+        "wgmma, channels_last: ": (LAST, lambda t: isinstance(t, WarpgroupTiling) and t.channels_last),
+        "mma.sync, NCHW: ": (SYNC, lambda t: not isinstance(t, WarpgroupTiling) and not t.channels_last),
+        "mma.sync, channels_last: ": (SYNC, lambda t: not isinstance(t, WarpgroupTiling) and t.channels_last),
     }
-
-
-MODES = modes()
-
-
-def few() -> list[Case]:
-    """A few cases that have all modes."""
-    return fewest((cases(seed) for seed in chain(FIRST, SEEDS)), MODES)
+)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_mode(part: int, emulator: Emulator) -> None:
     """At once and late."""
-    for case in few()[part::PARTS]:
+    for case in few(cases, FIRST, MODES)[part::PARTS]:
         for seed in (0, 3):
             assert_computes(case.choice, emulator, seed, case.way)

@@ -218,6 +218,8 @@ def judge(s: Situation, device: str, every: bool = True) -> Verdict:
 
 def _run(s: Situation, way: str, device: str) -> Any:
     torch.manual_seed(0)
+    if device == "cuda":  # each time, since torch.export sets some of PyTorch's flags for TF32 and wants them alike
+        torch.backends.cudnn.allow_tf32 = False
     if "torch._dynamo" in sys.modules:  # importing it takes longer than most situations
         torch._dynamo.reset()
     try:

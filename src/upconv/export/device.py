@@ -11,29 +11,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from upconv.cuda.compile import jit
-from upconv.export.variants import Variant
+from upconv.export.passes import Kernel
 
 _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILINE)
 _NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"')
 _SPACES = "namespace kernels {{\n\n{}\n}}  // namespace kernels\n"
 
 
-def includes(found: Sequence[Variant]) -> tuple[str, ...]:
+def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
     """System headers that the kernels need, without the angle brackets."""
-    return tuple(dict.fromkeys(name for v in found for name in _ANGLED.findall(v.source)))
+    return tuple(dict.fromkeys(name for k in found for name in _ANGLED.findall(k.unit.source)))
 
 
-def templates(found: Sequence[Variant]) -> str:
+def templates(found: Sequence[Kernel]) -> str:
     """The kernels' files behind what they include, each once, in a namespace."""
     seen: set[str] = set()
-    files = [text for v in found for text in jit.with_includes(jit.parts_of(v.source)[1], seen)]
-    wanted = {word for v in found for entry in jit.entries_of(v.source) for word in re.findall(r"\w+", entry)}
+    files = [text for k in found for text in jit.with_includes(jit.parts_of(k.unit.source)[1], seen)]
+    wanted = {word for k in found for entry in k.entries for word in re.findall(r"\w+", entry)}
     return _SPACES.format(used(_ANGLED.sub("", "\n".join(files)), wanted))
 
 
-def constants(v: Variant) -> str:
-    """The struct of constants by which a variant's kernels are instantiated."""
-    return _SPACES.format(re.sub(rf"\b{jit.CONFIG}\b", v.config, jit.parts_of(v.source)[0]))
+def constants(k: Kernel) -> str:
+    """The struct of constants by which a pass' kernels are instantiated."""
+    return _SPACES.format(re.sub(rf"\b{jit.CONFIG}\b", k.config, jit.parts_of(k.unit.source)[0]))
 
 
 @dataclass(frozen=True)

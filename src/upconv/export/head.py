@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from upconv.cuda.gpu import Gpu
-from upconv.export import variants
+from upconv.export.passes import Kernel
 from upconv.export.signatures import Signature
 from upconv.problem import Problem
 
@@ -28,7 +28,7 @@ _MULTIPLIED = {
 _PASSES = {"fwd": "forward", "grad-input": "gradient for the input", "grad-weight": "gradient for the weight"}
 
 
-def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[variants.Variant, ...]) -> str:
+def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[Kernel, ...]) -> str:
     """The file's docstring."""
     arguments = [f"{p.in_channels}, {p.out_channels}, kernel_size={p.kernel}", f"stride={p.stride}"]
     arguments += [f"padding={p.padding}", f"output_padding={p.output_padding}", f"dilation={p.dilation}"]
@@ -37,14 +37,9 @@ def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[variants.Varia
     if p.precision == "ieee" and p.groups > 1:
         multiplied += "; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are"
     layout = "contiguous" if p.layout == "nchw" else "channels_last"
-    plan = []
-    for v in found:
-        where = ""
-        if v.name.endswith("_unaligned"):
-            where = f" (other widths than multiples of {_unit(found, v)})"
-        elif v.kind == "Joined":
-            where = f" (rows of {columns(v)} columns)"
-        plan.append((f"{_PASSES[v.pass_]}{where}", v.choice.summary.rsplit(", grid", 1)[0]))
+    multiple = max(n for k in found for n in k.multiples)
+    widths = [f"- Rows that are no multiple of {multiple} columns are copied, with zeros behind them."] * (multiple > 1)
+    plan = [(_PASSES[k.pass_], k.choice.summary.rsplit(", grid", 1)[0]) for k in found]
     paragraphs = [
         f"{signature.title}: a transposed convolution with CUDA kernels of its own, in one file.",
         f"Layer: ConvTranspose{p.rank}d({', '.join(arguments)}, groups={p.groups}).",
@@ -55,6 +50,7 @@ def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[variants.Varia
         f"- CUDA devices of sm_{gpu.arch}; nvcc, a C++ compiler and ninja at the first call, which takes a minute.",
         f"- Values: {multiplied}.",
         f"- Tensors in other than the {layout} memory format are copied to it first; results are {layout}.",
+        *widths,
         "- Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.",
         "Kernels:",
         *(f"- {name}: {text}." for name, text in plan),
@@ -67,15 +63,3 @@ def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[variants.Varia
             lines.append("")
         lines += textwrap.wrap(text, WIDTH - 4, subsequent_indent="  " if bullet else "", break_on_hyphens=False)
     return "\n".join(lines) + "\n"
-
-
-def _unit(found: tuple[variants.Variant, ...], v: variants.Variant) -> int:
-    aligned = next(other for other in found if other.name == v.name.removesuffix("_unaligned"))
-    return max(aligned.unit, aligned.unit_out)
-
-
-def columns(v: variants.Variant) -> str:
-    """The rows of the source that a kernel of joined rows serves."""
-    least, most = v.choice.tile.source_columns  # type: ignore[union-attr]
-    whole = [n for n in range(least, most + 1) if n % v.unit == 0]
-    return ", ".join(map(str, whole[:-1])) + f" or {whole[-1]}" if len(whole) > 1 else str(whole[0])

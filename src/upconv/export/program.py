@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Mapping
-from textwrap import indent
 
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.wgrad import wgrad
-from upconv.export import cpp, device, records, variants
-from upconv.export.head import WIDTH, columns, head
+from upconv.export import cpp, device, passes, sizes
+from upconv.export.head import WIDTH, head
+from upconv.export.passes import Kernel
 from upconv.export.signatures import Signature
 from upconv.problem import Problem
 
@@ -26,20 +24,17 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
     Raises:
         ValueError: no kernel serves the layer.
     """
-    found = variants.variants(p, gpu)
-    kinds = dict.fromkeys(v.kind for v in found)
+    found = passes.kernels(p, gpu)
     values = {
         "HEAD": head(p, signature, gpu, found),
-        "CONSTANTS": _constants(p, gpu, found),
-        "CUDA": cuda(found),
-        "DECLARATIONS": ";\n".join(text for v in found for text in cpp.prototypes(v)) + ";",
-        "FUNCTIONS": "".join(f'    "{name}",\n' for name in cpp.functions(found)),
+        "CONSTANTS": _constants(p),
+        "CUDA": cuda(found, gpu),
+        "DECLARATIONS": ";\n".join(map(cpp.prototype, found)) + ";",
         "ARCH": gpu.arch,
-        "CAPABILITY": _capability(gpu),
+        "CAPABILITY": str(gpu.capability),
         "DEVICES": _devices(gpu),
-        "SERVES": _serves(found),
-        "CLASSES": "\n\n".join(records.CLASSES[kind] for kind in kinds),
-        "RECORDS": _records(found),
+        "LAUNCHES": "\n\n".join(sizes.launch(k, gpu) for k in found),
+        **_multiples(found),
         "PRECISION": _PRECISION.get(p.precision, ""),
         "CHECK_PRECISION": "    check_precision()\n" if p.precision in _PRECISION else "",
         "MODEL": signature.model().rstrip("\n"),
@@ -50,35 +45,32 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
     return _filled(_FILE, values)
 
 
-def cuda(found: tuple[variants.Variant, ...]) -> str:
+def cuda(found: tuple[Kernel, ...], gpu: Gpu) -> str:
     """The file's CUDA C++: the kernels' templates, a struct of constants for each launch, then the host's code."""
     needed = device.includes(found)
     parts = [
         cpp.includes() + "".join(f"\n#include <{name}>" for name in needed) + "\n",
         device.templates(found),
-        *(f"{_banner(v)}\n{device.constants(v)}" for v in found),
+        *(f"{_banner(k)}\n{device.constants(k)}" for k in found),
         cpp.helpers(found),
-        *(cpp.definitions(v) for v in found),
+        *map(cpp.definition, found),
     ]
     return "\n".join(parts)
 
 
-def _banner(v: variants.Variant) -> str:
-    what = {"fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight"}[v.pass_]
-    where = ""
-    if v.name.endswith("_unaligned"):
-        where = " where rows begin off 16 bytes"
-    elif v.kind == "Joined":
-        where = f" where rows have {columns(v)} columns"
+def _banner(k: Kernel) -> str:
     line = "// " + "=" * (WIDTH - 3)
     text = textwrap.fill(
-        f"{what}{where}: {v.choice.summary.rsplit(', grid', 1)[0]}.",
+        f"{TITLES[k.pass_]}: {k.choice.summary.rsplit(', grid', 1)[0]}.",
         WIDTH,
         initial_indent="// ",
         subsequent_indent="// ",
         break_on_hyphens=False,
     )
     return f"{line}\n{text}\n{line}\n"
+
+
+TITLES = {"fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight"}
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
@@ -93,32 +85,23 @@ def _names(rank: int) -> str:
     ]
 
 
-def _constants(p: Problem, gpu: Gpu, found: tuple[variants.Variant, ...]) -> str:
+def _constants(p: Problem) -> str:
     layout = "contiguous_format" if p.layout == "nchw" else "channels_last" if p.rank == 2 else "channels_last_3d"
-    lines = [
-        f"IN_CHANNELS, OUT_CHANNELS, GROUPS = {p.in_channels}, {p.out_channels}, {p.groups}",
-        f"KERNEL, STRIDE, PADDING = {p.kernel}, {p.stride}, {p.padding}",
-        f"OUTPUT_PADDING, DILATION = {p.output_padding}, {p.dilation}",
-        f"DTYPE, FORMAT = {p.dtype}, torch.{layout}",
-        f"RANK, WEIGHTS = {p.rank}, {math.prod(p.weight_shape)}",
-    ]
-    if any(isinstance(v.choice, wgrad.Choice) for v in found):
-        lines.append(
-            f"BANDWIDTH = {gpu.bandwidth / 1e12!r}e12  # of the device memory in bytes/s, for the planner's model"
+    return "\n".join(
+        (
+            f"IN_CHANNELS, OUT_CHANNELS, GROUPS = {p.in_channels}, {p.out_channels}, {p.groups}",
+            f"KERNEL, STRIDE, PADDING = {p.kernel}, {p.stride}, {p.padding}",
+            f"OUTPUT_PADDING, DILATION = {p.output_padding}, {p.dilation}",
+            f"DTYPE, FORMAT, RANK = {p.dtype}, torch.{layout}, {p.rank}",
         )
-        lines.append("SUM_BYTES = 96 << 20  # of the weight gradient's slices of sums, at most")
-    return "\n".join(lines)
+    )
 
 
-def _serves(found: tuple[variants.Variant, ...]) -> str:
-    aligned = "source[2] % kernel.unit == 0"
-    if any(v.kind == "Joined" for v in found):
-        return f"{aligned} and (not isinstance(kernel, Joined) or kernel.fits(source, result))"
-    return aligned
-
-
-def _capability(gpu: Gpu) -> str:
-    return str(gpu.capability)
+def _multiples(found: tuple[Kernel, ...]) -> dict[str, str]:
+    """For each tensor that ``dense`` is called with the argument behind it."""
+    forward, grad_input, grad_weight = (k.multiples for k in found)
+    values = {"FORWARD": forward[0], "GRAD_INPUT": grad_input[0], "X": grad_weight[0], "GRAD": grad_weight[1]}
+    return {f"{name}_ROWS": f", {n}" if n > 1 else "" for name, n in values.items()}
 
 
 def _devices(gpu: Gpu) -> str:
@@ -126,14 +109,6 @@ def _devices(gpu: Gpu) -> str:
     if gpu.arch.endswith("a"):
         return "have == CAPABILITY"
     return "have[0] == CAPABILITY[0] and have >= CAPABILITY"
-
-
-def _records(found: tuple[variants.Variant, ...]) -> str:
-    lines = []
-    for pass_, name in variants.NAMES.items():
-        mine = [records.record(v) for v in found if v.pass_ == pass_]
-        lines.append(f"{name.upper()} = (\n" + "".join(f"{indent(text, '    ')},\n" for text in mine) + ")")
-    return "\n".join(lines)
 
 
 _PRECISION = {
@@ -160,7 +135,6 @@ import hashlib
 import math
 import os
 import shutil
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -181,9 +155,6 @@ DECLARATIONS = r"""
 #include <optional>
 @DECLARATIONS@
 """
-
-FUNCTIONS = [
-@FUNCTIONS@]
 
 
 @functools.cache
@@ -208,61 +179,31 @@ def build():
         name=f"conv_transpose_{digest[:16]}",
         cpp_sources=DECLARATIONS,
         cuda_sources=CUDA,
-        functions=FUNCTIONS,
+        functions=["forward", "grad_input", "grad_weight"],
         extra_cuda_cflags=["-O3", "-gencode=arch=compute_@ARCH@,code=sm_@ARCH@"],
     )
 
 
 # --- how much each kernel is launched with ---------------------------------------------------------------------------
+# source and result are (depth, height, width) of what is read and written; of the weight's gradient of input and output
 
 
 def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@functools.lru_cache(maxsize=1024)
 def output_size(size):
     """Of every spatial dimension."""
     axes = zip(size, KERNEL, STRIDE, PADDING, OUTPUT_PADDING, DILATION)
     return tuple((n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, more, d in axes)
 
 
-def full(size):
+def full(t: Tensor):
     """(depth, height, width); dimensions that the layer lacks have size 1."""
-    return (1,) * (3 - RANK) + tuple(size)
+    return (1,) * (3 - RANK) + tuple(t.shape[2:])
 
 
-@CLASSES@
-
-# For each pass its kernels; the first that fits the size is taken.
-@RECORDS@
-
-
-def serves(kernel, source, result):
-    """Whether a kernel of the forward or of the gradient for the input is one for these sizes."""
-    return @SERVES@
-
-
-@functools.lru_cache(maxsize=1024)
-def forward_launch(batch, size, processors):
-    source, result = full(size), full(output_size(size))
-    kernel = next(k for k in FORWARD if serves(k, source, result))
-    return kernel, *kernel.launch(batch, source, result, processors)
-
-
-@functools.lru_cache(maxsize=1024)
-def grad_input_launch(batch, size, processors):
-    source, result = full(output_size(size)), full(size)
-    kernel = next(k for k in GRAD_INPUT if serves(k, source, result))
-    return kernel, *kernel.launch(batch, source, result, processors)
-
-
-@functools.lru_cache(maxsize=1024)
-def grad_weight_launch(batch, size, processors):
-    size, out_size = full(size), full(output_size(size))
-    kernel = next(k for k in GRAD_WEIGHT if size[2] % k.unit == 0 and out_size[2] % k.unit_out == 0)
-    return kernel, *kernel.launch(batch, size, out_size, processors)
-
+@LAUNCHES@
 
 @functools.cache
 def processors(device: int) -> int:
@@ -280,58 +221,47 @@ def processors(device: int) -> int:
 # --- the three passes on tensors -------------------------------------------------------------------------------------
 
 
-def dense(t: Tensor) -> Tensor:
-    """The tensor in the kernels' memory format, beginning at 16 bytes."""
+def dense(t: Tensor, multiple: int = 1) -> Tensor:
+    """The tensor in the kernels' memory format, beginning at 16 bytes; with zeros at the end of each row, so that its
+    columns are a multiple, where rows must begin at 16 bytes, too: they add nothing to any sum."""
+    more = -t.shape[-1] % multiple
+    if more:
+        wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + more))
+        wide[..., : t.shape[-1]] = t
+        return wide
     t = t.contiguous(memory_format=FORMAT)
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def run(kernel, source: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, blocks: int, sizes) -> Tensor:
-    getattr(build(), f"run_{kernel.name}")(source, packed, bias, out, blocks, sizes)
-    return out
-
-
-def pack(kernel, weight: Tensor) -> Tensor:
-    """The weights in the order in which a kernel reads them, anew at each call; some kernels read them as they are."""
-    weight = weight.contiguous()
-    if not hasattr(kernel, "words"):
-        return weight
-    packed = weight.new_empty(kernel.words, dtype=kernel.packed)
-    getattr(build(), f"pack_{kernel.name}")(weight, packed)
-    return packed
-
-
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
-    size = x.shape[2:]
-    shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
+    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size)). Weights are packed at each call."""
+    shape = (x.shape[0], OUT_CHANNELS, *output_size(x.shape[2:]))
     out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
-    if out.numel() == 0:
-        return out
-    kernel, blocks, sizes = forward_launch(x.shape[0], size, processors(x.get_device()))
-    return run(kernel, dense(x), pack(kernel, weight), None if bias is None else bias.contiguous(), out, blocks, sizes)
+    if out.numel():
+        x, bias = dense(x@FORWARD_ROWS@), None if bias is None else bias.contiguous()
+        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
+        build().forward(x, weight.contiguous(), bias, out, *launch)
+    return out
 
 
 def grad_input(grad: Tensor, weight: Tensor, size) -> Tensor:
     """(batch, OUT_CHANNELS, *output_size(size)) -> (batch, IN_CHANNELS, *size)."""
     shape = (grad.shape[0], IN_CHANNELS, *size)
     out = torch.empty(shape, dtype=DTYPE, device=grad.device, memory_format=FORMAT)
-    if out.numel() == 0:
-        return out
-    kernel, blocks, sizes = grad_input_launch(grad.shape[0], tuple(size), processors(grad.get_device()))
-    return run(kernel, dense(grad), pack(kernel, weight), None, out, blocks, sizes)
+    if out.numel():
+        grad = dense(grad@GRAD_INPUT_ROWS@)
+        launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
+        build().grad_input(grad, weight.contiguous(), out, *launch)
+    return out
 
 
 def grad_weight(x: Tensor, grad: Tensor) -> Tensor:
     """Inputs and gradients of the outputs -> (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)."""
-    shape = (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)
-    if x.numel() == 0:
-        return torch.zeros(shape, dtype=DTYPE, device=x.device)
-    out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
-    kernel, blocks, slices, sizes = grad_weight_launch(x.shape[0], tuple(x.shape[2:]), processors(x.get_device()))
-    sums = torch.float64 if DTYPE is torch.float64 else torch.float32
-    partial = torch.empty((slices, WEIGHTS), dtype=sums, device=x.device)
-    getattr(build(), f"run_{kernel.name}")(dense(x), dense(grad), partial, out, blocks, sizes)
+    out = torch.zeros((IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL), dtype=DTYPE, device=x.device)
+    if x.numel():
+        x, grad = dense(x@X_ROWS@), dense(grad@GRAD_ROWS@)
+        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        build().grad_weight(x, grad, out, *launch)
     return out
 
 

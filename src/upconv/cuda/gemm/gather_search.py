@@ -409,7 +409,7 @@ def _every(p: Problem, gpu: Gpu, general: bool) -> list[_Considered]:
     """All sketches for a problem."""
     classes = classes_of(p, general) if p.layout == "nchw" else (1, 1)
     layer = any_size(p)
-    shuffles = ways(layer) if countable(p) and not p.batch_as_width else ()
+    shuffles = ways(layer) if countable(p) else ()
     kinds: list[tuple[Shuffle | None, bool]] = [(shuffle, False) for shuffle in (None, *shuffles)]
     if not general and not shuffles and gpu.arch == "90a" and drains(p):
         kinds.append((None, True))

@@ -36,6 +36,8 @@ def refusal(p: Problem) -> str | None:
     """Why a layer's phases are no rows of M, in a sentence; None when they may be."""
     if p.pass_ != "fwd" or math.prod(p.stride) == 1:
         return "only a forward with a stride has phases to shuffle"
+    if p.batch_as_width:
+        return "neighbouring outputs of images side by side are no line of memory"
     if p.groups > 1 or max(p.dilation) > 1:
         return "only taps side by side, of layers without groups, are sorted by phase"
     rows = Shuffle(p)

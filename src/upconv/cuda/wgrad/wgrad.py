@@ -137,7 +137,7 @@ class Choice(family.Defaults):
             return self
         unit, t = self.sources()[1], self.tiling
         kernel = jit.kernel(unit.source, unit.entries[0], gpu_of(device).arch, unit.label)
-        clusters = Launcher(kernel, t.threads, t.shared_bytes, "").clusters(device, self.cluster)
+        clusters = Launcher(kernel, device, t.threads, t.shared_bytes, "").clusters(self.cluster)
         return replace(self, at_once=t.tiles <= -(-self.grid // self.gpu.multiprocessors) * clusters)
 
     @property

@@ -1,0 +1,177 @@
+"""An exported file's Python: for each pass a function that computes what its kernel is launched with."""
+
+from __future__ import annotations
+
+import math
+from textwrap import dedent
+
+from upconv.cuda.direct import direct, direct_grad, staged, staged_costs, staged_tiles
+from upconv.cuda.direct.cells import axes
+from upconv.cuda.direct.walks import Walk
+from upconv.cuda.gemm import gather
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.wgrad import wgrad
+from upconv.export.passes import Kernel, whole_rows
+
+_SUM_BYTES = 96 << 20  # of the slices of sums of a gradient for the weight, at most
+
+_BODIES = {
+    "gather": '''
+        """(blocks, sizes): persistent blocks, which take tile after tile of {tile} positions (NxDxHxW)."""
+        counts = [ceil(n + lead, step) for n, lead, step in zip(result, {leads}, {steps})]
+        tiles = {images} * math.prod(counts){groups}
+        return {blocks}, (batch, *source, *result, *counts, tiles)
+        ''',
+    "direct": '''
+        """(blocks, sizes): a block takes cells, the results between two strides, of one row of depth."""
+        rows, columns = ceil(result[1], {rows}), ceil(result[2], {columns})  # of blocks
+        return batch * result[0] * rows * columns{groups}, (*source, *result, rows, columns)
+        ''',
+    "direct_any": '''
+        """(blocks, sizes): a thread for each result."""
+        total = batch * {channels} * math.prod(result)
+        return min(ceil(total, 256), 2**20), (*source, *result, total)
+        ''',
+    "direct_walk": '''
+        """(blocks, sizes): a thread goes down a strip of cells, the results between two strides."""
+        runs, strips = ceil(result[2], {run}), ceil(result[1], {strip_rows})
+        threads = batch * {channels} * {of_channel}
+        return ceil(threads, 128), (*source[1:], *result[1:], runs, strips, {strip}, threads)
+        ''',
+    "direct_grad": '''
+        """(blocks, sizes): a thread takes some input channels of a pixel."""
+        threads = batch * math.prod(result){groups}
+        return ceil(threads, 256), (batch, *result, *source, threads)
+        ''',
+    "staged_input": '''
+        """(blocks, sizes): a block takes a tile, and what it needs of the output's gradient."""
+        rows, columns = ceil(result[1], {h}), ceil(result[2], {w})  # of blocks
+        blocks = batch * result[0] * rows * columns{groups}
+        return blocks, (batch, *result, *source, rows, columns, {whole})
+        ''',
+    "wgrad": '''
+        """(blocks, slices of sums, sizes): blocks share the chunks of {tile} pixels, their sums are added after.
+
+        The chunks are cut into {how}, and no more than 96 MB of sums are made.
+        """
+        counts = [ceil(n, tile) for n, tile in zip((batch, source[0], {rows}, source[2]), {tiles})]
+        chunks = math.prod(counts)
+        each = {each}  # of a share
+        shares = ceil(chunks, each)
+        return {blocks}, {slices}, (batch, *source, *result, *counts[1:], chunks, each)
+        ''',
+    "staged_weight": '''
+        """(blocks, slices of sums, sizes): blocks share the tiles of {h} x {w} positions, their sums are added after.
+
+        The tiles are cut into as many shares as fill the processors about twice.
+        """
+        rows, columns = ceil(source[1], {h}), ceil(source[2], {w})
+        tiles = batch * source[0] * rows * columns
+        each = ceil(tiles, max(1, min(tiles, {most}, round({fill}))))
+        shares = ceil(tiles, each)
+        return {blocks}, shares, (batch, *source, *result, rows, columns, {whole}, each)
+        ''',
+}
+
+
+def launch(k: Kernel, gpu: Gpu) -> str:
+    """The function; ``source`` and ``result`` are (depth, height, width), for the gradient for the weight those of the
+    input and of the output."""
+    kind, values = _values(k, gpu)
+    body = dedent(_BODIES[kind].format(**values)).strip()
+    lines = "\n".join(f"    {line}" if line else "" for line in body.splitlines())
+    return f"def {k.name}_launch(batch, source, result, processors):\n{lines}\n"
+
+
+def _values(k: Kernel, gpu: Gpu) -> tuple[str, dict[str, object]]:
+    c = k.choice
+    if isinstance(c, gather.Choice):
+        return "gather", _gather(c)
+    if isinstance(c, wgrad.Choice):
+        return "wgrad", _wgrad(c, gpu)
+    if isinstance(c, direct_grad.Choice):
+        return "direct_grad", {"groups": _times(c.channel_blocks)}
+    if isinstance(c, staged.Choice):
+        return "staged_input" if k.pass_ == "grad-input" else "staged_weight", _staged(k, c, gpu)
+    return _direct(c)
+
+
+def _times(n: int) -> str:
+    return f" * {n}" if n > 1 else ""
+
+
+def _ceil(of: str, by: int) -> str:
+    return f"ceil({of}, {by})" if by > 1 else of
+
+
+def _gather(c: gather.Choice) -> dict[str, object]:
+    t = c.tiling
+    strides, leads = ((1, 1, 1), (0, 0, 0)) if t.shuffle is None else (t.shuffle.strides, t.shuffle.leads)
+    steps = tuple(n * s * tile for n, s, tile in zip(t.out_steps, strides, t.tile[1:]))
+    blocks = "min(tiles, processors)"
+    if t.resident and t.m_groups > 1:  # a block keeps the weights of one group of rows, so all have as many blocks
+        blocks = f"max(1, {blocks} // {t.m_groups}) * {t.m_groups}"
+    tile = "x".join(map(str, t.tile))
+    images = _ceil("batch", t.tile[0])
+    return {
+        "tile": tile,
+        "leads": leads,
+        "steps": steps,
+        "images": images,
+        "groups": _times(t.m_groups),
+        "blocks": blocks,
+    }
+
+
+def _wgrad(c: wgrad.Choice, gpu: Gpu) -> dict[str, object]:
+    t = c.tiling
+    most = max(1, _SUM_BYTES // (4 * math.prod(c.problem.weight_shape) * t.k_slices))
+    waves = _waves(c, most, gpu)
+    share = f"processors{_times(waves)}" + (f" // {t.tiles}" if t.tiles > 1 else "")
+    return {
+        "tile": "x".join(map(str, t.tile)), "tiles": t.tile,
+        "how": f"as many shares as make {waves} wave{'s' * (waves > 1)} of blocks" if waves else "one share",
+        "rows": f"source[1] + {t.halo}" if t.halo else "source[1]",
+        "each": f"ceil(chunks, max(1, min(chunks, {most}, {share})))" if waves else "chunks",
+        "blocks": f"shares{_times(t.tiles)}", "slices": f"shares{_times(t.k_slices)}",
+    }  # fmt: skip
+
+
+def _waves(c: wgrad.Choice, most: int, gpu: Gpu) -> int:
+    """Waves of blocks that the plan has; 0 for one share of the chunks, whatever there is to fill."""
+    chunks = math.prod(c.tiling.counts(c.problem))
+    for waves in (1, 2, 3, 4):
+        each = -(-chunks // max(1, min(chunks, most, gpu.multiprocessors * waves // c.tiling.tiles)))
+        if -(-chunks // each) == c.splits:
+            return waves
+    return 0
+
+
+def _staged(k: Kernel, c: staged.Choice, gpu: Gpu) -> dict[str, object]:
+    s, p = c.tile, c.problem
+    unit, row = whole_rows(c), "source[2]" if k.pass_ == "grad-input" else "result[2]"
+    whole = f"int({row} % {unit} == 0)" if unit > 1 else str(unit)
+    if k.pass_ == "grad-input":
+        return {"h": s.h, "w": s.w, "groups": _times(s.channel_blocks), "whole": whole}
+    blocks = staged_tiles.weight_blocks(p, s)
+    fill = f"{2 * staged_costs.resident(s, gpu)} * processors / {blocks}"
+    return {
+        "h": s.h, "w": s.w, "whole": whole, "blocks": f"shares{_times(blocks)}", "fill": fill,
+        "most": staged_costs.most_ranges(p, s),
+    }  # fmt: skip
+
+
+def _direct(c: direct.Choice) -> tuple[str, dict[str, object]]:
+    p, tile = c.problem, c.tile
+    if tile is None:
+        return "direct_any", {"channels": p.out_channels}
+    _, h, w = axes(p)
+    if isinstance(tile, Walk):
+        of_channel = "runs * strips" if p.layout == "channels_last" else "ceil(runs * strips, 128) * 128"
+        return "direct_walk", {
+            "run": w.stride * tile.cells, "strip_rows": h.stride * tile.strip, "strip": tile.strip,
+            "channels": p.groups, "of_channel": of_channel,
+        }  # fmt: skip
+    blocks = -(-p.groups // tile.slots) * -(-p.out_channels // p.groups // tile.co)
+    rows, columns = h.stride * tile.block_h, w.stride * tile.cells * tile.block_x
+    return "direct", {"rows": rows, "columns": columns, "groups": _times(blocks)}
