@@ -15,15 +15,16 @@ from upconv.problem import Problem
 _MAX_SLICE_BYTES = 96 << 20  # of partial sums
 # Fitted, on an H200, to timed tilings of both layouts (docs/design.md, Cost models). Clocks of a block, which begins
 # and leaves its sums, and of a chunk, whose first fragments are waited for; mma.sync's warps meet twice, too.
-_BLOCK, _CHUNK, _SYNC_CHUNK = 2800.0, 150.0, 1550.0
+_BLOCK, _CHUNK, _SYNC_CHUNK = 2600.0, 145.0, 1550.0
 # Units of `Rates.unit_turned` for 128 16-byte copies by a warpgroup, beside two others and beside three; for turning 32
 # bytes of x of each of its threads. And clocks of such a copy by threads that also multiply.
 _COPIED = {2: 2.0, 3: 2.54}
-_TURNED, _SYNC_COPIED = 3.47, 0.62
-_SHORT = 0.65  # more reads of rows of x that take half a line; three times as many of a quarter
+_TURNED, _SYNC_COPIED = 3.45, 0.62
+_COLUMNS = {2: 0.85, 4: 0.93}  # of the clocks for an instruction's columns, by bytes of an element
+_SHORT = 0.62  # more reads of rows of x that take half a line; three times as many of a quarter
 # Seconds, and passes over the sums, or over the weight: of blocks that add up their sums, of one that is alone, and of
 # a second launch.
-_ADDING, _ALONE, _STEPS = (3.1e-6, 1.9), (0.0, 1.8), (2.9e-6, 4.2)
+_ADDING, _ALONE, _STEPS = (3.2e-6, 1.85), (0.0, 2.2), (2.75e-6, 4.3)
 
 AnyTiling = SyncTiling | WarpgroupTiling
 Ending = Literal["alone", "cluster", "together", "steps"]
@@ -73,21 +74,20 @@ def _warpgroup_chunk(t: WarpgroupTiling, straddling: float) -> dict[str, float]:
     """What a chunk asks for (`Work`). ``straddling``: lines that boxes touch, of those of rows that begin at lines."""
     columns, fragments = t.k_steps * t.entries * t.warpgroups * t.block[0], t.fragments
     short = 0.0 if t.channels_last else _SHORT * (128 / t.segment - 1)
-    words = 0.0 if t.a_shared else 2.5 if t.channels_last and t.element == 2 else 16 / t.element
+    loads = 0.0 if t.a_shared else 2.6 if t.channels_last and t.element == 2 else 20 / t.element
     if t.shared_words:
-        words = 4 * t.run_words / t.run
+        loads = 5 * t.run_words / t.run
     return {
         "instructions": fragments,
-        "columns": columns,
+        "columns": _COLUMNS[t.element] * columns,
         # A stage that descriptors read is given back a chunk late. A column of taps uses a fragment so long that copies
         # are never late.
-        "steps": float(t.a_shared),
         "stages": t.stages - 1 if t.a_shared else 2 * t.stages if t.stacked else t.stages,
         "lines": t.lines_of_boxes * (straddling if t.box_g else 1.0),
         "boxes": t.boxes,
         "shared": 32 * columns * short + t.g_units * 16 + t.x_bytes,
         "fragments": 2048 * fragments * _conflicts(t),
-        "loads": 1.1 * fragments * words * 2 / t.warpgroups,
+        "loads": loads * fragments * 2 / t.warpgroups,
         "chunks_turned": 0.0 if t.box_g else 1.0,
         "turned": t.raw_bytes / (128 * 32) * _TURNED if t.box_g else t.g_units / 128 * _COPIED[t.warpgroups],
         "descriptors": t.a_shared,
