@@ -20,7 +20,7 @@ _BLOCK, _CHUNK, _SYNC_CHUNK = 2600.0, 145.0, 1550.0
 # bytes of x of each of its threads. And clocks of such a copy by threads that also multiply.
 _COPIED = {2: 2.0, 3: 2.54}
 _TURNED, _SYNC_COPIED = 3.45, 0.62
-_COLUMNS = {2: 0.85, 4: 0.93}  # of the clocks for an instruction's columns, by bytes of an element
+_COLUMNS = {2: 0.76, 4: 0.92}  # of the clocks for an instruction's columns, by bytes of an element
 _SHORT = 0.62  # more reads of rows of x that take half a line; three times as many of a quarter
 # Seconds, and passes over the sums, or over the weight: of blocks that add up their sums, of one that is alone, and of
 # a second launch.
