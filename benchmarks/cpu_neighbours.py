@@ -11,7 +11,6 @@ in several rounds, minutes apart, and the row is the round of the median ratio: 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import torch
 from upconv import env, planner
 from upconv.bench import files, run, timing
 from upconv.bench.suites import SUITES
+from upconv.problem import LAYOUTS
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu"
 REPEATS = timing.Repeats(0.4, 7, 60)
@@ -48,9 +48,8 @@ def jobs() -> Iterator[run.Job]:
     """Every layer of the suites once, in both layouts, forward and step; those of a GPU's suites scaled down."""
     seen = set()
     for suite in ("cpu", "models", "kernelbench", "field"):
-        layouts = ["nchw", "channels_last"]
-        what = run.Sweep(dtypes=[torch.float32], precisions=["ieee"], layouts=layouts, passes=["fwd", "step"])  # type: ignore[list-item]
-        for job in run.jobs(suite, SUITES[suite], what, small=suite != "cpu", bias=True):
+        ways = run.ways(torch.device("cpu"), layouts=LAYOUTS, passes=("fwd", "step"))
+        for job in run.jobs(suite, SUITES[suite], ways, small=suite != "cpu", bias=True):
             if job.problem not in seen:
                 seen.add(job.problem)
                 yield job
@@ -97,8 +96,7 @@ def main() -> int:
         "rows": rows,
     }  # fmt: skip
     RESULTS.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(told, indent=1) + "\n"
-    files.publish(RESULTS / f"threads-{given.threads}-{kind}.json", lambda to: to.write_text(text, encoding="utf-8"))
+    files.save(told, RESULTS / f"threads-{given.threads}-{kind}.json")
     print(f"{len(rows)} rows, the lowest {min(row['ratio'] for row in rows):.2f}")
     return 0
 

@@ -35,35 +35,35 @@ from upconv import env
 from upconv.bench import files, latency, report, run, training
 from upconv.bench.report import Row
 from upconv.bench.roofline import Ceilings
-from upconv.bench.run import Job
+from upconv.bench.run import Job, Way
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import SWEEP, Repeats
-from upconv.problem import LAYOUTS, Layout, Pass, Precision
+from upconv.problem import LAYOUTS, Pass
 
 RESULTS = Path(__file__).resolve().parent / "results"
-FORWARDS: dict[str, tuple[torch.dtype, Precision, Layout]] = {
-    "tf32": (torch.float32, "tf32", "nchw"),
-    "bf16": (torch.bfloat16, "bf16", "nchw"),
-    "cl-tf32": (torch.float32, "tf32", "channels_last"),
-    "cl-bf16": (torch.bfloat16, "bf16", "channels_last"),
-    "ieee": (torch.float32, "ieee", "nchw"),
-    "fp16": (torch.float16, "fp16", "nchw"),
-    "cl-fp16": (torch.float16, "fp16", "channels_last"),
+FORWARDS = {
+    "tf32": Way(torch.float32, "tf32"),
+    "bf16": Way(torch.bfloat16, "bf16"),
+    "cl-tf32": Way(torch.float32, "tf32", "channels_last"),
+    "cl-bf16": Way(torch.bfloat16, "bf16", "channels_last"),
+    "ieee": Way(torch.float32, "ieee"),
+    "fp16": Way(torch.float16, "fp16"),
+    "cl-fp16": Way(torch.float16, "fp16", "channels_last"),
 }
 GRADIENTS: dict[str, Pass] = {"gi": "grad-input", "gw": "grad-weight"}
-SWEEPS: dict[str, tuple[torch.dtype, Precision, Layout, Pass]] = {
-    **{name: (*what, "fwd") for name, what in FORWARDS.items()},
+SWEEPS = {
+    **FORWARDS,
     **{
-        f"{short}-{name}": (*FORWARDS[name], pass_)
+        f"{short}-{name}": FORWARDS[name]._replace(pass_=pass_)
         for short, pass_ in GRADIENTS.items()
         for name in ("tf32", "bf16", "cl-tf32", "cl-bf16")
     },
-    "step-tf32": (torch.float32, "tf32", "nchw", "step"),
-    "step-bf16": (torch.bfloat16, "bf16", "nchw", "step"),
-    "conv-tf32": (torch.float32, "tf32", "nchw", "step"),
-    "conv-bf16": (torch.bfloat16, "bf16", "nchw", "step"),
-    "frozen-tf32": (torch.float32, "tf32", "nchw", "fwd"),
-    "frozen-bf16": (torch.bfloat16, "bf16", "nchw", "fwd"),
+    **{
+        f"{what}-{name}": FORWARDS[name]._replace(pass_="step")
+        for what in ("step", "conv")
+        for name in ("tf32", "bf16")
+    },
+    **{f"frozen-{name}": FORWARDS[name] for name in ("tf32", "bf16")},
 }
 ORDER = (
     "tf32", "bf16", "gi-tf32", "gw-tf32", "gi-bf16", "gw-bf16", "step-tf32", "step-bf16", "training", "host", "shapes",
@@ -96,18 +96,15 @@ def jobs(name: str) -> list[Job]:
 
     Steps are measured on KernelBench's 1-D and 3-D layers, with a bias, so that its gradient is part of the step.
     """
-    dtype, precision, layout, pass_ = SWEEPS[name]
-    what = run.Sweep(dtypes=[dtype], precisions=[precision], layouts=[layout], passes=[pass_])
+    ways = [SWEEPS[name]]
     if name.startswith("frozen-"):
-        return [
-            job for suite in ("cuda", "field") for job in run.jobs(suite, SUITES[suite], what, small=False, bias=None)
-        ]
+        return [j for suite in ("cuda", "field") for j in run.jobs(suite, SUITES[suite], ways, small=False, bias=None)]
     if name.startswith("conv-"):
-        return run.jobs("convolutions", SUITES["convolutions"], what, small=False, bias=False)
-    if pass_ == "step":
+        return run.jobs("convolutions", SUITES["convolutions"], ways, small=False, bias=False)
+    if name.startswith("step-"):
         cases = [case for case in SUITES["kernelbench"] if case.problem.rank != 2]
-        return run.jobs("kernelbench", cases, what, small=False, bias=True)
-    found = run.jobs("cuda", SUITES["cuda"], what, small=False, bias=None)
+        return run.jobs("kernelbench", cases, ways, small=False, bias=True)
+    found = run.jobs("cuda", SUITES["cuda"], ways, small=False, bias=None)
     return sorted(found, key=lambda job: job.problem.rank != 2 and job.case != "hifigan")
 
 
@@ -152,7 +149,7 @@ def sweep(
     every = jobs(name)
     todo = [job for job in every if not cases or job.case in cases]
     rows, ceilings = earlier(path, device, keep=keep) or ([], None)
-    order = {run.job_key(job): i for i, job in enumerate(every)}
+    order = {job.key: i for i, job in enumerate(every)}
     # Of other sources rows stay until they are measured anew.
     kept = {run.key(row): row for row in rows if run.key(row) in order}
     known = {key: row for key, row in kept.items() if "commit" not in row or row["case"] not in cases}
@@ -161,12 +158,22 @@ def sweep(
             row = run.blank(job, device)
             run.fail(row, failed[job.case])
             known[run.key(row)] = row
-    if ceilings is not None and all(run.job_key(job) in known for job in todo):
+    if ceilings is not None and all(job.key in known for job in todo):
         return not report.wrong(list(known.values()))
-    base = report.build([], device, ceilings=Ceilings(copy_bytes_per_s=1.0, matmul_flops_per_s={}))
+    base = report.build([], device)
     base["versions"]["sources"] = sources()
 
-    def publish(rows: list[Row], ceilings: Ceilings) -> None:
+    def tell(what: str, job: Job) -> None:
+        if what == "row" and time.monotonic() > end:
+            raise TimeUp
+        print(f"{what} {name} {job.case}", flush=True)  # a sign of life: to plan a layer's gradients takes time
+
+    old = None if ceilings is None else (list(known.values()), ceilings)
+    if old is None and known:  # rows that failed before anything was measured
+        old = (list(known.values()), Ceilings(copy_bytes_per_s=0.0, matmul_flops_per_s={SWEEPS[name].precision: 0.0}))
+    frozen = name.startswith("frozen-")
+    how = run.How(FROZEN if frozen else SWEEP, frozen=frozen)
+    for rows, ceilings in run.run(todo, device, how, known=old, tell=tell):
         known.update({run.key(row): row for row in rows})
         for row in known.values():
             if "commit" not in row:  # the roofs of the others are those of their own run
@@ -174,22 +181,6 @@ def sweep(
         base["rows"] = sorted({**kept, **known}.values(), key=lambda row: order[run.key(row)])
         base["ceilings"] = ceilings
         files.save(base, path)
-
-    def progress(job: Job) -> None:
-        if time.monotonic() > end:
-            raise TimeUp
-        print(f"row {name} {job.case}", flush=True)
-
-    old = None if ceilings is None else (list(known.values()), ceilings)
-    if old is None and known:  # rows that failed before anything was measured
-        old = (list(known.values()), Ceilings(copy_bytes_per_s=0.0, matmul_flops_per_s={SWEEPS[name][1]: 0.0}))
-
-    def planning(job: Job) -> None:
-        print(f"plan {name} {job.case}", flush=True)  # a sign of life: a layer's gradients take seconds
-
-    frozen = name.startswith("frozen-")
-    repeats = FROZEN if frozen else SWEEP
-    run.run(todo, device, repeats, frozen=frozen, known=old, planning=planning, progress=progress, publish=publish)
     return not report.wrong(base["rows"])
 
 
@@ -330,8 +321,7 @@ def stamp(folder: Path, stem: str) -> int:
     for path in sorted(folder.glob(f"{stem}-*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["versions"].get("sources") == sources():
-            text = json.dumps({**found, "commit": commit}, indent=1) + "\n"
-            files.publish(path, lambda to, text=text: to.write_text(text, encoding="utf-8"))  # type: ignore[misc]
+            files.save({**found, "commit": commit}, path)
             print(f"{path.name} {commit}")
     return 0
 

@@ -378,8 +378,8 @@ def draw() -> None:
     shown = [report.load(RESULTS / f"h200-frozen-{kind}.json") for kind in KINDS]
     for found in shown:  # the layers of KernelBench and those best known: all of them are too many for a picture
         found["rows"] = [row for row in found["rows"] if row["suite"] == "cuda"]
-    plots.plot_roofs(shown, ROOT / "docs" / "h200-fwd.png")
-    plots.plot(report.load(RESULTS / "cpu-fwd.json"), ROOT / "docs" / "cpu-fwd.png")
+    plots.plot(shown, ROOT / "docs" / "h200-fwd.png")
+    plots.plot([report.load(RESULTS / "cpu-fwd.json")], ROOT / "docs" / "cpu-fwd.png")
     curves.draw(curves.load(RESULTS / "h200-curves.json"), ROOT / "docs" / "training-curves.png")
 
 

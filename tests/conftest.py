@@ -90,13 +90,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "cpu":
         yield "cpu"
         return
-    settings: list[Any] = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn]  # type: ignore[attr-defined]
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:  # torch.export refuses different ones
-        setting.fp32_precision = "ieee"
+    torch.backends.cudnn.allow_tf32 = False  # which sets all flags alike, as torch.export wants them
     yield str(request.param)
-    for setting, value in zip(settings, before):
-        setting.fp32_precision = value
+    torch.backends.cudnn.allow_tf32 = True
 
 
 @pytest.fixture(autouse=True)
@@ -139,15 +135,19 @@ def _shared_memory_of_nans(request: pytest.FixtureRequest, monkeypatch: pytest.M
     def filler(device: int) -> tuple[launch.Launcher, int, int]:
         chip = gpu(device)
         kernel = jit.kernel(NANS, "nans", chip.arch, "NaNs")
-        return launch.Launcher(kernel, 512, chip.shared_bytes, "i"), chip.multiprocessors, chip.shared_bytes // 4
+        return (
+            launch.Launcher(kernel, device, 512, chip.shared_bytes, "i"),
+            chip.multiprocessors,
+            chip.shared_bytes // 4,
+        )
 
     def behind_nans(
-        self: launch.Launcher, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False
+        self: launch.Launcher, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False
     ) -> None:
         if not (dependent or launch.noting() or torch.cuda.is_current_stream_capturing()):
-            fill, blocks, words = filler(device)
-            launch_it(fill, device, blocks, (words,))
-        launch_it(self, device, grid, args, dependent)
+            fill, blocks, words = filler(self.device)
+            launch_it(fill, stream, blocks, (words,))
+        launch_it(self, stream, grid, args, dependent)
 
     monkeypatch.setattr(launch.Launcher, "__call__", behind_nans)
 
@@ -511,15 +511,17 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
     found = Stubs()
 
     class Launcher:
-        def __init__(self, name: str, threads: int, shared: int, codes: str, cooperative: bool = False) -> None:
+        def __init__(
+            self, name: str, device: int, threads: int, shared: int, codes: str, cooperative: bool = False
+        ) -> None:
             self.name, self.codes = name + " together" * cooperative, codes
 
-        def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+        def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
             found.launched.append((self.name, grid, dependent))
             found.arguments.append(tuple(value for _, value in arguments_of(self.codes, args)))
             found.act(found.arguments[-1])
 
-        def clusters(self, device: int, blocks: int) -> int:
+        def clusters(self, blocks: int) -> int:
             return 132
 
     def kernel(source: str, entry: str, arch: str, label: str, keep: bool = True) -> str:
@@ -538,6 +540,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         gpu_of=lambda device: H200,
         cluster_fits=lambda device, blocks: True,
         bind=lambda device: None,
+        stream_handle=lambda stream: stream,
         encode=encode,
     )
     return found

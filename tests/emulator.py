@@ -92,7 +92,9 @@ class Emulator:
             code.library = None
         return code, entry
 
-    def launcher(self, kernel: Any, threads: int, shared: int, codes: str, cooperative: bool = False) -> Any:
+    def launcher(
+        self, kernel: Any, device: int, threads: int, shared: int, codes: str, cooperative: bool = False
+    ) -> Any:
         return _Launcher(self, kernel, threads, shared, codes, cooperative)
 
 
@@ -104,7 +106,7 @@ class _Launcher:
         self._threads, self._shared, self._cooperative = threads, shared, cooperative
         self._struct = _struct(codes)
 
-    def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+    def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
         e = self._emulator
         e.launched.append(self._entry)
         together = grid if self._cooperative else self._code.cluster
@@ -116,7 +118,7 @@ class _Launcher:
         wrong = run(grid, self._threads, self._shared, self._struct.pack(*args), together, e.seed)
         assert wrong is None, f"{self._entry}: {wrong.decode()}"
 
-    def clusters(self, device: int, blocks: int) -> int:
+    def clusters(self, blocks: int) -> int:
         return 132
 
 
@@ -157,14 +159,13 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
     """Families launch on CPU tensors."""
     found = Emulator(H200)
 
-    def counters(self: launch.Counters, like: torch.Tensor) -> int:
-        if 0 not in self.of_streams:
-            self.of_streams[0] = torch.zeros(self._words, dtype=torch.int32)
-            found.counters.append(self.of_streams[0])
-        return self.of_streams[0].data_ptr()
+    make = launch.Counters.make
 
-    monkeypatch.setattr(launch.Counters, "address", counters)
-    monkeypatch.setattr(launch.Counters, "known", lambda self: True)
+    def noted(self: launch.Counters, stream: int, like: torch.Tensor) -> torch.Tensor:
+        found.counters.append(make(self, stream, like))
+        return found.counters[-1]
+
+    monkeypatch.setattr(launch.Counters, "make", noted)
     monkeypatch.setattr(jit, "kernel", found.kernel)
     monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
     stand_in(
@@ -173,6 +174,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
         gpu_of=lambda device: found.gpu,
         cluster_fits=lambda device, blocks: True,
         bind=lambda device: None,
+        stream_handle=lambda stream: stream,
         encode=encode,
     )
     return found

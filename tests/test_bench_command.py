@@ -138,7 +138,7 @@ def test_a_row_has_the_quartiles_of_its_times(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(timing, "interleave", interleave)
     monkeypatch.setattr(run, "blank", _as_ours(run.blank))
-    found = run.row(Job("custom", "x", TINY), CPU, timing.Repeats(0.0, 3, 3))
+    found = run.row(Job("custom", "x", TINY), CPU, run.How(timing.Repeats(0.0, 3, 3)))
     assert found["failure"] is None and found["rounds"] == 5
     assert [found[f"torch_{k}ms"] for k in ("lower_", "", "upper_")] == pytest.approx([2, 3, 4])
     assert [found[f"ours_{k}ms"] for k in ("lower_", "", "upper_")] == pytest.approx([11, 12, 13])

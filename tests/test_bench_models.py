@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,26 +11,27 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
-from typer.testing import CliRunner
 
 import upconv
 from measured import CPU, LAYER, SHORT, TINY, command, fast_fixture, plans_fixture  # noqa: F401
 from upconv import cpu, modules
 from upconv.bench import files, models, report, run, tables, timing, training
-from upconv.bench.run import Job
-from upconv.cli import app
+from upconv.bench.run import How, Job
 
 EVERY: dict[str, Any] = {"layouts": ("nchw", "channels_last"), "modes": ("step", "fwd")}
 
 
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo without a C++ compiler behind it."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-
-
 def case(name: str, scale: int = 16) -> models.Case:
     return next(case for case in models.cases(scale) if case.name == name)
+
+
+def shown(found: report.Report, path: Path) -> str:
+    """The table of a report that survives its file."""
+    files.save(found, path)
+    assert report.load(path) == found
+    console = Console(record=True, width=400, file=(path.parent / "shown").open("w"))
+    tables.show(found, console)
+    return console.export_text()
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -44,9 +44,7 @@ def test_rows_are_every_combination_that_exists() -> None:
         "dcgan fp32", "dcgan bf16", "dcgan fp32 channels_last", "dcgan bf16 channels_last", "dcgan fp32 inference",
         "dcgan bf16 inference", "dcgan fp32 channels_last inference", "dcgan bf16 channels_last inference",
     ]  # fmt: skip
-    assert [name for name in names if name.startswith("hifigan")] == [
-        "hifigan fp32", "hifigan bf16", "hifigan fp32 inference", "hifigan bf16 inference",
-    ]  # fmt: skip
+    assert not any("channels_last" in name for name in names if name.startswith("hifigan"))
     assert [one.name for one in training.runs([case("unet")])] == ["unet fp32", "unet bf16"]
 
 
@@ -56,8 +54,22 @@ def test_channels_last_is_that_of_weights_and_inputs() -> None:
         tensors = [*trainer.given, *(p for network in trainer.networks for p in network.parameters() if p.dim() == 4)]
         last = [t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in tensors]
         assert any(last) == strided
-        weights = [m.weight for m in trainer.networks[0].modules() if isinstance(m, nn.ConvTranspose2d)]
-        assert weights and all(w.is_contiguous(memory_format=torch.channels_last) == strided for w in weights)
+
+
+def test_training_steps(tmp_path: Path) -> None:
+    """Every model in both precisions, ours beside PyTorch's; a report that is kept and shown."""
+    heard: list[str] = []
+    todo = models.cases(16)
+    found = training.measure(CPU, training.runs(todo), SHORT, compiled=False, progress=heard.append)
+    assert [row["case"] for row in found["rows"]] == [f"{c.name} {t}" for c in todo for t in ("fp32", "bf16")]
+    for row in found["rows"]:
+        assert set(row) == set(report.KEYS["training"]) and row["failure"] is None
+        for ratio, side in (("ratio", "ours"), ("convolutions_ratio", "convolutions")):
+            assert row[ratio] == pytest.approx(row["torch_ms"] / row[f"{side}_ms"])
+        assert row["compile_ms"] is None and row["ours_peak_bytes"] is None
+    assert heard[:4] == ["dcgan fp32 ours", "dcgan fp32 convolutions", "dcgan fp32 torch", "dcgan fp32 times"]
+    text = shown(found, tmp_path / "t.json")
+    assert "hifigan bf16" in text and "Adam" in text
 
 
 def test_inference_has_no_gradients_and_trains_nothing() -> None:
@@ -71,7 +83,8 @@ def test_inference_has_no_gradients_and_trains_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_sides_have_times_and_a_ratio(compiler: None, tmp_path: Path) -> None:
+def test_compiled_sides_have_times_and_a_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # no C++ compiler
     todo = training.runs([case("vae")], autocast=[True], **EVERY)
     heard: list[str] = []
     found = training.measure(CPU, todo, SHORT, compiled=True, progress=heard.append)
@@ -85,13 +98,8 @@ def test_compiled_sides_have_times_and_a_ratio(compiler: None, tmp_path: Path) -
             assert 0 < lower <= middle <= upper
         assert row["compile_ratio"] == pytest.approx(float(row["compile_ms"] or 0) / float(row["compile_ours_ms"] or 1))
     assert heard[:6] == [f"vae bf16 {side}" for side in (*report.TRAINING_SIDES, "times")]
-    files.save(found, tmp_path / "t.json")
-    assert report.load(tmp_path / "t.json") == found
-    console = Console(record=True, width=400, file=io.StringIO())
-    tables.show(found, console)
-    text = console.export_text()
+    text = shown(found, tmp_path / "t.json")
     assert "torch.compile ms" in text and "torch.compile, with upconv ms" in text and "ratio, compiled" in text
-    assert "vae bf16 channels_last inference" in text
 
 
 def test_a_compiler_that_fails_costs_its_times_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,20 +112,34 @@ def test_a_compiler_that_fails_costs_its_times_alone(monkeypatch: pytest.MonkeyP
     assert row["failure"] is None and row["ratio"] and row["compile_ms"] is row["compile_ratio"] is None
 
 
-@pytest.mark.parametrize(("mode", "what"), [("step", "the first losses differ by "), ("fwd", "the outputs differ by ")])
-def test_what_is_wrong_only_where_it_is_compiled_has_no_time(
-    mode: Any, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong(network: nn.Module) -> nn.Module:
-        if any(getattr(m, modules.MARK, False) for m in network.modules()):
-            list(network.parameters())[-2].data.mul_(3)
-        return network
+def scaled(network: Any, factor: float) -> Any:
+    list(network.parameters())[-2].data.mul_(factor)  # the last layer's weight
+    return network
 
-    monkeypatch.setattr(torch, "compile", wrong)
+
+@pytest.mark.parametrize(
+    ("compiled", "mode", "factor", "what"),
+    [
+        (False, "step", 3, "the first losses"),
+        (False, "step", 1.5, "the first gradients' norms"),
+        (True, "step", 3, "the first losses"),
+        (True, "fwd", 3, "the outputs"),
+    ],
+)
+def test_a_model_that_is_wrong_has_no_time(compiled: bool, mode: Any, factor: float, what: str, monkeypatch) -> None:
+    """Ours itself, or ours where it is compiled alone."""
+
+    def ours(network: nn.Module) -> bool:
+        return any(getattr(m, modules.MARK, False) for m in network.modules())
+
+    if compiled:
+        monkeypatch.setattr(torch, "compile", lambda network: scaled(network, factor) if ours(network) else network)
+    else:
+        monkeypatch.setattr(training.upconv, "accelerate", lambda network, convolutions: scaled(network, factor))
     todo = training.runs([case("vae", 8)], autocast=[False], modes=[mode])
-    (row,) = training.measure(CPU, todo, SHORT, compiled=True)["rows"]
-    assert str(row["failure"]).startswith(f"wrong: {what}") and "(compiled, with upconv)" in str(row["failure"])
-    assert row["ours_ms"] is None
+    (row,) = training.measure(CPU, todo, SHORT, compiled=compiled)["rows"]
+    assert str(row["failure"]).startswith(f"wrong: {what} differ by ") and row["ours_ms"] is None
+    assert ("(compiled, with upconv)" in str(row["failure"])) == compiled
 
 
 def test_on_a_cpu_only_eager_steps_run_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +152,7 @@ def test_on_a_cpu_only_eager_steps_run_unless_asked(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(training, "measure", measure)
 
     def bench(*arguments: str) -> tuple[list[str], bool]:
-        done = CliRunner().invoke(app, ["bench", "--suite", "training", "--device", "cpu", *arguments])
-        assert done.exit_code == 0, done.output
+        assert command("bench", "--suite", "training", "--device", "cpu", *arguments)[0] == 0
         return asked[-1]
 
     plain, compiled = bench()
@@ -165,6 +186,10 @@ class Kept:
         return module
 
 
+def row(pass_: Any = "fwd", frozen: bool = True) -> report.Row:
+    return run.row(Job("custom", "x", TINY.with_(pass_=pass_)), CPU, How(SHORT, frozen=frozen))
+
+
 def test_forwards_are_those_of_accelerated_modules(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     given = timing.operands(TINY, CPU, 0)
     module = timing.layer("ours", TINY, given)
@@ -181,12 +206,12 @@ def test_forwards_are_those_of_accelerated_modules(ours: None, monkeypatch: pyte
 
 def test_a_row_is_timed_three_ways(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     freeze = Kept()
-    monkeypatch.setattr(upconv, "freeze", freeze, raising=False)
+    monkeypatch.setattr(upconv, "freeze", freeze)
     taken = {"ours": (2.0, 3.0, 4.0), "frozen": (1.0, 2.0, 3.0), "torch": (6.0, 6.0, 6.0)}
     monkeypatch.setattr(
         timing, "interleave", lambda runs, take, repeats: {name: [1e-3 * v for v in taken[name]] for name in runs}
     )
-    found = run.row(Job("custom", "x", TINY), CPU, SHORT, frozen=True)
+    found = row()
     assert found["failure"] is None
     assert [found[key] for key in ("ours_ms", "frozen_ms", "torch_ms", "ratio", "frozen_ratio")] == pytest.approx(
         [3, 2, 6, 2, 3]
@@ -194,36 +219,28 @@ def test_a_row_is_timed_three_ways(ours: None, monkeypatch: pytest.MonkeyPatch) 
     assert (found["frozen_lower_ms"], found["frozen_upper_ms"]) == (pytest.approx(1.5), pytest.approx(2.5))
     addresses = {module.weight.data_ptr() for module in freeze.modules}
     assert len(freeze.modules) == 1 + 4 == len(addresses), "the check's and one for each set of inputs"
-    plain = run.row(Job("custom", "x", TINY), CPU, SHORT)
-    assert plain["frozen_ms"] is plain["frozen_ratio"] is None and len(freeze.modules) == 5
-    gradient = run.row(Job("custom", "x", TINY.with_(pass_="grad-input")), CPU, SHORT, frozen=True)
-    assert gradient["failure"] is gradient["frozen_ms"] is None and len(freeze.modules) == 5
+    plain, gradient = row(frozen=False), row("grad-input")
+    assert plain["frozen_ms"] is plain["frozen_ratio"] is gradient["failure"] is gradient["frozen_ms"] is None
+    assert len(freeze.modules) == 5
     blank = run.blank
     monkeypatch.setattr(run, "blank", lambda *given: {**blank(*given), "engine": "torch"})
-    native = run.row(Job("custom", "x", TINY), CPU, SHORT, frozen=True)
+    native = row()
     assert native["frozen_ratio"] == native["ratio"] == 1.0 and native["frozen_ms"] == native["torch_ms"]
 
 
 def test_frozen_weights_that_compute_wrongly_have_no_speed(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upconv, "freeze", Kept(1.5), raising=False)
-    found = run.row(Job("custom", "x", TINY), CPU, SHORT, frozen=True)
+    right = row()
+    assert right["failure"] is None and right["frozen_ms"] and right["frozen_ratio"], "upconv's own freeze"
+    monkeypatch.setattr(upconv, "freeze", Kept(1.5))
+    found = row()
     assert str(found["failure"]).startswith("wrong result with frozen weights: relative error 5.0e-01, PyTorch's ")
     assert found["ours_ms"] is found["frozen_ms"] is None and found["rel_error"] == pytest.approx(0.5)
-    assert run.row(Job("custom", "x", TINY), CPU, SHORT)["failure"] is None
+    assert row(frozen=False)["failure"] is None
 
 
-def test_freeze_itself_computes_the_same(ours: None) -> None:
-    found = run.row(Job("custom", "x", TINY), CPU, SHORT, frozen=True)
-    assert found["failure"] is None and found["frozen_ms"] and found["frozen_ratio"]
-
-
-def test_the_command_shows_and_keeps_frozen_rows(
-    ours: None, fast: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(upconv, "freeze", Kept())
+def test_the_command_shows_and_keeps_frozen_rows(ours: None, fast: None, tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     code, out = command("bench", *LAYER, "--device", "cpu", "--frozen", "--json", str(file))
-    (row,) = json.loads(file.read_text())["rows"]
-    assert code == 0 and row["frozen_ratio"] == pytest.approx(row["torch_ms"] / row["frozen_ms"])
-    assert "frozen ms" in out and f"{row['frozen_ratio']:.2f}x of the same rows with upconv.freeze" in out
-    assert report.summarise([row])["frozen"] == pytest.approx(row["frozen_ratio"])
+    (found,) = json.loads(file.read_text())["rows"]
+    assert code == 0 and found["frozen_ratio"] == pytest.approx(found["torch_ms"] / found["frozen_ms"])
+    assert "frozen ms" in out and f"{found['frozen_ratio']:.2f}x of the same rows with upconv.freeze" in out

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -123,6 +124,28 @@ def test_a_failure_names_problem_and_plan_and_leaves_the_library_usable(machine:
         engine.forward(plan, x, w, b)
     plan, _ = a_plan(P)
     assert reference.relative_error(engine.forward(plan, x, w, b), reference.forward(P, x, w, b)) < 1e-6
+
+
+def test_another_device_is_made_current_for_a_pass(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [-1]
+
+    @contextmanager
+    def on(device: int) -> Iterator[None]:
+        before, current[0] = current[0], device
+        yield
+        current[0] = before
+
+    def check(self: StandIn, *tensors: Tensor) -> None:
+        assert current == [-1]
+
+    monkeypatch.setattr(StandIn, "check", check)
+    x, weight = torch.randn(2, 4, 5, 6, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
+    upconv.conv_transpose2d(x, weight)  # loads
+    current[0] = 3
+    monkeypatch.setattr(engine, "_current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    upconv.conv_transpose2d(x, weight).sum().backward()
+    assert kernels.ran() == ["fwd", "fwd", "grad-input", "grad-weight"] and current == [3]
 
 
 def test_threads_prepare_once(machine: Machine) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import re
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +42,7 @@ def code(value: int, name: str) -> Code:
 
 
 SUCCESS = Code(0)
+STREAM = "stream"
 RESULTS = SimpleNamespace(
     CUDA_ERROR_OUT_OF_MEMORY=code(2, "CUDA_ERROR_OUT_OF_MEMORY"),
     CUDA_ERROR_INVALID_CONTEXT=code(201, "CUDA_ERROR_INVALID_CONTEXT"),
@@ -154,27 +153,15 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """The stub, and a PyTorch whose current device is 0 and whose current stream on device d is 1000 + d."""
+    """The stub, in the bindings' place."""
     found = Driver()
-    current = [0]
-
-    @contextlib.contextmanager
-    def on(device: int) -> Iterator[None]:
-        found.calls.append(("device", device))
-        before, current[0] = current[0], device
-        yield
-        current[0] = before
-
     monkeypatch.setattr(driver_module, "bindings", lambda: found)
-    monkeypatch.setattr(launch_module, "current_device", lambda: current[0])
-    monkeypatch.setattr(launch_module, "current_stream", lambda device: 1000 + device)
-    monkeypatch.setattr(torch.cuda, "device", on)
     return found
 
 
 def launcher(driver: Driver, arguments: str, block: int = 128, shared: int = 0) -> Launcher:
     driver.arguments = arguments
-    return Launcher(Kernel("f", 77, 32, 0, 512), block, shared, arguments)
+    return Launcher(Kernel("f", 77, 32, 0, 512), 0, block, shared, arguments)
 
 
 # --- what the driver gets --------------------------------------------------------------------------------------------
@@ -182,13 +169,13 @@ def launcher(driver: Driver, arguments: str, block: int = 128, shared: int = 0) 
 
 def test_a_launch_is_one_call_with_the_configuration_and_the_arguments(driver: Driver) -> None:
     launch = launcher(driver, "PiqfP", 256, 1024)
-    launch(0, 2**31 - 1, (2**47, -3, -(2**40), 0.1, 0))
+    launch(STREAM, 2**31 - 1, (2**47, -3, -(2**40), 0.1, 0))
     (found,) = driver.launches
     single = struct.unpack("f", struct.pack("f", 0.1))[0]
     assert found == (
         ("function", 77),
         (2**31 - 1, 1, 1, 256, 1, 1, 1024),
-        ("stream", 1000),
+        STREAM,
         (2**47, -3, -(2**40), single, 0),
         0,
     )
@@ -196,37 +183,37 @@ def test_a_launch_is_one_call_with_the_configuration_and_the_arguments(driver: D
 
 def test_a_dependent_launch_says_so_and_is_else_the_same(driver: Driver) -> None:
     launch = launcher(driver, "iP", 96, 512)
-    for n, dependent in enumerate((False, True, True, False)):
-        launch(n % 2, 5 + n, (n, 7), dependent)
-        assert driver.launches[-1][1:4] == ((5 + n, 1, 1, 96, 1, 1, 512), ("stream", 1000 + n % 2), (n, 7))
-    assert driver.dependents == 2
+    for n, dependent in enumerate((False, True, True, True, True, False)):
+        launch(f"stream {n % 2}", 5 + n % 4, (n, 7), dependent)
+        assert driver.launches[-1][1:4] == ((5 + n % 4, 1, 1, 96, 1, 1, 512), f"stream {n % 2}", (n, 7))
+    assert driver.dependents == 4
 
 
 def test_a_cooperative_launch_is_another_call_of_the_drivers(driver: Driver) -> None:
     """Without the last argument; where its blocks are too many the error says so, and others are as they were."""
     plain = launcher(driver, "iP", 384, 2048)
-    launch = Launcher(plain.kernel, 384, 2048, "iP", cooperative=True)
-    launch(0, 132, (3, 7))
+    launch = Launcher(plain.kernel, 0, 384, 2048, "iP", cooperative=True)
+    launch(STREAM, 132, (3, 7))
     (made,) = (call for call in driver.calls if call[0] == "cuLaunchCooperativeKernel")
-    assert made[1:10] == (("function", 77), 132, 1, 1, 384, 1, 1, 2048, ("stream", 1000)) and len(made) == 11
+    assert made[1:10] == (("function", 77), 132, 1, 1, 384, 1, 1, 2048, STREAM) and len(made) == 11
     assert not driver.launches, "an ordinary launch"
     for error, kind in (("COOPERATIVE_LAUNCH_TOO_LARGE", TooManyBlocks), ("INVALID_VALUE", LaunchError)):
         driver.answers = [getattr(RESULTS, f"CUDA_ERROR_{error}")]
         with pytest.raises(LaunchError, match=error) as raised:
-            launch(0, 132, (3, 7))
+            launch(STREAM, 132, (3, 7))
         assert type(raised.value) is kind
 
 
 def test_the_driver_says_how_many_clusters_run_at_once(driver: Driver) -> None:
     launch = launcher(driver, "iP", 384, 2048)
-    assert launch.clusters(0, 3) == 66
+    assert launch.clusters(3) == 66
     (asked,) = (call for call in driver.calls if call[0] == "clusters")
     assert asked == ("clusters", ("function", 77), 3, 1, 1, 384, 1, 1, 2048, 3, 1, 1)
     driver.answers = [RESULTS.CUDA_ERROR_INVALID_CLUSTER_SIZE]
-    assert launch.clusters(0, 3) == 0
+    assert launch.clusters(3) == 0
     driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
     with pytest.raises(RuntimeError, match="cuOccupancyMaxActiveClusters returned CUDA_ERROR_OUT_OF_MEMORY"):
-        launch.clusters(0, 3)  # which is no device without clusters
+        launch.clusters(3)  # which is no device without clusters
     assert not driver.launches
 
 
@@ -269,8 +256,6 @@ def test_every_argument_arrives(data: st.DataObject, runs: list[tuple[str, bool]
     stub = Driver()
     patch = pytest.MonkeyPatch()
     patch.setattr(driver_module, "bindings", lambda: stub)
-    patch.setattr(launch_module, "current_device", lambda: 0)
-    patch.setattr(launch_module, "current_stream", lambda device: 5)
     try:
         launch = launcher(stub, "".join(f"({letters})" if whole else letters for letters, whole in runs))
         stub.arguments = "".join(letters for letters, _ in runs)
@@ -280,7 +265,7 @@ def test_every_argument_arrives(data: st.DataObject, runs: list[tuple[str, bool]
                 values = [data.draw(VALUES[letter]) for letter in letters]
                 expected += values
                 arguments += [as_run(letters, values)] if whole else values
-            launch(0, 1, tuple(arguments))
+            launch(STREAM, 1, tuple(arguments))
             assert stub.launches[-1][3] == tuple(expected)
     finally:
         patch.undo()
@@ -289,34 +274,29 @@ def test_every_argument_arrives(data: st.DataObject, runs: list[tuple[str, bool]
 def test_the_first_launch_prepares_the_device_and_later_ones_do_nothing_beside_the_launch(driver: Driver) -> None:
     launch = launcher(driver, "i")
     for n in range(3):
-        launch(0, 1, (n,))
+        launch(STREAM, 1, (n,))
     names = [call[0] for call in driver.calls]
-    assert names.count("cuKernelSetAttribute") == names.count("cuFuncLoad") == names.count("CUstream") == 1
+    assert names.count("cuKernelSetAttribute") == names.count("cuFuncLoad") == 1
     assert ("cuKernelSetAttribute", "dynamic", MOST_SHARED - 512, ("kernel", 77), 0) in driver.calls
     assert ("cuFuncLoad", "loaded function") in driver.calls
     assert driver.mode == "global" and [found[3] for found in driver.launches] == [(0,), (1,), (2,)]
     before = len(driver.calls)
-    Launcher(launch.kernel, 64, 0, "i")(0, 1, (9,))  # another launcher of the kernel: only its stream is new
-    assert [call[0] for call in driver.calls[before:]] == ["CUstream"]
+    Launcher(launch.kernel, 0, 64, 0, "i")(STREAM, 1, (9,))
+    assert len(driver.calls) == before, "another launcher of the kernel"
+    Launcher(launch.kernel, 3, 64, 0, "i")(STREAM, 1, (9,))
+    assert [call[-1] for call in driver.calls if call[0] == "cuKernelSetAttribute"] == [0, 3], "another device"
 
 
-def test_a_device_that_is_not_current_is_made_so_for_the_launch(driver: Driver) -> None:
-    launch = launcher(driver, "i")
-    launch(0, 1, (1,))
-    launch(3, 1, (2,))
-    assert [call for call in driver.calls if call[0] == "device"] == [("device", 3)]
-    assert [found[2] for found in driver.launches] == [("stream", 1000), ("stream", 1003)]
-    prepared = [call[-1] for call in driver.calls if call[0] == "cuKernelSetAttribute"]
-    assert prepared == [0, 3] and launch_module.current_device() == 0
-
-
-def test_streams_may_come_and_go(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_may_come_and_go(driver: Driver) -> None:
+    """What is kept of a stream is bounded, and is the stream's."""
     launch = launcher(driver, "")
+    launch_module.stream_handle.cache_clear()
     for n in range(1000):
-        monkeypatch.setattr(launch_module, "current_stream", lambda device, n=n: n)
-        launch(0, 1, ())
-        assert driver.launches[-1][2] == ("stream", n)
-    assert len(launch._local.state[2]) <= 256
+        handle = launch_module.stream_handle(n)
+        launch(handle, 1, (), True)
+        assert driver.launches[-1][2] == handle == ("stream", n)
+    assert len(launch._configurations) <= 256 and launch_module.stream_handle.cache_info().currsize <= 256
+    launch_module.stream_handle.cache_clear()
 
 
 def test_threads_do_not_share_arguments(driver: Driver) -> None:
@@ -327,7 +307,7 @@ def test_threads_do_not_share_arguments(driver: Driver) -> None:
     def work(number: int) -> None:
         start.wait()
         for n in range(10):
-            launch(0, 1, (number, n))
+            launch(STREAM, 1, (number, n))
 
     assert in_threads([partial(work, n) for n in range(8)]) == [None] * 8
     assert sorted(found[3] for found in driver.launches) == [(n, m) for n in range(8) for m in range(10)]
@@ -361,25 +341,25 @@ def test_an_error_names_the_launch_and_cudas_code(driver: Driver) -> None:
         "CUDA_ERROR_INVALID_VALUE"
     )
     with pytest.raises(LaunchError, match=f"^{re.escape(message)}$") as caught:
-        launch(0, 7, (1,))
+        launch(STREAM, 7, (1,))
     assert isinstance(caught.value, RuntimeError)
     driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
     with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        launch(0, 7, (1,))
-    launch(0, 7, (2,))
+        launch(STREAM, 7, (1,))
+    launch(STREAM, 7, (2,))
     assert driver.launches[-1][3] == (2,)
 
 
 def test_a_thread_without_a_context_gets_the_devices_and_launches_again(driver: Driver) -> None:
     launch = launcher(driver, "i")
-    launch(0, 1, (1,))
+    launch(STREAM, 1, (1,))
     driver.answers = [RESULTS.CUDA_ERROR_INVALID_CONTEXT]
-    launch(0, 1, (2,))
+    launch(STREAM, 1, (2,))
     assert ("cuCtxSetCurrent", "primary context") in driver.calls
     assert [found[3] for found in driver.launches] == [(1,), (2,)]
     driver.answers = [RESULTS.CUDA_ERROR_INVALID_CONTEXT] * 2
     with pytest.raises(LaunchError, match="CUDA_ERROR_INVALID_CONTEXT"):
-        launch(0, 1, (3,))
+        launch(STREAM, 1, (3,))
 
 
 @pytest.mark.parametrize(
@@ -388,7 +368,7 @@ def test_a_thread_without_a_context_gets_the_devices_and_launches_again(driver: 
 def test_arguments_that_do_not_fit_are_not_launched(driver: Driver, args: tuple[Any, ...]) -> None:
     launch = launcher(driver, "ii")
     with pytest.raises(struct.error):
-        launch(0, 1, args)
+        launch(STREAM, 1, args)
     assert driver.launches == []
 
 
@@ -412,7 +392,7 @@ def test_a_driver_that_fails_while_loading_names_the_call(driver: Driver, monkey
     monkeypatch.setattr(driver, "cuKernelSetAttribute", cuKernelSetAttribute, raising=False)
     launch = launcher(driver, "")
     with pytest.raises(RuntimeError, match=r"^cuKernelSetAttribute returned CUDA_ERROR_INVALID_VALUE$"):
-        launch(0, 1, ())
+        launch(STREAM, 1, ())
     assert driver.mode == "global" and driver.launches == []
 
 
@@ -439,7 +419,12 @@ extern "C" __global__ void spin(float* x, long long cycles) {
 
 def real(entry: str, block: int, shared: int, arguments: str) -> Launcher:
     torch.cuda.init()
-    return Launcher(jit.kernel(SOURCE, entry, gpu(0).arch, "test"), block, shared, arguments)
+    return Launcher(jit.kernel(SOURCE, entry, gpu(0).arch, "test"), 0, block, shared, arguments)
+
+
+def current() -> Any:
+    """PyTorch's current stream, for a launch."""
+    return launch_module.stream_handle(torch.cuda.current_stream().cuda_stream)
 
 
 def filled(n: int, value: float) -> torch.Tensor:
@@ -450,7 +435,7 @@ def filled(n: int, value: float) -> torch.Tensor:
 def test_a_kernel_computes(cold: Path) -> None:
     launch = real("fill", 128, 0, "Piqf")
     x = torch.zeros(1000, device="cuda")
-    launch(0, 8, (x.data_ptr(), 999, 3 << 40, 0.5))
+    launch(current(), 8, (x.data_ptr(), 999, 3 << 40, 0.5))
     assert torch.equal(x[:999], filled(999, 0.5)) and x[999].item() == 0
     needs = elf.inspect(jit.cubin(SOURCE, gpu(0).arch))["fill"]
     assert (launch.kernel.registers, launch.kernel.local_bytes, launch.kernel.shared_bytes) == needs
@@ -465,14 +450,14 @@ def test_a_block_gets_all_the_shared_memory_there_is(cold: Path) -> None:
     n = most // 4
     x = torch.randn(n, device="cuda")
     expected = x.flip(0) + 1
-    Launcher(kernel, 256, most, "Pi")(0, 1, (x.data_ptr(), n))
+    Launcher(kernel, 0, 256, most, "Pi")(current(), 1, (x.data_ptr(), n))
     assert torch.equal(x, expected)
     with pytest.raises(LaunchError, match="blocks of 256 threads"):
-        Launcher(kernel, 256, most + 4, "Pi")(0, 1, (x.data_ptr(), n))
+        Launcher(kernel, 0, 256, most + 4, "Pi")(current(), 1, (x.data_ptr(), n))
     with pytest.raises(LaunchError, match="CUDA_ERROR_INVALID_VALUE"):
-        Launcher(kernel, 4096, 0, "Pi")(0, 1, (x.data_ptr(), 0))
+        Launcher(kernel, 0, 4096, 0, "Pi")(current(), 1, (x.data_ptr(), 0))
     torch.cuda.synchronize()  # a refused launch breaks nothing
-    Launcher(kernel, 64, 4 * n, "Pi")(0, 1, (x.data_ptr(), n))
+    Launcher(kernel, 0, 64, 4 * n, "Pi")(current(), 1, (x.data_ptr(), n))
     assert torch.equal(x, expected.flip(0) + 1)
 
 
@@ -480,13 +465,13 @@ def test_a_block_gets_all_the_shared_memory_there_is(cold: Path) -> None:
 def test_launches_are_on_pytorchs_current_stream(cold: Path) -> None:
     spin, fill = real("spin", 1, 0, "Pq"), real("fill", 128, 0, "Piqf")
     x = torch.zeros(100, device="cuda")
-    spin(0, 1, (x.data_ptr(), 1))  # both are loaded now, for which the driver may wait
-    fill(0, 1, (x.data_ptr(), 100, 0, 0.0))
+    spin(current(), 1, (x.data_ptr(), 1))  # both are loaded now, for which the driver may wait
+    fill(current(), 1, (x.data_ptr(), 100, 0, 0.0))
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        spin(0, 1, (x.data_ptr(), 200_000_000))  # 0.1 s
-        fill(0, 1, (x.data_ptr(), 100, 3 << 40, 1.0))
+        spin(current(), 1, (x.data_ptr(), 200_000_000))  # 0.1 s
+        fill(current(), 1, (x.data_ptr(), 100, 3 << 40, 1.0))
     assert not side.query() and torch.cuda.default_stream().query()
     side.synchronize()
     assert torch.equal(x, filled(100, 1.0))
@@ -496,7 +481,7 @@ def test_launches_are_on_pytorchs_current_stream(cold: Path) -> None:
 def test_a_new_thread_can_launch_first_of_all(cold: Path) -> None:
     launch = real("fill", 128, 0, "Piqf")
     x = torch.zeros(100, device="cuda")
-    assert in_threads([lambda: launch(0, 1, (x.data_ptr(), 100, 3 << 40, 2.0))]) == [None]
+    assert in_threads([lambda: launch(current(), 1, (x.data_ptr(), 100, 3 << 40, 2.0))]) == [None]
     assert torch.equal(x, filled(100, 2.0))
 
 
@@ -506,8 +491,8 @@ def test_a_kernel_can_be_loaded_and_launched_while_a_graph_is_captured(cold: Pat
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch = real("fill", 128, 0, "Piqf")
-        launch(0, 1, (x.data_ptr(), 100, 3 << 40, 2.0))
-        launch(0, 1, (x.data_ptr(), 50, 3 << 40, 1.0))
+        launch(current(), 1, (x.data_ptr(), 100, 3 << 40, 2.0))
+        launch(current(), 1, (x.data_ptr(), 50, 3 << 40, 1.0))
     assert not x.any()
     for _ in range(2):
         x.zero_()
@@ -518,30 +503,18 @@ def test_a_kernel_can_be_loaded_and_launched_while_a_graph_is_captured(cold: Pat
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_one_kernel_serves_every_device(cold: Path) -> None:
-    launch = real("mirror", 256, 60000, "Pi")
+    kernel = real("mirror", 256, 60000, "Pi").kernel
     for device in (1, 0, 1):
         x = torch.randn(15000, device=f"cuda:{device}")
         expected = x.flip(0) + 1
-        launch(device, 1, (x.data_ptr(), 15000))
-        assert torch.equal(x, expected) and torch.cuda.current_device() == 0
-
-
-def test_counters_are_known_once_a_stream_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = [3]
-    monkeypatch.setattr(launch_module, "current_stream", lambda device: stream[0])
-    counters = launch_module.Counters(0, 2)
-    assert not counters.known()
-    counters.address(torch.empty(0))
-    assert counters.known()
-    stream[0] = 4
-    assert not counters.known()
+        with torch.cuda.device(device):
+            Launcher(kernel, device, 256, 60000, "Pi")(current(), 1, (x.data_ptr(), 15000))
+        assert torch.equal(x, expected)
 
 
 def test_counters_of_a_stream_are_one_tensor_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two threads that come first both get the one that is kept; what was replaced outlives a launch."""
-    stream = [0]
-    monkeypatch.setattr(launch_module, "current_stream", lambda device: stream[0])
-    counters, like = launch_module.Counters(0, 4), torch.empty(0)
+    counters, like = launch_module.Counters(4), torch.empty(0)
     meet = threading.Barrier(2, timeout=10)
     zeros = torch.zeros
 
@@ -550,11 +523,10 @@ def test_counters_of_a_stream_are_one_tensor_for_all_threads(monkeypatch: pytest
         return zeros(*given, **named)
 
     monkeypatch.setattr(torch, "zeros", slow)
-    found = in_threads([lambda: counters.address(like)] * 2)
+    found = in_threads([lambda: counters.make(0, like)] * 2)
     monkeypatch.undo()
-    assert found == [counters.of_streams[0].data_ptr()] * 2
-    monkeypatch.setattr(launch_module, "current_stream", lambda device: stream[0])
+    assert all(one is counters.of_streams[0] for one in found)
     kept = counters.of_streams[0]
-    for stream[0] in range(1, launch_module._COUNTERS + 1):
-        counters.address(like)
+    for stream in range(1, launch_module._COUNTERS + 1):
+        counters.make(stream, like)
     assert 0 not in counters.of_streams and counters._before[0] is kept

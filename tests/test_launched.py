@@ -119,7 +119,7 @@ WIDE = Problem.make(8, 32, 64, (256, 320), 3, 1, 1).with_(precision="tf32")  # 1
 def test_what_a_kernel_that_claims_is_told(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stream's own counters, or none; it begins beside its packing, unless its zeros are made in between."""
     stream = [7]
-    monkeypatch.setattr(launch, "current_stream", lambda index: stream[0])
+    monkeypatch.setattr(prepared_module, "current_stream", lambda index: stream[0])
     choice = gather.choose(WIDE, H200)
     assert isinstance(choice, gather.Choice) and choice.claimed
     prepared = choice.prepare(0)
@@ -144,7 +144,7 @@ def test_what_a_kernel_that_claims_is_told(stubs: Stubs, monkeypatch: pytest.Mon
 def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights where they lie, each stream's own zeros; two launches where weights lie otherwise or results do."""
     stream = [7]
-    monkeypatch.setattr(launch, "current_stream", lambda index: stream[0])
+    monkeypatch.setattr(prepared_module, "current_stream", lambda index: stream[0])
     p = Problem.make(2, 64, 48, (16, 16), 4, 2, 1, dtype=dtype)
     p = p.with_(precision="tf32" if dtype is torch.float32 else "bf16")
     choice = gather.choose(p, H200)
@@ -226,7 +226,7 @@ def test_a_lasting_call_is_one_cooperative_launch(
 ) -> None:
     """Each stream has its own counters; other calls take two steps, which are loaded when the first of them comes."""
     stream = [7]
-    monkeypatch.setattr(launch, "current_stream", lambda index: stream[0])
+    monkeypatch.setattr(prepared_module, "current_stream", lambda index: stream[0])
     p = Problem.make(128, 128, 64, (16, 16), 4, 2, 1, bias=False, dtype=dtype, pass_="grad-weight")
     choice = wgrad.choose(p.with_(precision="tf32" if dtype is torch.float32 else "bf16"), H200)
     assert isinstance(choice, wgrad.Choice) and choice.together
@@ -310,7 +310,7 @@ def test_records_are_well_formed_and_are_what_is_launched(family: str, stubs: St
 
     The recording has the same steps, with an address for each pointer and each map (`upconv.replay.tape`).
     """
-    monkeypatch.setattr(launch, "current_stream", lambda index: 0)
+    monkeypatch.setattr(prepared_module, "current_stream", lambda index: 0)
     monkeypatch.setattr(launches, "encode", lambda of, at, *_: struct.pack("<16Q", at + of.begin, *range(1, 16)))
     for choice, _ in islice(choices(family), 3):
         p, prepared = choice.problem, choice.prepare(0)

@@ -33,7 +33,6 @@ from upconv import autograd, convolutions, dispatch, freezing, modules, ops, ref
 from upconv.cuda import launches, prepared, weights
 from upconv.cuda.compile import cache
 from upconv.cuda.compile import driver as driver_module
-from upconv.cuda.compile import launch as launch_module
 from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.compile.launch import Launcher
@@ -75,7 +74,7 @@ class Machine:
 
     def launcher(self, letters: str, run: Callable[..., None], cooperative: bool = False) -> Launcher:
         handle = 1000 + len(self.kernels)
-        found = Launcher(Kernel("f", handle, 32, 0, 0), 64, 16, letters, cooperative)
+        found = Launcher(Kernel("f", handle, 32, 0, 0), -1, 64, 16, letters, cooperative)
         self.kernels[handle] = found._count, run
         return found
 
@@ -278,8 +277,8 @@ def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> I
     found = Machine()
     driver = Machine._Driver(found)
     monkeypatch.setattr(driver_module, "bindings", lambda: driver)
-    monkeypatch.setattr(launch_module, "current_device", lambda: -1)
-    monkeypatch.setattr(launch_module, "current_stream", lambda device: 0)
+    monkeypatch.setattr(prepared, "current_stream", lambda device: 0)
+    monkeypatch.setattr(prepared, "stream_handle", lambda stream: stream)
     monkeypatch.setattr(Kernel, "ready", lambda self, device: None)
     monkeypatch.setattr(prepared, "bind", lambda device: None)
     monkeypatch.setattr(launches, "encode", encode)

@@ -46,7 +46,7 @@ class Launches:
         launches = self
 
         class Form:
-            def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+            def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
                 launches.made.append(f"{name} {grid}")
 
         self.made.append(f"load {name}")
@@ -59,7 +59,7 @@ class Launches:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Launches on a device that captures nothing."""
-    monkeypatch.setattr(provisional, "_capturing", lambda device: False)
+    monkeypatch.setattr(provisional, "capturing", lambda: False)
     yield Launches()
     assert not provisional.pending()
 
@@ -87,7 +87,7 @@ def test_a_graph_waits_for_the_final_form(made: Launches, monkeypatch: pytest.Mo
     kernel = made.kernel(compiled.wait)
     kernel(0, 1, ())
     threading.Timer(0.05, compiled.set).start()
-    monkeypatch.setattr(provisional, "_capturing", lambda device: True)
+    monkeypatch.setattr(provisional, "capturing", lambda: True)
     kernel(0, 3, ())
     assert compiled.is_set() and made.made == ["load quick", "quick 1", "load final", "final 3"]
 
@@ -251,7 +251,7 @@ def test_a_program_ends_with_what_a_thread_compiles() -> None:
 def test_nothing_is_recorded_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(replays.native, "module", lambda: object())
-    monkeypatch.setattr(engine, "_capturing", lambda: asked.append(True) or True)
+    monkeypatch.setattr(replays, "capturing", lambda: asked.append(True) or True)
     x, w = torch.randn(1, 4, 5, 5), torch.randn(4, 3, 3, 3, requires_grad=True)
     given: Any = (None, (x, w, None), ())
     monkeypatch.setattr(provisional, "pending", lambda: True)

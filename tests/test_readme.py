@@ -15,7 +15,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from upconv.bench import files, plots, report, roofline, run
+from upconv.bench import files, report, roofline, run
 from upconv.bench.suites import SUITES
 from upconv.cli import app
 
@@ -153,7 +153,7 @@ def test_every_variable_is_explained() -> None:
 
 def measured(precision: str, ratios: dict[str, float | None], **changes: object) -> report.Report:
     """A report of the suite's layers; None is a wrong row."""
-    what = run.Sweep(dtypes=[torch.float32], precisions=[precision], layouts=["nchw"], passes=["fwd"])  # type: ignore
+    what = [run.Way(torch.float32, precision)]  # type: ignore[arg-type]
     rows = []
     for job in run.jobs("cuda", SUITES["cuda"], what, small=False, bias=None):
         if job.case not in ratios:
@@ -243,19 +243,6 @@ def test_the_readme_s_table_is_short_and_says_where_nothing_is_gained(readme) ->
     assert len(rows) <= 12
     assert rows[-1].startswith("| Other layers") and "| CPU | none: PyTorch's operator |" in rows[-1]
     assert readme._slower([0.5, 0.9, 1.0, None]) == "2 of 4, lowest 0.50x" and readme._slower([1.0]) == "0 of 1"
-
-
-def test_the_picture_of_the_roofs(tmp_path: Path) -> None:
-    from matplotlib.image import imread
-
-    found = [measured("tf32", {"kb57": 1.5, "hifigan": 2.0})] * 2
-    plots.plot_roofs(found, tmp_path / "r.svg")
-    text = (tmp_path / "r.svg").read_text()
-    assert "1.50x" in text and "float32 as TF32" in text and "hifigan" in text
-    plots.plot_roofs(found, tmp_path / "r.png")
-    assert imread(tmp_path / "r.png").shape[1] > 1500
-    with pytest.raises(ValueError, match="a plot needs at least one row with a speed"):
-        plots.plot_roofs([measured("tf32", {"kb57": None})], tmp_path / "r.png")
 
 
 # --- docs/explain.md -------------------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ class ModelExplanation:
         for call, plan in self.lines:
             p = call.problem
             found = estimate(p, plan, self.ceilings)
-            layer = str(p).rsplit(" ", 3)[0] + (" channels_last" if p.layout == "channels_last" else "")
+            layer = p.layer + (" channels_last" if p.layout == "channels_last" else "")
             engine = plan.engine(p.pass_)
             numbers = ("", "") if found is None else (f"{1e3 * found[0]:.3g}", f"{found[1] / found[0]:.0%}")
             grid.add_row(call.name, layer, str(call.times), *numbers, "PyTorch" if engine == "torch" else engine)

@@ -357,7 +357,9 @@ class Problem:
         """
         return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
 
-    def __str__(self) -> str:
+    @property
+    def layer(self) -> str:
+        """The layer and its input's shape in words, without dtype, layout and pass."""
         parts = [
             f"{self.in_channels}->{self.out_channels}",
             f"k{short(self.kernel)}",
@@ -370,9 +372,11 @@ class Problem:
             parts.append(f"d{short(self.dilation)}")
         if self.groups != 1:
             parts.append(f"g{self.groups}")
-        shape = "x".join(map(str, (self.batch, self.in_channels, *self.size)))
+        return f"{' '.join(parts)} on {'x'.join(map(str, self.input_shape))}"
+
+    def __str__(self) -> str:
         batch = " (batch as width)" if self.batch_as_width else ""
-        return f"{' '.join(parts)} on {shape} {dtype_name(self.dtype)} {self.layout}{batch} {self.pass_}"
+        return f"{self.layer} {dtype_name(self.dtype)} {self.layout}{batch} {self.pass_}"
 
 
 def short(values: Sequence[int]) -> str:

@@ -218,9 +218,8 @@ def judge(s: Situation, device: str, every: bool = True) -> Verdict:
 
 def _run(s: Situation, way: str, device: str) -> Any:
     torch.manual_seed(0)
-    if device == "cuda":  # each time, since torch.export sets one of the flags and then asks for both
-        for backend in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):  # type: ignore[attr-defined]
-            backend.fp32_precision = "ieee"
+    if device == "cuda":  # each time, since torch.export sets some of PyTorch's flags for TF32 and wants them alike
+        torch.backends.cudnn.allow_tf32 = False
     if "torch._dynamo" in sys.modules:  # importing it takes longer than most situations
         torch._dynamo.reset()
     try:

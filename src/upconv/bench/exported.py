@@ -27,13 +27,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import upconv
 from upconv.bench import report, suites, timing
 from upconv.bench.check import tolerance_used
 from upconv.bench.report import Report, Row
 from upconv.bench.suites import Case
-from upconv.bench.timing import Clock, Quartiles, Repeats
+from upconv.bench.timing import Quartiles, Repeats
 from upconv.export import kernelbench_problem
+from upconv.export.signatures import init_arguments
+from upconv.modules import OURS, TRANSPOSED
 from upconv.problem import Precision
 
 SEED = 42
@@ -44,6 +45,7 @@ GRADIENT = 4e-3
 About half of that is what cuDNN's own gradients differ by.
 """
 RUNS = Repeats(math.inf, 100, 100)
+Progress = Callable[[str], object]
 
 
 # --- the files -------------------------------------------------------------------------------------------------------
@@ -71,11 +73,7 @@ def files(folder: Path, names: Sequence[str] | None = None) -> list[File]:
     Raises:
         ValueError: the folder has none, or lacks one that is named; in one sentence.
     """
-    cases = {case.name: case for case in suites.SUITES["kernelbench"]}
-    for name in names or ():
-        if name not in cases:
-            raise ValueError(f"--case must be one of {', '.join(cases)}; got {name!r}")
-    wanted = [case for name, case in cases.items() if not names or name in names]
+    wanted = suites.choose(suites.SUITES["kernelbench"], names or ())
     found = [File(case, folder / f"model_{case.name.removeprefix('kb')}.py") for case in wanted]
     missing = [file.path.name for file in found if not file.path.is_file()]
     if missing and (names or len(missing) == len(found)):
@@ -83,10 +81,8 @@ def files(folder: Path, names: Sequence[str] | None = None) -> list[File]:
     return [file for file in found if file.path.is_file()]
 
 
-_LAYERS = ("conv_transpose2d", "conv1d_transpose", "conv_transpose3d")
-_CONVOLUTIONS = re.compile(r"(\w*conv(_transpose)?[123]d|_?(cudnn|mkldnn|miopen)_convolution\w*|_?convolution\w*)\Z")
+_CONVOLUTIONS = r"(?:\w*conv(?:_transpose)?[123]d|conv1d_transpose|_?(?:cudnn|mkldnn|miopen)?_?convolution\w*)"
 _NATIVE = re.compile(r"\b(?:at|torch)::(?:\w+::)*\w*conv\w*|\bcudnn\w*\s*\(|#\s*include\s*[<\"]cudnn", re.IGNORECASE)
-
 _RULES = (
     (r"\bpass\b", "the word pass"),
     (r"\btry\s*:|\bexcept\b", "a try, which could fall back to PyTorch"),
@@ -111,36 +107,35 @@ def refusal(text: str) -> str | None:
     except SyntaxError as error:
         return f"line {error.lineno} is no Python: {error.msg}"
     for node in ast.walk(tree):
-        line = f"line {getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Call):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in _LAYERS or _CONVOLUTIONS.match(called):
-                return f"{line} calls {ast.unparse(node.func)}"
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr == "functional"
-            and ast.unparse(node).endswith("nn.functional")
-        ):
-            return f"{line} uses torch.nn.functional"
-        modules: list[str] = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            modules = [f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names]
-        for module in modules:
-            if module.startswith("torch.nn.functional"):
-                return f"{line} imports torch.nn.functional"
-            if module.split(".")[0] not in {"torch", *sys.stdlib_module_names}:
-                return f"{line} imports {module}"
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            native = _NATIVE.search(node.value)
-            if native is not None and "\n" in node.value:
-                return f"the text that begins in {line} calls {native[0].strip()}"
+        reason = _refused(node)
+        if reason is not None:
+            return f"line {getattr(node, 'lineno', 0)} {reason}"
     for number, line in enumerate(text.splitlines(), 1):
         code = re.sub(r"(#|//).*", "", line)
         for rule, what in _RULES:
             if found := re.search(rule, code):
                 return f"line {number} has {what}: {found[0].strip()}"
+    return None
+
+
+def _refused(node: ast.AST) -> str | None:
+    """What a file's syntax tree may not have, in words."""
+    modules: list[str] = []
+    match node:
+        case ast.Call(func=ast.Attribute(attr=called) | ast.Name(id=called)) if re.fullmatch(_CONVOLUTIONS, called):
+            return f"calls {ast.unparse(node.func)}"
+        case ast.Attribute(value=value, attr="functional") if ast.unparse(value).endswith("nn"):
+            return "uses torch.nn.functional"
+        case ast.Constant(value=str(value)) if "\n" in value and (native := _NATIVE.search(value)):
+            return f"begins a text that calls {native[0].strip()}"
+        case ast.Import():
+            modules = [alias.name for alias in node.names]
+        case ast.ImportFrom():
+            modules = [f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names]
+    allowed = {"torch", *sys.stdlib_module_names}
+    for module in modules:
+        if module.startswith("torch.nn.functional") or module.split(".")[0] not in allowed:
+            return f"imports {module}"
     return None
 
 
@@ -166,29 +161,19 @@ class Original(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        p = case.problem
-        layers = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-        self._name = ("conv1d_transpose", "conv_transpose2d", "conv_transpose3d")[p.rank - 1]
-        setattr(self, self._name, layers[p.rank - 1](**_arguments(case)))
+        self._name = ("conv1d_transpose", "conv_transpose2d", "conv_transpose3d")[case.problem.rank - 1]
+        setattr(self, self._name, _layer(list(TRANSPOSED), case))
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = getattr(self, self._name)(x)
         return result
 
 
-def _arguments(case: Case) -> dict[str, Any]:
+def _layer(classes: Sequence[type[nn.Module]], case: Case) -> nn.Module:
+    """The case's layer, of the class for its rank."""
     p = case.problem
-    return {
-        "in_channels": p.in_channels,
-        "out_channels": p.out_channels,
-        "kernel_size": p.kernel,
-        "stride": p.stride,
-        "padding": p.padding,
-        "output_padding": p.output_padding,
-        "groups": p.groups,
-        "bias": p.bias,
-        "dilation": p.dilation,
-    }
+    given = (p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, p.output_padding, p.groups, p.bias)
+    return classes[p.rank - 1](*given, dilation=p.dilation)
 
 
 # --- building --------------------------------------------------------------------------------------------------------
@@ -196,9 +181,7 @@ def _arguments(case: Case) -> dict[str, Any]:
 _BUILD = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='model')['build']()"
 
 
-def build(
-    every: Sequence[File], progress: Callable[[str], object] = lambda line: None
-) -> dict[Path, tuple[float, str]]:
+def build(every: Sequence[File], progress: Progress = lambda line: None) -> dict[Path, tuple[float, str]]:
     """Compiles all files' extensions at once, a process for each; they stay in PyTorch's folder for extensions.
 
     Returns:
@@ -208,15 +191,12 @@ def build(
     settings = {**os.environ, "MAX_JOBS": "2"}
 
     def one(file: File) -> tuple[float, str]:
-        begin = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", _BUILD, str(file.path)], env=settings, capture_output=True, text=True, check=False
-        )
+        begin, command = time.perf_counter(), [sys.executable, "-c", _BUILD, str(file.path)]
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
         seconds = time.perf_counter() - begin
         progress(f"{file.path.name} built in {seconds:.0f} s")
-        return seconds, "" if done.returncode == 0 else "\n".join(
-            (done.stderr or done.stdout).strip().splitlines()[-12:]
-        )
+        said = (done.stderr or done.stdout).strip().splitlines()[-12:] if done.returncode else []
+        return seconds, "\n".join(said)
 
     with ThreadPoolExecutor(max(1, cores)) as pool:
         try:
@@ -235,7 +215,7 @@ def measure(
     *,
     gradients: bool = False,
     repeats: Repeats = RUNS,
-    progress: Callable[[str], object] = lambda line: None,
+    progress: Progress = lambda line: None,
 ) -> Report:
     """Builds the files, then judges and times them one after the other.
 
@@ -256,38 +236,28 @@ def measure(
 
 
 def _rows(
-    every: Sequence[File],
-    device: torch.device,
-    gradients: bool,
-    repeats: Repeats,
-    progress: Callable[[str], object],
+    every: Sequence[File], device: torch.device, gradients: bool, repeats: Repeats, progress: Progress
 ) -> Iterator[Row]:
     built = build(every, progress)
     for file in every:
         progress(file.case.name)
         seconds, failure = built[file.path]
         row: Row = dict.fromkeys(report.KEYS["exported"])
-        row.update(
-            case=file.case.name,
-            file=file.path.name,
-            layer=str(file.case.problem).rsplit(" ", 3)[0],
-            build_s=round(seconds, 1),
-        )
+        row |= {"case": file.case.name, "file": file.path.name, "layer": file.case.problem.layer}
+        row["build_s"] = round(seconds, 1)
         if failure:
             row["failure"] = f"build failed: {failure.splitlines()[-1]}"
         else:
             try:
-                row.update(judge(file, device, gradients=gradients, repeats=repeats))
+                row |= judge(file, device, gradients=gradients, repeats=repeats)
             except Exception as error:  # one file's fault is one row's
-                row["failure"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                row["failure"] = f"{type(error).__name__}: {error}".splitlines()[0]
         torch.cuda.empty_cache()
         yield row
 
 
 def judge(file: File, device: torch.device, *, gradients: bool, repeats: Repeats) -> Row:
     """Correctness by the rules, and times if it is given."""
-    from upconv.export.signatures import init_arguments
-
     p = file.case.problem
     made = model(file.path.read_text(encoding="utf-8"), file.path)
     torch.manual_seed(SEED)
@@ -341,8 +311,7 @@ def _gradient_errors(ours: nn.Module, theirs: nn.Module, x: Tensor, seed: int) -
 
 
 def _library(case: Case, theirs: nn.Module, device: torch.device) -> nn.Module:
-    layers = (upconv.ConvTranspose1d, upconv.ConvTranspose2d, upconv.ConvTranspose3d)
-    layer = layers[case.problem.rank - 1](**_arguments(case)).to(device)
+    layer = _layer(list(OURS.values()), case).to(device)
     layer.load_state_dict({name.split(".", 1)[1]: value for name, value in theirs.state_dict().items()})
     return layer
 
@@ -353,11 +322,11 @@ def _times(
     """Seconds of the sides ``torch``, ``ours`` and ``library`` on one input."""
     take = timing.clock(x.device, wait=False)  # KernelBench's has none
 
-    def at(run: Callable[[], object]) -> float:
+    def exact(run: Callable[[], object]) -> float:
         with timing.precision_flags(precision):
             return take(run)
 
-    clocks: dict[str, Clock] = {"torch": take, "ours": take, "library": at if precision == "ieee" else take}
+    clocks = {"torch": take, "ours": take, "library": exact if precision == "ieee" else take}
     sides = {"torch": theirs, "ours": ours, "library": library}
     with torch.no_grad():
         runs = {name: [lambda side=side: side(x)] for name, side in sides.items()}

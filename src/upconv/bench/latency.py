@@ -50,7 +50,7 @@ def host(device: torch.device, repeats: Repeats = HOST) -> Report:
         native.wait()  # a training run has it from its first half a minute on
     modes = ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False))
     rows = (_host_row(device, dtype, training, repeats) for dtype, training in modes)
-    return report.gather(rows, device, kind="host", layer=str(TINY).rsplit(" ", 3)[0])
+    return report.gather(rows, device, kind="host", layer=TINY.layer)
 
 
 def _host_row(device: torch.device, dtype: torch.dtype, training: bool, repeats: Repeats) -> Row:

@@ -7,10 +7,10 @@ medians; ``lower`` and ``upper`` are quartiles. A ratio is PyTorch's time over o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import geometric_mean as mean_of
 from typing import Any
 
 import torch
@@ -23,29 +23,22 @@ Row = dict[str, Any]
 Report = dict[str, Any]
 HEAD = ("schema", "when", "commit", "device", "versions", "load", "complete", "rows")
 """``when``: UTC. ``load``: load averages at the run's start and end. ``complete``: whether Ctrl-C left no row out."""
+LAYERS = "layers"
+"""The kind of a report that names none: layers of suites."""
+TRAINING_SIDES = ("ours", "convolutions", "torch", "compile", "compile_ours")
 
 
 def _spread(sides: Sequence[str], unit: str = "ms") -> tuple[str, ...]:
     return tuple(f"{side}_{which}_{unit}" for side in sides for which in ("lower", "upper"))
 
 
-LAYERS = "layers"
-"""The kind of a report that names none: layers of suites."""
-TRAINING_SIDES = ("ours", "convolutions", "torch", "compile", "compile_ours")
-KEYS: dict[str, tuple[str, ...]] = {
-    # `scale`: the share of the case's multiplications. Peak bytes: beside inputs and results. `tolerance_used`:
-    # `check.tolerance_used` of a forward on a GPU. `wall_s`: what the row cost. `frozen`: ours with `upconv.freeze`.
+_NEEDED: dict[str, tuple[str, ...]] = {
     LAYERS: (
         "suite", "case", "pass", "dtype", "precision", "layout", "ours_ms", "torch_ms", "ratio", "roof_ms",
-        "percent_of_roof", "rel_error", "torch_rel_error", "engine", "plan", "layer", "scale", "flops", "bytes",
-        "rounds", "failure", "warning", *_spread(("ours", "torch", "frozen")), "frozen_ms", "frozen_ratio",
-        "ours_peak_bytes", "torch_peak_bytes", "inputs", "tolerance_used", "wall_s",
+        "percent_of_roof", "rel_error", "torch_rel_error", "engine", "plan",
     ),
     # Of a call. `added_us` is ours less PyTorch's, `calls` how many each median is of.
-    "host": (
-        "dtype", "mode", "engine", "ours_us", "torch_us", "added_us", "calls", *_spread(("ours", "torch"), "us"),
-        "warning",
-    ),
+    "host": ("dtype", "mode", "engine", "ours_us", "torch_us", "added_us", "calls"),
     # First calls, compilation and tuning included, and the median of the calls after them. `ours_compiled`: kernels
     # that the first call compiled, on a GPU.
     "shapes": (
@@ -55,9 +48,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     # A training step, or inference (`pass`). `convolutions`: ours, plain convolutions too. `compile`: PyTorch's model
     # under torch.compile; `compile_ours`: ours under it, and `compile_ratio` is the former over the latter.
     "training": (
-        "case", "pass", "layout", *(f"{side}_ms" for side in TRAINING_SIDES), "ratio", "convolutions_ratio",
-        "compile_ratio", *(f"{side}_peak_bytes" for side in TRAINING_SIDES), "rounds", "failure",
-        *_spread(TRAINING_SIDES), "warning",
+        "case", "ours_ms", "torch_ms", "compile_ms", "ratio", "ours_peak_bytes", "torch_peak_bytes",
+        "compile_peak_bytes", "rounds", "failure",
     ),
     # NVRTC's seconds for the kernel that a pass's first call waits for longest, and for the longest of those that
     # follow it in a thread; milliseconds for the kernel that takes longest to load from disk. None: no such kernel.
@@ -66,23 +58,28 @@ KEYS: dict[str, tuple[str, ...]] = {
     # upconv's layer in the file's place.
     "exported": (
         "case", "file", "layer", "failure", "build_s", "worst", "torch_ms", "ours_ms", "library_ms", "ratio",
-        "library_precision", "grad_input_error", "grad_weight_error", "runs", *_spread(("torch", "ours", "library")),
-        "warning",
+        "library_precision", "grad_input_error", "grad_weight_error", "runs",
     ),
 }  # fmt: skip
-"""The keys of a row by the kind of its report."""
-_FIRST: dict[str, int | set[str]] = {
-    LAYERS: 15,
-    "host": 7,
-    "training": {
-        "case", "ours_ms", "torch_ms", "compile_ms", "ratio", "ours_peak_bytes", "torch_peak_bytes",
-        "compile_peak_bytes", "rounds", "failure",
-    },
-    "cold": 7,
-    "exported": 14,
+"""The keys that each row of a kind has."""
+_LATER: dict[str, tuple[str, ...]] = {
+    # `scale`: the share of the case's multiplications. Peak bytes: beside inputs and results. `tolerance_used`:
+    # `check.tolerance_used` of a forward on a GPU. `wall_s`: what the row cost. `frozen`: ours with `upconv.freeze`.
+    LAYERS: (
+        "layer", "scale", "flops", "bytes", "rounds", "failure", "warning", *_spread(("ours", "torch", "frozen")),
+        "frozen_ms", "frozen_ratio", "ours_peak_bytes", "torch_peak_bytes", "inputs", "tolerance_used", "wall_s",
+    ),
+    "host": (*_spread(("ours", "torch"), "us"), "warning"),
+    "training": (
+        "pass", "layout", "convolutions_ms", "compile_ours_ms", "convolutions_ratio", "compile_ratio",
+        "convolutions_peak_bytes", "compile_ours_peak_bytes", *_spread(TRAINING_SIDES), "warning",
+    ),
+    "exported": (*_spread(("torch", "ours", "library")), "warning"),
 }  # fmt: skip
-"""Keys that every report of a kind has, as a set or as how many of `KEYS`; older ones may lack the others."""
-_ABSENT: Row = {"layer": "", "scale": 1.0, "rounds": 0, "flops": 0, "bytes": 0, "inputs": "normal", "wall_s": 0.0}
+"""The keys that older reports may lack."""
+KEYS = {kind: (*needed, *_LATER.get(kind, ())) for kind, needed in _NEEDED.items()}
+"""The keys of a row by the kind of its report."""
+_ABSENT: Row = {"layer": "", "scale": 1.0}
 
 
 class Interrupted(KeyboardInterrupt):
@@ -145,17 +142,13 @@ def load(path: str | Path) -> Report:
     kind = kind_of(found)
     if kind not in KEYS:
         raise ValueError(f"{path} must be a report of kind {', '.join(KEYS)}; got {kind!r}")
-    found.setdefault("load", {"start": None, "end": None})
-    found.setdefault("complete", True)
-    first = _FIRST.get(kind, len(KEYS[kind]))
-    needed = first if isinstance(first, set) else set(KEYS[kind][:first])
-    wanted = {*HEAD, *(("ceilings",) if kind == LAYERS else ())}
-    missing = wanted - set(found) or {f"rows[].{key}" for row in found["rows"] for key in needed - set(row)}
+    found = {"load": {"start": None, "end": None}, "complete": True, **found}
+    missing = {*HEAD, *(("ceilings",) if kind == LAYERS else ())} - set(found)
+    if not missing:
+        missing = {f"rows[].{key}" for row in found["rows"] for key in _NEEDED[kind] if key not in row}
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
-    for row in found["rows"]:
-        for key in KEYS[kind]:
-            row.setdefault(key, _ABSENT.get(key))
+    found["rows"] = [{**{key: _ABSENT.get(key) for key in KEYS[kind]}, **row} for row in found["rows"]]
     return found
 
 
@@ -164,7 +157,7 @@ def load(path: str | Path) -> Report:
 
 def geometric_mean(ratios: Sequence[float]) -> float:
     """The mean that suits ratios; 1 for none."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
+    return mean_of(ratios) if ratios else 1.0
 
 
 def wrong(rows: Sequence[Row]) -> list[Row]:

@@ -1,15 +1,15 @@
-"""A run of the bench: a suite and a sweep make jobs, and each job, checked and timed, a row of the report."""
+"""A run of the bench: suites and ways to run them make jobs, and each job, checked and timed, a row of the report."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from typing import TypedDict
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -18,42 +18,72 @@ from upconv.bench import check, memory, roofline, timing
 from upconv.bench.report import KEYS, LAYERS, Row
 from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import Case, quick
-from upconv.bench.timing import Inputs, Repeats, Side
+from upconv.bench.timing import Inputs, Quartiles, Repeats, Side
 from upconv.planner import Plan
 from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Layout, Pass, Precision, Problem, dtype_name
+
+Key = tuple[object, ...]
+
+
+class Way(NamedTuple):
+    """How a layer is run."""
+
+    dtype: torch.dtype
+    precision: Precision
+    layout: Layout = "nchw"
+    pass_: Pass = "fwd"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One row to be: a case of a suite in one dtype, precision, layout and pass."""
+    """One row to be: a case of a suite in one way."""
 
     suite: str
     case: str
     problem: Problem
     scale: float = 1.0
 
+    @property
+    def key(self) -> Key:
+        """The `key` of the job's row."""
+        p = self.problem
+        return self.suite, self.case, p.layer, p.pass_, dtype_name(p.dtype), p.precision, p.layout
+
+
+def key(found: Row) -> Key:
+    """What a row measures: two rows with the same key can stand for each other."""
+    return tuple(found[name] for name in ("suite", "case", "layer", "pass", "dtype", "precision", "layout"))
+
+
+@dataclass(frozen=True)
+class How:
+    """How rows are measured."""
+
+    repeats: Repeats
+    peaks: bool = False
+    """Also peak memory."""
+    inputs: Inputs = "normal"
+    """See `timing.operands`."""
+    frozen: bool = False
+    """Also forwards with `upconv.freeze`."""
+    seed: int = 0
+
 
 class DeviceLost(RuntimeError):
     """A CUDA device that this process cannot use any more."""
 
 
-class Sweep(TypedDict):
-    """What a run varies; every combination that exists becomes rows."""
-
-    dtypes: Sequence[torch.dtype]
-    precisions: Sequence[Precision]
-    layouts: Sequence[Layout]
-    passes: Sequence[Pass]
+# --- jobs ------------------------------------------------------------------------------------------------------------
 
 
-def sweep(
+def ways(
     device: torch.device,
     dtypes: Sequence[torch.dtype] = (),
     precisions: Sequence[Precision] = (),
     layouts: Sequence[Layout] = ("nchw",),
     passes: Sequence[Pass] = ("fwd",),
-) -> Sweep:
-    """A sweep with its defaults filled in.
+) -> list[Way]:
+    """Every combination that exists.
 
     Without dtypes it takes those of the precisions asked for, or float32. A dtype that none of these precisions fits
     takes its default: its own, and for float32 TF32 on CUDA, as PyTorch does.
@@ -65,48 +95,45 @@ def sweep(
         raise ValueError("--precision must be one of ieee, bf16, fp16 and fp64 on a CPU; got 'tf32'")
     if not dtypes:
         dtypes = [d for d in PRECISIONS if set(PRECISIONS[d]) & set(precisions)] or [torch.float32]
-    chosen: list[Precision] = []
-    for dtype in dtypes:
-        default: Precision = "tf32" if dtype is torch.float32 and device.type == "cuda" else PRECISIONS[dtype][0]
-        chosen += [p for p in PRECISIONS[dtype] if p in precisions] or [default]
     for precision in precisions:
-        if precision not in chosen:
-            fitting = ", ".join(p for dtype in dtypes for p in PRECISIONS[dtype])
+        fitting = [p for dtype in dtypes for p in PRECISIONS[dtype]]
+        if precision not in fitting:
             names = ", ".join(dtype_name(dtype) for dtype in dtypes)
-            raise ValueError(f"--precision must be one of {fitting} for {names}; got {precision!r}")
-    return Sweep(dtypes=dtypes, precisions=chosen, layouts=layouts or LAYOUTS[:1], passes=passes or PASSES[:1])
+            raise ValueError(f"--precision must be one of {', '.join(fitting)} for {names}; got {precision!r}")
+
+    def chosen(dtype: torch.dtype) -> list[Precision]:
+        default: Precision = "tf32" if dtype is torch.float32 and device.type == "cuda" else PRECISIONS[dtype][0]
+        return [p for p in PRECISIONS[dtype] if p in precisions] or [default]
+
+    every = product(dtypes, layouts or LAYOUTS[:1], passes or PASSES[:1])
+    return [Way(dtype, kind, layout, pass_) for dtype, layout, pass_ in every for kind in chosen(dtype)]
 
 
 _WHOLE = ("cpu", "custom")
 """Suites that are never scaled down: the CPU's is small, and a layer from the command line has the size asked for."""
 
 
-def jobs(suite: str, cases: Iterable[Case], what: Sweep, *, small: bool, bias: bool | None) -> list[Job]:
+def jobs(suite: str, cases: Iterable[Case], todo: Iterable[Way], *, small: bool, bias: bool | None) -> list[Job]:
     """The rows of a run in the report's order. 1-D cases have no channels_last, so they have no such rows.
 
     Args:
         suite: the suite's name.
         cases: its cases.
-        what: the sweep.
+        todo: the ways.
         small: scale large cases down, see `suites.quick`; not those of `cpu` and `custom`.
         bias: with or without bias; None for what the suite says.
     """
     found = []
-    for dtype, layout, pass_ in product(what["dtypes"], what["layouts"], what["passes"]):
-        for precision in [p for p in PRECISIONS[dtype] if p in what["precisions"]]:
-            for name, whole in cases:
-                if whole.rank == 1 and layout == "channels_last":
-                    continue
-                changed = whole.with_(
-                    dtype=dtype,
-                    precision=precision,
-                    layout=layout,
-                    pass_=pass_,
-                    bias=whole.bias if bias is None else bias,
-                )
-                problem = quick(changed) if small and suite not in _WHOLE else changed
-                found.append(Job(suite, name, problem, problem.macs / changed.macs))
+    for way, (name, given) in product(todo, cases):
+        if given.rank == 1 and way.layout == "channels_last":
+            continue
+        whole = given.with_(**way._asdict(), bias=given.bias if bias is None else bias)
+        problem = quick(whole) if small and suite not in _WHOLE else whole
+        found.append(Job(suite, name, problem, problem.macs / whole.macs))
     return found
+
+
+# --- a row -----------------------------------------------------------------------------------------------------------
 
 
 def plan_text(plan: Plan, pass_: Pass) -> str:
@@ -123,16 +150,7 @@ def plan_text(plan: Plan, pass_: Pass) -> str:
     return "native" if plan.engine(pass_) == "torch" else plan.backward
 
 
-def row(
-    job: Job,
-    device: torch.device,
-    repeats: Repeats,
-    *,
-    peaks: bool = False,
-    seed: int = 0,
-    inputs: Inputs = "normal",
-    frozen: bool = False,
-) -> Row:
+def row(job: Job, device: torch.device, how: How) -> Row:
     """Checks and times one job.
 
     Every side runs the timed shape and is compared with the reference; only right results are timed. Where the plan is
@@ -140,17 +158,18 @@ def row(
     ``torch``. The roof is left to `set_roof`.
     """
     begin = time.perf_counter()
-    found = blank(job, device, inputs)
+    found = blank(job, device, how.inputs)
     p = job.problem
-    frozen = frozen and p.pass_ == "fwd"
+    asked: tuple[Side, ...] = ("ours", "frozen", "torch") if how.frozen and p.pass_ == "fwd" else ("ours", "torch")
     try:
         with timing.precision_flags(p.precision):
-            _check(found, p, device, frozen, seed)
+            _check(found, p, device, how, frozen="frozen" in asked)
             if found["failure"] is None:
-                _time(found, p, device, frozen, repeats, seed)
-                if peaks:
-                    found["ours_peak_bytes"] = memory.peak_bytes(p, "ours", device)
-                    found["torch_peak_bytes"] = memory.peak_bytes(p, "torch", device)
+                run = ("torch",) if found["engine"] == "torch" else asked
+                seconds, found["rounds"] = timing.sides(p, device, run, how.repeats, how.seed, how.inputs)
+                _set_times(found, {side: seconds.get(side, seconds["torch"]) for side in asked}, seconds)
+                for side in ("ours", "torch") if how.peaks else ():
+                    found[f"{side}_peak_bytes"] = memory.peak_bytes(p, side, device)
     except Exception as error:  # one case that cannot run (out of memory, say) does not cost the others
         fail(found, f"{type(error).__name__}: {error}".splitlines()[0])
     found["wall_s"] = time.perf_counter() - begin
@@ -169,28 +188,15 @@ def blank(job: Job, device: torch.device, inputs: Inputs = "normal") -> Row:
     """The row of a job with nothing measured yet."""
     p = job.problem
     plan = planner.plan(p, planner.device_of(device))
-    return dict.fromkeys(KEYS[LAYERS]) | {
-        "suite": job.suite,
-        "case": job.case,
-        "pass": p.pass_,
-        "dtype": dtype_name(p.dtype),
-        "precision": p.precision,
-        "layout": p.layout,
-        "roof_ms": 0.0,
-        "engine": plan.engine(p.pass_),
-        "plan": plan_text(plan, p.pass_),
-        "layer": _layer(p),
-        "scale": job.scale,
-        "flops": p.flops,
-        "bytes": p.bytes,
-        "rounds": 0,
-        "inputs": inputs,
-        "wall_s": 0.0,
-    }
+    named = ("suite", "case", "layer", "pass", "dtype", "precision", "layout")
+    return dict.fromkeys(KEYS[LAYERS]) | dict(zip(named, job.key)) | {
+        "roof_ms": 0.0, "engine": plan.engine(p.pass_), "plan": plan_text(plan, p.pass_), "scale": job.scale,
+        "flops": p.flops, "bytes": p.bytes, "rounds": 0, "inputs": inputs, "wall_s": 0.0,
+    }  # fmt: skip
 
 
-def _check(found: Row, p: Problem, device: torch.device, frozen: bool, seed: int) -> None:
-    given = timing.operands(p, device, seed, found["inputs"])
+def _check(found: Row, p: Problem, device: torch.device, how: How, frozen: bool) -> None:
+    given = timing.operands(p, device, how.seed, how.inputs)
     known = check.truths(p, given)
     ours, theirs = timing.work("ours", p, given)(), timing.work("torch", p, given)()
     error, torch_error, right = check.errors(p, known, ours, theirs)
@@ -207,22 +213,21 @@ def _check(found: Row, p: Problem, device: torch.device, frozen: bool, seed: int
         found["failure"] = f"{kind}: relative error {error:.1e}, PyTorch's {torch_error:.1e}"
     elif device.type == "cuda" and p.pass_ == "fwd" and found["engine"] != "torch":
         del known, ours, theirs
-        given = timing.operands(p, device, seed, "rand")
+        given = timing.operands(p, device, how.seed, "rand")
         pair = [timing.work(side, p, given)()[0] for side in ("ours", "torch")]
         used = check.tolerance_used(p.precision, *pair)
         found["tolerance_used"] = used if math.isfinite(used) else None
 
 
-def _time(found: Row, p: Problem, device: torch.device, frozen: bool, repeats: Repeats, seed: int) -> None:
-    asked: tuple[Side, ...] = ("ours", "frozen", "torch") if frozen else ("ours", "torch")
-    run = ("torch",) if found["engine"] == "torch" else asked
-    seconds, found["rounds"] = timing.sides(p, device, run, repeats, seed, found["inputs"])
-    for side in asked:
-        found |= timing.in_ms(side, seconds.get(side, seconds["torch"]))
-    names = {"ours": "upconv", "torch": "PyTorch", "frozen": "frozen upconv"}
-    found["warning"] = timing.unsteady({names[side]: values for side, values in seconds.items()})
+_NAMES = {"ours": "upconv", "torch": "PyTorch", "frozen": "frozen upconv"}
+
+
+def _set_times(found: Row, of_sides: dict[Side, Quartiles], measured: dict[str, Quartiles]) -> None:
+    for side, seconds in of_sides.items():
+        found |= timing.in_ms(side, seconds)
+    found["warning"] = timing.unsteady({_NAMES[side]: values for side, values in measured.items()})
     found["ratio"] = found["torch_ms"] / found["ours_ms"]
-    if frozen:
+    if "frozen" in of_sides:
         found["frozen_ratio"] = found["torch_ms"] / found["frozen_ms"]
 
 
@@ -237,86 +242,59 @@ def set_roof(found: Row, ceilings: Ceilings) -> None:
     found["percent_of_roof"] = None if ours is None else 100 * found["roof_ms"] / ours
 
 
+# --- all rows --------------------------------------------------------------------------------------------------------
+
+Tell = Callable[[Literal["plan", "row"], Job], object]
+"""Hears of each job, on a GPU as its kernels are planned ahead of all rows, and ahead of its row."""
+
+
 def run(
     todo: Sequence[Job],
     device: torch.device,
-    repeats: Repeats,
+    how: How,
     *,
-    peaks: bool = False,
-    inputs: Inputs = "normal",
-    frozen: bool = False,
     known: tuple[Sequence[Row], Ceilings] | None = None,
-    planning: Callable[[Job], object] = lambda job: None,
-    progress: Callable[[Job], object] = lambda job: None,
-    publish: Callable[[list[Row], Ceilings], object] = lambda rows, ceilings: None,
-) -> tuple[list[Row], Ceilings]:
-    """All rows in order, and the ceilings, measured ahead of the rows and behind them.
+    tell: Tell = lambda what, job: None,
+) -> Iterator[tuple[list[Row], Ceilings]]:
+    """All rows so far in order, and the ceilings, behind each row and at the end.
 
-    Of the two measurements the better counts: a machine that others use too reaches its ceiling only at times.
+    The ceilings are measured ahead of the rows and behind them. Of the two measurements the better counts: a machine
+    that others use too reaches its ceiling only at times.
 
     Args:
         todo: the jobs.
         device: where they run.
-        repeats: how often each is timed.
-        peaks: also measure peak memory.
-        inputs: see `timing.operands`.
-        frozen: also time forwards with `upconv.freeze`.
+        how: how they are measured.
         known: rows and ceilings of an earlier, unfinished run on the same device; its rows are not measured again, and
             of its ceilings and these the better count for all.
-        planning: hears each job, on a GPU, as its kernels are planned ahead of all rows.
-        progress: hears each job ahead of its row.
-        publish: gets all rows so far and their ceilings behind each row, and once more at the end.
+        tell: hears of the jobs.
 
     Raises:
-        DeviceLost: a row left the device unusable (an illegal access, say); ``publish`` has got that row too.
+        DeviceLost: the row before left the device unusable (an illegal access, say).
     """
     precisions = list(dict.fromkeys(job.problem.precision for job in todo))
     rows = {key(found): found for found in known[0]} if known else {}
     ceilings = roofline.measure(precisions, device)
     if known:
         ceilings = roofline.better(ceilings, known[1])
-    missing = [job for job in todo if job_key(job) not in rows]
+
+    def so_far() -> tuple[list[Row], Ceilings]:
+        found = [rows[job.key] for job in todo if job.key in rows]
+        for one in found:
+            set_roof(one, ceilings)
+        return found, ceilings
+
+    missing = [job for job in todo if job.key not in rows]
     if device.type == "cuda":
-        compile_ahead(missing, device, planning)
+        compile_ahead(missing, device, tell)
     for job in missing:
-        progress(job)
-        found = rows[job_key(job)] = row(job, device, repeats, peaks=peaks, inputs=inputs, frozen=frozen)
-        _tell(todo, rows, ceilings, publish)
+        tell("row", job)
+        found = rows[job.key] = row(job, device, how)
+        yield so_far()
         if device.type == "cuda" and found["failure"] is not None:
             _check_device(device, job)
     ceilings = roofline.better(ceilings, roofline.measure(precisions, device))
-    return _tell(todo, rows, ceilings, publish), ceilings
-
-
-def _tell(
-    todo: Sequence[Job],
-    rows: dict[tuple[object, ...], Row],
-    ceilings: Ceilings,
-    publish: Callable[[list[Row], Ceilings], object],
-) -> list[Row]:
-    """The rows so far, in order, with their roofs; ``publish`` gets them too."""
-    found = [rows[job_key(job)] for job in todo if job_key(job) in rows]
-    for one in found:
-        set_roof(one, ceilings)
-    publish(found, ceilings)
-    return found
-
-
-def key(found: Row) -> tuple[object, ...]:
-    """What a row measures: two rows with the same key can stand for each other."""
-    return tuple(found[name] for name in ("suite", "case", "layer", "pass", "dtype", "precision", "layout"))
-
-
-def job_key(job: Job) -> tuple[object, ...]:
-    """The `key` of the job's row, without a plan: a gradient's takes a second."""
-    p = job.problem
-    dtype = dtype_name(p.dtype)
-    return job.suite, job.case, _layer(p), p.pass_, dtype, p.precision, p.layout
-
-
-def _layer(p: Problem) -> str:
-    """The problem in words without dtype, layout and pass, which have keys of their own."""
-    return str(p).rsplit(" ", 3)[0]
+    yield so_far()
 
 
 def _check_device(device: torch.device, job: Job) -> None:
@@ -327,7 +305,7 @@ def _check_device(device: torch.device, job: Job) -> None:
         raise DeviceLost(f"{job.case} ({job.problem}) left {device} unusable: {reason}") from None
 
 
-def compile_ahead(todo: Sequence[Job], device: torch.device, planning: Callable[[Job], object]) -> None:
+def compile_ahead(todo: Sequence[Job], device: torch.device, tell: Tell) -> None:
     """Compiles the kernels of all jobs at once, in threads, so that no row waits for its own.
 
     What no family can plan or NVRTC compile is left to the row that needs it, which says so. Of a gradient also the
@@ -340,7 +318,7 @@ def compile_ahead(todo: Sequence[Job], device: torch.device, planning: Callable[
         return
     arch, found = where.gpu.arch, dict[str, str]()
     for job in todo:
-        planning(job)
+        tell("plan", job)
         with suppress(Exception):
             plan = planner.plan(job.problem, where)
             for choice in {**plan.choices("fwd"), **plan.choices(job.problem.pass_)}.values():

@@ -26,6 +26,10 @@ class Column(NamedTuple):
     text: Callable[[Row], str | Text]
     words: bool = False
     """Not numbers, which are aligned at the right."""
+    when: Callable[[Sequence[Row]], bool] = lambda rows: True
+    """Whether a table of these rows has the column."""
+    wide: bool | None = None
+    """True: only in a wide terminal; False: only in a narrow one."""
 
 
 # --- cells -----------------------------------------------------------------------------------------------------------
@@ -39,77 +43,37 @@ def si(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-def _number(key: str, form: str = ".3g", unit: float = 1.0, after: str = "") -> Callable[[Row], str]:
-    return lambda row: "" if row[key] is None else f"{row[key] / unit:{form}}{after}"
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _has(key: str) -> Callable[[Sequence[Row]], bool]:
+    return lambda rows: any(row[key] is not None for row in rows)
+
+
+def _number(head: str, key: str, form: str = ".3g", unit: float = 1.0, after: str = "") -> Column:
+    """A row's value; the column is left out where no row has one."""
+    return Column(
+        head, lambda row: "" if row[key] is None else f"{row[key] / unit:{form}}{after}", when=_has(key)
+    )  # fmt: skip
 
 
 def _word(key: str, head: str | None = None) -> Column:
     return Column(head or key, lambda row: str(row[key]), words=True)
 
 
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+def _swept(key: str, text: Callable[[Row], str] | None = None) -> Column:
+    """What a run of layers may sweep: a column where it does, a word in the title where it does not."""
+    of = text or (lambda row: str(row[key]))
+    return Column(key, of, words=True, when=lambda rows: len(set(map(of, rows))) > 1)
 
 
-def _used(rows: Sequence[Row], *columns: tuple[str, Column]) -> list[Column]:
-    """The columns for whose key some row has a value."""
-    return [column for key, column in columns if any(row[key] is not None for row in rows)]
+def _quartiles(side: str) -> Column:
+    def text(row: Row) -> str:
+        lower, upper = row[f"{side}_lower_ms"], row[f"{side}_upper_ms"]
+        return "" if lower is None else f"{_ms(lower)}-{_ms(upper)}"
 
-
-# --- columns by kind -------------------------------------------------------------------------------------------------
-
-# What a run of layers may sweep; a column where it does, a word in the title where it does not.
-SWEPT = (
-    _word("suite"),
-    Column("dtype", lambda row: row["dtype"] if row["precision"] != "tf32" else "float32 as TF32", words=True),
-    _word("layout"),
-    _word("pass"),
-)
-
-
-def constant(rows: Sequence[Row]) -> list[str]:
-    """The words that hold for all layers; none without any."""
-    return [str(swept.text(rows[0])) for swept in SWEPT if len({swept.text(row) for row in rows}) == 1]
-
-
-def _layers(rows: Sequence[Row], wide: bool) -> list[Column]:
-    def quartiles(side: str) -> tuple[str, Column]:
-        def text(row: Row) -> str:
-            lower, upper = row[f"{side}_lower_ms"], row[f"{side}_upper_ms"]
-            return "" if lower is None else f"{_ms(lower)}-{_ms(upper)}"
-
-        return (f"{side}_upper_ms" if wide else "narrow", Column("quartiles", text))
-
-    def used(*columns: tuple[str, Column]) -> list[Column]:
-        return _used(rows, *(one for one in columns if one[0] != "narrow"))
-
-    swept = [column for column in SWEPT if len({column.text(row) for row in rows}) > 1]
-    scaled = any(row["scale"] != 1 for row in rows)
-    return [
-        _word("case"),
-        *([_word("layer", "layer and input")] if wide else []),
-        *swept,
-        *([Column("scale", lambda row: "1" if row["scale"] == 1 else f"1/{1 / row['scale']:.0f}")] if scaled else []),
-        Column("upconv ms", _ours),
-        *used(quartiles("ours")),
-        Column("PyTorch ms", lambda row: _ms(row["torch_ms"])),
-        *used(quartiles("torch"), ("narrow" if wide else "torch_upper_ms", Column("spread", _spread))),
-        Column("speed-up", _ratio),
-        Column("of roof", lambda row: "" if row["ours_ms"] is None else f"{row['percent_of_roof'] or 0:.0f}%"),
-        *used(
-            ("frozen_ms", Column("frozen ms", lambda row: _ms(row["frozen_ms"]))),
-            quartiles("frozen"),
-            ("frozen_ms", Column("frozen", _number("frozen_ratio", ".2f", after="x"))),
-            ("ours_peak_bytes", Column("peak MB", _number("ours_peak_bytes", ".1f", 1e6))),
-            ("ours_peak_bytes", Column("PyTorch's", _number("torch_peak_bytes", ".1f", 1e6))),
-        ),
-        Column("error", _number("rel_error", ".0e")),
-        *used(
-            ("tolerance_used", Column("PyTorch's", _number("torch_rel_error", ".0e"))),
-            ("tolerance_used", Column("of tolerance", _number("tolerance_used", ".0e"))),
-        ),
-        Column("engine", lambda row: Text(row["engine"], style="dim" if row["engine"] == "torch" else ""), words=True),
-    ]
+    return Column("quartiles", text, when=_has(f"{side}_upper_ms"), wide=True)
 
 
 def _spread(row: Row) -> str:
@@ -138,81 +102,115 @@ def _ratio(row: Row) -> Text:
     return Text(f"{ratio:.2f}x", style="green" if ratio > 1.05 else "yellow" if ratio >= 0.95 else "red")
 
 
-def _host(rows: Sequence[Row]) -> list[Column]:
-    numbers = [("PyTorch us", "torch_us", ".1f"), ("upconv us", "ours_us", ".1f"), ("added us", "added_us", "+.1f")]
-    return [
+def _ratio_or_failure(row: Row) -> str:
+    return row["failure"] or f"{row['ratio']:.2f}x"
+
+
+# --- columns by kind -------------------------------------------------------------------------------------------------
+
+SWEPT = (
+    _swept("suite"),
+    _swept("dtype", lambda row: row["dtype"] if row["precision"] != "tf32" else "float32 as TF32"),
+    _swept("layout"),
+    _swept("pass"),
+)
+_COLUMNS: dict[str, tuple[Column, ...]] = {
+    LAYERS: (
+        _word("case"),
+        _word("layer", "layer and input")._replace(wide=True),
+        *SWEPT,
+        Column(
+            "scale",
+            lambda row: "1" if row["scale"] == 1 else f"1/{1 / row['scale']:.0f}",
+            when=lambda rows: any(row["scale"] != 1 for row in rows),
+        ),
+        Column("upconv ms", _ours),
+        _quartiles("ours"),
+        Column("PyTorch ms", lambda row: _ms(row["torch_ms"])),
+        _quartiles("torch"),
+        Column("spread", _spread, when=_has("torch_upper_ms"), wide=False),
+        Column("speed-up", _ratio),
+        Column("of roof", lambda row: "" if row["ours_ms"] is None else f"{row['percent_of_roof'] or 0:.0f}%"),
+        Column("frozen ms", lambda row: _ms(row["frozen_ms"]), when=_has("frozen_ms")),
+        _quartiles("frozen"),
+        _number("frozen", "frozen_ratio", ".2f", after="x"),
+        _number("peak MB", "ours_peak_bytes", ".1f", 1e6),
+        _number("PyTorch's", "torch_peak_bytes", ".1f", 1e6),
+        _number("error", "rel_error", ".0e"),
+        _number("PyTorch's", "torch_rel_error", ".0e")._replace(when=_has("tolerance_used")),
+        _number("of tolerance", "tolerance_used", ".0e"),
+        Column("engine", lambda row: Text(row["engine"], style="dim" if row["engine"] == "torch" else ""), words=True),
+    ),
+    "host": (
         _word("dtype"),
         _word("mode"),
-        *(Column(head, _number(key, form)) for head, key, form in numbers),
+        _number("PyTorch us", "torch_us", ".1f"),
+        _number("upconv us", "ours_us", ".1f"),
+        _number("added us", "added_us", "+.1f"),
         _word("engine"),
-    ]
-
-
-def _training(rows: Sequence[Row]) -> list[Column]:
-    megabytes = (("PyTorch", "torch"), ("upconv", "ours"), ("convolutions too", "convolutions"))
-    return [
+    ),
+    "training": (
         _word("case"),
-        Column("PyTorch ms", _number("torch_ms")),
-        *_used(rows, ("compile_ms", Column("torch.compile ms", _number("compile_ms")))),
-        Column("upconv ms", _number("ours_ms")),
-        Column("ratio", lambda row: row["failure"] or f"{row['ratio']:.2f}x"),
-        *_used(
-            rows,
-            ("convolutions_ms", Column("convolutions too ms", _number("convolutions_ms"))),
-            ("convolutions_ratio", Column("ratio, convolutions too", _number("convolutions_ratio", ".2f", after="x"))),
-            ("compile_ours_ms", Column("torch.compile, with upconv ms", _number("compile_ours_ms"))),
-            ("compile_ratio", Column("ratio, compiled", _number("compile_ratio", ".2f", after="x"))),
-            *(
-                (f"{side}_peak_bytes", Column(f"{head} peak MB", _number(f"{side}_peak_bytes", ".0f", 1e6)))
-                for head, side in megabytes
-            ),
-        ),
-    ]
-
-
-def _cold(rows: Sequence[Row]) -> list[Column]:
-    seconds = (
-        ("forward s", "fwd_s"), ("for the input s", "grad_input_s"), ("for the weight s", "grad_weight_s"),
-        ("later s", "later_s"), ("from disk ms", "cached_ms"),
-    )  # fmt: skip
-    words = [_word(key) for key in ("case", "precision", "layout")]
-    return [*words, *(Column(head, _number(key)) for head, key in seconds)]
-
-
-def _shapes(rows: Sequence[Row]) -> list[Column]:
-    every = (
-        ("PyTorch first ms", "torch_ms"), ("tuned first ms", "torch_benchmark_ms"), ("upconv first ms", "ours_ms"),
-        ("compiled", "ours_compiled"), ("PyTorch again ms", "torch_again_ms"), ("upconv again ms", "ours_again_ms"),
-    )  # fmt: skip
-    numbers = _used(rows, *((key, Column(head, _number(key))) for head, key in every))
-    return [_word("shape", "input"), *numbers, _word("engine")]
-
-
-def _exported(rows: Sequence[Row]) -> list[Column]:
-    errors = [(f"{key}_error", f"{key.replace('_', '-')} error") for key in ("grad_input", "grad_weight")]
-    return [
+        _number("PyTorch ms", "torch_ms"),
+        _number("torch.compile ms", "compile_ms"),
+        _number("upconv ms", "ours_ms"),
+        Column("ratio", _ratio_or_failure),
+        _number("convolutions too ms", "convolutions_ms"),
+        _number("ratio, convolutions too", "convolutions_ratio", ".2f", after="x"),
+        _number("torch.compile, with upconv ms", "compile_ours_ms"),
+        _number("ratio, compiled", "compile_ratio", ".2f", after="x"),
+        _number("PyTorch peak MB", "torch_peak_bytes", ".0f", 1e6),
+        _number("upconv peak MB", "ours_peak_bytes", ".0f", 1e6),
+        _number("convolutions too peak MB", "convolutions_peak_bytes", ".0f", 1e6),
+    ),
+    "cold": (
+        _word("case"),
+        _word("precision"),
+        _word("layout"),
+        _number("forward s", "fwd_s"),
+        _number("for the input s", "grad_input_s"),
+        _number("for the weight s", "grad_weight_s"),
+        _number("later s", "later_s"),
+        _number("from disk ms", "cached_ms"),
+    ),
+    "shapes": (
+        _word("shape", "input"),
+        _number("PyTorch first ms", "torch_ms"),
+        _number("tuned first ms", "torch_benchmark_ms"),
+        _number("upconv first ms", "ours_ms"),
+        _number("compiled", "ours_compiled"),
+        _number("PyTorch again ms", "torch_again_ms"),
+        _number("upconv again ms", "ours_again_ms"),
+        _word("engine"),
+    ),
+    "exported": (
         _word("case"),
         _word("layer"),
-        Column("PyTorch ms", _number("torch_ms", ".3f")),
-        Column("exported ms", _number("ours_ms", ".3f")),
-        Column("ratio", lambda row: row["failure"] or f"{row['ratio']:.2f}x"),
-        Column("upconv ms", _number("library_ms", ".3f")),
+        _number("PyTorch ms", "torch_ms", ".3f"),
+        _number("exported ms", "ours_ms", ".3f"),
+        Column("ratio", _ratio_or_failure),
+        _number("upconv ms", "library_ms", ".3f"),
         Column(
             "exported / upconv",
             lambda row: "" if row["library_ms"] is None else f"{row['ours_ms'] / row['library_ms']:.2f}x",
         ),
-        Column("of tolerance", _number("worst")),
-        *_used(rows, *((key, Column(head, _number(key, ".1e"))) for key, head in errors)),
-    ]
+        _number("of tolerance", "worst"),
+        _number("grad-input error", "grad_input_error", ".1e"),
+        _number("grad-weight error", "grad_weight_error", ".1e"),
+    ),
+}
+"""What tables of each kind show."""
 
 
-_COLUMNS = {"host": _host, "training": _training, "cold": _cold, "shapes": _shapes, "exported": _exported}
+def constant(rows: Sequence[Row]) -> list[str]:
+    """The words that hold for all layers; none without any."""
+    return [str(swept.text(rows[0])) for swept in SWEPT if rows and not swept.when(rows)]
 
 
 def columns(found: Report, wide: bool = True) -> list[Column]:
-    """What a table of the report shows; columns that no row has a value for are left out."""
-    kind, rows = kind_of(found), found["rows"]
-    return _layers(rows, wide) if kind == LAYERS else _COLUMNS[kind](rows)
+    """What a table of the report shows."""
+    rows = found["rows"]
+    return [column for column in _COLUMNS[kind_of(found)] if column.wide in (None, wide) and column.when(rows)]
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -250,12 +248,8 @@ def ceiling_text(ceilings: Any) -> str:
 
 def summary(found: Report) -> list[str]:
     """What all rows together say, in sentences; of some kinds nothing."""
-    rows = found["rows"]
-    if kind_of(found) == LAYERS:
-        return _means(report.summarise(rows))
-    if kind_of(found) == "exported":
-        return [_files(rows)]
-    return []
+    kind, rows = kind_of(found), found["rows"]
+    return _means(report.summarise(rows)) if kind == LAYERS else [_files(rows)] if kind == "exported" else []
 
 
 def _means(of: dict[str, Any]) -> list[str]:
@@ -281,10 +275,6 @@ def _files(rows: Sequence[Row]) -> str:
     near = sum(row["ours_ms"] <= WITHIN * row["library_ms"] for row in right)
     mean = report.geometric_mean([row["ratio"] for row in right])
     return f"{text}, geometric mean {mean:.2f}x over PyTorch; {near} within 5% of upconv's layer"
-
-
-def _name(row: Row) -> str:
-    return str(row.get("case") or f"{row.get('dtype')} {row.get('mode')}")
 
 
 def show(found: Report, console: Console) -> None:
@@ -318,6 +308,7 @@ def show(found: Report, console: Console) -> None:
         console.print(Text(f"{row['case']}: {row['failure'] or 'no result'}", style="red"))
     for row in found["rows"]:
         if row.get("warning"):
-            console.print(Text(f"{_name(row)}: {row['warning']}", style="yellow"))
+            name = row.get("case") or f"{row.get('dtype')} {row.get('mode')}"
+            console.print(Text(f"{name}: {row['warning']}", style="yellow"))
     if layers and found["ceilings"]["matmul_flops_per_s"]:
         console.print(Text(f"roof: {ceiling_text(found['ceilings'])}", style="dim"))

@@ -5,8 +5,6 @@ Exit codes: 0 all right, 1 a wrong result (or a case that could not run), 2 bad 
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from upconv.cli import bench, explain, export, machine
@@ -43,8 +41,6 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print it and exit."),
 ) -> None:
     pass

@@ -9,31 +9,24 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar, cast
 
 import typer
+from typer import Option
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from upconv.bench.run import Sweep
     from upconv.problem import Precision
 
 Choice = TypeVar("Choice", bound=str)
 
-Device = Annotated[
-    str | None, typer.Option("--device", metavar="cpu|cuda[:i]", help="Where to run; default: CUDA if there is one.")
-]
-Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16, float16, float64.")]
-Layout = Annotated[str, typer.Option("--layout", metavar="LAYOUT", help="nchw, channels_last.")]
-Precision_ = Annotated[
-    str | None,
-    typer.Option(
-        "--precision", metavar="KIND", help="tf32, ieee, bf16, fp16, fp64; float32 default: ieee, on CUDA tf32."
-    ),
-]
-Model = typer.Option("--model", metavar="FILE.py:NAME", help="A module, or what makes one when called.")
+DEVICE = Option(None, "--device", metavar="cpu|cuda[:i]", help="Where to run; default: CUDA if there is one.")
+DTYPE = Option("float32", "--dtype", metavar="DTYPE", help="float32, bfloat16, float16, float64.")
+LAYOUT = Option("nchw", "--layout", metavar="LAYOUT", help="nchw, channels_last.")
+_KINDS = "tf32, ieee, bf16, fp16, fp64; float32 default: ieee, on CUDA tf32."
+PRECISION = Option(None, "--precision", metavar="KIND", help=_KINDS)
 
 
 def stop(message: object, code: int = 2) -> NoReturn:
@@ -47,9 +40,9 @@ def console() -> Console:
     from rich.console import Console
 
     found = Console(highlight=False)
-    return (
-        found if found.is_terminal else Console(file=cast(TextIO, _Trimmed(sys.stdout)), highlight=False, width=10_000)
-    )
+    if found.is_terminal:
+        return found
+    return Console(file=cast(TextIO, _Trimmed(sys.stdout)), highlight=False, width=10_000)
 
 
 class _Trimmed(io.TextIOBase):
@@ -106,48 +99,19 @@ def device_of(text: str | None) -> torch.device:
     """The device of ``--device``; without it a CUDA device where there is one, else the CPU."""
     import torch
 
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if text is None:
-        text = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
+        text = "cuda" if count else "cpu"
+    kind, _, index = text.partition(":")
+    if not re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", text):
         raise ValueError(f"--device must be cpu, cuda or cuda:<index>; got {text!r}")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise ValueError(f"--device must be cpu here, since PyTorch finds no CUDA device; got {text!r}")
-        if (device.index or 0) >= count:
-            raise ValueError(
-                f"--device must be one of {', '.join(f'cuda:{i}' for i in range(count))} here; got {text!r}"
-            )
-        device = torch.device("cuda", device.index or 0)
-    elif device.index:
-        raise ValueError(f"--device must be cpu, cuda or cuda:<index>; got {text!r}")
-    return device
-
-
-def sweep_of(
-    device: torch.device,
-    dtype: Sequence[str] | None,
-    precision: Sequence[str] | None,
-    layout: Sequence[str] | None,
-    pass_: Sequence[str] | None,
-) -> Sweep:
-    """What ``upconv bench`` varies. Errors: ValueError, one sentence."""
-    from upconv.bench.run import sweep
-    from upconv.problem import LAYOUTS, PASSES, PRECISIONS
-
-    known = dtypes()
-    chosen = [known[found] for found in several("--dtype", dtype, list(known))]
-    kinds = several("--precision", precision, precisions())
-    if precision and "all" in precision:  # all that the dtypes and the device have
-        fitting = {kind for d in chosen or PRECISIONS for kind in PRECISIONS[d]} - (
-            {"tf32"} if device.type == "cpu" else set()
-        )
-        kinds = [kind for kind in kinds if kind in fitting]
-    return sweep(device, chosen, kinds, several("--layout", layout, LAYOUTS), several("--pass", pass_, PASSES))
+    if kind == "cpu":
+        return torch.device("cpu")
+    if count == 0:
+        raise ValueError(f"--device must be cpu here, since PyTorch finds no CUDA device; got {text!r}")
+    if int(index or 0) >= count:
+        raise ValueError(f"--device must be one of {', '.join(f'cuda:{i}' for i in range(count))} here; got {text!r}")
+    return torch.device("cuda", int(index or 0))
 
 
 def network(text: str) -> torch.nn.Module:

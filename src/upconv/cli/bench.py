@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
+from typer import Option
 
-from upconv.cli.arguments import Device, stop
+from upconv.cli.arguments import DEVICE, PRECISION, stop
 
 HELP = """Measure upconv against PyTorch: interleaved, fresh inputs, medians, every row checked in float64.
 
@@ -30,105 +29,53 @@ Examples:
 
   upconv bench --from models.json --plot models.svg
 """
-
-_Names = list[str] | None
-_Suite = Annotated[
-    _Names,
-    typer.Option(
-        "--suite",
-        metavar="NAME",
-        help="founding, kernelbench, models, cuda (both), field, convolutions, cpu, custom, training; repeated; "
-        "default: cpu, founding.",
-    ),
-]
-_Case = Annotated[_Names, typer.Option("--case", metavar="NAME", help="Only this case; may be repeated.")]
-_Layer = Annotated[
-    str | None,
-    typer.Option("--layer", metavar="ARGS", help="A layer of your own, in torch.nn.ConvTranspose2d's arguments."),
-]
-_Input = Annotated[
-    str | None,
-    typer.Option("--input", metavar="NxCxHxW", help="Its input: batch, channels, 1 to 3 sizes; measured as given."),
-]
-_Dtype = Annotated[
-    _Names,
-    typer.Option("--dtype", metavar="DTYPE", help="float32 (default), bfloat16, float16, float64; repeated, or all."),
-]
-_Precision = Annotated[
-    _Names,
-    typer.Option(
-        "--precision", metavar="KIND", help="tf32, ieee, bf16, fp16, fp64; float32 default: ieee, on CUDA tf32."
-    ),
-]
-_Layout = Annotated[
-    _Names, typer.Option("--layout", metavar="LAYOUT", help="nchw (default), channels_last; repeated, or all.")
-]
-_Pass = Annotated[
-    _Names,
-    typer.Option("--pass", metavar="PASS", help="fwd (default), grad-input, grad-weight, step; repeated, or all."),
-]
-_Bias = Annotated[bool | None, typer.Option("--bias/--no-bias", help="Override what the suite says.")]
-_Quick = Annotated[
-    bool | None, typer.Option("--quick/--full", help="Scaled-down sizes and fewer rounds; the default on a CPU.")
-]
-_Inputs = Annotated[
-    str, typer.Option("--inputs", metavar="KIND", help="normal, or rand: KernelBench's inputs and torch.nn's weights.")
-]
-_Memory = Annotated[bool, typer.Option("--memory", help="Also measure peak memory beside inputs and results.")]
-_Frozen = Annotated[
-    bool, typer.Option("--frozen", help="Also time forwards with upconv.freeze, which keeps packed weights.")
-]
-_Compiled = Annotated[
-    bool | None,
-    typer.Option(
-        "--compiled/--eager",
-        help="Suite training: also under torch.compile, in both layouts, steps and inference; the default on a GPU.",
-    ),
-]
-_Host = Annotated[bool, typer.Option("--host", help="Measure instead what a call of a tiny layer costs the host.")]
-_Shapes = Annotated[
-    bool, typer.Option("--shapes", help="Measure instead the first calls of a layer on ten new input sizes.")
-]
-_AsExported = Annotated[
-    bool,
-    typer.Option("--as-exported", help="Judge the files of suite kernelbench by its rules; --pass step: gradients."),
-]
-_Models = Annotated[
-    str, typer.Option("--models", metavar="DIR", help="Where --as-exported finds model_57.py and its like.")
-]
-_Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")]
-_Plot = Annotated[
-    str | None, typer.Option("--plot", metavar="FILE", help="Draw speed-ups and a roofline, .png or .svg.")
-]
-_From = Annotated[
-    str | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show this JSON report again.")
-]
+_SUITES = (
+    "founding, kernelbench, models, cuda (both), field, convolutions, cpu, custom, training; repeated; "
+    "default: cpu, founding."
+)
+_COMPILED = "Suite training: also under torch.compile, in both layouts, steps and inference; the default on a GPU."
+_JUDGE = "Judge the files of suite kernelbench by its rules; --pass step: gradients."
+Names = list[str] | None
 
 
 def command(
     context: typer.Context,
-    suite: _Suite = None,
-    case: _Case = None,
-    layer: _Layer = None,
-    input: _Input = None,
-    device: Device = None,
-    dtype: _Dtype = None,
-    precision: _Precision = None,
-    layout: _Layout = None,
-    pass_: _Pass = None,
-    bias: _Bias = None,
-    quick: _Quick = None,
-    inputs: _Inputs = "normal",
-    memory: _Memory = False,
-    frozen: _Frozen = False,
-    compiled: _Compiled = None,
-    host: _Host = False,
-    shapes: _Shapes = False,
-    as_exported: _AsExported = False,
-    models: _Models = "models",
-    json: _Json = None,
-    plot: _Plot = None,
-    from_: _From = None,
+    suite: Names = Option(None, "--suite", metavar="NAME", help=_SUITES),
+    case: Names = Option(None, "--case", metavar="NAME", help="Only this case; may be repeated."),
+    layer: str | None = Option(
+        None, "--layer", metavar="ARGS", help="A layer of your own, as torch.nn.ConvTranspose2d's."
+    ),
+    input: str | None = Option(None, "--input", metavar="NxCxHxW", help="Its input: batch, channels, 1 to 3 sizes."),
+    device: str | None = DEVICE,
+    dtype: Names = Option(
+        None, "--dtype", metavar="DTYPE", help="float32 (default), bfloat16, float16, float64; repeated, or all."
+    ),
+    precision: Names = PRECISION,
+    layout: Names = Option(None, "--layout", metavar="LAYOUT", help="nchw (default), channels_last; repeated, or all."),
+    pass_: Names = Option(
+        None, "--pass", metavar="PASS", help="fwd (default), grad-input, grad-weight, step; repeated, or all."
+    ),
+    bias: bool | None = Option(None, "--bias/--no-bias", help="Override what the suite says."),
+    quick: bool | None = Option(
+        None, "--quick/--full", help="Scaled-down sizes and fewer rounds; the default on a CPU."
+    ),
+    inputs: str = Option(
+        "normal", "--inputs", metavar="KIND", help="normal, or rand: KernelBench's inputs, torch.nn's weights."
+    ),
+    memory: bool = Option(False, "--memory", help="Also measure peak memory beside inputs and results."),
+    frozen: bool = Option(False, "--frozen", help="Also time forwards with upconv.freeze, which keeps packed weights."),
+    compiled: bool | None = Option(None, "--compiled/--eager", help=_COMPILED),
+    host: bool = Option(False, "--host", help="Measure instead what a call of a tiny layer costs the host."),
+    shapes: bool = Option(False, "--shapes", help="Measure instead the first calls of a layer on ten new input sizes."),
+    as_exported: bool = Option(False, "--as-exported", help=_JUDGE),
+    models: str = Option(
+        "models", "--models", metavar="DIR", help="Where --as-exported finds model_57.py and its like."
+    ),
+    json: str | None = Option(None, "--json", metavar="FILE", help="Write the report as JSON."),
+    plot: str | None = Option(
+        None, "--plot", metavar="FILE", help="Draw shares of the roof and speed-ups, .png or .svg."
+    ),
+    from_: str | None = Option(None, "--from", metavar="FILE", help="Measure nothing: show this JSON report again."),
 ) -> None:
     from upconv.cli.measuring import Options, run
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
+from typer import Option
 
 from upconv.cli.arguments import (
-    Device,
-    Dtype,
-    Layout,
-    Precision_,
+    DEVICE,
+    DTYPE,
+    LAYOUT,
+    PRECISION,
     console,
     device_of,
     dtypes,
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from upconv.bench.roofline import Ceilings
     from upconv.cuda.gpu import Gpu
     from upconv.explain import Explanation, ModelExplanation
-    from upconv.problem import Layout as LayoutName
-    from upconv.problem import Pass, Precision, Problem
+    from upconv.problem import Layout, Pass, Precision, Problem
 
 HELP = """Say what upconv does with a layer: sizes, phases and taps, the roof, the plan and why no other.
 
@@ -46,43 +46,19 @@ Examples:
 
   upconv explain --model net.py:Generator --input 8x3x512x512 --gpu "RTX 4090"
 """
-
-_Layer = Annotated[
-    str | None, typer.Argument(metavar="LAYER", help='Like "64,64,(3,7),stride=2,padding=1,bias=False".')
-]
-_Inputs = Annotated[
-    list[str],
-    typer.Option(
-        "--input", metavar="NxCxHxW", help="The input: batch, channels, 1 to 3 sizes; for each argument of a model."
-    ),
-]
-_Model = Annotated[
-    str | None,
-    typer.Option("--model", metavar="FILE.py:NAME", help="A module, or what makes one when called, in place of LAYER."),
-]
-_Pass = Annotated[str, typer.Option("--pass", metavar="PASS", help="fwd, grad-input, grad-weight, step.")]
-_Gpu = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu", metavar="NAME", help="Plan for a GPU that need not be there: H200, A100 40GB, L4, RTX 4090, ..."
-    ),
-]
-_Ceilings = Annotated[
-    str | None,
-    typer.Option(
-        "--ceilings",
-        metavar="B/S,FLOP/S",
-        help="Copy and matmul rates for the roof, like 37e9,190e9; default: measured, with --gpu estimated.",
-    ),
-]
+_LAYER = typer.Argument(None, metavar="LAYER", help='Like "64,64,(3,7),stride=2,padding=1,bias=False".')
+_INPUT = "The input: batch, channels, 1 to 3 sizes; for each argument of a model."
+_MODEL = "A module, or what makes one when called, in place of LAYER."
+_GPU = "Plan for a GPU that need not be there: H200, A100 40GB, L4, RTX 4090, ..."
+_CEILINGS = "Copy and matmul rates for the roof, like 37e9,190e9; default: measured, with --gpu estimated."
 
 
 class _Asked(NamedTuple):
     """What the options say of the pass and of where it is to run."""
 
     dtype: torch.dtype
-    precision: Sequence[str]
-    layout: LayoutName
+    precision: str | None
+    layout: Layout
     pass_: Pass
     device: torch.device
     planned: planner.Device
@@ -99,34 +75,34 @@ class _Asked(NamedTuple):
             return parse_ceilings(self.ceilings, kinds)
         return estimated_ceilings(self.named) if self.named else measure(kinds, self.device, seconds=0.1)
 
-    def of(self, p: Problem, dtype: torch.dtype, layout: LayoutName) -> Problem:
+    def of(self, p: Problem, dtype: torch.dtype, layout: Layout) -> Problem:
         """A forward as the options have it: the pass, and the precision where the dtype is that of the options."""
-        from upconv.bench.run import sweep
+        from upconv.bench.run import ways
 
-        kinds = [one("--precision", kind, precisions()) for kind in self.precision] if dtype is self.dtype else []
-        (kind,) = sweep(self.device, [dtype], kinds)["precisions"]
-        return p.with_(dtype=dtype, precision=kind, layout=layout, pass_=self.pass_)
+        given = self.precision is not None and dtype is self.dtype
+        kinds = [one("--precision", str(self.precision), precisions())] if given else []
+        (way,) = ways(self.device, [dtype], kinds, [layout], [self.pass_])
+        return p.with_(**way._asdict())
 
 
 def command(
-    input: _Inputs,
-    layer: _Layer = None,
-    model: _Model = None,
-    device: Device = None,
-    dtype: Dtype = "float32",
-    layout: Layout = "nchw",
-    pass_: _Pass = "fwd",
-    precision: Precision_ = None,
-    gpu: _Gpu = None,
-    ceilings: _Ceilings = None,
+    layer: str | None = _LAYER,
+    input: list[str] = Option(..., "--input", metavar="NxCxHxW", help=_INPUT),
+    model: str | None = Option(None, "--model", metavar="FILE.py:NAME", help=_MODEL),
+    device: str | None = DEVICE,
+    dtype: str = DTYPE,
+    layout: str = LAYOUT,
+    pass_: str = Option("fwd", "--pass", metavar="PASS", help="fwd, grad-input, grad-weight, step."),
+    precision: str | None = PRECISION,
+    gpu: str | None = Option(None, "--gpu", metavar="NAME", help=_GPU),
+    ceilings: str | None = Option(None, "--ceilings", metavar="B/S,FLOP/S", help=_CEILINGS),
 ) -> None:
     from upconv.problem import LAYOUTS, PASSES
 
     try:
         kind = dtypes()[one("--dtype", dtype, list(dtypes()))]
         order, wanted = one("--layout", layout, LAYOUTS), one("--pass", pass_, PASSES)
-        kinds = [] if precision is None else [precision]
-        asked = _Asked(kind, kinds, order, wanted, *_target(gpu, device), ceilings)
+        asked = _Asked(kind, precision, order, wanted, *_target(gpu, device), ceilings)
         if (layer is None) == (model is None):
             raise ValueError(f"explain takes either LAYER or --model; got {layer!r} and {model!r}")
         found = _of_model(model, input, asked) if model is not None else _of_layer(layer or "", input, asked)
@@ -159,8 +135,7 @@ def _of_layer(layer: str, inputs: Sequence[str], asked: _Asked) -> Explanation:
     if len(inputs) != 1:
         raise ValueError(f"--input must be given once for a layer; got {' '.join(inputs)!r}")
     problem = asked.of(parse_layer(layer, inputs[0]), asked.dtype, asked.layout)
-    rates = asked.rates([problem.precision])
-    return Explanation(problem, planner.plan(problem, asked.planned), rates)
+    return Explanation(problem, planner.plan(problem, asked.planned), asked.rates([problem.precision]))
 
 
 def _of_model(model: str, inputs: Sequence[str], asked: _Asked) -> ModelExplanation:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
+from typer import Option
 
 from upconv.cli.arguments import stop
 
@@ -18,40 +17,25 @@ Examples:
 
   upconv export --layer "64,64,(3,7),stride=2,bias=False" --input 8x64x512x512 -o layer.py
 """
+_DTYPE = "Of --layer: float32, bfloat16, float16, float64."
+_ARCH = "80, 86, 89, 90a, 100a, 120; default this machine's GPU, else 90a."
 
 
 def command(
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE.py", help="The file to write.")],
-    number: Annotated[
-        int | None,
-        typer.Option(
-            "--kernelbench", metavar="NUMBER", help="A transposed convolution of KernelBench level 1, like 57."
-        ),
-    ] = None,
-    layer: Annotated[
-        str | None,
-        typer.Option("--layer", metavar="LAYER", help='Like "64,64,(3,7),stride=2,padding=1,bias=False".'),
-    ] = None,
-    input: Annotated[
-        str | None,
-        typer.Option("--input", metavar="NxCxHxW", help="The input to plan for; others run as well."),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="DTYPE", help="Of --layer: float32, bfloat16, float16, float64.")
-    ] = "float32",
-    precision: Annotated[
-        str | None,
-        typer.Option("--precision", metavar="KIND", help="Of --layer in float32: tf32, ieee; default tf32."),
-    ] = None,
-    arch: Annotated[
-        str | None,
-        typer.Option(
-            "--arch", metavar="ARCH", help="80, 86, 89, 90a, 100a, 120; default this machine's GPU, else 90a."
-        ),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compile the file, compare it with PyTorch and time both.")
-    ] = False,
+    output: str = Option(..., "--output", "-o", metavar="FILE.py", help="The file to write."),
+    number: int | None = Option(
+        None, "--kernelbench", metavar="NUMBER", help="A transposed convolution of KernelBench level 1, like 57."
+    ),
+    layer: str | None = Option(
+        None, "--layer", metavar="LAYER", help='Like "64,64,(3,7),stride=2,padding=1,bias=False".'
+    ),
+    input: str | None = Option(None, "--input", metavar="NxCxHxW", help="The input to plan for; others run as well."),
+    dtype: str = Option("float32", "--dtype", metavar="DTYPE", help=_DTYPE),
+    precision: str | None = Option(
+        None, "--precision", metavar="KIND", help="Of --layer in float32: tf32, ieee; default tf32."
+    ),
+    arch: str | None = Option(None, "--arch", metavar="ARCH", help=_ARCH),
+    check: bool = Option(False, "--check", help="Compile the file, compare it with PyTorch and time both."),
 ) -> None:
     from upconv.bench.files import writable
     from upconv.export import command as exports

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json as json_
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+from typer import Option
 
-from upconv.cli.arguments import Device, Dtype, Layout, Model, console, device_of, dtypes, network, one, stop
+from upconv.cli.arguments import DEVICE, DTYPE, LAYOUT, console, device_of, dtypes, network, one, stop
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def env(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def env(json: bool = Option(False, "--json", help="Print JSON.")) -> None:
     """Print versions, devices, threads, flags and caches; what cannot be found out says why.
 
     Example: upconv env --json
@@ -92,9 +91,7 @@ def cache(context: typer.Context) -> None:
 
 
 @cache_app.command()
-def clear(
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-) -> None:
+def clear(yes: bool = Option(False, "--yes", "-y", help="Do not ask.")) -> None:
     """Remove the compiled kernels; they are compiled again when they are needed.
 
     Example: upconv cache clear --yes
@@ -116,17 +113,15 @@ def clear(
 
 @cache_app.command()
 def warm(
-    model: Annotated[str, Model],
-    input: Annotated[
-        str, typer.Option("--input", metavar="NxCxHxW", help="The model's input: batch, channels, 1 to 3 sizes.")
-    ],
-    device: Device = None,
-    dtype: Dtype = "float32",
-    layout: Layout = "nchw",
-    training: Annotated[bool, typer.Option("--training", help="The gradients' kernels too.")] = False,
-    convolutions: Annotated[
-        bool, typer.Option("--convolutions", help="Plain convolutions' kernels too, as accelerate(convolutions=True).")
-    ] = False,
+    model: str = Option(..., "--model", metavar="FILE.py:NAME", help="A module, or what makes one when called."),
+    input: str = Option(..., "--input", metavar="NxCxHxW", help="The model's input: batch, channels, 1 to 3 sizes."),
+    device: str | None = DEVICE,
+    dtype: str = DTYPE,
+    layout: str = LAYOUT,
+    training: bool = Option(False, "--training", help="The gradients' kernels too."),
+    convolutions: bool = Option(
+        False, "--convolutions", help="Plain convolutions' kernels too, as accelerate(convolutions=True)."
+    ),
 ) -> None:
     """Compile and keep every CUDA kernel that a model needs for an input of this shape.
 

@@ -17,11 +17,11 @@ from upconv.bench import run as runs
 from upconv.bench.progress import Progress
 from upconv.bench.report import Interrupted, Report, Row
 from upconv.bench.roofline import Ceilings
-from upconv.bench.run import Job
+from upconv.bench.run import How, Job, Way
 from upconv.bench.suites import SUITES, Case, choose, parse_layer
 from upconv.bench.timing import FULL, INPUTS, QUICK, SWEEP
-from upconv.cli.arguments import console, device_of, one, several, sweep_of
-from upconv.problem import LAYOUTS
+from upconv.cli.arguments import console, device_of, dtypes, one, precisions, several
+from upconv.problem import LAYOUTS, PASSES, PRECISIONS
 
 WRONG, INTERRUPTED = 1, 130
 """Exit codes: a row has no speed, and Ctrl-C."""
@@ -39,6 +39,10 @@ class Options(SimpleNamespace):
                 got = value if isinstance(value, (str, bool)) else " ".join(value)
                 raise ValueError(f"{option(name)} does not go with {kind}; got {got!r}")
 
+    def small(self, device: torch.device) -> bool:
+        """Whether sizes are scaled down."""
+        return device.type == "cpu" if self.quick is None else bool(self.quick)
+
 
 def option(name: str) -> str:
     """An option as it is typed, by the name of its parameter."""
@@ -52,6 +56,9 @@ class Outputs(NamedTuple):
     plot: Path | None
 
 
+Measure = Callable[[Progress], Report]
+
+
 def run(options: Options) -> int:
     """Runs the command; its exit code.
 
@@ -59,18 +66,23 @@ def run(options: Options) -> int:
         ValueError: an argument that does not fit, in one sentence.
     """
     outputs = _outputs(options)
-    alone = [name for name in ("--host", "--shapes") if getattr(options, name[2:])]
+    alone = [kind for kind in ("--host", "--shapes") if getattr(options, kind[2:])]
     if len(alone) > 1:
         raise ValueError(f"{' and '.join(alone)} are runs of their own; got {len(alone)} of them")
     if options.from_ is not None:
         return _again(options, outputs)
     if alone:
-        return _measured(_latency(options, alone[0]), outputs)
-    if options.suite and "training" in options.suite:
-        return _measured(_training(options), outputs)
-    if options.as_exported:
-        return _measured(_exported(options), outputs)
-    return _measured(_layers(options), outputs)
+        measure = _latency(options, alone[0])
+    elif "training" in (options.suite or ()):
+        measure = _training(options)
+    else:
+        measure = _exported(options) if options.as_exported else _layers(options)
+    try:
+        with Progress() as tell:
+            found = measure(tell)
+    except Interrupted as stopped:
+        return _finish(stopped.found, outputs, INTERRUPTED)
+    return _finish(found, outputs)
 
 
 def _outputs(options: Options) -> Outputs:
@@ -87,12 +99,30 @@ def _again(options: Options, outputs: Outputs) -> int:
         found = report.load(options.from_)
     except ValueError as error:
         raise ValueError(f"--from: {error}") from None
-    return _finish(found, outputs, WRONG if report.wrong(found["rows"]) else 0)
+    return _finish(found, outputs)
+
+
+def _finish(found: Report, outputs: Outputs, code: int = 0) -> int:
+    """Shows a report and writes its files; the exit code, which is 1 in place of 0 where something failed."""
+    screen, failed = console(), bool(report.wrong(found["rows"]))
+    tables.show(found, screen)
+    for done, path, write in (
+        ("written", outputs.json, lambda path: files.save(found, path)),
+        ("drawn", outputs.plot, lambda path: plots.plot([found], path)),
+    ):
+        if path is None:
+            continue
+        try:
+            write(path)
+        except (OSError, ValueError) as error:
+            print(f"upconv: {path} was not {done}: {error}", file=sys.stderr)
+            failed = True
+        else:
+            screen.print(f"{done}: {path}", soft_wrap=True)
+    return code or (WRONG if failed else 0)
 
 
 # --- kinds of runs ---------------------------------------------------------------------------------------------------
-
-Measure = Callable[[Progress], Report]
 
 
 def _latency(options: Options, kind: str) -> Measure:
@@ -114,20 +144,16 @@ def _training(options: Options) -> Measure:
     if len(options.suite) > 1:
         raise ValueError(f"--suite training is a run of its own; got {' and '.join(options.suite)}")
     device = device_of(options.device)
-    small = device.type == "cpu" if options.quick is None else options.quick
+    small = options.small(device)
     whole = device.type == "cuda" and not small if options.compiled is None else options.compiled
-    every = models.cases(8) if small else models.cases()
-    names = [case.name for case in every]
+    every = models.cases(8 if small else 1)
     for name in options.case or ():
-        one("--case", name, names)
-    modes = several("--pass", options.pass_, training.MODES) or (training.MODES if whole else training.MODES[:1])
-    layouts = several("--layout", options.layout, LAYOUTS) or (LAYOUTS if whole else LAYOUTS[:1])
-    dtypes = several("--dtype", options.dtype, training.DTYPES) or training.DTYPES
+        one("--case", name, [case.name for case in every])
     todo = training.runs(
         [case for case in every if not options.case or case.name in options.case],
-        autocast=[dtype == "bfloat16" for dtype in dtypes],
-        layouts=layouts,
-        modes=modes,
+        autocast=[d == "bfloat16" for d in several("--dtype", options.dtype, training.DTYPES) or training.DTYPES],
+        layouts=several("--layout", options.layout, LAYOUTS) or LAYOUTS[: 2 if whole else 1],
+        modes=several("--pass", options.pass_, training.MODES) or training.MODES[: 2 if whole else 1],
     )
     if not todo:
         raise ValueError("--layout must be nchw for hifigan, which has no channels_last; got 'channels_last'")
@@ -153,47 +179,31 @@ def _layers(options: Options) -> Measure:
         if name in options.given:
             raise ValueError(f"{option(name)} goes with {kind} alone; got {getattr(options, name)!r}")
     device = device_of(options.device)
-    small = device.type == "cpu" if options.quick is None else options.quick
+    small = options.small(device)
     drawn = one("--inputs", options.inputs, INPUTS)
-    what = sweep_of(device, options.dtype, options.precision, options.layout, options.pass_)
-    if options.frozen and list(what["passes"]) != ["fwd"]:
-        raise ValueError(f"--frozen goes with --pass fwd alone; got {', '.join(what['passes'])}")
+    ways = _ways(options, device)
+    passes = dict.fromkeys(way.pass_ for way in ways)
+    if options.frozen and list(passes) != ["fwd"]:
+        raise ValueError(f"--frozen goes with --pass fwd alone; got {', '.join(passes)}")
     chosen = _cases(options, device)
-    todo = [job for name, cases in chosen for job in runs.jobs(name, cases, what, small=small, bias=options.bias)]
+    todo = [job for name, cases in chosen for job in runs.jobs(name, cases, ways, small=small, bias=options.bias)]
     if not todo:
         raise ValueError("--layout must be nchw for 1-D layers, which have no channels_last; got 'channels_last'")
     # Suites of five or six layers are timed at length, a sweep of dozens of rows on a GPU is not.
     repeats = QUICK if small else SWEEP if device.type == "cuda" and len(todo) > 12 else FULL
-
-    def measure(tell: Progress) -> Report:
-        begun, complete = env.load_average(), True
-        rows: list[Row] = []
-        ceilings = Ceilings(copy_bytes_per_s=0.0, matmul_flops_per_s={})
-
-        def publish(so_far: list[Row], rates: Ceilings) -> None:
-            nonlocal rows, ceilings
-            rows, ceilings = so_far, rates
-
-        try:
-            tell("measuring what the machine copies and multiplies", 0, len(todo))
-            runs.run(
-                todo, device, repeats, peaks=options.memory, inputs=drawn, frozen=options.frozen,
-                planning=lambda job: tell(f"planning {_named(job)}"),
-                progress=lambda job: tell(_named(job), len(rows), len(todo)), publish=publish,
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            complete = False
-        found = report.build(rows, device, begun, complete, ceilings=ceilings)
-        if not complete:
-            raise Interrupted(found)
-        return found
-
-    return measure
+    how = How(repeats, options.memory, drawn, options.frozen)
+    return lambda tell: _measure_layers(todo, device, how, tell)
 
 
-def _named(job: Job) -> str:
-    p = job.problem
-    return f"{job.case} {str(p.dtype).removeprefix('torch.')} {p.layout} {p.pass_}"
+def _ways(options: Options, device: torch.device) -> list[Way]:
+    known = dtypes()
+    chosen = [known[found] for found in several("--dtype", options.dtype, list(known))]
+    kinds = several("--precision", options.precision, precisions())
+    if options.precision and "all" in options.precision:  # all that the dtypes and the device have
+        fitting = {kind for d in chosen or PRECISIONS for kind in PRECISIONS[d]}
+        kinds = [kind for kind in kinds if kind in fitting and (kind != "tf32" or device.type != "cpu")]
+    layouts, passes = several("--layout", options.layout, LAYOUTS), several("--pass", options.pass_, PASSES)
+    return runs.ways(device, chosen, kinds, layouts, passes)
 
 
 def _cases(options: Options, device: torch.device) -> list[tuple[str, Sequence[Case]]]:
@@ -216,34 +226,23 @@ def _cases(options: Options, device: torch.device) -> list[tuple[str, Sequence[C
     return [(name, [case for case in cases if case in chosen]) for name, cases in found.items()]
 
 
-# --- the end of a run ------------------------------------------------------------------------------------------------
+def _measure_layers(todo: Sequence[Job], device: torch.device, how: How, tell: Progress) -> Report:
+    begun, complete = env.load_average(), True
+    rows: list[Row] = []
+    ceilings = Ceilings(copy_bytes_per_s=0.0, matmul_flops_per_s={})
 
+    def say(what: str, job: Job) -> None:
+        p = job.problem
+        name = f"{job.case} {str(p.dtype).removeprefix('torch.')} {p.layout} {p.pass_}"
+        tell(f"planning {name}") if what == "plan" else tell(name, len(rows), len(todo))
 
-def _measured(measure: Measure, outputs: Outputs) -> int:
-    """Measures a report, shows and writes it; the exit code."""
     try:
-        with Progress() as tell:
-            found = measure(tell)
-    except Interrupted as stopped:
-        return _finish(stopped.found, outputs, INTERRUPTED)
-    return _finish(found, outputs, WRONG if report.wrong(found["rows"]) else 0)
-
-
-def _finish(found: Report, outputs: Outputs, code: int) -> int:
-    """Shows a report and writes its files; the exit code, which is 1 instead of 0 where a file was not written."""
-    screen, failed = console(), False
-    tables.show(found, screen)
-    for done, path, write in (
-        ("written", outputs.json, lambda path: files.save(found, path)),
-        ("drawn", outputs.plot, lambda path: plots.plot(found, path)),
-    ):
-        if path is None:
+        tell("measuring what the machine copies and multiplies", 0, len(todo))
+        for rows, ceilings in runs.run(todo, device, how, tell=say):  # noqa: B007 the last ones are the report's
             continue
-        try:
-            write(path)
-        except (OSError, ValueError) as error:
-            print(f"upconv: {path} was not {done}: {error}", file=sys.stderr)
-            failed = True
-        else:
-            screen.print(f"{done}: {path}", soft_wrap=True)
-    return code or (WRONG if failed else 0)
+    except KeyboardInterrupt:
+        complete = False
+    found = report.build(rows, device, begun, complete, ceilings=ceilings)
+    if not complete:
+        raise Interrupted(found)
+    return found

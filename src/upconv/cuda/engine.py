@@ -18,6 +18,7 @@ from torch import Tensor
 
 from upconv import cpu, forks
 from upconv.cuda import weights
+from upconv.cuda.gpu import capturing as _capturing
 from upconv.cuda.gpu import current_device as _current_device
 from upconv.problem import Pass, is_channels_last
 
@@ -101,10 +102,6 @@ def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     return out.add_(bias.view(-1, *(1,) * plan.problem.rank))
 
 
-# PyTorch's own binding; a PyTorch built without CUDA lacks it.
-_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
-
-
 def gradients(
     plan: Plan,
     grad: Tensor,
@@ -127,7 +124,11 @@ def gradients(
     Raises:
         as `forward`.
     """
-    runners = _gradients(plan, grad.get_device())
+    index = grad.get_device()
+    if _current_device() != index:
+        with torch.cuda.device(index):
+            return gradients(plan, grad, x, weight, mask, lasting)
+    runners = _gradients(plan, index)
     grad_input = grad_weight = grad_bias = None
     by_input = runners.input if mask[0] else None
     by_weight = runners.weight if mask[1] else None
@@ -203,17 +204,21 @@ class WeightRunner:
         self.casts = self.prepared.casts
 
     def __call__(self, x: Tensor, grad: Tensor, dtype: torch.dtype, lasting: bool = True) -> Tensor:
-        """The gradient for the weight, in its ``dtype`` and the problem's layout; ``grad`` (the output's) is dense."""
-        if _current_device() != self.index:
-            with torch.cuda.device(self.index):
-                return self(x, grad, dtype, lasting)
+        """The gradient for the weight, in its ``dtype`` and the problem's layout.
+
+        ``grad`` (the output's) is dense, and the current device is this one's.
+        """
         if x.is_neg() or not x.is_contiguous(memory_format=self.format):
             x = _dense(x, self.format)
         strides = self.strides
         if self.otherwise is not None and not is_channels_last(x.shape, x.stride()):
             strides = self.otherwise
-        mixed = dtype is not x.dtype and self.casts
-        out = x.new_empty_strided(self.shape, strides, dtype=dtype if mixed else None)
+        rounded = dtype is x.dtype or not self.casts
+        out = (
+            x.new_empty_strided(self.shape, strides)
+            if rounded
+            else x.new_empty_strided(self.shape, strides, dtype=dtype)
+        )
         try:
             self.prepared.run(x, grad, out, lasting and not _capturing())
         except torch.OutOfMemoryError:
@@ -277,7 +282,9 @@ class Runner:
                 bias = bias.to(x.dtype)  # else it is rounded together with the weight
         if packed is None:
             # Drivers before CUDA 12.3 capture no dependents.
-            self.prepared.run(x, weight.resolve_neg(), bias, out, not capturing, lasting and not capturing)
+            if weight.is_neg():  # 0.2 us less than resolve_neg
+                weight = weight.resolve_neg()
+            self.prepared.run(x, weight, bias, out, not capturing, lasting and not capturing)
         else:
             self.prepared.run(x, packed, bias, out, False, lasting and not capturing)
 

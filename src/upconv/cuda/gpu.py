@@ -13,6 +13,9 @@ import torch
 # PyTorch's own bindings, since torch.cuda.current_stream() costs 3 us; a PyTorch built without CUDA lacks them.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+capturing: Callable[[], bool] = (
+    torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else lambda: False
+)
 
 
 class Chip(NamedTuple):

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.compile import launch as launching
-from upconv.cuda.compile.launch import Counters, Launcher, Launches, TooManyBlocks, as_run, bind
+from upconv.cuda.compile.launch import Counters, Launcher, Launches, TooManyBlocks, as_run, bind, stream_handle
 from upconv.cuda.compile.provisional import Provisional
+from upconv.cuda.gpu import current_stream
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launches import (
     NULL,
@@ -55,7 +56,7 @@ def loaded(launch: Launch, letters: str, device: int) -> Launches:
 
     def of(one: Unit) -> Launcher:
         kernel = jit.kernel(one.source, entry, arch, one.label, one.kept)
-        return Launcher(kernel, launch.threads, launch.shared_bytes, letters, launch.cooperative)
+        return Launcher(kernel, device, launch.threads, launch.shared_bytes, letters, launch.cooperative)
 
     if unit.quick is None or jit.at_hand(unit.source, arch, unit.label) or (quick := unit.quick()) is None:
         return of(unit)
@@ -148,7 +149,7 @@ class Program:
         places = {one: i for i, one in enumerate(kinds)}
         self._shapes = [(-(-one.bytes // 4),) for one in scratch]
         self.scratch = scratch
-        self.zeros = [(n, Counters(device, n.words) if counters is None else counters(n.words)) for n in zeros]
+        self.zeros = [(n, Counters(n.words) if counters is None else counters(n.words)) for n in zeros]
         self._beyond = [(slots[one.operand], one.offset) for one in beyond]
         self._mapped = [_Run(one, slots, device) for one in mapped]
         self._constant: Values = [0]
@@ -167,7 +168,7 @@ class Program:
             self._steps.append((launcher, launch.grid, take, launch.dependent))
 
     def __call__(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
-        """Runs the launches on operands that begin where they must.
+        """Runs the launches on operands that begin where they must. The program's device is the current one.
 
         Args:
             tensors: the operands, dense, the first on the device.
@@ -184,18 +185,24 @@ class Program:
             for shape in self._shapes:
                 held.append(t := like.new_empty_strided(shape, _DENSE, dtype=_WORD))  # 2 us less than torch.empty
                 values.append(t.data_ptr())
-        for _, zeros in self.zeros:
-            fresh = fresh and zeros.known()  # else a dependent launch would overlap with what makes them
-            values.append(zeros.address(like))
+        stream = current_stream(self.device)
+        for _, counters in self.zeros:
+            zeros = counters.of_streams.get(stream)
+            if zeros is None:
+                zeros, fresh = (
+                    counters.make(stream, like),
+                    False,
+                )  # else a dependent would overlap with what zeroes them
+            values.append(zeros.data_ptr())
         if self._beyond:
             values += [values[i] + offset for i, offset in self._beyond]
         for run in self._mapped:
             key = run.key(values)
             values.append(run.kept.get(key) or run.encoded(key))
         values += self._constant
-        device = self.device
+        handle = stream_handle(stream)
         for launch, grid, take, dependent in self._steps:
-            launch(device, grid, take(values), dependent and fresh)
+            launch(handle, grid, take(values), dependent and fresh)
 
     def final(self) -> list[Any]:
         """The launchers, without quick forms, and with a context for tensor maps."""
@@ -284,7 +291,7 @@ class _Prepared:
 
     def _counters(self, words: int) -> Counters:
         found = self.counters.get(words)
-        return self.counters.setdefault(words, Counters(self._device, words)) if found is None else found
+        return self.counters.setdefault(words, Counters(words)) if found is None else found
 
 
 class Prepared(_Prepared):

@@ -24,6 +24,7 @@ from torch import Tensor
 from upconv import cpu
 from upconv.cuda import engine, weights
 from upconv.cuda.compile import provisional
+from upconv.cuda.gpu import capturing
 from upconv.planner import Plan
 from upconv.replay import calls, native
 from upconv.replay.calls import Arguments, Operands, Operation
@@ -95,7 +96,7 @@ def recorder() -> Any:
         hoped = not native.hopeless()
         return None
     # A tape has final kernels, and nobody is to wait for them here. What is captured does without what outlives it.
-    return None if provisional.pending() or engine._capturing() else module
+    return None if provisional.pending() or capturing() else module
 
 
 def counted(holder: Any, key: Any, record: Callable[[], Any]) -> Any:

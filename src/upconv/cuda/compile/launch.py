@@ -1,7 +1,7 @@
 """Kernel launches at little host time.
 
-The arguments' memory and the array of pointers to it are made once per thread; a launch writes the values into it, asks
-PyTorch for the current stream and calls the driver.
+The arguments' memory and the array of pointers to it are made once per thread. A launch writes the values into it and
+calls the driver.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -20,13 +20,13 @@ import torch
 from upconv import forks
 from upconv.cuda.compile import driver, jit
 from upconv.cuda.compile.driver import Kernel
-from upconv.cuda.gpu import current_device, current_stream, gpu
+from upconv.cuda.gpu import gpu
 
 # Each argument has a slot of 8 bytes, so that all are aligned; the driver reads as many of them as the type has.
 _CODES = {"P": "Q", "i": "i4x", "q": "q", "f": "f4x"}
 _RUN = re.compile(r"\([Piqf]*\)|.", re.DOTALL)
 
-_STREAMS = 256  # handles kept per thread; PyTorch has pools of 32 streams per device and priority
+_STREAMS = 256  # handles kept; PyTorch has pools of 32 streams per device and priority
 _COUNTERS = 64  # streams of a kernel that have counters
 
 
@@ -94,6 +94,12 @@ def as_run(letters: str, values: Sequence[int | float]) -> bytes:
     return struct.pack("<" + "".join(_CODES[letter] for letter in letters), *values)
 
 
+@lru_cache(maxsize=_STREAMS)
+def stream_handle(stream: int) -> Any:
+    """A stream as the bindings take it at least time."""
+    return driver.bindings().CUstream(stream)
+
+
 class Counters:
     """Words of a device's memory that are zeros for a kernel, and that it leaves zeros, or uses for something else.
 
@@ -101,35 +107,27 @@ class Counters:
     memory pool, nor in a captured launch, whose replays may run at once too.
     """
 
-    def __init__(self, device: int, words: int) -> None:
-        self._device, self._words = device, words
+    def __init__(self, words: int) -> None:
+        self._words = words
         self.of_streams: dict[int, torch.Tensor] = {}
         self._before: dict[int, torch.Tensor] = {}  # a thread may be about to launch with one of these
 
-    def known(self) -> bool:
-        """Whether the current stream has its words; else `address` launches what zeroes them."""
-        return current_stream(self._device) in self.of_streams
-
-    def address(self, like: torch.Tensor) -> int:
-        """Of the current stream's, on the device of a tensor."""
-        stream = current_stream(self._device)
-        found = self.of_streams.get(stream)
-        if found is None:
-            if len(self.of_streams) >= _COUNTERS:
-                self._before, self.of_streams = self.of_streams, {}
-            zeros = torch.zeros(self._words, dtype=torch.int32, device=like.device)
-            found = self.of_streams.setdefault(stream, zeros)
-        return found.data_ptr()
+    def make(self, stream: int, like: torch.Tensor) -> torch.Tensor:
+        """Those of a stream that has none, zeroed on it; it is the current one, and ``like`` is on its device."""
+        if len(self.of_streams) >= _COUNTERS:
+            self._before, self.of_streams = self.of_streams, {}
+        zeros = torch.zeros(self._words, dtype=torch.int32, device=like.device)
+        return self.of_streams.setdefault(stream, zeros)
 
 
 class Launches(Protocol):
     """A `Launcher`, or what stands for one."""
 
-    def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None: ...
+    def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None: ...
 
 
 class Launcher:
-    """Launches one kernel with blocks of ``block`` threads and ``shared`` bytes of dynamic shared memory.
+    """Launches one kernel on a device, with blocks of ``block`` threads and ``shared`` bytes of dynamic shared memory.
 
     ``arguments`` has one letter per kernel parameter: ``P`` pointer, ``i`` int32, ``q`` int64, ``f`` float32. A run of
     letters in parentheses is one argument of a launch, what `as_run` made of their values once: a tensor map has 16
@@ -137,67 +135,61 @@ class Launcher:
     ``cooperative``: its blocks wait for each other, so that all must run at once. Errors: ValueError for other letters.
     """
 
-    def __init__(self, kernel: Kernel, block: int, shared: int, arguments: str, cooperative: bool = False) -> None:
+    def __init__(
+        self, kernel: Kernel, device: int, block: int, shared: int, arguments: str, cooperative: bool = False
+    ) -> None:
         runs = _RUN.findall(arguments)
         if any(len(run) == 1 and run not in _CODES for run in runs):
             raise ValueError(f"arguments must consist of the letters P, i, q and f and runs of them; got {arguments!r}")
         self.kernel = kernel
+        self.device = device
         self.block = block
         self.shared = shared
         self.arguments = arguments
         self.cooperative = cooperative
         self._count = sum(len(run) - 2 if len(run) > 1 else 1 for run in runs)
-        self._struct = struct.Struct("<" + "".join(_CODES.get(run, f"{8 * (len(run) - 2)}s") for run in runs))
+        codes = (_CODES.get(run, f"{8 * (len(run) - 2)}s") for run in runs)
+        self._pack_into = struct.Struct("<" + "".join(codes)).pack_into
         self._local = threading.local()
-        self._ready: set[int] = set()
+        self._configurations: dict[tuple[int, Any], Any] = {}
         cuda = driver.bindings()
         self._launch = cuda.cuLaunchCooperativeKernel if cooperative else cuda.cuLaunchKernel
         self._shape = 1, 1, block, 1, 1, shared  # of a launch's arguments behind the grid
         self._rest = () if cooperative else (0,)  # and the last
         self._launch_ex = cuda.cuLaunchKernelEx
         self._function = cuda.CUfunction(kernel.handle)
-        self._stream_type = cuda.CUstream
 
-    def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
-        """Launches ``grid`` blocks on PyTorch's current stream of the device, with ``args`` in the parameters' order.
+    def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+        """Launches ``grid`` blocks on a stream of the device, which is the current one.
 
-        ``dependent``: of the kernel that was launched just before on the same stream, whose end this one need not wait
-        for, since it waits for its results itself (sm_90 and up).
+        Args:
+            stream: a `stream_handle`.
+            args: in the parameters' order.
+            dependent: of the kernel that was launched just before on the same stream, whose end this one need not wait
+                for, since it waits for its results itself (sm_90 and up).
 
         Thread-safe; may be captured in a graph. Errors: LaunchError; torch.OutOfMemoryError; struct.error for arguments
         that do not fit their letters.
         """
-        if current_device() != device:
-            with torch.cuda.device(device):
-                return self(device, grid, args, dependent)
-        if device not in self._ready:
-            self.kernel.ready(device)
-            self._ready.add(device)
         try:
-            buffer, pointers, streams, _ = self._local.state
+            buffer, pointers, _ = self._local.state
         except AttributeError:
-            buffer, pointers, streams, _ = self._local.state = self._allocate()
-        self._struct.pack_into(buffer, 0, *args)
-        raw = current_stream(device)
-        stream = streams.get(raw)
-        if stream is None:
-            if len(streams) >= _STREAMS:
-                streams.clear()
-            stream = streams[raw] = self._stream_type(raw)
+            buffer, pointers, _ = self._local.state = self._allocate()
+        self._pack_into(buffer, 0, *args)
         if dependent:
-            (error,) = self._launch_ex(self._configuration(grid, stream), self._function, pointers, 0)
+            config = self._configurations.get((grid, stream)) or self._configuration(grid, stream)
+            (error,) = self._launch_ex(config, self._function, pointers, 0)
         else:
             (error,) = self._launch(self._function, grid, *self._shape, stream, pointers, *self._rest)
         if error:
-            self._failed(error, device, grid, stream, pointers)
-        return None
+            self._failed(error, grid, stream, pointers)
 
-    def clusters(self, device: int, blocks: int) -> int:
-        """How many clusters of so many blocks run at once on an idle device; 0 where none fits on it.
+    def clusters(self, blocks: int) -> int:
+        """How many clusters of so many blocks run at once on the device when it is idle; 0 where none fits on it.
 
         Errors: RuntimeError from the driver.
         """
-        self.kernel.ready(device)
+        self.kernel.ready(self.device)
         cuda = driver.bindings()
         attribute = cuda.CUlaunchAttribute()
         attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -205,7 +197,7 @@ class Launcher:
         attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
         config = self._described(attribute)
         config.gridDimX = blocks
-        bind(device)
+        bind(self.device)
         error, found = cuda.cuOccupancyMaxActiveClusters(self._function, config)
         if error == cuda.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
             return 0
@@ -213,24 +205,26 @@ class Launcher:
             raise RuntimeError(f"cuOccupancyMaxActiveClusters returned {getattr(error, 'name', error)}")
         return int(found)
 
-    def _allocate(self) -> tuple[Any, int, dict[int, Any], Any]:
-        """A thread's argument memory, the address of the pointers to it, its streams, and what keeps them alive."""
+    def _allocate(self) -> tuple[Any, int, Any]:
+        """A thread's argument memory, the address of the pointers to it, and what keeps these alive."""
+        self.kernel.ready(self.device)
         count = self._count
         buffer = ctypes.create_string_buffer(max(8 * count, 8))
         start = ctypes.addressof(buffer)
         pointers = (ctypes.c_void_p * max(count, 1))(*(start + 8 * i for i in range(count)))
-        return buffer, ctypes.addressof(pointers), {}, pointers
+        return buffer, ctypes.addressof(pointers), pointers
 
     def _configuration(self, grid: int, stream: Any) -> Any:
-        """How a dependent is launched; one for each thread."""
-        config = getattr(self._local, "config", None)
-        if config is None:
-            cuda = driver.bindings()
-            attribute = cuda.CUlaunchAttribute()
-            attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config = self._local.config = self._described(attribute)
+        """How a dependent is launched on a stream; it is kept, and never changed."""
+        cuda = driver.bindings()
+        attribute = cuda.CUlaunchAttribute()
+        attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = self._described(attribute)
         config.gridDimX, config.hStream = grid, stream
+        if len(self._configurations) >= _STREAMS:
+            self._configurations.clear()
+        self._configurations[grid, stream] = config
         return config
 
     def _described(self, attribute: Any) -> Any:
@@ -241,17 +235,17 @@ class Launcher:
         config.attrs, config.numAttrs = [attribute], 1
         return config
 
-    def _failed(self, error: Any, device: int, grid: int, stream: Any, pointers: int) -> None:
+    def _failed(self, error: Any, grid: int, stream: Any, pointers: int) -> None:
         cuda = driver.bindings()
         results = cuda.CUresult
         if error == results.CUDA_ERROR_INVALID_CONTEXT:
-            bind(device)
+            bind(self.device)
             (error,) = self._launch(self._function, grid, *self._shape, stream, pointers, *self._rest)
             if not error:
                 return
         message = (
             f"the launch of {self.kernel.name} with a grid of {grid}, blocks of {self.block} threads and {self.shared} "
-            f"bytes of shared memory on cuda:{device} failed with {getattr(error, 'name', error)}"
+            f"bytes of shared memory on cuda:{self.device} failed with {getattr(error, 'name', error)}"
         )
         if error == results.CUDA_ERROR_OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(message)
@@ -270,4 +264,4 @@ def cluster_fits(device: int, blocks: int) -> bool:
     """
     chip = gpu(device)
     probe = jit.kernel(_PROBE, "probe", chip.arch, "the probe of clusters")
-    return Launcher(probe, 32, chip.shared_bytes, "").clusters(device, blocks) > 0
+    return Launcher(probe, device, 32, chip.shared_bytes, "").clusters(blocks) > 0

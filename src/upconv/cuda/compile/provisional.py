@@ -16,9 +16,8 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import torch
-
 from upconv import forks
+from upconv.cuda.gpu import capturing
 
 if TYPE_CHECKING:
     from upconv.cuda.compile.launch import Launches
@@ -56,12 +55,12 @@ class Provisional:
         with _lock.now:
             _pending.add(self)
 
-    def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+    def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
         """`Launcher.__call__`. Errors: its own, and the driver's for a final form that cannot be loaded."""
         compiled = self._compiled
-        if compiled is not None and (compiled.done() or _capturing(device)):
+        if compiled is not None and (compiled.done() or capturing()):
             self.settle()
-        self._launcher(device, grid, args, dependent)
+        self._launcher(stream, grid, args, dependent)
 
     def settle(self) -> None:
         """Waits for the final form, which is launched from then on.
@@ -117,12 +116,6 @@ def settle() -> None:
             each = next(iter(_pending), None)
         if each is not None:
             each.settle()
-
-
-def _capturing(device: int) -> bool:
-    """Whether launches go into a graph."""
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def _begin(job: Callable[[], Any]) -> Future[Any]:

@@ -147,7 +147,7 @@ class Choice(family.Defaults):
         if self.cluster > 1:
             unit, t = self.sources()[1], self.tiling
             kernel = jit.kernel(unit.source, unit.entries[0], gpu_of(device).arch, unit.label)
-            clusters = Launcher(kernel, t.threads, t.shared_bytes, "").clusters(device, self.cluster)
+            clusters = Launcher(kernel, device, t.threads, t.shared_bytes, "").clusters(self.cluster)
             waves = -(-self.grid // self.gpu.multiprocessors)
             found = found if t.tiles <= waves * clusters else replace(found, clusters=False)
         return found
