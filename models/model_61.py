@@ -1092,7 +1092,7 @@ __device__ __forceinline__ void stage_rows(const char* __restrict__ x, const typ
           int h = at.h + ROW_H<C>[j];
           u64 p = multiply_add_wide(h, s.in_w * T::ELEMENT, (u64)line);
           int first = column - (int)(p & 15) / T::ELEMENT;
-          if (exists && (u32)h < (u32)s.in_h && first + T::VEC > 0 && first < s.in_w) 
+          if (exists && (u32)h < (u32)s.in_h && first + T::VEC > 0 && first < s.in_w)
             copy16(to + image * (C::ck - 1) * CHANNEL_BYTES + (r * C::rows_h + j) * (UNITS * 16), (const char*)(p & ~15ull));
         }
       }
@@ -1614,7 +1614,6 @@ static __device__ __forceinline__ void store_units(char* to, long long plane, in
 // of rows by themselves, as below, is slower for float32.
 static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = C::store_unit == ELEMENT ? 8 : 4;  // at a time: of kernels that have other ways beside, eight spill
-  static_assert(8 % ROWS == 0, "all rows in turn");
 #pragma unroll
   for (int from_row = 0; from_row < 8; from_row += ROWS) {
     char* row[ROWS];
@@ -2135,9 +2134,9 @@ static __device__ __forceinline__ void clear_borders(const char* tensor, const W
     u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
     int zero = (int)(first & (VEC - 1)) - at.w, end = zero + memory.w;  // elements of column 0 and of the one behind the last
     Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
-    if (zero > 0 && zero < Operand::UNITS * VEC) 
+    if (zero > 0 && zero < Operand::UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
-    if (end > 0 && end < Operand::UNITS * VEC) 
+    if (end > 0 && end < Operand::UNITS * VEC)
       for (int e = end; e & (VEC - 1); e++) line[e] = 0;
   }
 }

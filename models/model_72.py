@@ -1155,9 +1155,7 @@ struct Producer<K, false, true> {
 // Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
 template <int P>
 __device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (P < FP16) MMA_OF("m16n8k8", "tf32.tf32");
-  else if constexpr (P == FP16) MMA_OF("m16n8k16", "f16.f16");
-  else MMA_OF("m16n8k16", "bf16.bf16");
+  MMA_OF("m16n8k8", "tf32.tf32");
 }
 
 // --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
@@ -1540,7 +1538,6 @@ static __device__ __forceinline__ void store_units(char* to, long long plane, in
 // of rows by themselves, as below, is slower for float32.
 static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = C::store_unit == ELEMENT ? 8 : 4;  // at a time: of kernels that have other ways beside, eight spill
-  static_assert(8 % ROWS == 0, "all rows in turn");
 #pragma unroll
   for (int from_row = 0; from_row < 8; from_row += ROWS) {
     char* row[ROWS];
@@ -2353,9 +2350,9 @@ static __device__ __forceinline__ void clear_borders(const char* tensor, const W
     u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
     int zero = (int)(first & (VEC - 1)) - at.w, end = zero + memory.w;  // elements of column 0 and of the one behind the last
     Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
-    if (zero > 0 && zero < Operand::UNITS * VEC) 
+    if (zero > 0 && zero < Operand::UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
-    if (end > 0 && end < Operand::UNITS * VEC) 
+    if (end > 0 && end < Operand::UNITS * VEC)
       for (int e = end; e & (VEC - 1); e++) line[e] = 0;
   }
 }

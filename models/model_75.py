@@ -687,7 +687,7 @@ static __device__ __forceinline__ void multiply_stage(Sums (&sum)[PHASES_H], con
 #pragma unroll
                 for (int kh = 0; kh < KH; ++kh) {
                     const int t = floor_mod(kh * DH - PH, SH);
-                    if ((t + PH - kh * DH - C::min_h * SH) / SH == r) 
+                    if ((t + PH - kh * DH - C::min_h * SH) / SH == r)
                         multiply(sum[t], tile + ci * PLANE + (own.jh + r) * ROW_PITCH, weights + (ci * KH + kh) * WEIGHT_ROW);
                 }
     }
@@ -1446,7 +1446,7 @@ __device__ __forceinline__ void stage_rows(const char* __restrict__ x, const typ
           int h = at.h + ROW_H<C>[j];
           u64 p = multiply_add_wide(h, s.in_w * T::ELEMENT, (u64)line);
           int first = column - (int)(p & 15) / T::ELEMENT;
-          if (exists && (u32)h < (u32)s.in_h && first + T::VEC > 0 && first < s.in_w) 
+          if (exists && (u32)h < (u32)s.in_h && first + T::VEC > 0 && first < s.in_w)
             copy16(to + image * (C::ck - 1) * CHANNEL_BYTES + (r * C::rows_h + j) * (UNITS * 16), (const char*)(p & ~15ull));
         }
       }
@@ -1591,9 +1591,7 @@ struct Producer<K, false, false> {
 // Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
 template <int P>
 __device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (P < FP16) MMA_OF("m16n8k8", "tf32.tf32");
-  else if constexpr (P == FP16) MMA_OF("m16n8k16", "f16.f16");
-  else MMA_OF("m16n8k16", "bf16.bf16");
+  MMA_OF("m16n8k8", "tf32.tf32");
 }
 
 // --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
@@ -1976,7 +1974,6 @@ static __device__ __forceinline__ void store_units(char* to, long long plane, in
 // of rows by themselves, as below, is slower for float32.
 static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = C::store_unit == ELEMENT ? 8 : 4;  // at a time: of kernels that have other ways beside, eight spill
-  static_assert(8 % ROWS == 0, "all rows in turn");
 #pragma unroll
   for (int from_row = 0; from_row < 8; from_row += ROWS) {
     char* row[ROWS];
@@ -2479,9 +2476,9 @@ static __device__ __forceinline__ void clear_borders(const char* tensor, const W
     u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
     int zero = (int)(first & (VEC - 1)) - at.w, end = zero + memory.w;  // elements of column 0 and of the one behind the last
     Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
-    if (zero > 0 && zero < Operand::UNITS * VEC) 
+    if (zero > 0 && zero < Operand::UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
-    if (end > 0 && end < Operand::UNITS * VEC) 
+    if (end > 0 && end < Operand::UNITS * VEC)
       for (int e = end; e & (VEC - 1); e++) line[e] = 0;
   }
 }

@@ -1474,7 +1474,6 @@ static __device__ __forceinline__ void store_units(char* to, long long plane, in
 // of rows by themselves, as below, is slower for float32.
 static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = C::store_unit == ELEMENT ? 8 : 4;  // at a time: of kernels that have other ways beside, eight spill
-  static_assert(8 % ROWS == 0, "all rows in turn");
 #pragma unroll
   for (int from_row = 0; from_row < 8; from_row += ROWS) {
     char* row[ROWS];

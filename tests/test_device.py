@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(Five<C>::LEFT) six(i* x, bool given) { Five<C>
         ((2,), ("  *x = THREE(6);\n", "#define THREE(x)", "return one(n)"), r"n = 5|x = clock|else"),
         ((3,), ("  *x = clock();\n",), r"\bone\(|two|THREE|if constexpr"),
         ((1, 3), ("if constexpr (C::a == 1) {\n    i n = 5;", "else *x = clock();"), r"THREE|two\("),
-        ((2, 3), ("{} else if constexpr (C::a == 2) *x = THREE(6);\n  else *x = clock();",), r"n = 5"),
+        ((2, 3), ("  if constexpr (C::a == 2) *x = THREE(6);\n  else *x = clock();",), r"n = 5"),
     ],
 )
 def test_what_no_kernel_needs_goes(values: tuple[int, ...], there: tuple[str, ...], gone: str) -> None:

@@ -46,7 +46,7 @@ def stripped(text: str) -> str:
 
 
 def prepared(text: str, arch: int) -> str:
-    """A file's text to be compiled for `places`: without conditions, no function inlined, each branch on its own line."""
+    """A file's text to be compiled for `places`: without conditions, none inlined, and each branch on its own line."""
     text = _conditions(stripped(text), arch)
     source = _Source("", text, [])
     ends = [source._closed(found.end() - 1) for found in _IF.finditer(source.mask)]
@@ -267,23 +267,13 @@ def _conditions(text: str, arch: int) -> str:
 
 
 def _keep(items: list[_Item], wanted: set[str]) -> None:
-    """Marks what has code, and what that names."""
-    live: set[str] = set()
-
-    def begin(some: list[_Item]) -> bool:
-        for item in some:
-            item.kept = begin(item.inner) or (item.kind != "struct" and bool(item.code))
-            if item.kept:
-                live.update(item.names)
-        return any(item.kept for item in some)
-
-    begin(items)
+    """Marks what names reach: those ``wanted``, and those in the text of what stays."""
+    live = {name for item in items for one in (item, *item.inner) if one.code for name in one.names}
     reached, counted = set(wanted), set[int]()
     while True:
         before = len(counted)
         for item in _open(items):
-            if not item.kept:
-                item.kept = item.kind != "comment" and _named(item, reached, live)
+            item.kept = item.kept or _stays(item, reached, live)
             if item.kept and id(item) not in counted:
                 counted.add(id(item))
                 text = item.head if item.inner else item.text
@@ -300,22 +290,20 @@ def _open(items: list[_Item]) -> Iterator[_Item]:
             yield from _open(item.inner)
 
 
-def _named(item: _Item, reached: set[str], live: set[str]) -> bool:
-    """Whether a declaration without code stays, of the words that others name; ``live``: names of what has code."""
-    if item.kind == "call":
-        return False
-    if item.kind == "other" and not item.names:
-        return True  # a field
-    if item.kind == "function" and item.names[0] in live and "constexpr" not in item.head:
-        return "{}" in item.text and item.names[0] in reached
-    if (
-        item.kind == "struct"
-        and item.special
-        and item.names[0] in live
-        and any(i.kind == "function" for i in item.inner)
-    ):
-        return False
-    return bool(reached.intersection(item.names))
+def _stays(item: _Item, reached: set[str], live: set[str]) -> bool:
+    """Whether a declaration stays, by the names that are reached and those of what has code, ``live``.
+
+    Of functions of one name, and of a template's specialisations with functions, those that have code stay.
+    """
+    if item.kind in ("comment", "call"):
+        return item.kind == "call" and bool(item.code)
+    if not reached.intersection(item.names):
+        return item.kind == "other" and not item.names  # a field
+    if item.code or item.names[0] not in live:
+        return True
+    if item.kind == "function":
+        return "constexpr" in item.head or "{}" in item.text
+    return not (item.special and any(one.kind == "function" for one in item.inner))
 
 
 def _kept(source: _Source, items: list[_Item]) -> Iterator[str]:

@@ -114,8 +114,8 @@ def build(
 ) -> Built:
     """Compiles a text for ``sm_<arch>``, or to PTX alone.
 
-    ``entries``: instances of templates that the code is to have; ``flags``: beside the usual ones. Errors: CompileError,
-    with NVRTC's log; RuntimeError.
+    ``entries``: instances of templates that the code is to have; ``flags``: beside `FLAGS`. Errors: CompileError, with
+    NVRTC's log; RuntimeError.
     """
     nvrtc = bindings()
     target = f"compute_{arch}" if ptx else f"sm_{arch}"
