@@ -1,18 +1,21 @@
 """Times two checkouts of this project against each other, in one process on one GPU, row by row in turn.
 
     python benchmarks/checkouts.py OLD --plan rows.json         lists the rows that the two plan differently; no GPU
+    python benchmarks/checkouts.py OLD --plan rows.json --codes     and those whose machine code differs
     python benchmarks/checkouts.py OLD --rows rows.json --json benchmarks/results/checkouts/h200.json
     python benchmarks/checkouts.py OLD --cases pix2pix,unet --passes fwd       some layers of suite "cuda" or "field"
 
 OLD is a folder that has ``src/upconv``; the other side is the checkout that this program is of. Each package is copied
 under a name of its own, so that both can be imported. Every call gets a weight that neither side has seen: what one of
 them would keep between calls helps neither. A row that both plan alike has the same kernels, and counts as 1.0 without
-a timing; ``--sample N`` times so many of them all the same.
+a timing; ``--sample N`` times so many of them all the same. With ``--codes`` they are alike if their instructions and
+constants are too, whatever the sources say.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import json
 import math
@@ -20,6 +23,7 @@ import os
 import random
 import re
 import shutil
+import struct
 import sys
 import tempfile
 import time
@@ -56,6 +60,22 @@ class Row:
         return f"{self.report} {self.case} {self.problem.pass_}"
 
 
+def sections(cubin: bytes) -> list[str]:
+    """Names and digests of a cubin's sections of instructions and constants. Errors: ValueError for another file."""
+    if cubin[:6] != b"\x7fELF\x02\x01":
+        raise ValueError(f"a cubin is a 64-bit little-endian ELF file, got one that begins with {cubin[:6]!r}")
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    found = []
+    for name_at, _, _, _, offset, length in headers:
+        begin = headers[names][4] + name_at
+        name = cubin[begin : cubin.index(b"\0", begin)].decode()
+        if name.startswith((".text.", ".nv.constant")):
+            found.append(f"{name} {hashlib.sha256(cubin[offset : offset + length]).hexdigest()[:16]}")
+    return sorted(found)
+
+
 class Checkout:
     """A package of ``upconv`` under another name."""
 
@@ -90,16 +110,18 @@ class Checkout:
         lines = ["PyTorch" if c is None else f"{c.family}: {c.summary}" for c in self.chosen(p)]
         return [re.sub(r", [\d.]+ \w+ of temporaries", "", line) for line in lines]  # which not every commit tells
 
-    def compile(self, p: Problem) -> None:
-        """Brings the row's kernels into the cache."""
+    def compile(self, p: Problem) -> list[str]:
+        """Brings the row's kernels into the cache; names and digests of their machine code."""
         try:
             jit = self("cuda.compile.jit")
         except ImportError:  # an older one
             jit = self("cuda.jit")
+        found = []
         for choice in self.chosen(p):
             if choice is not None:
                 for unit in (*choice.sources(), *getattr(choice, "packing_sources", ())):
-                    jit.cubin(unit.source, self("cuda.gpu").H200.arch, unit.label)
+                    found += sections(jit.cubin(unit.source, self("cuda.gpu").H200.arch, unit.label))
+        return found
 
     def work(self, p: Problem, given: Any) -> Any:
         """The row's pass as a user calls it, with a weight of its own."""
@@ -147,31 +169,41 @@ def measure(p: Problem, old: Checkout, new: Checkout) -> dict[str, float]:
     return {name: median(values[1:]) for name, values in taken.items()} | {"apart": apart}
 
 
-def find(wanted: list[Row], old: Checkout, new: Checkout, sample: int) -> list[dict[str, Any]]:
-    """All rows with both sides' plans; ``time`` says which are to be timed."""
+def find(wanted: list[Row], old: Checkout, new: Checkout, sample: int, codes: bool) -> list[dict[str, Any]]:
+    """All rows with both sides' plans; ``time`` says which are to be timed. ``codes``: see this program's head."""
     found = []
     for row in wanted:
         before, after = old.describe(row.problem), new.describe(row.problem)
         found.append({"row": row.name, "old": before, "new": after, "time": before != after})
         if len(found) % 200 == 0:
             print(f"{len(found)} of {len(wanted)} planned", flush=True)
-    alike = [one for one in found if not one["time"]]
-    for one in random.Random(0).sample(alike, min(sample, len(alike))):
+    alike = [(row, one) for row, one in zip(wanted, found) if not one["time"]]
+    if codes:
+        code = compile_all([row for row, _ in alike], (old, new))
+        for row, one in alike:
+            differ = set(code[old.name, row.name]) ^ set(code[new.name, row.name])
+            if differ:
+                one |= {"time": True, "code": sorted({line.split()[0] for line in differ})}
+        alike = [(row, one) for row, one in alike if not one["time"]]
+    for _, one in random.Random(0).sample(alike, min(sample, len(alike))):
         one["time"] = True
     return found
 
 
-def compile_all(todo: list[Row], sides: tuple[Checkout, Checkout]) -> None:
-    """Compiles what is to be timed, many at once; a failure is left to the row that needs it."""
+def compile_all(todo: list[Row], sides: tuple[Checkout, Checkout]) -> dict[tuple[str, str], list[str]]:
+    """What `Checkout.compile` finds, by side and row, many at once; a failure is left to the row that needs it."""
 
-    def one(what: tuple[Checkout, Row]) -> None:
+    def one(what: tuple[Checkout, Row]) -> list[str]:
+        side, row = what
         try:
-            what[0].compile(what[1].problem)
+            return side.compile(row.problem)
         except RuntimeError as error:
-            print(f"{what[1].name}: {error}", flush=True)
+            print(f"{row.name}: {error}", flush=True)
+            return [f"failed {side.name}"]
 
+    every = [(side, row) for row in todo for side in sides]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(one, [(side, row) for row in todo for side in sides]))
+        return {(side.name, row.name): code for (side, row), code in zip(every, pool.map(one, every))}
 
 
 def tell(found: list[dict[str, Any]]) -> None:
@@ -200,6 +232,7 @@ def main() -> int:
     parser.add_argument("--cases", type=lambda text: text.split(","), default=[])
     parser.add_argument("--passes", type=lambda text: text.split(","), default=[*PASSES])
     parser.add_argument("--sample", type=int, default=0)
+    parser.add_argument("--codes", action="store_true", help="of rows planned alike, compare the machine code too")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after so many")
     given = parser.parse_args()
     begin = time.monotonic()
@@ -213,7 +246,7 @@ def main() -> int:
         old, new = Checkout(given.old, "upconv_old", Path(place)), Checkout(ROOT, "upconv_new", Path(place))
         for side in (old, new):
             side("cuda.families"), side("bench.timing")
-        found = json.loads(given.rows.read_text()) if given.rows else find(wanted, old, new, given.sample)
+        found = json.loads(given.rows.read_text()) if given.rows else find(wanted, old, new, given.sample, given.codes)
         if given.plan:
             files.save(found, given.plan)
             print(f"{sum(one['time'] for one in found)} of {len(found)} rows are to be timed")

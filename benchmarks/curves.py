@@ -31,7 +31,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import fmean as mean
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "benchmarks" / "results" / "h200-curves.json"
@@ -59,27 +59,11 @@ SIZES = {"dcgan": (64, 64), "unet": (32, 16)}
 SMALL = {"dcgan": (8, 8), "unet": (4, 2)}
 
 
-class Model(TypedDict):
-    """A model's trainings."""
-
-    width: int
-    batch: int
-    losses: dict[str, dict[str, list[float]]]
-    """By run and by the loss's name, one for each step."""
-    seconds: dict[str, float]
-    """Of each run; the first compiles upconv's kernels, the second finds cuDNN's."""
-
-
-class Curves(TypedDict):
-    """All trainings, as JSON holds them."""
-
-    schema: int
-    when: str
-    commit: str | None
-    device: dict[str, Any]
-    versions: dict[str, Any]
-    steps: int
-    models: dict[str, Model]
+Model = dict[str, Any]
+"""A model's trainings: ``width``, ``batch``, ``losses`` by run, by the loss's name and by step, and ``seconds`` by run.
+The first run compiles upconv's kernels, the second finds cuDNN's."""
+Curves = dict[str, Any]
+"""All trainings, as JSON holds them."""
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -102,7 +86,7 @@ def trained(name: str, width: int, batch: int, steps: int, device: str) -> Model
     """All of `RUNS` of one model."""
     program = example(f"train_{name}")
     names = MODELS[name][1]
-    made = Model(width=width, batch=batch, losses={}, seconds={})
+    made: Model = {"width": width, "batch": batch, "losses": {}, "seconds": {}}
     if name == "dcgan":
         given: tuple[Any, ...] = (program.faces(),)
     else:
@@ -132,15 +116,15 @@ def measure(device: str, steps: int, sizes: dict[str, tuple[int, int]]) -> Curve
             models[jobs[job]] = job.result()
             times = ", ".join(f"{run} {seconds:.1f} s" for run, seconds in job.result()["seconds"].items())
             print(f"{MODELS[jobs[job]][0]}: {times}", flush=True)
-    return Curves(
-        schema=SCHEMA,
-        when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        commit=env.commit(),
-        device=env.device(torch.device(device)),
-        versions=env.versions(),
-        steps=steps,
-        models={name: models[name] for name in MODELS},
-    )
+    return {
+        "schema": SCHEMA,
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": env.commit(),
+        "device": env.device(torch.device(device)),
+        "versions": env.versions(),
+        "steps": steps,
+        "models": {name: models[name] for name in MODELS},
+    }
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
 
 A section between ``<!-- explain-kb57 -->`` and ``<!-- /explain-kb57 -->`` belongs to this program. No GPU is needed:
 plans are made by the cost models, for TF32 and NCHW, and the roof is the data sheet's
-(`upconv.explain.estimated_ceilings`). Below what the command prints stands how the gather family cuts the layer.
+(`upconv.explain.estimated_ceilings`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from rich.console import Console
 from upconv import planner
 from upconv.bench import files
 from upconv.bench.suites import SUITES
-from upconv.cuda.gemm import gather
-from upconv.cuda.gemm.tiling import Tiling, useful
 from upconv.cuda.gpu import H200
 from upconv.explain import Explanation, estimated_ceilings
 from upconv.problem import Problem
@@ -55,22 +53,7 @@ def explained(p: Problem) -> str:
         Explanation(p, plan, estimated_ceilings(H200))
     )
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    if isinstance(plan.choice, gather.Choice):
-        lines += ["", cut(plan.choice.tiling)]
     return "\n".join(["```text", f"$ {command(p)}", *lines, "```"])
-
-
-def cut(t: Tiling) -> str:
-    """How a tiling cuts its layer, in two lines."""
-    steps = " or ".join(str(n) for n in sorted(set(t.variant_entries)))
-    bare = sum(one.rows or t.out_steps[1] for of_variant in t.bare for one in of_variant if one.w < 0)
-    others = f"; rows of {bare} more sub-positions are the bias alone" if bare else ""
-    return (
-        f"M: {t.subs} x {t.rows_per_sub} rows a block, unrolled {t.unroll[0]}x{t.unroll[1]} (DxH), {t.mb} blocks with "
-        f"taps for {t.width_subs} W sub-positions, {t.m_groups} M-groups{others}\n"
-        f"N: {t.subtiles} subtiles of {t.sub[0]}x{t.sub[1]} q, {t.pixels} pixels with the halo; {steps} taps a chunk, "
-        f"{useful(t):.0%} of the multiplications useful"
-    )
 
 
 def sections() -> Iterator[tuple[str, str]]:

@@ -10,17 +10,13 @@ than ``--most`` seconds.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import gc
-import json
-import os
-import platform
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import date
 from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
@@ -28,8 +24,8 @@ from typing import Any
 
 import torch
 
-import upconv
-from upconv import planner
+from upconv import env, planner
+from upconv.bench import files
 from upconv.bench.suites import SUITES
 from upconv.cuda import families
 from upconv.cuda.gpu import A100, B200, H200, RTX4090, Gpu
@@ -141,25 +137,6 @@ def _summary(timed: list[tuple[float, str]]) -> dict[str, Any]:
     return {"rows": len(times), "median_s": median(times), "p95_s": p95, "max_s": slowest, "slowest": name}
 
 
-def _commit() -> str:
-    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _written(path: Path, report: dict[str, Any]) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(part, path)
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -175,9 +152,8 @@ def main(arguments: list[str] | None = None) -> int:
         "suites": [(p, H200) for p in suite_rows(filter(None, args.suites.split(",")))],
     }
     report: dict[str, Any] = {
-        "upconv": upconv.__version__, "commit": _commit(), "torch": torch.__version__,
-        "python": platform.python_version(), "cpu": _cpu(), "date": datetime.date.today().isoformat(),
-        "seed": args.seed, "load": os.getloadavg()[0], "sets": {},
+        "versions": env.versions(), "commit": env.commit(), "device": env.device(torch.device("cpu")),
+        "date": date.today().isoformat(), "seed": args.seed, "load": env.load_average(), "sets": {},
     }  # fmt: skip
     worst = 0.0
     for name, rows in sets.items():
@@ -186,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
             worst = max(worst, one["max_s"])
             times = ", ".join(f"{key} {1e3 * one[f'{key}_s']:.1f} ms" for key in ("median", "p95", "max"))
             print(f"{name} {pass_}: {one['rows']} rows, {times}; slowest {one['slowest']}", flush=True)
-    _written(args.out, report)
+    files.save(report, args.out)
     return int(worst > args.most)
 
 

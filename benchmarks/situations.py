@@ -122,8 +122,7 @@ def main() -> int:
 
     def keep(verdicts: dict[str, str]) -> None:
         if path:
-            text = json.dumps(build(asked.device, verdicts), indent=1) + "\n"
-            files.publish(path, lambda to: to.write_text(text, encoding="utf-8"))
+            files.save(build(asked.device, verdicts), path)
 
     verdicts = json.loads(path.read_text())["verdicts"] if asked.resume and path and path.exists() else {}
     wanted = [s for s in situations.every() if (not asked.names or s.name in asked.names) and s.name not in verdicts]

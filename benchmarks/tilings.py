@@ -220,8 +220,7 @@ def time_all(options: argparse.Namespace, console: Console) -> int:
             what = "wrong" if wrong else f"{seconds * 1e6:9.1f} us, by the model {estimate * 1e6:9.1f}"
             console.print(f"{' '.join(name):40} {what}  {gather.Choice(t, p, gpu, 0.0, '').summary}", soft_wrap=True)
         base["rows"] += rows
-        text = json.dumps(base, indent=1) + "\n"
-        files.publish(options.file, lambda to, text=text: to.write_text(text, encoding="utf-8"))  # type: ignore[misc]
+        files.save(base, options.file)
     return 0 if right else 1
 
 

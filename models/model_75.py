@@ -100,10 +100,6 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// An arrival, once the thread's own `copy16`s have landed.
-__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
-}
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
 
@@ -160,11 +156,6 @@ __device__ __forceinline__ void fence_async_shared() {
 
 // --- loads and stores -------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float load_shared_f32(u32 a) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(v) : "r"(a) : "memory");
-  return v;
-}
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -175,18 +166,12 @@ __device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a), "r"((u32)ok) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 load_shared_u16(u32 a) {
-  u16 v;
-  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
-  return v;
-}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
 }
 __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
 }
-__device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
 }
@@ -527,7 +512,7 @@ static __device__ __forceinline__ Acc packed_weight(const T* src, i64 at, const 
 // its rows, have one odd stride: reads are free of bank conflicts.
 // The sums leave through shared memory, so that stores cover whole lines; directly when a thread's are one vector.
 //
-// Constraints: the tile and the unrolled taps must fit (the planner checks); `direct_any` needs nothing of it.
+// Constraints: the tile and the unrolled taps must fit (the planner checks).
 
 template <class C_>
 struct Direct {
@@ -1375,8 +1360,6 @@ static constexpr int CHANNEL_BYTES = CHANNEL;           // from a channel to the
 static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
 static constexpr int BYTES = BOXES * BOX_BYTES;
-static constexpr bool EVERY_TILE = false;               // places are other ones in every tile
-static __device__ __forceinline__ constexpr int map(int) { return 0; }
 static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
 // Where rows begin at any element of a unit: what a channel is ahead of the one before, in elements, and how many channels ahead of the first
 // channel c is. All have one phase where they are `aligned`.
@@ -1401,7 +1384,6 @@ using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, 1>;
 template <class C>
 struct Slot<C, BY_THREADS> : CopiedRows<C>::Of {
 using T = PixelTile<C>;
-static constexpr bool EVERY_TILE = true;
 static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
 static __device__ __forceinline__ u32 plane_of(const typename T::Sizes& s) { return (u32)s.in_d * s.in_h * s.in_w; }
 static __device__ __forceinline__ SlotPlace place(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int segment, int image, int column, u32 plane) {
@@ -3012,7 +2994,7 @@ namespace {
 template <typename To, typename From>
 To parameter(const From& value) {
   if constexpr (std::is_class_v<To>) {
-    static_assert(sizeof(To) == sizeof(From), "a tensor map has 128 bytes");
+    static_assert(sizeof(To) == sizeof(From), "a struct is copied bit by bit");
     To to;
     std::memcpy(&to, &value, sizeof(To));
     return to;

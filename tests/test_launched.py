@@ -13,7 +13,7 @@ import torch
 from conftest import Stubs
 from drawn import FAMILIES, choices
 from upconv.bench.suites import SUITES
-from upconv.cuda import launches
+from upconv.cuda import launches, recording
 from upconv.cuda import prepared as prepared_module
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit, launch
@@ -24,7 +24,6 @@ from upconv.cuda.rearrange import around, relayout
 from upconv.cuda.wgrad import wgrad
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Precision, Problem
-from upconv.replay import tape
 
 
 @pytest.mark.parametrize("name", ["dcgan1", "unet1", "vae", "nnunet"])
@@ -308,7 +307,7 @@ NAMES = {
 def test_records_are_well_formed_and_are_what_is_launched(family: str, stubs: Stubs, monkeypatch: Any) -> None:
     """Of every form of a call: known operands, the result among them, blocks and threads; what is launched is these.
 
-    The recording has the same steps, with an address for each pointer and each map (`upconv.replay.tape`).
+    The recording has the same steps, with an address for each pointer and each map (`upconv.cuda.recording`).
     """
     monkeypatch.setattr(prepared_module, "current_stream", lambda index: 0)
     monkeypatch.setattr(launches, "encode", lambda of, at, *_: struct.pack("<16Q", at + of.begin, *range(1, 16)))
@@ -334,7 +333,7 @@ def test_records_are_well_formed_and_are_what_is_launched(family: str, stubs: St
             assert launched == [(one.entry, one.grid) for one in records]
             at = {a.operand: i for i, a in enumerate(used) if a.operand != ""}
             for one, args in zip(records, stubs.arguments):
-                step = tape._step(one, 7, at, True)
+                step = recording.step(one, 7, at, True)
                 assert len(args) == len(step.words) == sum(16 if isinstance(a, Map) else 1 for a in one.arguments)
                 addresses = [a for a in one.arguments if isinstance(a, Pointer | Map) and a.operand != ""]
                 assert [buffer for _, buffer, _ in step.places] == [at[a.operand] for a in addresses]

@@ -1,4 +1,4 @@
-"""Replayed calls: tapes, and the module in C++ on the CPU, whose driver and kernels are this file's."""
+"""Replayed calls: recordings, and the module in C++ on the CPU, whose driver and kernels are this file's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,17 +29,18 @@ from conftest import BARE, assert_equal, needs_gxx
 from situations.observers import Listing as Dispatch
 from situations.observers import Names as Function
 from situations.processes import in_threads
-from standins import Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
+from standins import Kernels, StandIn, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
 from upconv import autograd, convolutions, dispatch, freezing, modules, ops, reference
-from upconv.cuda import launches, prepared, weights
+from upconv.cuda import launches, prepared, recording, weights
 from upconv.cuda.compile import cache
 from upconv.cuda.compile import driver as driver_module
 from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.compile.launch import Launcher
-from upconv.cuda.launches import Argument, Int, Launch, Long, Map, Pointer, Scratch, Unit, Zeros
+from upconv.cuda.launches import NULL, Given, Int, Launch, Long, Map, PacksWeights, Pointer, Scratch, Unit, Zeros
 from upconv.cuda.prepared import Program
-from upconv.replay import calls, native, replays, tape
+from upconv.problem import Problem
+from upconv.replay import calls, native, replays
 
 # --- a driver whose kernels are Python's ------------------------------------------------------------------------------
 
@@ -47,6 +49,7 @@ class Machine:
     """Kernels by their handles, called with the words of their arguments, and what was launched."""
 
     def __init__(self) -> None:
+        self.sources: dict[str, dict[str, Callable[..., None]]] = {}
         self.kernels: dict[int, tuple[int, Callable[..., None]]] = {}
         self.launched: list[tuple[str, int, int]] = []
         self.answer = 0
@@ -60,22 +63,18 @@ class Machine:
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._bind),
         )
 
-    def program(
-        self,
-        run: Callable[..., None],
-        grid: int,
-        arguments: tuple[Argument, ...],
-        operands: tuple[str, ...],
-        **how: bool,
-    ) -> Program:
-        """One launch of a kernel."""
-        one = Launch(Unit("f", "", ("f",)), "f", grid, 64, 16, arguments, **how)
-        return Program((one,), operands, -1, lambda launch, letters: self.launcher(letters, run, launch.cooperative))
+    def unit(self, name: str, **kernels: Callable[..., None]) -> Unit:
+        """What `loaded` finds such kernels by."""
+        self.sources[name] = kernels
+        return Unit(name, name, tuple(kernels))
 
-    def launcher(self, letters: str, run: Callable[..., None], cooperative: bool = False) -> Launcher:
+    def loaded(self, launch: Launch, letters: str, device: int) -> Launcher:
+        """`prepared.loaded`."""
         handle = 1000 + len(self.kernels)
-        found = Launcher(Kernel("f", handle, 32, 0, 0), -1, 64, 16, letters, cooperative)
-        self.kernels[handle] = found._count, run
+        found = Launcher(
+            Kernel("f", handle, 32, 0, 0), device, launch.threads, launch.shared_bytes, letters, launch.cooperative
+        )
+        self.kernels[handle] = found._count, self.sources[launch.unit.source][launch.entry]
         return found
 
     def addresses(self) -> list[int]:
@@ -154,110 +153,85 @@ def at(address: int, like: Tensor | Sequence[int], dtype: torch.dtype | None = N
 # --- passes of such kernels -------------------------------------------------------------------------------------------
 
 
-class LaunchedData(Data):
-    """`Data`, by two kernels, one that packs and a dependent one; a map of its source is among the arguments."""
+@dataclass(frozen=True)
+class Launched(PacksWeights, StandIn):
+    """A stand-in whose passes are launches: one that packs and a dependent one, or a cooperative one; with a map."""
 
+    unit: Any = None
     casts = True
 
-    def __init__(self, choice: StandIn, machine: Machine) -> None:
-        super().__init__(choice)
-        p = choice.problem
-        source = p.input_shape if p.pass_ == "fwd" else p.output_shape
-        result = p.output_shape if p.pass_ == "fwd" else p.input_shape
-        last = p.layout == "channels_last"
+    def packed_bytes(self, given: Given) -> int:
+        p = self.problem
+        return (torch.Size(p.weight_shape).numel() + p.out_channels * (given.bias == "single")) * p.dtype.itemsize
 
-        def lying(address: int, shape: tuple[int, ...]) -> Tensor:
-            if not last:
-                return at(address, shape, p.dtype)
-            turned = at(address, (shape[0], *shape[2:], shape[1]), p.dtype)
-            return turned.movedim(-1, 1)
+    def pack(self, given: Given) -> Launch:
+        bias = Pointer("bias") if given.bias == "single" else NULL
+        arguments = Pointer("weight"), Pointer("packed"), Int(given.single), bias
+        return Launch(self.unit, "pack", 3, 64, 16, arguments)
 
-        def pack(weight: int, packed: int, single: int, bias: int) -> None:
-            parts = [at(weight, p.weight_shape, torch.float32 if single else p.dtype)]
-            if bias:
-                parts.append(at(bias, (p.out_channels,)))
-            whole = torch.cat([t.flatten().to(p.dtype) for t in parts])
-            at(packed, whole.shape, p.dtype).copy_(whole)
+    def multiply(self, given: Given) -> Launch:
+        p = self.problem
+        behind = Pointer("packed", torch.Size(p.weight_shape).numel() * p.dtype.itemsize)
+        bias = behind if given.bias == "single" else Pointer("bias") if given.bias == "given" else NULL
+        box = Map("source", Tensor5(0, (1,) * 5, (16,) * 4), p.dtype, (1,) * 5)
+        arguments = Pointer("source"), box, Pointer("packed"), bias, Pointer("result"), Pointer(Zeros(3)), Int(3)
+        return Launch(self.unit, "multiply", 5, 64, 16, arguments, dependent=True)
 
-        def multiply(x: int, *rest: int) -> None:
-            packed, bias, out, zeros, scale = rest[16:]
-            assert rest[:3] == (x, 7, 2**64 - 1) and scale == 3
-            words = at(zeros, (3,), torch.int32)
-            assert not words.any(), "words that kernels find zeros"
-            count = torch.Size(p.weight_shape).numel()
-            weight = at(packed, p.weight_shape, p.dtype)
-            b = None if not bias else at(bias, (p.out_channels,), p.dtype)
-            assert count
-            if p.pass_ == "fwd":
-                lying(out, result).copy_(reference.forward(p, lying(x, source), weight, b))
-            else:
-                found = reference.gradients(p, lying(x, source), torch.zeros(p.input_shape), weight)[0]
-                lying(out, result).copy_(found)
-
-        def packing(single: int) -> Program:
-            arguments = Pointer("weight"), Pointer("packed"), Int(single), Pointer("bias")
-            return machine.program(pack, 3, arguments, ("weight", "bias", "packed"))
-
-        def product(bias: Pointer) -> Program:
-            box = Map("source", Tensor5(0, (1,) * 5, (16,) * 4), p.dtype, (1,) * 5)
-            arguments = Pointer("source"), box, Pointer("packed"), bias, Pointer("result"), Pointer(Zeros(3)), Int(3)
-            return machine.program(multiply, 5, arguments, ("source", "packed", "bias", "result"), dependent=True)
-
-        size = torch.Size(p.weight_shape).numel() * p.dtype.itemsize
-        self._packs = packing(0), packing(1)
-        self._runs = product(Pointer("bias")), product(Pointer("packed", size))
-
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        p = self.choice.problem
-        self.choice.log.append(("pack", p.pass_))
-        count = weight.numel() + (p.out_channels if bias is not None else 0)
-        packed = weight.new_empty_strided((count,), (1,), dtype=p.dtype)
-        run_program(self._packs[weight.dtype is torch.float32], weight, bias, packed)
-        return packed
-
-    def run(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, lasting: bool = False
-    ) -> None:
-        p, packed = self.choice.problem, self.packed(weight, bias)
-        self.choice.log.append(("run", p.pass_))
-        behind = bias is not None and bias.dtype is not p.dtype
-        run_program(self._runs[behind], x, packed, bias, out, fresh=fresh)
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        if self.problem.pass_ != "grad-weight":
+            return super().launches(given)
+        pointers = Pointer("input"), Pointer("gradient"), Pointer(Scratch("sums", 32)), Pointer("result")
+        return (Launch(self.unit, "sum", 2, 64, 16, (*pointers, Int(given.single)), cooperative=True),)
 
 
-def run_program(program: Program, *given: Tensor | None, fresh: bool = False) -> None:
-    program(given, [0 if t is None else t.data_ptr() for t in given], fresh)
+def kernels_of(p: Problem) -> dict[str, Callable[..., None]]:
+    """The kernels of `Launched`, on memory of the CPU."""
+    source = p.input_shape if p.pass_ == "fwd" else p.output_shape
+    result = p.output_shape if p.pass_ == "fwd" else p.input_shape
+
+    def dense(address: int, shape: tuple[int, ...], dtype: torch.dtype = p.dtype) -> Tensor:
+        if p.layout != "channels_last":
+            return at(address, shape, dtype)
+        return at(address, (shape[0], *shape[2:], shape[1]), dtype).movedim(-1, 1)
+
+    def pack(weight: int, packed: int, single: int, bias: int) -> None:
+        parts = [at(weight, p.weight_shape, torch.float32 if single else p.dtype)]
+        if bias:
+            parts.append(at(bias, (p.out_channels,)))
+        whole = torch.cat([t.flatten().to(p.dtype) for t in parts])
+        at(packed, whole.shape, p.dtype).copy_(whole)
+
+    def multiply(x: int, *rest: int) -> None:
+        packed, bias, out, zeros, scale = rest[16:]
+        assert rest[:3] == (x, 7, 2**64 - 1) and scale == 3
+        assert not at(zeros, (3,), torch.int32).any(), "words that kernels find zeros"
+        weight = at(packed, p.weight_shape, p.dtype)
+        b = None if not bias else at(bias, (p.out_channels,), p.dtype)
+        if p.pass_ == "fwd":
+            dense(out, result).copy_(reference.forward(p, dense(x, source), weight, b))
+        else:
+            found = reference.gradients(p, dense(x, source), torch.zeros(p.input_shape), weight)[0]
+            dense(out, result).copy_(found)
+
+    def sum(x: int, grad: int, sums: int, out: int, single: int) -> None:
+        given = dense(grad, p.output_shape), dense(x, p.input_shape)
+        found = reference.gradients(p, *given, torch.zeros(p.weight_shape))[1]
+        at(sums, (8,)).fill_(1.0)  # it may
+        dense(out, p.weight_shape, torch.float32 if single else p.dtype).copy_(found)
+
+    return {"pack": pack, "multiply": multiply, "sum": sum}
 
 
-class LaunchedWeight(Weight):
-    """`Weight`, by one cooperative kernel."""
+class LoggedData(prepared.Prepared):
+    def run(self, *given: Any) -> None:
+        self.choice.log.append(("run", self.choice.problem.pass_))
+        super().run(*given)
 
-    casts = True
 
-    def __init__(self, choice: StandIn, machine: Machine) -> None:
-        super().__init__(choice)
-        p = choice.problem
-
-        def multiply(x: int, grad: int, sums: int, out: int, single: int) -> None:
-            def lying(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-                if p.layout != "channels_last":
-                    return at(address, shape, dtype)
-                return at(address, (shape[0], *shape[2:], shape[1]), dtype).movedim(-1, 1)
-
-            given = lying(grad, p.output_shape, p.dtype), lying(x, p.input_shape, p.dtype)
-            found = reference.gradients(p, *given, torch.zeros(p.weight_shape))[1]
-            at(sums, (8,)).fill_(1.0)  # it may
-            lying(out, p.weight_shape, torch.float32 if single else p.dtype).copy_(found)
-
-        def product(single: int) -> Program:
-            pointers = Pointer("input"), Pointer("gradient"), Pointer(Scratch("sums", 32)), Pointer("result")
-            operands = "input", "gradient", "result"
-            return machine.program(multiply, 2, (*pointers, Int(single)), operands, cooperative=True)
-
-        self._runs = product(0), product(1)
-
-    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
+class LoggedWeight(prepared.PreparedWeight):
+    def run(self, *given: Any) -> None:
         self.choice.log.append(("run", "grad-weight"))
-        run_program(self._runs[out.dtype is torch.float32], x, grad, out)
+        super().run(*given)
 
 
 @pytest.fixture(scope="session")
@@ -286,10 +260,12 @@ def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(replays, "hoped", True)
 
     def prepare(self: StandIn, device: int) -> Any:
-        self.log.append(("prepare", self.problem.pass_))
-        kind = LaunchedWeight if self.problem.pass_ == "grad-weight" else LaunchedData
-        return kind(self, found)
+        p = self.problem
+        self.log.append(("prepare", p.pass_))
+        kind = LoggedWeight if p.pass_ == "grad-weight" else LoggedData
+        return kind(Launched(p, self.log, unit=found.unit(f"{p} {p.pass_}", **kernels_of(p))), device)
 
+    monkeypatch.setattr(prepared, "loaded", found.loaded)
     monkeypatch.setattr(StandIn, "prepare", prepare)
     module.set_driver(*found.addresses())
     module.forget()
@@ -346,87 +322,86 @@ CASES = (
 SIZES = ((2, 5, 4, 7), (3, 4, 5, 3), (2, 5, 9), (2, 3, 3, 2, 4))
 
 
-# --- tapes ------------------------------------------------------------------------------------------------------------
+# --- recordings -------------------------------------------------------------------------------------------------------
 
 
-@needs_gxx
-def test_a_tape_has_the_memory_the_launches_and_where_addresses_are(machine: Machine, module: Any) -> None:
+def nothing(*words: int) -> None:
+    """A kernel."""
+
+
+def test_a_recording_has_the_memory_the_launches_and_where_addresses_are(machine: Machine) -> None:
+    unit = machine.unit("f", f=nothing)
     box = Map("source", Tensor5(32, (1,) * 5, (16,) * 4), torch.float32, (1,) * 5)
     one = (Pointer("weight"), Pointer("packed"), Int(-12), Pointer("bias"))
     two = (Pointer("packed", 16), box, Pointer("source", 8), Pointer(Zeros(9)), Pointer(Scratch("s", 40)), Long(-5))
-    nothing: Callable[..., None] = lambda *words: None  # noqa: E731
-    first = machine.program(nothing, 4, one, ("weight", "bias", "packed"))
-    second = machine.program(nothing, 6, two, ("source", "packed"), dependent=True)
-
-    def run(given: Sequence[Tensor]) -> list[Tensor | None]:
-        x, w = given
-        packed = w.new_empty_strided((10,), (1,), dtype=torch.int32)
-        run_program(first, w, None, packed)
-        out = torch.empty((2, 3), dtype=x.dtype, device=x.device)
-        run_program(second, x, packed, fresh=True)
-        total = out.sum((0,), dtype=torch.float32)
-        run_program(second, out, out)
-        return [out, None, total]
-
-    x, w = torch.randn(2, 3, dtype=torch.float64), torch.randn(7)
-    found = tape.record(run, (x, w), x, module.blob)
-    made = [(b.kind, b.dtype, b.sizes) for b in found.buffers]
-    scratch = tape.MADE, torch.int32, (10,)
+    first = Program((Launch(unit, "f", 4, 64, 16, one),), ("weight", "bias", "packed"), -1)
+    launch = Launch(unit, "f", 6, 64, 16, two, dependent=True)
+    second = Program((launch,), ("source", "packed"), -1)
+    to = recording.Recording(-1, (torch.randn(2, 3, dtype=torch.float64), torch.randn(7), None))
+    x, w, none = to.operands
+    assert x is not None and w is not None and none is None
+    packed = to.make((10,), (1,), torch.int32)
+    to.run(first, (w, None, packed), False)
+    out = to.make((2, 3), (3, 1), x.dtype)
+    to.run(second, (x, packed), True)
+    total = to.sum(out, torch.float32)
+    to.run(second, (out, out), False)
+    made = [(kind, b.dtype, tuple(b.shape)) for kind, b in zip(to.kinds, to.buffers)]
+    scratch = recording.MADE, torch.int32, (10,)
     assert made == [
-        (0, torch.float64, (2, 3)), (1, torch.float32, (7,)), scratch, (tape.MADE, torch.float64, (2, 3)), scratch,
-        (tape.ZEROS, torch.int32, (9,)), (tape.MADE, torch.float32, (3,)), scratch,
+        (0, torch.float64, (2, 3)), (1, torch.float32, (7,)), scratch, (recording.MADE, torch.float64, (2, 3)), scratch,
+        (recording.ZEROS, torch.int32, (9,)), (recording.MADE, torch.float32, (3,)), scratch,
     ]  # fmt: skip
-    assert found.results == (3, None, 6)
-    what = [(s.kind, s.buffers, s.grid, s.places) for s in found.steps]
+    steps = recording.with_releases(to.steps, to.kinds, to._of((out, None, total)))
+    what = [(s.kind, s.buffers, s.grid, s.places) for s in steps]
     assert what == [
-        (tape.MAKE, (2,), 0, ()),
-        (tape.LAUNCH, (), 4, ((0, 1, 0), (1, 2, 0))),
-        (tape.MAKE, (3,), 0, ()),
-        (tape.MAKE, (4,), 0, ()),
-        (tape.DEPENDENT, (), 6, ((0, 2, 16), (1, 0, 32), (17, 0, 8), (18, 5, 0), (19, 4, 0))),
-        (tape.RELEASE, (2,), 0, ()),  # before more is allocated
-        (tape.RELEASE, (4,), 0, ()),
-        (tape.SUM, (3, 6), 0, ()),
-        (tape.MAKE, (7,), 0, ()),
-        (tape.LAUNCH, (), 6, ((0, 3, 16), (1, 3, 32), (17, 3, 8), (18, 5, 0), (19, 7, 0))),
-        (tape.RELEASE, (7,), 0, ()),
+        (recording.MAKE, (2,), 0, ()),
+        (recording.LAUNCH, (), 4, ((0, 1, 0), (1, 2, 0))),
+        (recording.MAKE, (3,), 0, ()),
+        (recording.MAKE, (4,), 0, ()),
+        (recording.DEPENDENT, (), 6, ((0, 2, 16), (1, 0, 32), (17, 0, 8), (18, 5, 0), (19, 4, 0))),
+        (recording.RELEASE, (2,), 0, ()),  # before more is allocated
+        (recording.RELEASE, (4,), 0, ()),
+        (recording.SUM, (3, 6), 0, ()),
+        (recording.MAKE, (7,), 0, ()),
+        (recording.LAUNCH, (), 6, ((0, 3, 16), (1, 3, 32), (17, 3, 8), (18, 5, 0), (19, 7, 0))),
+        (recording.RELEASE, (7,), 0, ()),
     ]
-    assert found.steps[1].words == (0, 0, 2**32 - 12, 0)
-    assert found.steps[4].words[2:4] == (7, 2**64 - 1) and found.steps[4].words[20] == 2**64 - 5
+    assert steps[1].words == (0, 0, 2**32 - 12, 0)
+    assert steps[4].words[2:4] == (7, 2**64 - 1) and steps[4].words[20] == 2**64 - 5
     assert not machine.launched, "a recording launches nothing"
 
 
-@needs_gxx
-@pytest.mark.parametrize("what, reason", (
-    (lambda x, w: [x.clone()], "calls aten.clone"),
-    (lambda x, w: [x.sum((0, 1))], "sums over other dimensions"),
-    (lambda x, w: [x.new_empty(4, 6).view(2, 12)], "is a view"),
-    (lambda x, w: [x.new_empty(4, 6)[1:]], "no memory of its own"),
-    (lambda x, w: [torch.relu(x)], "calls aten.relu"),
-    (lambda x, w: [x.to(torch.bfloat16, memory_format=torch.channels_last)], "for something else than its dtype"),
-    (lambda x, w: [x.add_(w[1:].view(3, 1, 1))], "no memory of its own"),
-), ids=("copy", "sum", "view", "part", "operator", "layout", "bias of a part"))  # fmt: skip
-def test_other_passes_have_no_tape(module: Any, what: Any, reason: str) -> None:
-    x, w = torch.randn(2, 3, 4, 5), torch.randn(4)
-    with pytest.raises(tape.NoTape, match=reason):
-        tape.record(lambda given: what(*given), (x, w), x, module.blob)
-
-
-@needs_gxx
-def test_a_map_that_does_not_begin_with_its_address_has_no_tape(
-    machine: Machine, module: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_map_that_does_not_begin_with_its_address_has_no_recording(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box = Map("source", Tensor5(0, (1,) * 5, (16,) * 4), torch.float32, (1,) * 5)
-    program = machine.program(lambda *words: None, 1, (Pointer("source"), box), ("source",))
+    launch = Launch(machine.unit("f", f=nothing), "f", 1, 64, 16, (Pointer("source"), box))
+    program = Program((launch,), ("source",), -1)
     monkeypatch.setattr(launches, "encode", lambda tensor, address, *_: struct.pack("<16Q", *[address >> 4] * 16))
+    to = recording.Recording(-1, (torch.randn(8),))
+    with pytest.raises(recording.Unrecorded, match="first word is not its tensor's address"):
+        to.run(program, to.operands, False)
 
-    def run(given: Sequence[Tensor]) -> list[Tensor | None]:
-        run_program(program, given[0])
-        return [given[0].new_empty(4)]
 
-    x = torch.randn(8)
-    with pytest.raises(tape.NoTape, match="first word is not its tensor's address"):
-        tape.record(run, (x,), x, module.blob)
+@pytest.mark.parametrize("what", ("input", "weight", "bias"))
+def test_a_pass_that_copies_an_operand_stays_in_python(
+    what: str, machine: Machine, module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UPCONV_DEBUG", "1")
+    x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 3, 3, 3), torch.randn(3)
+    if what == "input":
+        x = x.mT
+    elif what == "weight":
+        weight = weight.mT
+    else:
+        bias = torch.randn(6)[::2]
+    given = x, weight.requires_grad_(), bias
+    for _ in range(5):
+        out = upconv.conv_transpose2d(*given)
+        assert not is_replayed(out)
+        assert_equal(out.detach(), upconv.conv_transpose2d(*(t.detach() for t in given)))
+    assert "stays in Python: it copies an operand" in capsys.readouterr().err
 
 
 # --- replayed calls ---------------------------------------------------------------------------------------------------
@@ -624,7 +599,7 @@ def test_computed_weights_and_layers_that_are_alike(machine: Machine) -> None:
         out = layer(x)
         out.sum().backward()
     assert is_replayed(layer(x))
-    assert is_replayed(CASES[0]()(x)), "the tape is the plan's"
+    assert is_replayed(CASES[0]()(x)), "the recording is the plan's"
     theirs = torch.nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(5, 6, 3, 2, 1))
     theirs.load_state_dict(layer.state_dict())
     grads = [torch.autograd.grad(each(x).pow(2).sum(), list(each.parameters())) for each in (layer, theirs)]
@@ -844,11 +819,11 @@ import torch, upconv
 from upconv.replay import native
 module = native.wait()
 assert module is not None, native.state()
-tape = __import__("array").array("Q", [0, 0, 0]).tobytes()
+recording = __import__("array").array("Q", [0, 0, 0]).tobytes()
 def main():
     for n in range(50):
         layer = upconv.ConvTranspose2d(3, 4, 3, (2, 1 + n), (1, 1))
-        handle = module.Layer(-1, 0, None, False, True, tape, lambda *given: None)
+        handle = module.Layer(-1, 0, None, False, True, recording, lambda *given: None)
         given = torch.randn(1, 3, 4, 4), layer.weight, layer.bias
         module.note(False, handle, 0, *given, 2, layer.stride, (1, 1), 0, 1, 1)
 main()

@@ -30,11 +30,6 @@ def test_every_arrival_of_one_lane_is_made_by_all(name: str) -> None:
         racecheck.every_lane(name, changed)
 
 
-def test_other_sources_stay() -> None:
-    text = (KERNELS / "relayout.cu").read_text()
-    assert racecheck.every_lane("relayout.cu", text) is text
-
-
 # --- cases -----------------------------------------------------------------------------------------------------------
 
 
@@ -57,17 +52,6 @@ def test_a_quick_form_with_a_tile_for_a_block_is_refused(monkeypatch: pytest.Mon
 
 
 # --- the tools -------------------------------------------------------------------------------------------------------
-
-
-def test_command_lines() -> None:
-    start, run = ["compute-sanitizer", "--tool"], [sys.executable, racecheck.__file__, "joined", "--run"]
-    race = ["racecheck", "--racecheck-report", "all", "--print-limit", "1000", "--kernel-name"]
-    race.append("kernel_substring=joined")
-    assert racecheck.command("joined", "racecheck", False) == [*start, *race, *run]
-    assert racecheck.command("joined", "racecheck", True) == [*start, *race, *run, "--as-compiled"]
-    for as_compiled in (False, True):
-        memory = ["memcheck", "--leak-check", "no", "--report-api-errors", "no", *run, "--as-compiled"]
-        assert racecheck.command("joined", "memcheck", as_compiled) == [*start, *memory]
 
 
 RAN = "========= COMPUTE-SANITIZER\nran boxes\n"

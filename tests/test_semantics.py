@@ -449,17 +449,16 @@ ORDERS = {
     "upconv, then the counter": """
 import upconv
 assert not loaded() and not torch.cuda.is_initialized()
-import torch.utils.flop_counter as found
-with found.FlopCounterMode(display=False) as counter:
-    count()
-assert found.__spec__.loader is found.__loader__ and type(found.__loader__) is type(torch.__loader__)
-assert not any("upconv" in type(finder).__module__ for finder in sys.meta_path)
-""",
-    "the counter, then upconv": """
 from torch.utils.flop_counter import FlopCounterMode
 with FlopCounterMode(display=False) as counter:
     count()
-with FlopCounterMode(display=False) as second:
+""",
+    "the counter, then upconv": """
+from torch.utils.flop_counter import FlopCounterMode
+second = FlopCounterMode(display=False)
+with FlopCounterMode(display=False) as counter, torch.inference_mode():
+    count()
+with second:
     count()
 assert second.get_flop_counts() == counter.get_flop_counts()
 """,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -74,13 +73,6 @@ def test_tilings_come_back_from_json(case: str, precision: Any, layout: Any, pas
         assert again == t
     assert any(t.shuffle is not None for t in timed) == (case == "fsrcnn")
     assert any(t.whole is not None for t in timed) == (case == "dcgan1")
-
-
-def test_as_many_are_timed_as_wanted() -> None:
-    found = tilings.ranked(job("kb57"), H200)
-    assert len(tilings.spread(found, 3, 10.0)) == 3
-    near = {id(t) for seconds, t in found if seconds <= 1.2 * found[0][0]}
-    assert all(id(t) in near for t in tilings.spread(found, 100, 1.2))
 
 
 def test_a_tiling_that_no_longer_fits_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,29 +158,6 @@ def test_layers_are_shown_with_what_is_lost(tmp_path: Path, capsys: pytest.Captu
     assert tilings.main(["show", str(path)]) == 0
     out = capsys.readouterr().out
     assert f"{chosen.seconds * 1.25 / best - 1:.1%} lost by choices" in out and f"{best * 1e6:.1f}" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["time", "t.json", "--cases", "kb99"], "must be some of kb57,.*got 'kb99'"),
-        (["time", "t.json", "--precisions", "fp64"], "got 'fp64'"),
-        (["show", "empty.json"], "FILES must have times of tilings, got none in empty.json"),
-        (["fit", "empty.json"], "--set"),
-    ],
-)
-def test_bad_arguments_are_named(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("empty.json").write_text('{"rows": []}')
-    with pytest.raises(SystemExit):
-        tilings.main(arguments)
-    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from upconv.bench.run import plan_text
 from upconv.bench.tables import si
 from upconv.compiler import rule
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.launches import Given
 from upconv.model_layers import Call
 from upconv.planner import Plan
 from upconv.problem import Pass, Precision, Problem, dtype_name
@@ -28,30 +29,17 @@ MOST_TAPS = 24
 _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
-def phase_letters(p: Problem) -> dict[tuple[int, ...], str]:
-    """For each tap (a kernel index per dimension) the letter of its phase."""
-    letters = {}
-    for i, phase in enumerate(p.phases):
-        for tap in phase.taps:
-            letters[tap] = LETTERS[i] if i < len(LETTERS) else "*"
-    return letters
-
-
 def kernel_drawing(p: Problem) -> list[str]:
     """The kernel as lines of phase letters, rows by columns; the planes of a 3-D kernel side by side."""
-    letters = phase_letters(p)
-    shown = [range(min(k, MOST_TAPS)) for k in p.kernel]
-    rows: list[list[str]] = [[] for _ in (shown[-2] if p.rank > 1 else range(1))]
-    for plane in shown[0] if p.rank == 3 else range(1):
-        for y, row in enumerate(rows):
-            head = {1: (), 2: (y,), 3: (plane, y)}[p.rank]
-            taps = [(*head, x) for x in shown[-1]]
-            line = " ".join(letters[tap] for tap in taps)
-            row.append(line + (" …" if p.kernel[-1] > MOST_TAPS else ""))
-    lines = ["   ".join(row) for row in rows]
-    if any(k > MOST_TAPS for k in p.kernel[:-1]):
-        lines.append("…")
-    return lines
+    letters = {tap: (*LETTERS, "*")[min(i, len(LETTERS))] for i, phase in enumerate(p.phases) for tap in phase.taps}
+    planes, rows, columns = (range(min(k, MOST_TAPS)) for k in (1, 1, *p.kernel)[-3:])
+    more = " …" if p.kernel[-1] > MOST_TAPS else ""
+
+    def row(plane: int, y: int) -> str:
+        return " ".join(letters[(plane, y, x)[-p.rank :]] for x in columns) + more
+
+    lines = ["   ".join(row(plane, y) for plane in planes) for y in rows]
+    return lines + ["…"] * any(k > MOST_TAPS for k in p.kernel[:-1])
 
 
 def _coloured(line: str) -> Text:
@@ -95,6 +83,10 @@ def _roof(p: Problem, ceilings: Ceilings) -> str:
     )
 
 
+def _named(pass_: Pass) -> str:
+    return "forward" if pass_ == "fwd" else pass_
+
+
 def _expectations(p: Problem, plan: Plan, ceilings: Ceilings) -> list[str]:
     """What the cost model expects of each part of the pass beside its roof."""
     name = plan.device.gpu.name if plan.device.gpu else plan.device.kind
@@ -102,9 +94,20 @@ def _expectations(p: Problem, plan: Plan, ceilings: Ceilings) -> list[str]:
     for pass_, choice in plan.choices(p.pass_).items():
         roof = _roof_seconds(p.with_(pass_=pass_), ceilings)
         lines.append(
-            f"{'forward' if pass_ == 'fwd' else pass_} {1e3 * choice.seconds:.3g} ms on {name}, bound by "
-            f"{choice.bound}: {roof / choice.seconds:.0%} of its roof, by estimate"
+            f"{_named(pass_)} {1e3 * choice.seconds:.3g} ms on {name}, bound by {choice.bound}: "
+            f"{roof / choice.seconds:.0%} of its roof, by estimate"
         )
+    return lines
+
+
+def launch_lines(p: Problem, plan: Plan) -> list[str]:
+    """A line for each kernel that a call with a contiguous weight launches, in their order."""
+    lines = []
+    for pass_, choice in plan.choices(p.pass_).items():
+        given = Given("in place" if choice.reads == "contiguous" else "contiguous")
+        for one in choice.launches(given):
+            shared = f", {one.shared_bytes / 1024:.0f} KB of shared memory" if one.shared_bytes else ""
+            lines.append(f"{_named(pass_)} {one.entry}: {one.grid} blocks of {one.threads} threads{shared}")
     return lines
 
 
@@ -152,6 +155,7 @@ class Explanation:
         expected = _expectations(p, self.plan, self.ceilings)
         if expected:
             add("model", *expected)
+            add("launch", *launch_lines(p, self.plan))
         if self.plan.device.gpu is not None and p.pass_ in ("fwd", "step"):
             add("compile", rule.sentence(p, self.plan.device, training=p.pass_ == "step"))
         add("plan", f"{plan_text(self.plan, p.pass_)}, engine {self.plan.engine(p.pass_)}", _candidates(self.plan))
@@ -213,7 +217,8 @@ class ModelExplanation:
     """A line for each transposed convolution of a model, and a sentence for all, for a rich console."""
 
     def __init__(self, title: str, lines: Sequence[tuple[Call, Plan]], ceilings: Ceilings) -> None:
-        self.title, self.lines, self.ceilings = title, lines, ceilings
+        self.title, self.lines = title, lines
+        self.estimates = [estimate(call.problem, plan, ceilings) for call, plan in lines]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="bold")
@@ -228,11 +233,9 @@ class ModelExplanation:
         for head in ("calls", "ms", "of roof"):
             grid.add_column(head, justify="right", no_wrap=True)
         grid.add_column("computed by", no_wrap=True)
-        for call, plan in self.lines:
-            p = call.problem
-            found = estimate(p, plan, self.ceilings)
+        for (call, plan), found in zip(self.lines, self.estimates):
+            p, engine = call.problem, plan.engine(call.problem.pass_)
             layer = p.layer + (" channels_last" if p.layout == "channels_last" else "")
-            engine = plan.engine(p.pass_)
             numbers = ("", "") if found is None else (f"{1e3 * found[0]:.3g}", f"{found[1] / found[0]:.0%}")
             grid.add_row(call.name, layer, str(call.times), *numbers, "PyTorch" if engine == "torch" else engine)
         return grid
@@ -243,11 +246,10 @@ class ModelExplanation:
         ours = sum(plan.engine(call.problem.pass_) != "torch" for call, plan in self.lines)
         rest = "" if ours == len(self.lines) else ", and PyTorch's own operator the rest"
         text = f"upconv computes {ours} of {len(self.lines)} transposed convolutions{rest}"
-        found = [(call.times, estimate(call.problem, plan, self.ceilings)) for call, plan in self.lines]
-        known = [(times * one[0], times * one[1]) for times, one in found if one is not None]
+        known = [(call.times, found) for (call, _), found in zip(self.lines, self.estimates) if found is not None]
         if not known:
             return f"{text}; nothing estimates their time here."
-        seconds, roof = (sum(values) for values in zip(*known))
+        seconds, roof = (sum(times * found[i] for times, found in known) for i in (0, 1))
         return f"{text}; upconv's take about {1e3 * seconds:.3g} ms together, {roof / seconds:.0%} of their roof."
 
 

@@ -148,8 +148,8 @@ def summary(model: nn.Module, *example: Any) -> Summary:
     Raises:
         Whatever the model raises on the example.
     """
-    if any(isinstance(m, LazyModuleMixin) for m in model.modules()):
-        model = copy.deepcopy(model)
+    lazy = any(isinstance(m, LazyModuleMixin) for m in model.modules())
+    model = copy.deepcopy(model) if lazy else model
     listed: list[tuple[str, Any]] = [
         (" = ".join(names), module)
         for names, module in convert.modules_of(model, _ConvNd)
@@ -163,7 +163,8 @@ def summary(model: nn.Module, *example: Any) -> Summary:
         for name, module in listed:
             hook = module.register_forward_pre_hook(_noting(name, calls[name]), with_kwargs=True)
             stack.callback(hook.remove)
-        stack.enter_context(_buffers_kept(model))
+        if not lazy:  # whose buffers may have no values yet; its copy goes
+            stack.enter_context(_spare_buffers(model))
         stack.enter_context(convert.evaluated(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(engine.collecting())
@@ -177,51 +178,29 @@ def summary(model: nn.Module, *example: Any) -> Summary:
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Puts a model's buffers back: the tensors, also where the forward replaced them, and their values."""
-    if any(isinstance(m, LazyModuleMixin) for m in model.modules()):  # a copy, and its buffers may have no values yet
-        yield
-        return
+def _spare_buffers(model: nn.Module) -> Iterator[None]:
+    """The model has copies of its buffers; afterwards its own again, whatever the forward did to the copies."""
     held = [(module, dict(module._buffers.items()), _transient(module)) for module in model.modules()]
-    values = {id(t): (t, t.detach().clone()) for _, buffers, _ in held for t in buffers.values() if t is not None}
+    every = {id(t): t for _, buffers, _ in held for t in buffers.values() if t is not None}
+    spare = {key: t.detach().clone() for key, t in every.items()}
+    for module, buffers, _ in held:
+        for name, tensor in buffers.items():
+            if tensor is not None:
+                module._buffers[name] = spare[id(tensor)]
     try:
         yield
     finally:
         for module, buffers, transient in held:
-            _hold(module, buffers, transient)
-        with torch.no_grad():
-            for tensor, value in values.values():
-                _put_back(tensor, value)
+            if transient is not None:  # a scripted module neither gains nor loses any
+                module._buffers.clear()
+                module._non_persistent_buffers_set = transient
+            for name, tensor in buffers.items():
+                module._buffers[name] = tensor
 
 
 def _transient(module: nn.Module) -> set[str] | None:
     """The names of the buffers that a module does not save; None for a scripted one, whose set is fixed."""
     return None if isinstance(module, torch.jit.ScriptModule) else set(module._non_persistent_buffers_set)
-
-
-def _hold(module: nn.Module, buffers: dict[str, Tensor | None], transient: set[str] | None) -> None:
-    """Has a module hold these buffers and no others, in this order."""
-    if transient is not None:
-        module._buffers.clear()
-        module._buffers.update(buffers)
-        module._non_persistent_buffers_set = transient
-        return
-    for name, tensor in buffers.items():  # a scripted module neither gains nor loses any
-        if module._buffers[name] is not tensor:
-            module._buffers[name] = tensor
-
-
-def _put_back(tensor: Tensor, value: Tensor) -> None:
-    """Writes a former value, where it is another one: a tensor that autograd saved must not count as changed."""
-    if tensor.shape == value.shape:
-        try:
-            if torch.equal(tensor, value):
-                return
-        except RuntimeError:  # without values, like those of the meta device, or of a layout that cannot be compared
-            pass
-    else:
-        tensor.resize_(value.shape)
-    tensor.copy_(value)
 
 
 # --- a call ----------------------------------------------------------------------------------------------------------

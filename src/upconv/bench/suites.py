@@ -386,15 +386,12 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _check_type(name: str, value: object, rank: int) -> None:
-    def integer(v: object) -> bool:
-        return isinstance(v, int) and not isinstance(v, bool)
-
-    several = isinstance(value, (tuple, list)) and len(value) in (1, rank) and all(map(integer, value))
+    several = list(value) if isinstance(value, (tuple, list)) and len(value) in (1, rank) else [value]
     if name == "bias":
         right, what = isinstance(value, bool), "True or False"
     elif name in ("in_channels", "out_channels", "groups"):
-        right, what = integer(value), "an integer"
+        right, what = type(value) is int, "an integer"
     else:
-        right, what = integer(value) or several, f"an integer or {rank} of them, one per spatial size"
+        right, what = all(type(v) is int for v in several), f"an integer or {rank} of them, one per spatial size"
     if not right:
         raise ValueError(f"the layer's {name} must be {what}; got {value!r}")

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 import upconv
 from upconv.cpu import memory_format
 from upconv.cuda.compile import provisional
-from upconv.problem import Pass, Precision, Problem
+from upconv.modules import TRANSPOSED
+from upconv.problem import Precision, Problem
 
 Side = Literal["ours", "torch", "frozen"]
 """``frozen`` is ours with `upconv.freeze`, by which packed weights are kept between calls."""
@@ -39,8 +40,6 @@ _CALLS: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "ours": (upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d),
     "torch": (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
 }
-_LAYERS: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_package: Any = upconv
 
 
 class Operands(NamedTuple):
@@ -67,13 +66,12 @@ def operands(p: Problem, device: torch.device, seed: int, inputs: Inputs = "norm
     layout = memory_format(p.layout, p.rank)
 
     def draw(shape: Sequence[int], reach: float | None = None) -> Tensor:
-        options: dict[str, Any] = {"generator": generator, "dtype": p.dtype, "device": device}
-        if inputs == "normal":
-            t = torch.randn(shape, **options)
-        else:
-            t = torch.rand(shape, **options)
-            if reach is not None:
-                t = t.mul_(2 * reach).sub_(reach)
+        """``reach``: of ``rand``, values are from -reach to reach."""
+        t = (torch.randn if inputs == "normal" else torch.rand)(
+            shape, generator=generator, dtype=p.dtype, device=device
+        )  # fmt: skip
+        if reach is not None and inputs == "rand":
+            t = t.mul_(2 * reach).sub_(reach)
         return t.contiguous(memory_format=layout) if len(shape) == p.rank + 2 else t
 
     reach = 1 / math.sqrt(p.out_channels // p.groups * p.taps)  # Source: torch.nn.init._calculate_fan_in_and_fan_out
@@ -116,7 +114,7 @@ def work(side: Side, p: Problem, given: Operands) -> Work:
 def layer(side: Side, p: Problem, given: Operands) -> nn.Module:
     """A side's module for inference: PyTorch's layer with the given weights, accelerated, or also frozen."""
     sizes = (p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, p.output_padding)
-    module = _LAYERS[p.rank - 1](*sizes, p.groups, p.bias, p.dilation, device="meta", dtype=p.dtype)
+    module = list(TRANSPOSED)[p.rank - 1](*sizes, p.groups, p.bias, p.dilation, device="meta", dtype=p.dtype)
     weight = given.weight.clone() if side == "frozen" else given.weight  # what is kept of it must serve no other side
     module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
     if given.bias is not None:
@@ -125,19 +123,15 @@ def layer(side: Side, p: Problem, given: Operands) -> nn.Module:
     if side != "torch":
         upconv.accelerate(module)
     if side == "frozen":
-        _package.freeze(module)
+        upconv.freeze(module)
     return module
 
 
 def result_names(p: Problem) -> tuple[str, ...]:
     """What the tensors of a pass's results are, in order."""
-    names: dict[Pass, tuple[str, ...]] = {
-        "fwd": ("output",),
-        "grad-input": ("grad-input",),
-        "grad-weight": ("grad-weight",),
-        "step": ("output", "grad-input", "grad-weight", *(("grad-bias",) if p.bias else ())),
-    }
-    return names[p.pass_]
+    if p.pass_ == "step":
+        return ("output", "grad-input", "grad-weight", *(("grad-bias",) if p.bias else ()))
+    return ("output" if p.pass_ == "fwd" else p.pass_,)
 
 
 @contextmanager
@@ -275,6 +269,8 @@ def unsteady(sides: Mapping[str, Quartiles]) -> str | None:
 
 # --- interleaving ----------------------------------------------------------------------------------------------------
 
+Key = TypeVar("Key", bound=Hashable)
+
 
 @dataclass(frozen=True)
 class Repeats:
@@ -292,8 +288,8 @@ SWEEP = Repeats(0.5, 7, 100)
 
 
 def interleave(
-    runs: Mapping[str, Sequence[Callable[[], object]]], take: Clock | Mapping[str, Clock], repeats: Repeats
-) -> dict[str, list[float]]:
+    runs: Mapping[Key, Sequence[Callable[[], object]]], take: Clock | Mapping[Key, Clock], repeats: Repeats
+) -> dict[Key, list[float]]:
     """Times several implementations in turn; every second round in reverse order.
 
     Args:
@@ -306,7 +302,7 @@ def interleave(
     """
     clocks = take if isinstance(take, Mapping) else dict.fromkeys(runs, take)
 
-    def one(name: str, turn: int) -> float:
+    def one(name: Key, turn: int) -> float:
         return clocks[name](runs[name][turn % len(runs[name])])
 
     begin = time.perf_counter()
@@ -316,7 +312,7 @@ def interleave(
         if time.perf_counter() - begin > repeats.seconds / 4:
             break
     provisional.settle()
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    taken: dict[Key, list[float]] = {name: [] for name in runs}
     begin, turn = time.perf_counter(), 0
     while turn < repeats.least or (turn < repeats.most and time.perf_counter() - begin < repeats.seconds):
         for name in list(runs)[:: -1 if turn % 2 else 1]:
@@ -347,21 +343,17 @@ def compare(
         taken = interleave(runs, take, repeats)
     else:
         under = cudnn_clocks(take)
-        both = {(name, "off"): works for name, works in runs.items()} | {(name, "on"): runs[name] for name in tuned}
-        every = {f"{name} {flag}": works for (name, flag), works in both.items()}
-        clocks = {f"{name} {flag}": under[flag] for name, flag in both}
+        every = {(name, f): works for name, works in runs.items() for f in under if f == "off" or name in tuned}
+        clocks = {key: under[key[1]] for key in every}
         was = torch.backends.cudnn.benchmark
         try:
-            for name, works in every.items():
+            for key, works in every.items():
                 for run in works:
-                    clocks[name](run)
+                    clocks[key](run)
             found = interleave(every, clocks, repeats)
         finally:
             torch.backends.cudnn.benchmark = was
-        pairs = {
-            name: [found[f"{name} {flag}"] for flag in ("off", "on") if f"{name} {flag}" in found] for name in runs
-        }
-        taken = {name: min(values, key=median) for name, values in pairs.items()}
+        taken = {name: min((found[key] for key in every if key[0] == name), key=median) for name in runs}
     return {name: quartiles(values) for name, values in taken.items()}, len(next(iter(taken.values())))
 
 

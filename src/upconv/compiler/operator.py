@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from upconv import autograd, cpu, dispatch, flops, planner, refusals
-from upconv.compiler import layouts, recorded, rule
+from upconv import autograd, cpu, dispatch, planner, refusals
+from upconv.compiler import flops, layouts, recorded, rule
 from upconv.compiler.arguments import Arguments, arguments_of, text_of
-from upconv.cuda import engine
 from upconv.problem import PRECISIONS, output_length
 from upconv.replay import calls
 
@@ -43,6 +42,7 @@ for _signature in (
 
 def _composite(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     layouts.teach()
+    flops.teach()
     operands = (input, weight, bias)
     if dispatch.transforms_active() or any(map(_is_dual, operands)):
         return _theirs(input, weight, bias, *arguments)
@@ -157,7 +157,7 @@ def _run(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tenso
     rank, rounded = len(arguments[0]), weight.dtype is not input.dtype
     plan = dispatch.find_plan(rank, input, weight, bias, *arguments, rounded)
     if plan is not None and plan.choice is not None:
-        found = recorded.compute(plan, "fwd", _pass, (input, weight, bias), -1)[0]
+        found = recorded.compute(plan, None, (input, weight, bias))[0]
         assert found is not None
         if plan.problem.layout != "nchw" or not dispatch.doubtful(plan.problem, input.device.type):
             return found
@@ -171,11 +171,6 @@ def _run(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tenso
     return found.contiguous(memory_format=_format(input, weight))  # as _fake says
 
 
-def _pass(plan: planner.Plan, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-    # A graph's private memory pool lets nothing outlive the call.
-    return (engine.forward(plan, input, weight, bias, lasting=False),)
-
-
 def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: int) -> tuple[Tensor, Tensor]:
     arguments = arguments_of(text)
     plan = dispatch.find_plan(len(arguments[0]), input, weight, None, *arguments, weight.dtype is not input.dtype)
@@ -187,11 +182,7 @@ def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: 
     elif plan.backward == planner.FAMILIES:
         if refusals.active:
             refusals.refuse_gradients(plan, asked)
-
-        def run(plan: planner.Plan, grad: Tensor, input: Tensor, weight: Any) -> calls.Gradients:
-            return engine.gradients(plan, grad, input, weight, asked, lasting=False)
-
-        found = recorded.compute(plan, asked, run, (grad, input, weight), 0)
+        found = recorded.compute(plan, asked, (grad, input, weight))
     else:
         found = autograd.transposed(plan).taken(grad, input, weight, asked)
     layout = _format(input, weight)
@@ -234,6 +225,7 @@ def _recorded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         if (forward_ad._current_level >= 0 or dispatch.transforms_active()) and any(map(_is_dual, tensors)):
             raise RuntimeError(f"upconv::{name} has no forward-mode derivative; call upconv::conv_transpose, which has")
         if torch._C._len_torch_dispatch_stack() > 0 or any(type(t) not in dispatch.PLAIN for t in tensors):
+            flops.teach()
             with torch._C._AutoDispatchBelowAutograd():
                 return getattr(torch.ops.upconv, name)(*given)
         return run(*given)
@@ -252,5 +244,3 @@ for _name, _call, _shapes in (
 for _key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
     _LIBRARY.impl("conv_transpose", _composite, _key)
 _forward = torch.ops.upconv.conv_transpose_forward
-
-flops.register(arguments_of)

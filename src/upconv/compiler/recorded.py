@@ -1,4 +1,4 @@
-"""Calls of compiled graphs, replayed by the C++ module once their passes are on tape.
+"""Calls of compiled graphs, replayed by the C++ module once their passes are recorded.
 
 `upconv.replay.replays` has those outside of graphs, and says what can be recorded. What is recorded here allocates
 nothing that outlives a call, since the memory pool of a captured graph does not allow it.
@@ -6,8 +6,8 @@ nothing that outlives a call, since the memory pool of a captured graph does not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,36 +15,51 @@ from upconv.cuda import engine, weights
 from upconv.planner import Plan
 from upconv.replay import native, replays
 
+if TYPE_CHECKING:
+    from upconv.cuda.recording import Recording
+
 Operands = tuple[Tensor, Tensor, "Tensor | None"]
 Results = Sequence["Tensor | None"]
-Pass = Callable[[Plan, Tensor, Tensor, "Tensor | None"], Results]
+Mask = tuple[bool, bool, bool]
 
 
-def compute(plan: Plan, what: Any, run: Pass, operands: Operands, may_copy: int) -> Results:
+def compute(plan: Plan, mask: Mask | None, operands: Operands) -> Results:
     """A pass by a plan, replayed where it can be; the third call like it is recorded.
 
     Args:
         plan: what the pass is computed by.
-        what: names the pass among the plan's.
-        run: the pass in Python, of the plan and the operands.
-        operands: its three operands.
-        may_copy: the index of the operand that may be copied to be dense; -1 for none.
+        mask: the gradients that are asked for; None for the forward.
+        operands: input, weight and bias, or the output's gradient, input and weight.
     """
     a, b, c = operands
     if weights.frozen and (weights.is_frozen(b) or (c is not None and weights.is_frozen(c))):
-        # A tape packs; the pass in Python reads the copy.
-        return run(plan, a, b, c)
-    key = (what, a.stride(), b.stride(), b.dtype, c if c is None else (c.stride(), c.dtype), a.get_device())
+        # A recording packs; the pass in Python reads the copy.
+        return _run(plan, mask, *operands)
+    key = (mask, a.stride(), b.stride(), b.dtype, c if c is None else (c.stride(), c.dtype), a.get_device())
     held = replays.recorded(plan).get(key, 0)
     if type(held) is not int and held is not replays.NEVER:
+        may_copy = -1 if mask is None else 0  # an output's gradient, to be dense
         found: Results | None = native.module().play(held, a, b, c, may_copy)
         if found is not None:
             return found
-    result = run(plan, a, b, c)
+    result = _run(plan, mask, *operands)
     if type(held) is int and replays.hoped and not engine._collectors:
-        module, name = replays.recorder(), f"a compiled graph's pass of {plan.problem}"
+        module = replays.recorder()
         if module is not None:
-            replays.counted(
-                plan, key, lambda: replays.layer(module, plan, name, lambda given: run(plan, *given), operands)
-            )
+            replays.counted(plan, key, lambda: _layer(module, plan, mask, operands))
     return result
+
+
+def _run(plan: Plan, mask: Mask | None, a: Tensor, b: Tensor, c: Any) -> Results:
+    if mask is None:
+        return (engine.forward(plan, a, b, c, lasting=False),)
+    return engine.gradients(plan, a, b, c, mask, lasting=False)
+
+
+def _layer(module: Any, plan: Plan, mask: Mask | None, operands: Operands) -> Any:
+    def state(to: Recording, a: Any, b: Any, c: Any) -> Results:
+        if mask is None:
+            return (engine.record_forward(to, plan, a, b, c, lasting=False),)
+        return engine.record_gradients(to, plan, a, b, c, mask, lasting=False)
+
+    return replays.layer(module, plan, f"a compiled graph's pass of {plan.problem}", state, operands)

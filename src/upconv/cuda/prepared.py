@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from upconv.cuda.compile import jit, nvrtc
-from upconv.cuda.compile import launch as launching
 from upconv.cuda.compile.launch import Counters, Launcher, Launches, TooManyBlocks, as_run, bind, stream_handle
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gpu import current_stream
@@ -176,9 +175,6 @@ class Program:
             fresh: dependent launches may overlap with the one ahead, which for the first of them is the last kernel on
                 this stream.
         """
-        if launching._notes and (notes := launching.noting()) is not None:
-            notes.launched(self, tensors, fresh)
-            return
         like: Any = tensors[0]
         if self._shapes:
             held = []  # until all is launched
@@ -370,16 +366,22 @@ class Prepared(_Prepared):
         if program is not None:
             program((x, weight, bias, out), values, fresh)
             return
-        form = self._form(weight)
-        if form is None:
+        program = self.program(x, weight, bias, lasting)
+        if program is None:
             self.run(x, weight.contiguous(), bias, out, fresh, lasting)
             return
-        single = self.casts and weight.dtype is torch.float32
-        of_bias: Any = "none" if bias is None else "single" if self.casts and bias.dtype is torch.float32 else "given"
-        program = self._program(Given(form, single, of_bias, lasting, not at_x & 15))
         if not key[-1]:
             self._known[key] = program
         program.anywhere((x, weight, bias, out), values, fresh)
+
+    def program(self, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool) -> Program | None:
+        """What `run` runs on tensors that begin so; None where it makes the weight contiguous first."""
+        form = self._form(weight)
+        if form is None:
+            return None
+        single = self.casts and weight.dtype is torch.float32
+        of_bias: Any = "none" if bias is None else "single" if self.casts and bias.dtype is torch.float32 else "given"
+        return self._program(Given(form, single, of_bias, lasting, not x.data_ptr() & 15))
 
 
 def _is_channels_last(weight: Tensor) -> bool:
@@ -408,23 +410,28 @@ class PreparedWeight(_Prepared):
         try:
             if program is not None:
                 program((x, grad, out), values, False)
+            elif (program := self.program(grad, out, lasting)) is not None:
+                if not key[-1]:
+                    self._known[key] = program
+                program.anywhere((x, grad, out), values, False)
             else:
-                self._first(x, grad, out, key)
+                self._run_wider(x, grad, out, lasting)
         except TooManyBlocks:  # on this stream, of a part of the GPU; the same sums in the same order follow
             self.run(x, grad, out)
 
-    def _first(self, x: Tensor, grad: Tensor, out: Tensor, key: tuple[Any, ...]) -> None:
-        """`run` of a call whose program is not known yet."""
-        choice, contiguous = self.choice, out.is_contiguous()
-        wider = out.numel() != math.prod(choice.result_shape)
-        if wider or (choice.flat and not contiguous):
-            whole = out.new_empty(choice.result_shape if wider else out.shape)
-            self.run(x, grad, whole, key[3])
-            out.copy_(whole[: out.shape[0], : out.shape[1]])
-            return
+    def program(self, grad: Tensor, out: Tensor, lasting: bool) -> Program | None:
+        """What `run` runs on tensors that begin so; None where it writes another tensor, and copies from that."""
+        contiguous = out.is_contiguous()
+        if out.numel() != math.prod(self.choice.result_shape) or (self.choice.flat and not contiguous):
+            return None
         single = self.casts and out.dtype is torch.float32
         order: WeightForm = "contiguous" if contiguous else "channels_last"
-        program = self._program(Given(order, single, lasting=key[3], aligned=not grad.data_ptr() & 15))
-        if not key[-1]:
-            self._known[key] = program
-        program.anywhere((x, grad, out), [t.data_ptr() for t in (x, grad, out)], False)
+        return self._program(Given(order, single, lasting=lasting, aligned=not grad.data_ptr() & 15))
+
+    def _run_wider(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
+        """`run` by way of a contiguous tensor as the kernel writes it, which may have more channels."""
+        whole = out.new_empty(
+            self.choice.result_shape if out.numel() != math.prod(self.choice.result_shape) else out.shape
+        )
+        self.run(x, grad, whole, lasting)
+        out.copy_(whole[: out.shape[0], : out.shape[1]])

@@ -1,9 +1,9 @@
-// The host's part of a layer whose passes are known: it replays what upconv.replay.tape recorded, without Python.
+// The host's part of a layer whose passes are known: it replays what upconv.cuda.recording has, without Python.
 //
-// A tape names the memory that a pass allocates and the kernels that it launches; where an argument of a kernel is an
-// address, the tape says of which buffer. A Layer has the tapes of a call's forward and of its gradients, and is one
-// autograd function. Whatever a tape does not fit (tensors that lie otherwise, a graph's capture,
-// gradients that are recorded themselves) is Python's: the forward answers None, the backward calls back.
+// A recording names the memory that a pass allocates and the kernels that it launches. Where an argument of a kernel is
+// an address, it says of which buffer. A Layer has the recordings of a call's forward and of its gradients, and is one
+// autograd function. Whatever a recording does not fit (tensors of other layouts, a graph's capture, gradients that are
+// recorded themselves) is Python's: the forward answers None, the backward calls back.
 
 #if __cplusplus < 202002L
 #error "this is C++20"
@@ -76,7 +76,7 @@ struct Driver {
 };
 static Driver driver;
 
-// --- tapes -----------------------------------------------------------------------------------------------------------
+// --- recordings ------------------------------------------------------------------------------------------------------
 
 struct Buffer {
   int64_t kind;  // at least 0: that operand of the pass
@@ -108,11 +108,11 @@ static bool lies(const Tensor& t, const Buffer& as) {
   return true;
 }
 
-class Words {  // what upconv.replay.tape wrote, in its order
+class Words {  // what upconv.cuda.recording wrote, in its order
  public:
   Words(const char* at, size_t count) : at_(at), left_(count) {}
   int64_t next() {
-    TORCH_CHECK(left_, "upconv: a tape ends early");
+    TORCH_CHECK(left_, "upconv: a recording ends early");
     int64_t found;
     std::memcpy(&found, at_, sizeof found);
     at_ += sizeof found, left_ -= 1;
@@ -129,9 +129,9 @@ class Words {  // what upconv.replay.tape wrote, in its order
   size_t left_;
 };
 
-class Tape {
+class Recording {
  public:
-  explicit Tape(Words words) {
+  explicit Recording(Words words) {
     buffers.resize(words.next());
     for (auto& b : buffers) {
       b.kind = words.next();
@@ -289,7 +289,7 @@ static bool aligned(const Tensor& t) { return !(reinterpret_cast<uintptr_t>(t.da
 class Layer {
  public:
   Layer(
-      int device, void* context, int autocast, bool last, bool biased, std::shared_ptr<Tape> forward,
+      int device, void* context, int autocast, bool last, bool biased, std::shared_ptr<Recording> forward,
       PyObject* call_back)
       : device(device), context(context), autocast(autocast), last(last), biased(biased), forward(std::move(forward)),
         call_back(call_back) {
@@ -310,10 +310,10 @@ class Layer {
   const int autocast;  // what the input is cast to, a ScalarType; -1 for nothing
   const bool last;     // channels_last
   const bool biased;
-  const std::shared_ptr<Tape> forward;
+  const std::shared_ptr<Recording> forward;
   PyObject* const call_back;
 
-  std::shared_ptr<Tape> backward(int mask) {
+  std::shared_ptr<Recording> backward(int mask) {
     std::lock_guard<std::mutex> lock(mutex_);
     return backward_[mask];
   }
@@ -322,12 +322,12 @@ class Layer {
     std::lock_guard<std::mutex> lock(mutex_);
     return !std::exchange(asked_[mask], true);
   }
-  void set_backward(int mask, std::shared_ptr<Tape> tape) {
+  void set_backward(int mask, std::shared_ptr<Recording> recording) {
     std::lock_guard<std::mutex> lock(mutex_);
-    backward_[mask] = std::move(tape);
+    backward_[mask] = std::move(recording);
   }
 
-  // The stream that a tape may be replayed on; nothing where Python must see to it.
+  // The stream that a recording may be replayed on; nothing where Python must see to it.
   std::optional<void*> stream() const {
     if (device < 0) return nullptr;
     const c10::impl::VirtualGuardImpl cuda(c10::kCUDA);
@@ -337,9 +337,9 @@ class Layer {
     return found;
   }
 
-  // A tensor as a tape's operand: dense in the layer's format, where it may be made so.
-  std::optional<Tensor> operand(const Tensor& t, const Tape& tape, int64_t index, bool may_copy) const {
-    for (auto& b : tape.buffers)
+  // A tensor as a recording's operand: dense in the layer's format, where it may be made so.
+  std::optional<Tensor> operand(const Tensor& t, const Recording& recording, int64_t index, bool may_copy) const {
+    for (auto& b : recording.buffers)
       if (b.kind == index) {
         if (t.device().index() != device && device >= 0) return std::nullopt;
         if (lies(t, b)) return aligned(t) ? std::optional<Tensor>(t) : std::nullopt;
@@ -354,8 +354,8 @@ class Layer {
     return t;  // the pass does not read it
   }
 
-  // The results of a tape on operands; nothing where it does not fit them.
-  std::optional<std::vector<Tensor>> replay(Tape& tape, c10::ArrayRef<Tensor> given, int64_t may_copy) {
+  // The results of a recording on operands; nothing where it does not fit them.
+  std::optional<std::vector<Tensor>> replay(Recording& recording, c10::ArrayRef<Tensor> given, int64_t may_copy) {
     const auto at = stream();
     if (!at || left_ > 0) {
       if (at) left_--;
@@ -367,13 +367,13 @@ class Layer {
         operands.emplace_back();
         continue;
       }
-      auto found = operand(given[i], tape, i, static_cast<int64_t>(i) == may_copy);
+      auto found = operand(given[i], recording, i, static_cast<int64_t>(i) == may_copy);
       if (!found) return std::nullopt;
       operands.push_back(std::move(*found));
     }
     c10::OptionalDeviceGuard guard;
     if (device >= 0) guard.reset_device(c10::Device(c10::kCUDA, device));
-    auto found = tape.replay(operands, device, *at, context);
+    auto found = recording.replay(operands, device, *at, context);
     refused_ = found ? 0 : std::min(2 * refused_ + 1, MOST_LEFT);
     left_ = std::max(refused_ - 1, 0);
     return found;
@@ -385,7 +385,7 @@ class Layer {
   static constexpr int MOST_LEFT = 255;
   std::atomic<int> refused_{0}, left_{0};
   std::mutex mutex_;
-  std::array<std::shared_ptr<Tape>, 8> backward_;
+  std::array<std::shared_ptr<Recording>, 8> backward_;
   std::array<bool, 8> asked_{};
 };
 
@@ -404,11 +404,11 @@ struct Handed {  // what the function below is called with: not a tensor, of whi
   Tensor out;
 };
 
-static std::shared_ptr<Tape> tape_of(PyObject* bytes) {
+static std::shared_ptr<Recording> recording_of(PyObject* bytes) {
   char* at;
   Py_ssize_t size;
   if (PyBytes_AsStringAndSize(bytes, &at, &size)) throw python_error();
-  return std::make_shared<Tape>(Words(at, size / 8));
+  return std::make_shared<Recording>(Words(at, size / 8));
 }
 
 // The gradients by Python, which may record them in a graph.
@@ -431,8 +431,8 @@ static variable_list call_back(
     PyObject* each = PyTuple_GET_ITEM(found.ptr(), i);
     if (each != Py_None) results[i] = THPVariable_Unpack(each);
   }
-  PyObject* tape = PyTuple_GET_ITEM(found.ptr(), 3);
-  if (tape != Py_None) layer.set_backward(mask, tape_of(tape));
+  PyObject* recording = PyTuple_GET_ITEM(found.ptr(), 3);
+  if (recording != Py_None) layer.set_backward(mask, recording_of(recording));
   return results;
 }
 
@@ -460,7 +460,7 @@ struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
     std::optional<std::vector<Tensor>> found;
     const bool plain = !c10::GradMode::is_enabled() && !keys.has_any(WATCHED) && layer.stream();
     if (plain)
-      if (auto tape = layer.backward(mask)) found = layer.replay(*tape, {grad, saved[0], saved[1]}, 0);
+      if (auto recording = layer.backward(mask)) found = layer.replay(*recording, {grad, saved[0], saved[1]}, 0);
     if (!found) found = call_back(layer, grad, saved[0], saved[1], mask, plain);
     for (int i = 0; i < 3; i++) results[i] = (*found)[i];
     return results;
@@ -547,8 +547,8 @@ struct Call {
   PyObject* arguments[ARGUMENTS];
 };
 
-// Calls by their operands' sizes: a tape is of a layer's plan, and any weight that lies as the first one may come with it.
-// It needs no lock of Python's. Within its own nothing is done that may call Python, as asking or destroying a call may.
+// Calls by their operands' sizes: a recording is of a layer's plan, and any weight of the first one's layout may come
+// with it. It needs no lock of Python's. Within its own nothing is done that may call Python, as asking or destroying a call may.
 class Known {
  public:
   using Calls = std::vector<std::shared_ptr<Call>>;
@@ -612,7 +612,7 @@ struct Object {
   Handle layer;
 };
 
-// Layer(device, context, autocast, last, biased, forward, call_back): tapes as bytes, `autocast` a dtype or None.
+// Layer(device, context, autocast, last, biased, forward, call_back): recordings as bytes, `autocast` a dtype or None.
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
   int device, last, biased;
@@ -621,11 +621,11 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
   if (!PyArg_ParseTuple(arguments, "iKOppOO", &device, &context, &autocast, &last, &biased, &forward, &call_back))
     return nullptr;
   const int cast = autocast == Py_None ? -1 : static_cast<int>(reinterpret_cast<THPDtype*>(autocast)->scalar_type);
-  auto tape = tape_of(forward);
+  auto recording = recording_of(forward);
   auto* self = reinterpret_cast<Object*>(type->tp_alloc(type, 0));
   if (!self) return nullptr;
   new (&self->layer) Handle(handle_of(std::make_unique<Layer>(
-      device, reinterpret_cast<void*>(context), cast, last != 0, biased != 0, std::move(tape), call_back)));
+      device, reinterpret_cast<void*>(context), cast, last != 0, biased != 0, std::move(recording), call_back)));
   return reinterpret_cast<PyObject*>(self);
   END_HANDLE_TH_ERRORS
 }
@@ -702,8 +702,8 @@ static PyObject* note(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// play(layer, a, b, c, may_copy): the results of a layer's first tape on three operands, without autograd; an operand may
-// be None, and the one of index `may_copy` may be copied to be dense. None where Python must compute them.
+// play(layer, a, b, c, may_copy): the results of a layer's first recording on three operands, without autograd. An
+// operand may be None, and the one of index `may_copy` may be copied to be dense. None where Python must compute them.
 static PyObject* play(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 5, "play takes five arguments");
@@ -760,29 +760,7 @@ static PyObject* set_driver(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-// blob(like, address, sizes, strides, dtype): a tensor of a recording, on the device of another. There is no memory at it.
-static PyObject* blob(PyObject*, PyObject* arguments) {
-  HANDLE_TH_ERRORS
-  PyObject *like, *sizes, *strides, *dtype;
-  unsigned long long address;
-  if (!PyArg_ParseTuple(arguments, "OKO!O!O", &like, &address, &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &dtype))
-    return nullptr;
-  auto list = [](PyObject* of) {
-    std::vector<int64_t> found;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(of); i++) found.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(of, i)));
-    return found;
-  };
-  const auto device = THPVariable_Unpack(like).device();
-  auto options = at::TensorOptions(reinterpret_cast<THPDtype*>(dtype)->scalar_type).device(device);
-  return THPVariable_Wrap(at::for_blob(reinterpret_cast<void*>(address), list(sizes))
-                              .strides(list(strides))
-                              .options(options)
-                              .target_device(device)
-                              .make_tensor());
-  END_HANDLE_TH_ERRORS
-}
-
-// number(dtype): a dtype as tapes have it.
+// number(dtype): a dtype as recordings have it.
 static PyObject* number(PyObject*, PyObject* dtype) {
   if (!THPDtype_Check(dtype)) return PyErr_Format(PyExc_TypeError, "number takes a dtype");
   return PyLong_FromLong(static_cast<long>(reinterpret_cast<THPDtype*>(dtype)->scalar_type));
@@ -806,7 +784,6 @@ static PyMethodDef METHODS[] = {
     method("forget", upconv::forget, METH_NOARGS),
     method("set_driver", upconv::set_driver, METH_VARARGS),
     method("set_python", upconv::set_python, METH_VARARGS),
-    method("blob", upconv::blob, METH_VARARGS),
     method("number", upconv::number, METH_O),
     {nullptr, nullptr, 0, nullptr}};
 static PyModuleDef MODULE = {

@@ -1,4 +1,4 @@
-"""The module that replays tapes (``native.cpp``): compiled once by the machine's C++ compiler, in the background.
+"""The module that replays recordings (``native.cpp``): compiled once by the machine's C++ compiler, in the background.
 
 A training step of a small model waits for its host, and there a layer in Python costs more than its kernels. The same
 in C++ needs a C++ compiler and Python's headers, as ``torch.compile`` does; PyTorch brings the rest. Where they are

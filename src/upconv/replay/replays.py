@@ -1,14 +1,14 @@
-"""Recorded calls of training, replayed without Python once their passes are on tape.
+"""Calls of training that are replayed without Python once their passes are recorded.
 
 A layer's call under autograd that is made again and again is first computed in Python. When the module of
-`upconv.replay.native` is there, its forward is recorded (`upconv.replay.tape`), and from the next call on the module
+`upconv.replay.native` is there, its forward is recorded (`upconv.cuda.recording`), and from the next call on the module
 recognises it and does what it did, as one autograd function in C++; its gradients are recorded when they are first
 asked for. Most of a small layer's host time in a training step is the Function in Python and the Python around its
 launches.
 
-What cannot be recorded (passes that copy operands) stays in Python, and so does each call that a tape does not fit
-(``native.cpp``); a pass of a plain convolution that is PyTorch's is a step of a tape. A tape does what the pass in
-Python does, kernel by kernel, so that results are the same to the last bit.
+What cannot be recorded (passes that copy operands) stays in Python, and so does each call that a recording does not fit
+(``native.cpp``); a pass of a plain convolution that is PyTorch's is a step of a recording. A recording does what the
+pass in Python does, kernel by kernel, so that results are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from upconv.replay import calls, native
 from upconv.replay.calls import Arguments, Operands, Operation
 
 if TYPE_CHECKING:
-    from upconv.replay import tape
+    from upconv.cuda.recording import Recording
+
+State = Callable[..., Sequence["Tensor | None"]]
+"""Of a recording and its three operands: states a pass on these, and names its results."""
 
 CALLS = 3
 """Of a training call, which is recorded with the last of them."""
@@ -95,7 +98,7 @@ def recorder() -> Any:
     if module is None:
         hoped = not native.hopeless()
         return None
-    # A tape has final kernels, and nobody is to wait for them here. What is captured does without what outlives it.
+    # A recording has final kernels, for which nobody is to wait here. What is captured does without what outlives it.
     return None if provisional.pending() or capturing() else module
 
 
@@ -114,38 +117,36 @@ _PRECISIONS = {"ieee": 1, "tf32": 2}
 
 
 def _recorded(module: Any, operation: Operation, given: Operands, autocast: torch.dtype | None) -> Any:
-    """A ``Layer`` for a call that is made with these operands; None where its forward is no tape."""
+    """A ``Layer`` for a call that is made with these operands; None where its forward has no recording."""
     input, weight, bias = given
     if not operation.loaded(input.get_device()):
         return None
     x = input if autocast is None else torch.empty_like(input, dtype=autocast, device="meta")
     plan, call_back = operation.plan, _Gradients(module, operation)
 
-    def forward(operands: Sequence[Any]) -> list[Tensor]:
-        return [operation.forward(*operands)]
+    def state(to: Recording, x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+        return [operation.record_forward(to, x, weight, bias)]
 
     what = f"the forward of {plan.problem}"
-    return layer(module, plan, what, forward, (x, weight, bias), autocast, bias is not None, call_back)
+    return layer(module, plan, what, state, (x, weight, bias), autocast, bias is not None, call_back)
 
 
 def layer(
     module: Any,
     plan: Plan,
     what: str,
-    run: tape.Pass,
-    operands: Sequence[Tensor | None],
+    state: State,
+    operands: tuple[Tensor, Tensor, Tensor | None],
     autocast: torch.dtype | None = None,
     biased: bool = False,
     call_back: Callable[..., Any] | None = None,
 ) -> Any:
     """A ``Layer`` that replays a pass by a plan; None for one that cannot be recorded.
 
-    ``operands``: those that it is recorded with, the second on its device. The rest is as ``native.cpp`` has it.
+    ``operands``: of the layouts that it is recorded for, the second on its device. The rest is ``native.cpp``'s.
     """
-    weight = operands[1]
-    assert weight is not None
-    index, last = weight.get_device(), plan.problem.layout == "channels_last"
-    found = _tape(module, what, run, operands, weight)
+    index, last = operands[1].get_device(), plan.problem.layout == "channels_last"
+    found = _recording(module, what, state, operands, index)
     return found and module.Layer(index, _context(index), autocast, last, biased, found, call_back)
 
 
@@ -161,16 +162,16 @@ def _context(index: int) -> int:
         return 0
 
 
-def _tape(module: Any, what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Tensor) -> bytes | None:
-    """A pass as the module takes it; None where it cannot be recorded. ``like``: a tensor on its device."""
+def _recording(module: Any, what: str, state: State, operands: Sequence[Tensor | None], index: int) -> bytes | None:
+    """A pass on a device as the module takes it; None where it cannot be recorded."""
     from upconv.cuda.compile import jit
-    from upconv.replay import tape
+    from upconv.cuda.recording import Recording, Unrecorded
 
-    on = torch.cuda.device(like.get_device()) if like.get_device() >= 0 else nullcontext()
     try:
-        with torch.no_grad(), torch.autocast("cuda", enabled=False), on:
-            return tape.record(run, operands, like, module.blob).packed(module.number)
-    except tape.NoTape as reason:
+        with torch.cuda.device(index) if index >= 0 else nullcontext():
+            to = Recording(index, operands)
+            return to.packed(state(to, *to.operands), module.number)
+    except Unrecorded as reason:
         jit.tell(f"native: {what} stays in Python: {reason}")
     except Exception as error:  # whatever a recording meets, the pass itself was computed
         jit.tell(f"native: {what} stays in Python: {type(error).__name__}: {error}")
@@ -178,13 +179,13 @@ def _tape(module: Any, what: str, run: tape.Pass, operands: Sequence[Tensor | No
 
 
 class _Gradients:
-    """What the module calls for gradients that no tape is for, or that do not fit it; with what records them."""
+    """What the module calls for gradients that no recording is for, or that do not fit it; with what records them."""
 
     def __init__(self, module: Any, operation: Operation) -> None:
         self._module, self._operation = module, operation
 
     def __call__(self, grad: Tensor, input: Tensor, weight: Tensor, mask: int, wanted: bool) -> tuple[Any, ...]:
-        """The gradients for input, weight and bias that the bits of ``mask`` ask for; and their tape, if ``wanted``."""
+        """The gradients that the bits of ``mask`` ask for, of input, weight and bias; if ``wanted`` their recording."""
         asked = [bool(mask >> i & 1) for i in range(3)]
         found = self._operation.backward(grad, input, weight, asked)
         return (*found, self._recorded(input, weight, asked) if wanted else None)
@@ -193,13 +194,12 @@ class _Gradients:
         p, shape = self._operation.plan.problem, self._operation.result
         strides = cpu.dense_strides(shape, cpu.memory_format(p.layout, p.rank))
         grad = torch.empty_strided(shape, strides, dtype=input.dtype, device="meta")
-        return _tape(
-            self._module,
-            f"the gradients {_named(asked)} of {p}",
-            lambda given: self._operation.gradients(given[0], given[1], given[2], asked),
-            (grad, input, weight),
-            weight,
-        )
+
+        def state(to: Recording, grad: Tensor, x: Tensor, weight: Tensor) -> Sequence[Tensor | None]:
+            return self._operation.record_gradients(to, grad, x, weight, asked)
+
+        what = f"the gradients {_named(asked)} of {p}"
+        return _recording(self._module, what, state, (grad, input, weight), weight.get_device())
 
 
 def _named(asked: Sequence[bool]) -> str:

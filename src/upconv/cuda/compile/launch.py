@@ -10,14 +10,12 @@ import ctypes
 import re
 import struct
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import torch
 
-from upconv import forks
 from upconv.cuda.compile import driver, jit
 from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.gpu import gpu
@@ -47,46 +45,6 @@ def bind(device: int) -> None:
     cuda = driver.bindings()
     context = driver.drive(cuda.cuDevicePrimaryCtxRetain, driver.drive(cuda.cuDeviceGet, device))
     driver.drive(cuda.cuCtxSetCurrent, context)
-
-
-class Notes(Protocol):
-    """What takes note of a `upconv.cuda.prepared.Program` in the place of its launches (`noted_by`)."""
-
-    def launched(self, program: Any, tensors: Sequence[torch.Tensor | None], fresh: bool) -> None: ...
-
-
-_notes = 0  # threads within `noted_by`; looked at by every program
-_noting = threading.local()
-_lock = forks.Lock()
-
-
-def _forked() -> None:
-    """A child has no other thread that would be within `noted_by`."""
-    global _notes
-    _notes = int(getattr(_noting, "by", None) is not None)
-
-
-forks.in_child(_forked)
-
-
-@contextmanager
-def noted_by(notes: Notes) -> Iterator[None]:
-    """Within it, launches of this thread are noted instead of made."""
-    global _notes
-    with _lock.now:
-        _notes += 1
-    _noting.by = notes
-    try:
-        yield
-    finally:
-        _noting.by = None
-        with _lock.now:
-            _notes -= 1
-
-
-def noting() -> Notes | None:
-    """What notes this thread's launches instead of making them."""
-    return getattr(_noting, "by", None) if _notes else None
 
 
 def as_run(letters: str, values: Sequence[int | float]) -> bytes:

@@ -2,7 +2,7 @@
 
 NVRTC takes up to 3.8 s for long straight code, which nobody is to wait for at a layer's first call. Both forms compute
 the same to the last bit, so that nobody sees when one takes over from the other, but by the time: a quick one's may be
-1.5 times as long. Where launches are kept, on a tape or in a CUDA graph, the final form is waited for.
+1.5 times as long. Where launches are kept, in a recording or in a CUDA graph, the final form is waited for.
 """
 
 from __future__ import annotations

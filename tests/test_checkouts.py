@@ -1,0 +1,69 @@
+"""The program that times two checkouts: which rows it takes for alike."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from upconv.cuda.compile import jit
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import checkouts  # noqa: E402
+
+SOURCE = """
+__constant__ const int TABLE[] = {%s};
+extern "C" __global__ void add(int* y) { y[threadIdx.x] += TABLE[threadIdx.x] * 3; }  // %s
+extern "C" __global__ void other(int* y) { *y = %s; }
+"""
+
+
+def of(table: str, comment: str, value: str) -> set[str]:
+    return set(checkouts.sections(jit.cubin(SOURCE % (table, comment, value), "90a", "test")))
+
+
+def test_code_and_constants_count_and_text_does_not() -> None:
+    first = of("1,2,3", "one", "5")
+    assert of("1,2,3", "two", "2 + 3") == first
+    changed, tables = first - of("1,2,3", "one", "6"), first - of("1,2,4", "one", "5")
+    assert [line.split()[0] for line in changed] == [".text.other"]
+    assert [line.split()[0] for line in tables] == [".nv.constant3"]
+    with pytest.raises(ValueError, match="64-bit little-endian ELF"):
+        checkouts.sections(b"PTX")
+
+
+class Side(SimpleNamespace):
+    """A checkout with these plans and codes by row."""
+
+    def describe(self, p: str) -> list[str]:
+        return [self.plans[p]]
+
+    def compile(self, p: str) -> list[str]:
+        return [f".text.k {self.codes[p]}"]
+
+
+@pytest.mark.parametrize(("codes", "timed"), [(False, "b"), (True, "bc")])
+def test_rows_that_differ_are_timed(codes: bool, timed: str) -> None:
+    rows: Any = [SimpleNamespace(name=name, problem=name) for name in "abc"]
+    old = Side(name="old", plans={"a": "x", "b": "x", "c": "x"}, codes={"a": 1, "b": 1, "c": 1})
+    new = Side(name="new", plans={"a": "x", "b": "y", "c": "x"}, codes={"a": 1, "b": 1, "c": 2})
+    found = checkouts.find(rows, old, new, 0, codes)  # type: ignore[arg-type]
+    assert [one["row"] for one in found if one["time"]] == list(timed)
+    assert [one.get("code") for one in found] == [None, None, [".text.k"] if codes else None]
+    assert all(one["time"] for one in checkouts.find(rows, old, new, 3, codes))  # type: ignore[arg-type]
+
+
+def test_a_checkout_is_the_same_as_itself(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    given = ["--plan", str(path), "--codes", "--reports", "tf32", "--cases", "dcganO,bil21"]
+    done = subprocess.run([sys.executable, checkouts.__file__, str(ROOT), *given], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert [one["row"] for one in found] == ["tf32 dcganO fwd", "field-tf32 bil21 fwd"]
+    assert not any(one["time"] for one in found)
