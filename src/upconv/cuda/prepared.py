@@ -398,7 +398,7 @@ class PreparedWeight(_Prepared):
             lasting: as for `Prepared.run`.
         """
         at_x, at_grad, at_out = values = [x.data_ptr(), grad.data_ptr(), out.data_ptr()]
-        key = out.shape, out.stride(), out.dtype, lasting, (at_x | at_grad | at_out) & 15
+        key = out.numel(), out.is_contiguous(), out.dtype, lasting, (at_x | at_grad | at_out) & 15
         program = self._known.get(key)
         try:
             if program is not None:
