@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from upconv.cuda.axes import Unfit, any_size
+from upconv.cuda.axes import any_size
 from upconv.cuda.cost import Work
 from upconv.cuda.gemm import gather
 from upconv.cuda.gemm.gather_constants import Constants, pixel_constants, producer_registers
@@ -339,7 +339,7 @@ def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
         base = Tile(layer, (1, width), nb, chunks[0])
         if base.columns > MOST_COLUMNS or nb * base.columns // 2 > _MOST_SUMS:
             continue
-        # What `checked` would refuse, before there are tiles for it: two thirds of all.
+        # What `faults` would refuse, before there are tiles for it: two thirds of all.
         short = [c for c in chunks if base.entries * (c * base.pixels.element // 32) * nb <= _MOST_INSTRUCTIONS]
         rows = (nb * 128 - width) // base.pixels.pitch + 1 if short else 0
         if rows < 1:
@@ -359,9 +359,7 @@ def _fitted(s: Tile, gpu: Gpu) -> Tile | None:
     taps = max(1, min(s.entries, wanted // k_steps))
     w_stage = steps if s.resident else taps * k_steps
     s = varied(s, w_stage=w_stage, stages=2, stages_s=2, stages_w=3)
-    try:
-        s.checked(gpu.shared_bytes)
-    except Unfit:
+    if s.shared_bytes > gpu.shared_bytes or any(True for _ in s.faults()):
         return None
     every = s.pixels.chunks + 1
     changes = [{"stages": every}] if s.resident and every <= _MOST_STAGES else []
