@@ -34,13 +34,14 @@ from typing import Any
 import torch
 
 from upconv.cpu import memory_format
-from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
 from upconv.cuda.launches import Given, Scratch
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
+from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.tile import CONSUMERS
 from upconv.cuda.prepared import Program
 from upconv.cuda.rearrange import relayout
@@ -203,7 +204,7 @@ def run_quick(p: Problem) -> None:
 def run_sweep(p: Problem, wanted: Callable[[sweep.Tile], bool]) -> None:
     """The first sweep of a kind."""
     found = next(s for s in sweep.candidates(p, gpu(0)) if wanted(s))
-    prepared = sweep.Choice(found, p, gpu(0), Cost()).prepare(0)
+    prepared = TileChoice(found, p, gpu(0), Cost()).prepare(0)
     run_prepared(prepared, p)
 
 
@@ -231,9 +232,9 @@ def run_joined(p: Problem, quick: bool = False) -> None:
 def run_implicit(p: Problem, halves: bool, stages: int = 0) -> None:
     """A tile of consumers' halves or turns, whose blocks go round a ring of so many stages; without, of a cluster."""
     chip = replace(gpu(0), multiprocessors=2)
-    whole = next(t for t in implicit.candidates(p, chip) if t.halves == halves and t.stages >= stages)
+    whole = next(t for t in implicit.alone(any_size(p), chip) if t.halves == halves and t.stages >= stages)
     tile = replace(whole, stages=stages) if stages else next(implicit._clustered(whole, p, gpu(0)))
-    choice = implicit.Choice(tile, p, chip, Cost())
+    choice = TileChoice(tile, p, chip, Cost())
     if stages and tile.tiles(p) < 4 * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
     prepared = choice.prepare(0)
@@ -244,7 +245,7 @@ def run_phases(p: Problem, stages: int) -> None:
     """A tile of several chunks, whose consumers have several tiles each and go round their rings again and again."""
     chip = replace(gpu(0), multiprocessors=2)
     tile = next(t for t in phases.candidates(p, chip) if t.chunks > 1 and t.stages >= stages)
-    choice = phases.Choice(replace(tile, stages=stages), p, chip, Cost())
+    choice = TileChoice(replace(tile, stages=stages), p, chip, Cost())
     if tile.tiles(p) < 2 * CONSUMERS * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
     prepared = choice.prepare(0)
@@ -366,19 +367,19 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "joined-quick": ("joined", lambda: run_joined(problem(SHEETS, "tf32", "nchw", "fwd"), quick=True)),
     "sweep": (
         "sweep",
-        lambda: run_sweep(problem(DEEP, "tf32", "nchw", "fwd"), lambda s: s.slots > 1 and not s.resident),
+        lambda: run_sweep(problem(DEEP, "tf32", "nchw", "fwd"), lambda s: not s.resident),
     ),
     "sweep-turns": (
         "sweep",
-        lambda: run_sweep(problem(DEEP, "bf16", "nchw", "fwd"), lambda s: s.slots > 1 and s.turns),
+        lambda: run_sweep(problem(DEEP, "bf16", "nchw", "fwd"), lambda s: s.turns),
     ),
     "sweep-last": (
         "sweep",
-        lambda: run_sweep(problem(DEEP, "tf32", "channels_last", "fwd"), lambda s: s.slots > 1 and not s.resident),
+        lambda: run_sweep(problem(DEEP, "tf32", "channels_last", "fwd"), lambda s: not s.resident),
     ),
     "sweep-last-turns": (
         "sweep",
-        lambda: run_sweep(problem(DEEP, "bf16", "channels_last", "fwd"), lambda s: s.slots > 1 and s.turns),
+        lambda: run_sweep(problem(DEEP, "bf16", "channels_last", "fwd"), lambda s: s.turns),
     ),
     "subpixel": ("pixels", lambda: run_choice(subpixel, problem(LONE, "tf32", "nchw", "fwd"))),
     "subpixel-16": ("pixels", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),

@@ -37,7 +37,7 @@ from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch, nvrtc
 from upconv.cuda.gpu import H200, gpu
 from upconv.planner import Candidate, Device, Plan
-from upconv.problem import Precision, Problem
+from upconv.problem import Problem
 from upconv.replay import calls, replays
 
 if find_spec("expecttest") is None:
@@ -477,7 +477,7 @@ class Stubs:
         for _ in range(2):
             prepared.run(x, packed, bias, out, fresh=True)
             pointers = packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
-            expected = choice.entry, choice.grid, True, (*pointers, *t.arguments(p), *(x.data_ptr(),) * 16)
+            expected = t.entry, choice.grid, True, (*pointers, *t.sizes(p, choice.gpu), *(x.data_ptr(),) * 16)
             assert self.pop() == expected
         assert self.encoded == [x.data_ptr()], "a map is kept"
         off = off_16_bytes(x).copy_(x)
@@ -588,24 +588,6 @@ def assert_capturable(prepared: Any, p: Problem) -> None:
 
     source.mul_(2)
     assert torch.equal(replayed(step)[0], out * 2)
-
-
-def precision_by_turns(index: int) -> tuple[Precision, ...]:
-    """TF32 of every other layer, of those between one of the 16-bit types, whose kernels are the same but for one word;
-    or with `EVERY` all three.
-    """
-    every: tuple[Precision, ...] = ("tf32", "bf16", "tf32", "fp16")
-    return every[1:] if EVERY else (every[index % 4],)
-
-
-def spread_by_precision(every: list[Any], precision: Precision, most: int = 2) -> list[Any]:
-    """About so many of a layer's tiles for TF32; half as many for each 16-bit type, whose kernels are the same but for
-    one word, others for each.
-    """
-    if EVERY:
-        return every
-    step = 1 + len(every) // (most if precision == "tf32" else most // 2)
-    return every[step // 2 if precision == "fp16" else 0 :: step]
 
 
 # --- kernels on the host ---------------------------------------------------------------------------------------------

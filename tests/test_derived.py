@@ -125,8 +125,9 @@ def searched(seed: int) -> list[Any]:
     of_weight = p.with_(pass_="grad-weight", bias=False)
     for aligned, classes in ((True, (1, 1)), (False, (1, 1)), (False, (2, 2))):
         found.append(wgrad_search.candidates(of_weight, gpu, True, aligned, p.size[-1], classes))
-    if p.rank == 3 and not isinstance(sweep.choose(towards, gpu), str):
-        found.append(sweep.candidates(towards, gpu))
+    forward = towards.with_(pass_="fwd")
+    if not isinstance(sweep.choose(forward, gpu), str):
+        found.append(sweep.candidates(forward, gpu))
     drawn = [list(islice(some, rng.randrange(40), 4000, 37)) for some in found]
     return [t for some in drawn for t in rng.sample(some, min(len(some), 8))]
 
