@@ -21,7 +21,7 @@ from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
 from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.rearrange import rearranged, relayout, unshuffle
-from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
+from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem, output_length
@@ -144,21 +144,15 @@ def pixels_choice(mode: ModuleType) -> Draw:
     return choice
 
 
-def wgrad_tilings(p: Problem, gpu: Gpu) -> list[SyncTiling | WarpgroupTiling]:
-    aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
-    return list(wgrad_search.candidates(wgrad_search.any_size(p), gpu, aligned, aligned_g, *of_size))
-
-
 def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
     if wgrad.refusal(p, gpu) is not None:
         return None
-    every = [t for t in wgrad_tilings(p, gpu) if isinstance(t, kind)]
+    every = [t for t in wgrad_search.candidates(p, gpu) if isinstance(t, kind)]
     if not every:
         return None
-    tiling = wgrad_costs.boxed(rng.choice(every), p)
+    tiling = rng.choice(every)
     splits = min(math.prod(tiling.counts(p)), rng.choice((1, 2, 3, 5)))
-    return wgrad.Choice(tiling, p, gpus(rng, gpu), splits, 1e-5, "")
+    return wgrad.Choice(tiling, p, gpus(rng, gpu), splits, Cost(1e-5))
 
 
 def direct_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
