@@ -265,13 +265,10 @@ def run_wgrad(
     ``descriptors``: both operands come by these. ``interleaved``: the taps of an instruction are neighbours in M.
     ``steps``: in two steps, as on a GPU whose blocks do not add up. ``stages``: of the ring, at least.
     """
-    aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
-    every = wgrad_search.candidates(wgrad_search.any_size(p), gpu(0), aligned, aligned_g, *of_size)
-    wanted = (t for t in every if isinstance(t, WarpgroupTiling) and t.adds_up)
+    wanted = (t for t in wgrad_search.candidates(p, gpu(0)) if isinstance(t, WarpgroupTiling) and t.adds_up)
     wanted = (t for t in wanted if (t.a_shared, t.interleaved) == (descriptors, interleaved))
     tiling = next(t for t in wanted if t.tiles <= 9 and t.stages >= stages)
-    prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, 0.0, "").prepare(0)
+    prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, Cost(1e-5)).prepare(0)
     prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)
     expected = (False, False) if steps else (splits <= MAX_CLUSTER, splits > MAX_CLUSTER)
     one_step = len(prepared.choice.launches(Given("contiguous"))) == 1

@@ -26,7 +26,7 @@ from conftest import by_turns, needs_nvrtc
 from drawn import DTYPES
 from upconv import reference
 from upconv.bench.suites import SUITES
-from upconv.cuda import engine, prepared
+from upconv.cuda import prepared, warming
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import cache, elf, jit, nvrtc, provisional
 from upconv.cuda.compile.provisional import Provisional
@@ -109,7 +109,7 @@ def test_a_form_that_is_compiled_holds_nobody_back(made: Launches) -> None:
     compiled.set()
     assert future is not None and future.result(10)
     assert not provisional.pending()  # though it was never launched
-    assert engine.compile_all([]) == []  # as a warm-up of what is loaded
+    assert warming.compile_all([]) == []  # as a warm-up of what is loaded
     assert made.made == ["load quick", "load final"]
 
 
@@ -142,13 +142,12 @@ def test_all_are_waited_for(made: Launches) -> None:
 
 
 def test_what_no_thread_has_begun_is_compiled_by_who_needs_it(made: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provisional, "_THREADS", 0)
+    monkeypatch.setattr(provisional, "_begin", lambda job: Future())
     kernel = made.kernel(lambda: made.made.append("compile"))
     kernel(0, 1, ())
     kernel.settle()
     kernel.settle()
     assert made.made == ["load quick", "quick 1", "load final"]
-    provisional._jobs.clear()
 
 
 def test_a_child_compiles_what_its_parents_thread_was_compiling(made: Launches) -> None:
@@ -226,10 +225,10 @@ def test_threads_see_either_form(made: Launches, monkeypatch: pytest.MonkeyPatch
 
 
 ENDS = """
-import sys, time
+import sys, threading, time
 from upconv.cuda.compile import elf, jit, nvrtc, provisional
 
-provisional._THREADS = 1
+provisional._slots.now = threading.Semaphore(1)
 
 def compile(name):
     print("begin", name, flush=True)
@@ -437,7 +436,7 @@ def test_quick_joined_rows_compute_the_same_to_the_last_bit(
 ) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(provisional, "_THREADS", 0)  # the final form is compiled when it is waited for
+    monkeypatch.setattr(provisional, "_begin", lambda job: Future())  # the final form is compiled when it is waited for
     choice = joined_rows(case)
     p = choice.problem
     shapes = source_shape(p), p.weight_shape, result_shape(p)[1:2]
@@ -449,7 +448,6 @@ def test_quick_joined_rows_compute_the_same_to_the_last_bit(
     for out in outs:
         prepared.run(x, prepared.pack(weight), bias, out)
         provisional.settle()
-    provisional._jobs.clear()
     again = choice.prepare(0)
     again.load()
     assert not any(isinstance(one, Provisional) for one in again._launchers.values())
