@@ -342,9 +342,14 @@ __device__ __forceinline__ u32 half_bits(float v) {
   return r;
 }
 __device__ __forceinline__ u32 bfloat_bits(float v) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   u16 r;
   asm("cvt.rn.bf16.f32 %0, %1;\n" : "=h"(r) : "f"(v));
   return r;
+#else
+  const u32 b = __float_as_uint(v);
+  return (b & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+#endif
 }
 // Two by one instruction, the first in the low half.
 __device__ __forceinline__ u32 half_pair(float low, float high) {
@@ -5371,7 +5376,7 @@ namespace {
 template <typename To, typename From>
 To parameter(const From& value) {
   if constexpr (std::is_class_v<To>) {
-    static_assert(sizeof(To) == sizeof(From), "a tensor map has 128 bytes");
+    static_assert(sizeof(To) == sizeof(From), "a struct is copied bit by bit");
     To to;
     std::memcpy(&to, &value, sizeof(To));
     return to;

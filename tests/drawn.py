@@ -13,7 +13,7 @@ import torch
 
 from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.cost import Cost
-from upconv.cuda.direct import direct, direct_grad, staged, staged_tiles, tiles, walks
+from upconv.cuda.direct import direct, direct_grad, plain, staged, staged_tiles, tiles, walks
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import H200, Gpu
@@ -180,7 +180,8 @@ def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
 def direct_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     if p.pass_ == "grad-input":
         return direct_grad.Choice("direct", 1e-5, "", "", p, rng.choice((1, 2, 4, 8)))
-    tile = rng.choice([None, rng.choice(list(tiles.tiles(p))), rng.choice(list(walks.walks(p)) or [None])])
+    kinds = [every for every in (list(tiles.tiles(p)), list(walks.walks(p))) if every]
+    tile: Any = rng.choice(rng.choice(kinds))
     choice = direct.Choice("direct", 1e-5, "", "", p, tile)
     return choice if choice.shared_bytes <= gpu.shared_bytes else None
 
@@ -194,6 +195,10 @@ def walk_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
 def staged_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     tile = one_of(rng, staged_tiles.fitting(p, gpu))
     return tile and staged.Choice("staged", 1e-5, "", "", p, tile, rng.choice((1, 2, 5)) if tile.weight else 1)
+
+
+def plain_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    return plain.candidate(p, gpu)
 
 
 def unshuffle_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
@@ -294,6 +299,7 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
     "staged": (
         Layers(GRADIENTS, SCALAR, inputs=(1, 2, 3, 8), outputs=(1, 2, 3, 5), groups=(1, 2, 3)), staged_choice,
     ),
+    "plain": (Layers((*FORWARD_LIKE, "grad-weight"), SCALAR, dilations=(1, 1, 2, 3, 50)), plain_choice),
     "unshuffle": (
         Layers(GRADIENTS, WGMMA, inputs=(8, 16, 40), outputs=FEW, groups=(1,), strides=(2, 3), dilations=(1,)),
         unshuffle_choice,

@@ -38,7 +38,7 @@ DTYPES: dict[Precision, torch.dtype] = {
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 Kind = tuple[Precision, Layout, Pass]
 
-CUDA_CORES = ("direct", "staged")
+CUDA_CORES = ("direct", "staged", "plain")
 OTHERS = {
     *("pack", "pack_float", "direct_pack", "reduce", "reduce_float", "reduce_staged"),
     *("to_channels_last", "to_contiguous", "widen"),
@@ -220,7 +220,7 @@ def test_chosen_kernels_compile_without_spills_and_multiply_by_tensor_cores(
 
 # --- and what it does not --------------------------------------------------------------------------------------------
 
-OLDER = ("gather", "wgrad by mma.sync", "direct", "staged")
+OLDER = ("gather", "wgrad by mma.sync", "direct", "staged", "plain")
 """Families of other GPUs than Hopper's."""
 DRAWN = [(family, H200) for family in FAMILIES] + [(family, A100) for family in OLDER]
 
@@ -259,9 +259,10 @@ EXTREMES = {
 @needs_nvrtc
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_layers_compile(name: str) -> None:
-    """Their tables fit in constant memory, their taps in shared memory; or there is another kernel for them."""
+    """Their tables fit in constant memory, their taps in shared memory; or a plain kernel serves them."""
     choice = planner.select(EXTREMES[name], planner.Device("cuda", gpu=H200)).choice
     assert choice is not None
+    assert choice.family == "plain" or not name.startswith("no tile"), choice.summary
     for unit in choice.sources():
         jit.cubin(unit.source, H200.arch, unit.label)
 

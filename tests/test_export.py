@@ -25,7 +25,7 @@ from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
-from upconv.cuda.direct import direct, staged, staged_costs
+from upconv.cuda.direct import plain, staged, staged_costs
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
 from upconv.cuda.launches import Map
@@ -213,11 +213,11 @@ def check_launches(found: Iterable[Kernel], p: Problem, gpu: Gpu, count: int = 2
                 shares = slices[0] // choice.tiling.k_slices
                 assert q != p or shares == choice.splits
                 choice = replace(choice, splits=shares)
-            elif slices:
+            elif slices and isinstance(choice, staged.Choice):
                 choice = replace(choice, splits=staged_costs.cost(choice.problem, choice.tile, gpu)[2])
             record = cpp.main_launch(replace(k, choice=choice))
             assert (blocks, tuple(integers)) == (record.grid, cpp.sizes(record)), (str(q), k.name)
-            if slices:
+            if slices and not isinstance(choice, plain.Choice):
                 assert slices[0] == cpp.sizes(cpp.launches(replace(k, choice=choice))[-1])[0]
 
 
@@ -231,6 +231,14 @@ def test_launches_of_models_are_the_librarys(number: int) -> None:
 def test_launches_are_the_librarys(name: str) -> None:
     p = layer(name)
     check_launches(passes.kernels(p, H200), p, H200)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_launches_of_plain_kernels_are_the_librarys(name: str) -> None:
+    p = layer(name)
+    for layout in ("nchw", *(["channels_last"] if p.rank > 1 else [])):
+        given = [p.with_(pass_=pass_, bias=False, layout=layout) for pass_ in passes.NAMES]
+        check_launches([Kernel(q.pass_, plain.candidate(q, H200)) for q in given], p.with_(layout=layout), H200, 5)
 
 
 def test_blocks_claim_tiles_where_the_librarys_do() -> None:
@@ -489,7 +497,7 @@ def test_kernels_for_one_size_are_not_exported(layer: str, input: str, why: str)
 
 def test_a_layer_that_only_a_flat_kernel_of_the_tensor_cores_serves_is_exported_by_another_family() -> None:
     p = Problem.make(4, 100, 16, (1, 1), 45, precision="tf32")  # 2,025 taps
-    assert isinstance(passes.kernels(p, H200)[0].choice, direct.Choice)
+    assert isinstance(passes.kernels(p, H200)[0].choice, plain.Choice)
 
 
 def test_export_says_what_is_wrong(tmp_path: Path) -> None:

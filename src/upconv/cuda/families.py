@@ -20,10 +20,11 @@ FAMILIES = (
     "staged",
     "unshuffle",
     "relayout",
+    "plain",
 )
 """The kernel families of the forward and of the gradient for the input, as modules of this package.
 
-Of equals the first is taken.
+Of equals the first is taken. The last, `plain`, serves what no other does.
 """
 _MODULES = {
     "gather": "gemm.gather",
@@ -34,8 +35,9 @@ _MODULES = {
     "staged": "direct.staged",
     "unshuffle": "rearrange.unshuffle",
     "relayout": "rearrange.relayout",
+    "plain": "direct.plain",
 }
-WEIGHT_FAMILIES = ("wgrad", "staged", "unshuffle", "relayout")
+WEIGHT_FAMILIES = ("wgrad", "staged", "unshuffle", "relayout", "plain")
 """As `FAMILIES`, of the gradient for the weight."""
 
 

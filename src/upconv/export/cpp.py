@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import dedent
+from typing import Literal
 
 import torch
 
 from upconv.cuda.compile import boxes
 from upconv.cuda.compile.boxes import Tensor5
+from upconv.cuda.direct import plain
 from upconv.cuda.launches import Given, Int, Launch, Long, Map, Pointer, Scratch, Zeros
 from upconv.cuda.wgrad import wgrad
 from upconv.export.passes import Kernel
@@ -24,7 +26,7 @@ LAUNCH = dedent(
     template <typename To, typename From>
     To parameter(const From& value) {
       if constexpr (std::is_class_v<To>) {
-        static_assert(sizeof(To) == sizeof(From), "a tensor map has 128 bytes");
+        static_assert(sizeof(To) == sizeof(From), "a struct is copied bit by bit");
         To to;
         std::memcpy(&to, &value, sizeof(To));
         return to;
@@ -141,9 +143,10 @@ def launches(k: Kernel) -> tuple[Launch, ...]:
     c = k.choice
     if isinstance(c, wgrad.Choice):
         return c._two_steps(k.unit, Given("contiguous"))
+    bias: Literal["given", "none"] = "given" if k.pass_ == "fwd" else "none"
     if not k.packed_words:
-        return c.launches(Given("contiguous" if k.pass_ == "grad-weight" else "in place"))
-    given = Given("packed", bias="given" if k.pass_ == "fwd" else "none", lasting=True)
+        return c.launches(Given("contiguous" if k.pass_ == "grad-weight" else "in place", bias=bias))
+    given = Given("packed", bias=bias, lasting=True)
     packing = c.pack(Given("contiguous"))
     assert packing is not None
     return (packing, *c.launches(given))
@@ -224,7 +227,8 @@ def _varying(k: Kernel, launch: Launch) -> list[str]:
     pointers = [_pointer(k, one) for one in launch.arguments if isinstance(one, Pointer)]
     maps = [_map(k, one) for one in launch.arguments if isinstance(one, Map)]
     array = f"std::array<CUtensorMap, {len(maps)}>{{\n      " + ",\n      ".join(maps) + "}"
-    return [_tuple(pointers), "sizes", *([_tuple([array])] if maps else [])]
+    numbers = _tuple(["sizes"]) if isinstance(k.choice, plain.Choice) else "sizes"  # as one struct
+    return [_tuple(pointers), numbers, *([_tuple([array])] if maps else [])]
 
 
 def _fixed(k: Kernel, launch: Launch) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from textwrap import dedent
 
-from upconv.cuda.direct import direct, direct_grad, staged, staged_costs, staged_tiles
+from upconv.cuda.direct import direct, direct_grad, plain, staged, staged_costs, staged_tiles
 from upconv.cuda.direct.cells import axes
 from upconv.cuda.direct.walks import Walk
 from upconv.cuda.gemm import gather
@@ -27,10 +27,15 @@ _BODIES = {
         rows, columns = ceil(result[1], {rows}), ceil(result[2], {columns})  # of blocks
         return batch * result[0] * rows * columns{groups}, (*source, *result, rows, columns)
         ''',
-    "direct_any": '''
-        """(blocks, sizes): a thread for each result."""
-        total = batch * {channels} * math.prod(result)
-        return min(ceil(total, 256), 2**20), (*source, *result, total)
+    "plain": '''
+        """(blocks, {slices_named}sizes): a {each} for each result."""
+        def steps(channels, depth, height, width):
+            """Elements between images, channels, slices, rows and columns."""
+            return {steps}
+
+        axes = [n for of_axis in zip({inputs}, {outputs}, {axes}) for n in (*of_axis[:2], *of_axis[2])]
+        tensors = (*steps({cin}, *{inputs}), *{weight}, *steps({cout}, *{outputs}))
+        return {blocks}, {slices}(batch, {groups}, {cin_g}, {cout_g}, *axes, *tensors)
         ''',
     "direct_walk": '''
         """(blocks, sizes): a thread goes down a strip of cells, the results between two strides."""
@@ -89,6 +94,8 @@ def _values(k: Kernel, gpu: Gpu) -> tuple[str, dict[str, object]]:
         return "gather", _gather(c)
     if isinstance(c, wgrad.Choice):
         return "wgrad", _wgrad(c, gpu)
+    if isinstance(c, plain.Choice):
+        return "plain", _plain(k, c)
     if isinstance(c, direct_grad.Choice):
         return "direct_grad", {"groups": _times(c.channel_blocks)}
     if isinstance(c, staged.Choice):
@@ -161,10 +168,27 @@ def _staged(k: Kernel, c: staged.Choice, gpu: Gpu) -> dict[str, object]:
     }  # fmt: skip
 
 
+def _plain(k: Kernel, c: plain.Choice) -> dict[str, object]:
+    p, weight = c.problem, k.pass_ == "grad-weight"
+    pixels = "depth * height * width"
+    steps = f"channels * {pixels}, {pixels}, height * width, width, 1"
+    if p.layout == "channels_last":
+        steps = f"channels * {pixels}, 1, height * width * channels, width * channels, channels"
+    results = f"batch * {p.out_channels if k.pass_ == 'fwd' else p.in_channels} * math.prod(result)"
+    return {
+        "each": "block" if weight else "thread", "steps": steps,
+        "slices_named": "slices of sums, " if weight else "", "slices": "1, " if weight else "",
+        "inputs": "result" if k.pass_ == "grad-input" else "source",
+        "outputs": "source" if k.pass_ == "grad-input" else "result",
+        "axes": plain.geometry(p), "weight": plain.strides(p.weight_shape, "contiguous"),
+        "cin": p.in_channels, "cout": p.out_channels,
+        "groups": p.groups, "cin_g": p.in_channels // p.groups, "cout_g": p.out_channels // p.groups,
+        "blocks": str(plain.blocks(p)) if weight else f"min(ceil({results}, 256), 2**20)",
+    }  # fmt: skip
+
+
 def _direct(c: direct.Choice) -> tuple[str, dict[str, object]]:
     p, tile = c.problem, c.tile
-    if tile is None:
-        return "direct_any", {"channels": p.out_channels}
     _, h, w = axes(p)
     if isinstance(tile, Walk):
         of_channel = "runs * strips" if p.layout == "channels_last" else "ceil(runs * strips, 128) * 128"

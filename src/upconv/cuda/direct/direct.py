@@ -1,8 +1,7 @@
 """The direct family: transposed convolution on CUDA cores, for few channels per group and for float64.
 
 ``kernels/direct.cu`` and, for depthwise layers, ``direct_walk_nchw.cu`` and ``direct_walk.cu`` say how a block works.
-Here is the choice among their configurations, and its launch. Every valid forward has a kernel: one of these, or
-``direct_any.cu`` where no tile fits (huge kernels, strides or dilations).
+Here is the choice among their configurations, and its launch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.direct import cells, direct_grad, tile_costs, tiles, walks
+from upconv.cuda.direct import direct_grad, tile_costs, tiles, walks
 from upconv.cuda.direct.cells import Cost, axes
 from upconv.cuda.direct.tiles import Tile
 from upconv.cuda.direct.walks import Walk
@@ -32,18 +31,15 @@ from upconv.cuda.launches import (
     Unit,
     five_strides,
     ints,
-    longs,
 )  # fmt: skip
 from upconv.cuda.rearrange import batches
 from upconv.problem import Problem
 
-_ANY_THREADS = 256
 _PACK_THREADS = 256
 _BLOCKS = 8  # of a kind of thread whose chunks are all estimated
 MARGIN = 1.1  # `Choice.margin`
 _PACKING = {
     "direct": "WeightRows",
-    "direct_any": "WeightRows",
     "direct_walk": "DirectWalk",
     "direct_walk_nchw": "DirectWalkNchw",
 }
@@ -63,8 +59,7 @@ class Choice(PacksWeights, family.Defaults):
     bound: str
     """What limits it, by the model."""
     problem: Problem
-    tile: Tile | Walk | None
-    """None: ``direct_any``."""
+    tile: Tile | Walk
 
     @property
     def margin(self) -> float:
@@ -77,8 +72,6 @@ class Choice(PacksWeights, family.Defaults):
 
     def constants(self) -> dict[str, int]:
         """The kernel's."""
-        if self.tile is None:
-            return {**cells.constants(self.problem), "co_tile": 1, "threads": _ANY_THREADS}
         if isinstance(self.tile, Walk):
             return walks.constants(self.problem, self.tile)
         return tiles.constants(self.problem, self.tile)
@@ -86,8 +79,6 @@ class Choice(PacksWeights, family.Defaults):
     @property
     def entry(self) -> str:
         """The kernel's name, and its file's."""
-        if self.tile is None:
-            return "direct_any"
         if isinstance(self.tile, Walk):
             return "direct_walk" if self.problem.layout == "channels_last" else "direct_walk_nchw"
         return "direct"
@@ -114,7 +105,7 @@ class Choice(PacksWeights, family.Defaults):
         """Elements of the packed weights."""
         if isinstance(self.tile, Walk):
             return walks.packed_words(self.problem)
-        return tiles.packed_words(self.problem, 1 if self.tile is None else self.tile.co)
+        return tiles.packed_words(self.problem, self.tile.co)
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile."""
@@ -143,13 +134,10 @@ class Choice(PacksWeights, family.Defaults):
         return Launch(unit, self.entry, grid, self.threads, self.shared_bytes, (*pointers, *sizes))
 
 
-def _grid(p: Problem, tile: Tile | Walk | None) -> tuple[int, tuple[Int | Long, ...]]:
+def _grid(p: Problem, tile: Tile | Walk) -> tuple[int, tuple[Int, ...]]:
     """Blocks, and the arguments behind the tensors."""
     d, h, w = axes(p)
     sizes = (d.size, h.size, w.size, d.out, h.out, w.out)
-    if tile is None:
-        total = math.prod(p.output_shape)
-        return min(-(-total // _ANY_THREADS), 2**20), longs((*sizes, total))
     if isinstance(tile, Walk):
         runs, strips, threads = walks.grid(p, tile)
         tail = (h.size, w.size, h.out, w.out, runs, strips, tile.strip, threads)
@@ -175,7 +163,7 @@ def choose(p: Problem, gpu: Gpu, limit: float = math.inf) -> Choice | direct_gra
         return f"slower: it takes at least {least * 1e3:.3g} ms on CUDA cores"
     best = min(found, key=lambda one: one[0].seconds, default=None)
     if best is None:
-        return _choose_any(p, gpu)
+        return "no tile of cells and channels fits these kernels"
     cost, chosen = best
     return Choice("direct", cost.seconds, _summary(p, chosen, cost), cost.bound, p, chosen)
 
@@ -195,7 +183,7 @@ def candidate(
 def costs(p: Problem, gpu: Gpu, limit: float) -> tuple[list[tuple[Cost, Tile | Walk]], float]:
     """Configurations with what the model says of them, and the least bound of those that were left out.
 
-    That are ``direct_any``, and tiles of a `Kind` whose bound is above ``limit`` or the best of another.
+    These are tiles of a `Kind` whose bound is above ``limit`` or the best of another.
     """
     found: list[tuple[Cost, Tile | Walk]] = [(walks.cost(p, walk, gpu), walk) for walk in walks.walks(p)]
     best = min((cost.seconds for cost, _ in found), default=math.inf)
@@ -249,14 +237,3 @@ def _summary(p: Problem, tile: Tile | Walk, cost: Cost) -> str:
         f"{tile.co}x{tile.phases}x{tile.cells * w.stride} outputs, {m['stages']} stages of {tile.chunk} channels"
         f", {cost.blocks} blocks"
     )
-
-
-def _choose_any(p: Problem, gpu: Gpu) -> Choice:
-    """One thread per output: every tap costs a test, every product two loads that mostly hit the first-level cache."""
-    outputs = math.prod(p.output_shape)
-    lanes = min(32, fma_lanes(gpu, p.dtype == torch.float64))
-    clocks = gpu.multiprocessors * gpu.clock
-    products = outputs * math.prod(-(-k // s) for k, s in zip(p.kernel, p.stride)) * (p.in_channels // p.groups)
-    seconds = 2e-6 + p.bytes / gpu.bandwidth + (2 * products + outputs * (p.taps + 40)) / (lanes * clocks)
-    blocks = min(-(-outputs // _ANY_THREADS), 2**20)
-    return Choice("direct", seconds, f"one output per thread, {blocks} blocks", "instruction issue", p, None)

@@ -17,7 +17,7 @@
 // its rows, have one odd stride: reads are free of bank conflicts.
 // The sums leave through shared memory, so that stores cover whole lines; directly when a thread's are one vector.
 //
-// Constraints: the tile and the unrolled taps must fit (the planner checks); `direct_any` needs nothing of it.
+// Constraints: the tile and the unrolled taps must fit (the planner checks).
 
 #include "direct_copies.cuh"
 #include "direct_stores.cuh"

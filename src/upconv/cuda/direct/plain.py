@@ -1,0 +1,142 @@
+"""A plain kernel for each pass, which serves every layer: it is taken for huge kernels, strides, dilations and axes.
+
+``kernels/plain.cu`` states what a transposed convolution and its gradients are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import chain
+from typing import ClassVar
+
+import torch
+
+from upconv.cuda import family
+from upconv.cuda.compile import jit
+from upconv.cuda.gpu import Gpu, fma_lanes
+from upconv.cuda.launches import NULL, Given, Launch, Long, Pointer, Unit, WeightForm, longs, strides_of
+from upconv.cuda.scalars import PRECISIONS
+from upconv.problem import Pass, Problem
+
+_ENTRIES: dict[Pass, str] = {
+    "fwd": "plain_forward",
+    "grad-input": "plain_grad_input",
+    "grad-weight": "plain_grad_weight",
+}
+_OPERANDS: dict[Pass, tuple[str, ...]] = {
+    "fwd": ("source", "weight", "bias", "result"),
+    "grad-input": ("source", "weight", "result"),
+    "grad-weight": ("input", "gradient", "result"),
+}
+_THREADS = 256
+_MOST_BLOCKS = 2**20  # which take the results in turn
+_LAUNCH = 5e-6  # seconds
+_LANES = 32  # for which a multiprocessor issues a load in a clock
+_PRODUCT, _TEST = 5, 10  # of those loads, what takes as long as a product, and as a test whether a tap meets an element
+_WAIT = 10  # clocks that a thread waits for one
+_APART = 4  # times a product's loads in channels_last, where neighbouring threads read other weights
+
+
+@dataclass(frozen=True)
+class Choice(family.Defaults):
+    """The kernel of a pass, and what the model thinks of it."""
+
+    problem: Problem
+    seconds: float
+    """The model's estimate."""
+
+    family: ClassVar[str] = "plain"
+    bound: ClassVar[str] = "instruction issue"
+    reads = "contiguous"
+
+    @property
+    def summary(self) -> str:
+        each = "block" if self.problem.pass_ == "grad-weight" else "thread"
+        return f"one result per {each}, {blocks(self.problem)} blocks"
+
+    @property
+    def margin(self) -> float:
+        """So rough a model has to promise much."""
+        return 4.0
+
+    @property
+    def packing(self) -> tuple[str, Pass]:
+        return "contiguous", self.problem.pass_
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile, the same for all layers of a dtype."""
+        constants = {"precision": PRECISIONS[self.problem.dtype], "threads": _THREADS}
+        source = jit.instance("plain.cu", constants, (f"{self.entry}<{jit.CONFIG}>",))
+        return (Unit(f"{self.entry} of {self.problem.dtype}", source, (self.entry,)),)
+
+    @property
+    def entry(self) -> str:
+        return _ENTRIES[self.problem.pass_]
+
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        p, (unit,) = self.problem, self.sources()
+        operands = [NULL if name == "bias" and given.bias == "none" else Pointer(name) for name in _OPERANDS[p.pass_]]
+        arguments = (*operands, *_layer(p, given))
+        return (Launch(unit, self.entry, blocks(p), _THREADS, 0, arguments),)
+
+
+def _layer(p: Problem, given: Given) -> tuple[Long, ...]:
+    """The kernels' ``PlainLayer``."""
+    order: WeightForm = "channels_last" if p.layout == "channels_last" else "contiguous"
+    weight: WeightForm = given.weight if p.pass_ == "grad-weight" else "contiguous"
+    channels = p.batch, p.groups, p.in_channels // p.groups, p.out_channels // p.groups
+    lead = (1,) * (3 - p.rank)
+    axes = zip((*lead, *p.size), (*lead, *p.out_size), geometry(p))
+    tensors = (p.input_shape, order), (p.weight_shape, weight), (p.output_shape, order)
+    numbers = ((size, out, *of_axis) for size, out, of_axis in axes)
+    return longs((*channels, *chain(*numbers), *chain(*(strides(*each) for each in tensors))))
+
+
+def geometry(p: Problem) -> tuple[tuple[int, ...], ...]:
+    """Kernel, stride, padding, dilation and phase of a ``PlainAxis``, along D, H and W."""
+    return ((1, 1, 0, 1, 1),) * (3 - p.rank) + tuple(zip(p.kernel, p.stride, p.padding, p.dilation, phases(p)))
+
+
+def strides(shape: tuple[int, ...], order: WeightForm) -> tuple[int, ...]:
+    """Of a tensor's five dimensions, contiguous or in channels_last."""
+    return strides_of((*shape[:2], *(1,) * (5 - len(shape)), *shape[2:]), order)
+
+
+def phases(p: Problem) -> tuple[int, ...]:
+    """Taps from one that an output meets to the next, along each axis."""
+    return tuple(s // math.gcd(s, d) for s, d in zip(p.stride, p.dilation))
+
+
+def _results(p: Problem) -> int:
+    shapes = {"fwd": p.output_shape, "grad-input": p.input_shape, "grad-weight": p.weight_shape}
+    return math.prod(shapes[p.pass_])
+
+
+def blocks(p: Problem) -> int:
+    each = 1 if p.pass_ == "grad-weight" else _THREADS
+    return min(-(-_results(p) // each), _MOST_BLOCKS)
+
+
+def _tests(p: Problem) -> float:
+    """Of taps and elements, for a result."""
+    if p.pass_ == "grad-weight":  # those of every pixel, and a block's threads add up
+        return p.batch * math.prod(p.size) + 2 * _THREADS
+    if p.pass_ == "grad-input":
+        return p.taps
+    of = phases(p)
+    return math.prod(-(-k // n) for k, n in zip(p.kernel, of)) + sum(min(k, n) / 2 for k, n in zip(p.kernel, of))
+
+
+def seconds(p: Problem, gpu: Gpu) -> float:
+    """What the kernel takes by the model."""
+    product = _PRODUCT * (_APART if p.layout == "channels_last" else 1)
+    loads = product * p.flops / 2 + _TEST * _results(p) * _tests(p)
+    issued = loads / (min(_LANES, fma_lanes(gpu, p.dtype is torch.float64)) * gpu.multiprocessors)
+    clocks = max(issued, _WAIT * loads / (blocks(p) * _THREADS))
+    return _LAUNCH + p.bytes / gpu.bandwidth + clocks / gpu.clock
+
+
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice:
+    """As `upconv.cuda.family` asks."""
+    return Choice(p, seconds(p, gpu))
