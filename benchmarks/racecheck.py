@@ -34,13 +34,14 @@ from typing import Any
 import torch
 
 from upconv.cpu import memory_format
-from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
 from upconv.cuda.launches import Given, Scratch
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
+from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.tile import CONSUMERS
 from upconv.cuda.prepared import Program
 from upconv.cuda.rearrange import relayout
@@ -203,7 +204,7 @@ def run_quick(p: Problem) -> None:
 def run_sweep(p: Problem, wanted: Callable[[sweep.Tile], bool]) -> None:
     """The first sweep of a kind."""
     found = next(s for s in sweep.candidates(p, gpu(0)) if wanted(s))
-    prepared = sweep.Choice(found, p, gpu(0), Cost()).prepare(0)
+    prepared = TileChoice(found, p, gpu(0), Cost()).prepare(0)
     run_prepared(prepared, p)
 
 
@@ -231,9 +232,9 @@ def run_joined(p: Problem, quick: bool = False) -> None:
 def run_implicit(p: Problem, halves: bool, stages: int = 0) -> None:
     """A tile of consumers' halves or turns, whose blocks go round a ring of so many stages; without, of a cluster."""
     chip = replace(gpu(0), multiprocessors=2)
-    whole = next(t for t in implicit.candidates(p, chip) if t.halves == halves and t.stages >= stages)
+    whole = next(t for t in implicit.alone(any_size(p), chip) if t.halves == halves and t.stages >= stages)
     tile = replace(whole, stages=stages) if stages else next(implicit._clustered(whole, p, gpu(0)))
-    choice = implicit.Choice(tile, p, chip, Cost())
+    choice = TileChoice(tile, p, chip, Cost())
     if stages and tile.tiles(p) < 4 * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
     prepared = choice.prepare(0)
@@ -244,7 +245,7 @@ def run_phases(p: Problem, stages: int) -> None:
     """A tile of several chunks, whose consumers have several tiles each and go round their rings again and again."""
     chip = replace(gpu(0), multiprocessors=2)
     tile = next(t for t in phases.candidates(p, chip) if t.chunks > 1 and t.stages >= stages)
-    choice = phases.Choice(replace(tile, stages=stages), p, chip, Cost())
+    choice = TileChoice(replace(tile, stages=stages), p, chip, Cost())
     if tile.tiles(p) < 2 * CONSUMERS * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
     prepared = choice.prepare(0)
@@ -264,13 +265,10 @@ def run_wgrad(
     ``descriptors``: both operands come by these. ``interleaved``: the taps of an instruction are neighbours in M.
     ``steps``: in two steps, as on a GPU whose blocks do not add up. ``stages``: of the ring, at least.
     """
-    aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
-    every = wgrad_search.candidates(wgrad_search.any_size(p), gpu(0), aligned, aligned_g, *of_size)
-    wanted = (t for t in every if isinstance(t, WarpgroupTiling) and t.adds_up)
+    wanted = (t for t in wgrad_search.candidates(p, gpu(0)) if isinstance(t, WarpgroupTiling) and t.adds_up)
     wanted = (t for t in wanted if (t.a_shared, t.interleaved) == (descriptors, interleaved))
     tiling = next(t for t in wanted if t.tiles <= 9 and t.stages >= stages)
-    prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, 0.0, "").prepare(0)
+    prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, Cost(1e-5)).prepare(0)
     prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)
     expected = (False, False) if steps else (splits <= MAX_CLUSTER, splits > MAX_CLUSTER)
     one_step = len(prepared.choice.launches(Given("contiguous"))) == 1
@@ -325,10 +323,10 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "joined": case("joined", run_joined, SHEETS, "tf32 nchw fwd"),
     "joined-16": case("joined", run_joined, SHEETS, "bf16 nchw fwd"),
     "joined-quick": case("joined", run_joined, SHEETS, "tf32 nchw fwd", True),
-    "sweep": case("sweep", run_sweep, DEEP, "tf32 nchw fwd", lambda s: s.slots > 1 and not s.resident),
-    "sweep-turns": case("sweep", run_sweep, DEEP, "bf16 nchw fwd", lambda s: s.slots > 1 and s.turns),
-    "sweep-last": case("sweep", run_sweep, DEEP, "tf32 channels_last fwd", lambda s: s.slots > 1 and not s.resident),
-    "sweep-last-turns": case("sweep", run_sweep, DEEP, "bf16 channels_last fwd", lambda s: s.slots > 1 and s.turns),
+    "sweep": case("sweep", run_sweep, DEEP, "tf32 nchw fwd", lambda s: not s.resident),
+    "sweep-turns": case("sweep", run_sweep, DEEP, "bf16 nchw fwd", lambda s: s.turns),
+    "sweep-last": case("sweep", run_sweep, DEEP, "tf32 channels_last fwd", lambda s: not s.resident),
+    "sweep-last-turns": case("sweep", run_sweep, DEEP, "bf16 channels_last fwd", lambda s: s.turns),
     "subpixel": case("pixels", run_choice, LONE, "tf32 nchw fwd", subpixel),
     "subpixel-16": case("pixels", run_choice, LONE, "bf16 nchw fwd", subpixel),
     "pairs": case("pixels", run_choice, LONE_BACK, "tf32 nchw grad-input", pairs),

@@ -68,25 +68,19 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900       // a host's compiler reads the names, and no more
-#define HAS_ASYNC_PROXY 1  // wgmma and bulk copies read shared memory through another proxy than ordinary stores
-#else
-#define HAS_ASYNC_PROXY 0
-#endif
-
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
 __device__ __forceinline__ void let_dependent_begin() {
-#if HAS_ASYNC_PROXY
+
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-#endif
+
 }
 // And waits for what that one wrote.
 __device__ __forceinline__ void wait_for_results() {
-#if HAS_ASYNC_PROXY
+
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
-#endif
+
 }
 
 // --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
@@ -96,9 +90,9 @@ __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
 }
 // What was initialised is seen by copies and, in a cluster, by other blocks.
 __device__ __forceinline__ void barriers_begun() {
-#if HAS_ASYNC_PROXY
+
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-#endif
+
 }
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
@@ -107,21 +101,13 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// An arrival, once the thread's own `copy16`s have landed.
-__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
-}
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
-#if HAS_ASYNC_PROXY
+
   asm volatile(
       "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
       : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-#else  // before sm_90 a test takes the state of a phase; parity tests came with PTX 7.1 for sm_80
-  asm volatile(
-      "{\n .reg .pred p;\n mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-#endif
+
   return done;
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -138,37 +124,7 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 
 // --- clusters: blocks that read each other's shared memory -------------------------------------------------------------
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900       // whose compiler refuses the attribute on any template
-#else
-#endif
-#if HAS_ASYNC_PROXY
-// All threads of a cluster that have not returned; what they stored before is seen by all behind it.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
-}
-// Where block `rank` has what this one has at `a`.
-__device__ __forceinline__ u32 cluster_address(u32 a, int rank) {
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(there) : "r"(a), "r"(rank));
-  return there;
-}
-// 16 bytes from there.
-__device__ __forceinline__ void load_cluster_128(float (&v)[4], u32 a, int rank) {
-  const u32 there = cluster_address(a, rank);
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];\n" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(there) : "memory");
-}
-#endif
-
 // --- copies into shared memory ----------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  // the rest of the 16 becomes zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
 
 // --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
 
@@ -183,58 +139,15 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int a, in
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
       ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
 }
-// The same from shared memory to the tensor.
-__device__ __forceinline__ void store_box(const TensorMap& map, u32 from, int a, int b, int c, int d, int e) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];\n"
-      ::"l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(from) : "memory");
-}
-template <int BYTES>
-__device__ __forceinline__ void store_bulk(void* to, u32 from) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to), "r"(from), "n"(BYTES) : "memory");
-}
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
-// Until all groups have left shared memory, or are in global memory.
-__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
-__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
 // What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
 __device__ __forceinline__ void fence_async_shared() {
-#if HAS_ASYNC_PROXY
+
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-#endif
+
 }
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;\n" ::: "memory"); }
 
 // --- loads and stores -------------------------------------------------------------------------------------------------
 
-// Four matrices of 8 rows of 16 bytes; each lane has the address of a row.
-__device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 a) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
-}
-// The same, each turned: a row of memory is a column of the registers.
-__device__ __forceinline__ void load_matrices_turned(u32 (&v)[4], u32 a) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
-}
-// To shared memory, two matrices or four of 16-bit elements, each turned: a row of memory is a column of the registers.
-template <int N>
-__device__ __forceinline__ void store_matrices_turned(u32 a, const u32 (&v)[N]) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if constexpr (N == 4) asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-  else asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};\n" ::"r"(a), "r"(v[0]), "r"(v[1]) : "memory");
-#else
-  int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    u32 turned, row = __shfl_sync(0xffffffffu, a, i * 8 + lane / 4);
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(turned) : "r"(v[i]));
-    asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(row + lane % 4 * 4), "r"(turned) : "memory");
-  }
-#endif
-}
-__device__ __forceinline__ float load_shared_f32(u32 a) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(v) : "r"(a) : "memory");
-  return v;
-}
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -245,18 +158,12 @@ __device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a), "r"((u32)ok) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 load_shared_u16(u32 a) {
-  u16 v;
-  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
-  return v;
-}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
 }
 __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
 }
-__device__ __forceinline__ void store_shared_u16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(a), "h"((u16)v) : "memory"); }
 __device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
@@ -266,10 +173,6 @@ __device__ __forceinline__ void store_shared_f32(u32 a, float v) {
 }
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
-}
-// (Of bits: then sums that matrix instructions add to would be integers between them, and be moved behind their fence, C7519.)
-__device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, float v2, float v3) {
-  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "f"(v0), "f"(v1), "f"(v2), "f"(v3) : "memory");
 }
 
 // Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
@@ -282,92 +185,34 @@ __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], 
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
 }
-__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v), "r"((u32)ok) : "memory");
-}
-
-// With what other blocks wrote before they released it.
-__device__ __forceinline__ u32 load_acquire(const u32* from) {
-  u32 v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(v) : "l"(from) : "memory");
-  return v;
-}
 
 // --- the compiler and registers ---------------------------------------------------------------------------------------
 
 // The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
 // fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
 __device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
-__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
 // Integers. Macros, since by references the compiler keeps variables in another order.
 #define OPAQUE(a) asm volatile("" : "+r"(a))
-// `blockIdx.x`, read again rather than kept.
-__device__ __forceinline__ int block_index() {
-  int block;
-  asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(block));
-  return block;
-}
 // A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
 template <int REGISTERS>
 __device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
 template <int REGISTERS>
 __device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
-// a * b + c by one instruction, where the compiler of (long long)a * b + c takes the product apart.
-__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
-  u64 r;
-  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
-  return r;
-}
 
 // --- numbers ----------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
 __device__ __forceinline__ u32 to_tf32(float v) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
   u32 r;
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
-#else  // add half of the last kept bit, less one where that bit is even; infinities and NaNs stay
-  u32 b = __float_as_uint(v);
-  return (b & 0x7f800000u) == 0x7f800000u ? b : (b + 0xfffu + ((b >> 13) & 1u)) & 0xffffe000u;
-#endif
+
 }
 // What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
 __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
-__device__ __forceinline__ u32 half_bits(float v) {
-  u16 r;
-  asm("cvt.rn.f16.f32 %0, %1;\n" : "=h"(r) : "f"(v));
-  return r;
-}
-__device__ __forceinline__ u32 bfloat_bits(float v) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  u16 r;
-  asm("cvt.rn.bf16.f32 %0, %1;\n" : "=h"(r) : "f"(v));
-  return r;
-#else
-  const u32 b = __float_as_uint(v);
-  return (b & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
-#endif
-}
-// Two by one instruction, the first in the low half.
-__device__ __forceinline__ u32 half_pair(float low, float high) {
-  u32 r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-__device__ __forceinline__ u32 bfloat_pair(float low, float high) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-__device__ __forceinline__ float half_value(u32 bits) {
-  float r;
-  asm("cvt.f32.f16 %0, %1;\n" : "=f"(r) : "h"((u16)bits));
-  return r;
-}
-__device__ __forceinline__ float bfloat_value(u32 bits) { return __uint_as_float(bits << 16); }
 
 // --- matrix instructions ----------------------------------------------------------------------------------------------
 
@@ -392,16 +237,6 @@ struct CursorOf {                                       // a place in the ring, 
     parity ^= at / STAGES & 1;
   }
 };
-
-// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
-__device__ __forceinline__ void leave(u32 barrier, int lane) {
-  if (lane == 0 && barrier) barrier_arrive(barrier);
-}
-// The same of lanes that may be apart.
-__device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  leave(barrier, lane);
-}
 
 // Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
@@ -482,9 +317,6 @@ struct NumberOf {                                       // float16 and bfloat16
   using Type = u16;
   using Bits = u16;                                     // as an integer
   static constexpr int SIZE = 2;
-  static __device__ __forceinline__ u32 bits(float v) { return P == FP16 ? half_bits(v) : bfloat_bits(v); }
-  static __device__ __forceinline__ float value(u32 v) { return P == FP16 ? half_value(v) : bfloat_value(v); }
-  static __device__ __forceinline__ u32 pair(float low, float high) { return P == FP16 ? half_pair(low, high) : bfloat_pair(low, high); }
 };
 struct Float32 {
   using Type = float;
@@ -521,7 +353,6 @@ enum Fetch { BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE };
 
 template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
 template <class C> __constant__ const auto ROW_H = table_of<int>(C::offsets_h);
-template <class C> __constant__ const auto RESIDUE = table_of<int>(C::residues);  // of a tile's columns, counted from the first, by plane
 
 // Tensor maps of the input.
 template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
@@ -551,8 +382,7 @@ static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 
 static __device__ __forceinline__ int column_of(int within) {
-  if constexpr (C::planes == C::in_step_w) return within % C::plane * C::in_step_w + within / C::plane;
-  else return within % C::plane * C::in_step_w + RESIDUE<C>[within / C::plane];
+  return within % C::plane * C::in_step_w + within / C::plane;
 }
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
@@ -573,7 +403,6 @@ static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
 static constexpr int FIRST_CONSUMER = C::wgmma ? 2 : 1;
 static constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 static constexpr bool BOX = C::fetch != BY_THREADS;
-static constexpr bool SLOTS_BY_BOX = BOX && !C::channels_last;
 // The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way.
 // IEEE needs both parts.
 static constexpr bool DIRECT_BOX = BOX && C::channels_last && C::precision != IEEE;
@@ -607,16 +436,6 @@ static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
 static __device__ __forceinline__ int pack_segment(int i) {
   return (i / (C::rows_h * C::rows_d)) << 24 | (ROW_D<C>[i / C::rows_h % C::rows_d] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
 }
-static __device__ __forceinline__ int offset_d(int packed) { return (packed << 8) >> 20; }
-static __device__ __forceinline__ int offset_h(int packed) { return (packed << 20) >> 20; }
-
-// The segment's (n, d, h), and whether that row of the input exists.
-static __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int packed, int& n, int& d, int& h) {
-  n = at.n + (packed >> 24);
-  d = at.d + offset_d(packed);
-  h = at.h + offset_h(packed);
-  return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
-}
 };
 
 // Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
@@ -627,16 +446,6 @@ __device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
 #pragma unroll
   for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
   store_shared_128(to, hi[0], hi[1], hi[2], hi[3]);
-  if constexpr (T::PARTS == 2) {
-    u32 low[4];
-#pragma unroll
-    for (int e = 0; e < 4; e++) low[e] = low_part(__uint_as_float(v[e]), hi[e]);
-    store_shared_128(to + T::PART_BYTES, low[0], low[1], low[2], low[3]);
-  }
-}
-// Eight of 16 bits.
-__device__ __forceinline__ void store_halves(u32 to, const u32 (&v)[8]) {
-  store_shared_128(to, v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
 }
 
 // A block's tiles, and a walk over their chunks.
@@ -648,8 +457,6 @@ __device__ __forceinline__ void store_halves(u32 to, const u32 (&v)[8]) {
 template <class Sizes>
 struct DealtOut {
   __device__ __forceinline__ explicit DealtOut(const Sizes&) {}
-  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
-  __device__ __forceinline__ int next(int index, const Sizes&) const { return index + gridDim.x; }
   __device__ __forceinline__ void tell() {}
   __device__ __forceinline__ void end() {}
 };
@@ -659,8 +466,6 @@ struct DealtOut {
 template <class Sizes, int CLUSTER>
 struct OneTogether {
   __device__ __forceinline__ explicit OneTogether(const Sizes&) {}
-  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x / CLUSTER; }
-  __device__ __forceinline__ int next(int, const Sizes& s) const { return s.tiles; }
   __device__ __forceinline__ void tell() {}
   __device__ __forceinline__ void end() {}
 };
@@ -698,11 +503,11 @@ struct Walk {
   __device__ __forceinline__ void begin(const Sizes& s) {
     index = order.first(s);
     chunk = K::first_chunk();
-    if constexpr (K::SHARES > 1) tile = K::tile_at(index, s);
+    if constexpr (K::SHARES > 1) {}
     else settle(s);
   }
   __device__ __forceinline__ bool live(const Sizes& s) const {
-    if constexpr (K::SHARES > 1) return index < s.tiles && chunk < K::end_chunk(tile, s);
+    if constexpr (K::SHARES > 1) {}
     else return index < s.tiles;
   }
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
@@ -714,14 +519,12 @@ struct Walk {
     }
   }
   __device__ __forceinline__ void next(const Sizes& s) {
-    if constexpr (K::SHARES > 1) chunk++;
-    else if (++chunk >= K::CHUNKS) settle(s);
+    if (++chunk >= K::CHUNKS) settle(s);
   }
 };
 
 // What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
 
-template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
 // A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
@@ -784,8 +587,7 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
   t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
   t.d = q % s.tiles_d * C::tile_d;
-  if constexpr (C::fetch == IMAGES_BESIDE) t.n = q / s.tiles_d * C::beside;
-  else t.n = q / s.tiles_d * C::tile_n;
+  t.n = q / s.tiles_d * C::tile_n;
   return t;
 }
 
@@ -803,7 +605,7 @@ static constexpr int SHARES = C::cluster;
 static __device__ __forceinline__ int rank() { return rank_in_cluster<SHARES>(); }
 static __device__ __forceinline__ int first_chunk() { return SHARES > 1 ? rank() * T::CHUNKS / SHARES : 0; }
 static __device__ __forceinline__ int end_chunk(int variant) {
-  if constexpr (SHARES > 1) return (rank() + 1) * T::CHUNKS / SHARES;
+  if constexpr (SHARES > 1) {}
   else return chunks_of(variant);
 }
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
@@ -830,7 +632,6 @@ enum WeightsAs { PACKED, ROWS_ALONG_K, ROWS_ALONG_M };
 template <class C> constexpr int PACK_SPLITS = (C::taps + C::pack_taps - 1) / C::pack_taps;
 // [variant, block, tap][subs]: the kernel's tap, -1 for none.
 template <class C> __constant__ const auto TAP_INDEX = table_of<short>(C::tap_indices);
-template <class C> __device__ const auto TAP_INDEX_OF_MANY = table_of<short>(C::tap_indices);
 // Whether some entry has no tap for a sub-position.
 template <class C>
 __host__ __device__ constexpr bool lacks_taps() {
@@ -840,8 +641,7 @@ __host__ __device__ constexpr bool lacks_taps() {
 }
 template <class C>
 __device__ __forceinline__ int tap_index(int i) {
-  if constexpr (PACK_SPLITS<C> > 8) return TAP_INDEX_OF_MANY<C>[i];
-  else return TAP_INDEX<C>[i];
+  return TAP_INDEX<C>[i];
 }
 
 template <class C>
@@ -879,95 +679,6 @@ static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u3
 }
 static __device__ __forceinline__ u32 part_of(int wg, int thread) { return (C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16; }
 static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * (G::WGS_M * G::FRAGMENT)); }
-};
-
-template <class C>
-struct BoxedWeights {
-using G = GatherWork<C>;
-using Memory = TensorMap;
-static constexpr int ENTRY_BYTES = G::STEPS_PER_TAP * G::WGS_M * G::FRAGMENT;  // of a tap's weights for a chunk
-static constexpr bool LACKS = lacks_taps<C>();
-static_assert(G::BOX && G::PARTS == 1 && (C::subs == 1 || (C::grad_input && G::WGS_M == 1)) && (C::resident || C::w_stage % G::K_STEPS == 0), "boxes have whole taps");
-
-struct Source {
-  const TensorMap& map;
-  int row, channel, entry;
-};
-static __device__ __forceinline__ Source source_of(const TensorMap& map, const typename G::Tile& t) {
-  return {map, (C::grad_input ? t.group * C::cout_g : 0) + t.cout_block * (G::WGS_M * C::rows_per_sub), 0, 0};
-}
-static __device__ __forceinline__ void begin_chunk(Source& from, const typename G::Tile& t, int chunk) {
-  from.channel = (C::grad_input ? 0 : t.group * C::cin_g) + chunk * C::ck;
-  from.entry = G::first_entry(t.variant);
-}
-};
-
-// (COUT, taps, CIN_G): a box is a chunk's channels for all rows of a sub-position, swizzled as pixels are.
-template <class C>
-struct WeightsOf<C, ROWS_ALONG_K> : BoxedWeights<C> {
-using G = GatherWork<C>;
-using Base = BoxedWeights<C>;
-
-static __device__ __forceinline__ void bring(u32 to, typename Base::Source& from, u32 bytes, u32 barrier) {
-  expect_bytes(barrier, bytes);
-#pragma unroll 1
-  for (u32 end = to + bytes; to < end; from.entry++)
-#pragma unroll
-    for (int sub = 0; sub < C::subs; sub++) {
-      int tap = tap_index<C>(from.entry * C::subs + sub);
-      if (Base::LACKS && tap < 0) tap = C::taps;                       // beyond the last one: zeros
-      load_box(to, from.map, from.channel, tap, from.row, 0, 0, barrier);
-      to += Base::ENTRY_BYTES / C::subs;
-    }
-}
-// The 16 bytes whose address the thread gives to ldmatrix, of one of its warp's 16 rows and half a step.
-static __device__ __forceinline__ u32 part_of(int wg, int thread) {
-  int lane = thread & 31;
-  return (C::split == 1 ? wg * (64 * G::ROW_BYTES) : 0) + G::unit_at(thread / 32 * 16 + lane % 16, lane / 16);
-}
-// A step of K is another 32 bytes of the row, and bits of the address, as the swizzle is.
-static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_matrices(a, (at ^ (i % G::K_STEPS * 32)) + i / G::K_STEPS * Base::ENTRY_BYTES); }
-};
-
-// (CIN, taps, COUT_G): boxes are rows of channels of M, SPAN bytes of them, for a chunk; a warpgroup's 64 rows are PANELS of them side by side.
-template <class C>
-struct WeightsOf<C, ROWS_ALONG_M> : BoxedWeights<C> {
-using G = GatherWork<C>;
-using Base = BoxedWeights<C>;
-static constexpr int SPAN = 128;
-static constexpr int PANELS = 64 * G::ELEMENT / SPAN;
-static constexpr bool NARROW = G::ELEMENT == 2;
-
-static __device__ __forceinline__ void bring(u32 to, typename Base::Source& from, u32 bytes, u32 barrier) {
-  expect_bytes(barrier, bytes);
-#pragma unroll 1
-  for (u32 end = to + bytes; to < end; from.entry++)
-#pragma unroll
-    for (int sub = 0; sub < C::subs; sub++) {
-      int tap = tap_index<C>(from.entry * C::subs + sub);
-      if (Base::LACKS && tap < 0) tap = C::taps;                       // beyond the last one: zeros
-#pragma unroll
-      for (int panel = 0; panel < G::WGS_M * PANELS; panel++, to += C::ck * SPAN)
-        load_box(to, from.map, from.row + panel * (SPAN / G::ELEMENT), tap, from.channel, 0, 0, barrier);
-    }
-}
-// Of the warp's 16 rows of M the 16 bytes whose address the lane gives to ldmatrix, of one channel and half of them; of
-// float32, which ldmatrix does not turn, the lane's first.
-static __device__ __forceinline__ u32 part_of(int wg, int thread) {
-  int lane = thread & 31, m = thread / 32 * 16 + (NARROW ? (lane >> 3 & 1) * 8 : lane >> 2), k = NARROW ? (lane >> 4) * 8 + lane % 8 : lane & 3;
-  int panel = (C::split == 1 ? wg * PANELS : 0) + m / (SPAN / G::ELEMENT), byte = m % (SPAN / G::ELEMENT) * G::ELEMENT;
-  return panel * (C::ck * SPAN) + k * SPAN + (byte ^ (k & 7) << 4);
-}
-// A step of K is other rows; 8 rows of M and 4 channels further bits of the address change, too.
-static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) {
-  u32 from = at + i % G::K_STEPS * (32 / G::ELEMENT * SPAN) + i / G::K_STEPS * Base::ENTRY_BYTES;
-  if constexpr (NARROW) {
-    load_matrices_turned(a, from);
-  } else {
-#pragma unroll
-    for (int r = 0; r < 4; r++) a[r] = load_shared_u32((from ^ (r & 1) * 32 ^ (r >> 1) * 64) + (r >> 1) * 4 * SPAN);
-  }
-}
 };
 
 // --- one thread fills the ring ----------------------------------------------------------------------------------------
@@ -1031,13 +742,7 @@ int part;                                               // this thread's of a fr
 const char* from;
 
 __device__ __forceinline__ Fragments(u32, u32, u32, int wg, int thread) : part((C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16) {}
-__device__ __forceinline__ void begin(const char* packed, const typename G::Tile& t) { from = fragments_of<C>(packed, t) + part; }
 __device__ __forceinline__ void begin_chunk(int) {}
-__device__ __forceinline__ void load(u32 (&a)[4], int) {
-  const uint4 v = __ldg((const uint4*)from);
-  a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;
-  from += G::WGS_M * G::FRAGMENT;
-}
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int) {}
@@ -1101,52 +806,6 @@ __device__ __forceinline__ void skip(int variant) {
 __device__ __forceinline__ u32 in_hand() const { return done; }
 };
 
-// Rows of M that are the output channels and phases of a strided layer: tiles and taps are those of the layer without its
-// stride, whose results the epilogue shuffles (cuda/gemm/shuffle.py explains it and computes the constants).
-//
-// Per axis an output is o = q stride + u - lead and a tap k = a stride + u - zeros: phase u of q sums tap a of input q - a.
-// C::inner rows of M are neighbours in memory at one q: the phases along W, in channels_last each with all channels. With those of the
-// q beside it they make a line of the output; a slab, the 16 rows of a warp, has C::per_slab lines of the C::lines that there are.
-
-template <class C>
-struct Shuffle {
-static constexpr int TAPS_H = (C::zeros_h + C::layer_kernel_h + C::layer_stride_h - 1) / C::layer_stride_h;  // of a phase
-static constexpr int TAPS_W = (C::zeros_w + C::layer_kernel_w + C::layer_stride_w - 1) / C::layer_stride_w;
-static constexpr int LAYER_TAPS = C::layer_kernel_d * C::layer_kernel_h * C::layer_kernel_w;
-
-struct Line { int channel, d, h; };                      // its first channel, and its phases along D and H
-
-static __device__ __forceinline__ Line line_at(int line) {
-  if constexpr (C::channels_last) return {0, line / C::layer_stride_h, line % C::layer_stride_h};
-  else return {line / (C::layer_stride_d * C::layer_stride_h), line / C::layer_stride_h % C::layer_stride_d, line % C::layer_stride_h};
-}
-
-struct Row {                                             // of M
-  bool exists;
-  int line, place;                                       // line of its slab, and which of the INNER
-  int channel, d, h, w;                                  // and phases
-};
-
-static __device__ __forceinline__ Row row_at(int row) {
-  int within = row % 16, of_slab = within / C::inner, number = row / 16 * C::per_slab + of_slab;
-  Line line = line_at(number);
-  int place = within % C::inner, channel = C::channels_last ? place % C::cout : line.channel;
-  return {of_slab < C::per_slab && number < C::lines, of_slab, place, channel, line.d, line.h, C::channels_last ? place / C::cout : place};
-}
-
-// Where tap `tap` of the layer without its stride lies for a row of M, among the weights (output channels, kernel) of an input
-// channel; -1 where the row or the tap does not exist. Taps are `tap_step` apart: 1, or in channels_last the channels.
-static __device__ __forceinline__ int weight_at(int row, int tap, int tap_step) {
-  Row of = row_at(row);
-  int d = tap / (TAPS_H * TAPS_W) * C::layer_stride_d + of.d - C::zeros_d;
-  int h = tap / TAPS_W % TAPS_H * C::layer_stride_h + of.h - C::zeros_h;
-  int w = tap % TAPS_W * C::layer_stride_w + of.w - C::zeros_w;
-  if (!of.exists || (u32)d >= C::layer_kernel_d || (u32)h >= C::layer_kernel_h || (u32)w >= C::layer_kernel_w) return -1;
-  int k = (d * C::layer_kernel_h + h) * C::layer_kernel_w + w;
-  return tap_step == 1 ? of.channel * LAYER_TAPS + k : of.channel + k * tap_step;
-}
-};
-
 // Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
 // [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane].
 
@@ -1173,8 +832,6 @@ static constexpr int WARPS = PACK_THREADS / 32;
 
 // Of 16 bits weights may be float32, rounded on their way.
 static __device__ __forceinline__ Type as_element(Type v) { return v; }
-template <class Weight>
-static __device__ __forceinline__ Type as_element(Weight v) { return Number::bits(v); }
 
 // Where the tile has an index of the weight's first dimension and one of its second.
 static __device__ __forceinline__ Type* place_in(Type* tile, int o, int i, int tap) { return tile + (C::grad_input ? o * K + i : i * K + o) * PITCH + tap; }
@@ -1198,45 +855,8 @@ static __device__ __forceinline__ void bring(Type* tile, const Weight* __restric
   }
 }
 
-// The same of contiguous weights that begin at 16 bytes, of which each load brings several taps.
-template <class Weight>
-static __device__ __forceinline__ void bring_wide(Type* tile, const Weight* __restrict__ from, int outer, int inner, int taps, int thread) {
-  constexpr int EACH = C::pack_wide * sizeof(Weight) > 16 ? 16 / sizeof(Weight) : C::pack_wide;
-  constexpr int PIECES = TAPS / EACH, COUNT = INNER * PIECES;
-  struct alignas(EACH * sizeof(Weight)) Piece { Weight tap[EACH]; };
-#pragma unroll
-  for (int j = 0; j < OUTER / WARPS; j++) {
-    int o = thread / 32 + j * WARPS;
-#pragma unroll 4  // loads in flight
-    for (int k = 0; k < (COUNT + 31) / 32; k++) {
-      int e = thread % 32 + k * 32, i = e / PIECES, tap = e % PIECES * EACH;
-      if (COUNT % 32 && e >= COUNT) break;
-      bool exists = o < outer && i < inner && (C::taps % TAPS == 0 || tap < taps);
-      Piece piece = {};
-      if (exists) piece = *(const Piece*)(from + (o * PLANE + i * C::taps + tap));
-      Type* to = place_in(tile, o, i, tap);
-#pragma unroll
-      for (int w = 0; w < EACH; w++) to[w] = as_element(piece.tap[w]);
-    }
-  }
-}
-
-// The same where rows of M are channels and phases: from the first weight of an input channel on, of which `outer` exist.
-template <class Weight>
-static __device__ __forceinline__ void bring_shuffled(Type* tile, const Weight* __restrict__ from, int outer, int row, int begin, int tap_step, int thread) {
-  using S = Shuffle<C>;
-  for (int e = thread; e < 16 * K * TAPS; e += PACK_THREADS) {
-    int tap = e % TAPS, o = e / TAPS % K, i = e / (TAPS * K);
-    int at = o < outer && begin + tap < C::taps ? S::weight_at(row + i, begin + tap, tap_step) : -1;
-    Type v = 0;
-    if (at >= 0) v = as_element(from[o * (C::cout * S::LAYER_TAPS) + at]);
-    tile[(i * K + o) * PITCH + tap] = v;
-  }
-}
-
 static __device__ __forceinline__ void sync() {
-  if constexpr (C::packs) named_sync<9, G::CONSUMER_THREADS>();
-  else __syncthreads();
+  __syncthreads();
 }
 
 struct Part { int begin, warp, wg, k_step, chunk, block, cout, cin; };  // first tap; the fragments'; first channels in the group
@@ -1254,22 +874,12 @@ static __device__ __forceinline__ Part part_at(int rest) {
 
 template <class Weight>
 static __device__ __forceinline__ void bring_part(Type* tile, const Weight* __restrict__ weight, int tap_step, const Part& p, int thread) {
-  if constexpr (C::store == STORE_PHASES) {
-    bring_shuffled(tile, weight + p.cin * (C::cout * Shuffle<C>::LAYER_TAPS), C::cin_g - p.cin, p.cout, p.begin, tap_step, thread);
-  } else {
-    constexpr int OF_FIRST = C::grad_input ? C::cout_g : C::cin_g, OF_SECOND = C::grad_input ? C::cin_g : C::cout_g;  // of the weight's dimensions, in a group
+  constexpr int OF_FIRST = C::grad_input ? C::cout_g : C::cin_g, OF_SECOND = C::grad_input ? C::cin_g : C::cout_g;  // of the weight's dimensions, in a group
     int group = p.block / C::cout_blocks, outer = C::grad_input ? p.cout : p.cin, inner = C::grad_input ? p.cin : p.cout;
     const Weight* from = weight + (long long)(group * OF_FIRST + outer) * PLANE;
     int outer_left = OF_FIRST - outer, inner_left = OF_SECOND - inner, taps_left = C::taps - p.begin;
-    if constexpr (C::pack_wide > 1) {
-      if (tap_step == 1 && !((unsigned long long)weight & 15)) {
-        bring_wide(tile, from + (inner * C::taps + p.begin), outer_left, inner_left, taps_left, thread);
-        return;
-      }
-    }
     if (tap_step == 1) bring<false>(tile, from + (inner * C::taps + p.begin), outer_left, inner_left, taps_left, 1, thread);
     else bring<true>(tile, from + (inner + p.begin * tap_step), outer_left, inner_left, taps_left, tap_step, thread);
-  }
 }
 
 template <class Weight>
@@ -1292,23 +902,9 @@ static __device__ __forceinline__ void pack_part(Type* tile, const Weight* __res
       u32 high = to_tf32(v);
       *to = high;
       if (G::PARTS == 2) to[G::WGS_M * (G::FRAGMENT / 4)] = low_part(v, high);
-    } else {
-      *to = LACKS && tap < 0 ? 0u : *at | (u32)at[PITCH] << 16;
     }
   };
-  if constexpr (SPLITS > 8) {                           // few of all entries: a warp looks at 32 at once
-    constexpr int STEP = PACK_THREADS / QUARTER;
-#pragma unroll 1
-    for (int base = 0; base < entries; base += 32 * STEP) {
-      int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
-      u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(tap_index<C>(own_entry * C::subs + sub)));
-#pragma unroll 1
-      for (; found; found &= found - 1) {
-        int entry = first + (__ffs(found) - 1) * STEP, variant = variant_of(entry);
-        write(variant, entry - G::first_entry(variant), tap_index<C>(entry * C::subs + sub));
-      }
-    }
-  } else {
+  if constexpr (SPLITS > 8) {} else {
 #pragma unroll 1
     for (int variant = 0; variant < C::variants; variant++) {
       int of = G::entries_of(variant), before = G::first_entry(variant);
@@ -1321,18 +917,6 @@ static __device__ __forceinline__ void pack_part(Type* tile, const Weight* __res
   }
 }
 
-// The variant that has an entry.
-static __device__ __forceinline__ int variant_of(int entry) {
-  int variant = 0;
-#pragma unroll 1
-  for (int end = C::variants; end - variant > 1;) {
-    int middle = (variant + end) / 2;
-    if (G::first_entry(middle) <= entry) variant = middle;
-    else end = middle;
-  }
-  return variant;
-}
-
 // --- by a kernel of its own: `pack` and `pack_float` of packing.cuh ---------------------------------------------------
 
 template <class Weight>
@@ -1340,48 +924,6 @@ static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ w
   __shared__ Type tile[TILE];
   let_dependent_begin();                                // `gather`
   pack_part(tile, weight, (u32*)packed, tap_step, blockIdx.x, threadIdx.x);
-}
-
-// --- by the consumers, before they multiply ---------------------------------------------------------------------------
-
-// Every block takes parts that nobody has taken, so that none waits for a block that does not run yet; then what is packed is
-// counted, and whoever reads it waits until all is. `counters` [taken, packed, left] are zeros, which the last to leave leaves.
-static __device__ __forceinline__ void leave(u32* counters) {
-  __threadfence();
-  if (atomicAdd(counters + 2, 1) == 2 * gridDim.x - 1) counters[0] = counters[1] = counters[2] = 0;
-}
-
-// The consumers of a block, by `memory`: 16 bytes and a tile, which copies may overwrite when the warp that has these made has
-// met them (barrier 10). `single`: weights are float32.
-static __device__ __forceinline__ void pack_beside(const void* weight, u32* packed, int tap_step, bool single, u32* counters, void* memory, int thread) {
-  u32* taken = (u32*)memory;
-  Type* tile = (Type*)(taken + 4);
-  int packs = 0;
-#pragma unroll 1
-  for (;; packs++) {
-    if (thread == 0) *taken = atomicAdd(counters, 1);
-    sync();                                             // all are done with the tile, too
-    u32 part = *taken;
-    if (part >= C::pack_parts) break;
-    if (ELEMENT == 2 && single) pack_part(tile, (const float*)weight, packed, tap_step, part, thread);
-    else pack_part(tile, (const Type*)weight, packed, tap_step, part, thread);
-    sync();                                             // all know the part
-  }
-  fence_async();                                        // what is written here is read by copies, and the tile overwritten
-  __threadfence();
-  sync();
-  named_arrive(10, G::CONSUMER_THREADS + 32);
-  if (thread == 0) {
-    if (packs) atomicAdd(counters + 1, packs);
-    leave(counters);
-  }
-}
-
-// One thread: until all weights are packed.
-static __device__ __forceinline__ void wait_for_weights(u32* counters) {
-  while (load_acquire(counters + 1) < C::pack_parts) {}
-  fence_async();
-  leave(counters);
 }
 };
 
@@ -1394,7 +936,6 @@ struct SlotPlace { u32 from; bool exists; };            // of a pixel in a slot,
 // the first channel of a pixel is in the slot, by the segment (of an image) and the column that have it.
 template <class C, int CHANNEL, int COPIED, int COUNT>
 struct SlotOf {
-static constexpr int CHANNEL_BYTES = CHANNEL;           // from a channel to the next
 static constexpr int COPIED_BYTES = COPIED;             // of a box
 static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
@@ -1415,29 +956,6 @@ template <class C, int = C::fetch>
 struct Slot;
 
 // --- rows by threads --------------------------------------------------------------------------------------------------
-
-// A slot is [image][channel][row][column], in the units that hold a row, whatever its alignment.
-template <class C>
-struct CopiedRows {
-static constexpr int UNITS = (C::columns + 2 * PixelTile<C>::VEC - 2) / PixelTile<C>::VEC;  // of 16 bytes, of a segment
-static constexpr int CHANNEL = C::rows_d * C::rows_h * UNITS * 16;
-using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, 1>;
-};
-
-template <class C>
-struct Slot<C, BY_THREADS> : CopiedRows<C>::Of {
-using T = PixelTile<C>;
-static constexpr bool EVERY_TILE = true;
-static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
-static __device__ __forceinline__ u32 plane_of(const typename T::Sizes& s) { return (u32)s.in_d * s.in_h * s.in_w; }
-static __device__ __forceinline__ SlotPlace place(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int segment, int image, int column, u32 plane) {
-  u32 from = (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * CopiedRows<C>::UNITS * 16 + column * T::ELEMENT;
-  int n, d, h;
-  bool in = T::row_of(at, s, segments[segment], n, d, h) && column < C::columns && (u32)(at.w + column) < (u32)s.in_w;
-  u32 first = ((u32)n * C::cin + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / T::ELEMENT);
-  return {from | (first & (T::VEC - 1)) << 24, in};
-}
-};
 
 // --- rows by boxes ----------------------------------------------------------------------------------------------------
 
@@ -1467,95 +985,7 @@ static __device__ __forceinline__ SlotPlace place(const char*, const typename T:
 }
 };
 
-// A slot is [class of channels][class of rows][image][channel][row][column].
-template <class C>
-struct ClassedRows {
-static constexpr int ROWS = (C::rows_h + C::row_classes - 1) / C::row_classes;  // along H of a class
-static constexpr int CHANNEL = C::rows_d * ROWS * C::box_units * 16;
-using Of = SlotOf<C, CHANNEL, C::tile_n * (C::ck / C::channel_classes) * CHANNEL, C::row_classes * C::channel_classes>;
-};
-
-template <class C>
-struct Slot<C, BY_CLASSES> : ClassedRows<C>::Of {
-using T = PixelTile<C>;
-using Of = typename ClassedRows<C>::Of;
-
-static __device__ __forceinline__ constexpr int map(int r) { return r; }
-// Box r begins at the unit that has its first column, and at a row of its class.
-static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes& s, int r) {
-  int row = at.h + C::first_h + r % C::row_classes * C::rows_apart;
-  int lead = (r / C::row_classes * plane_of(s) + (u32)row * s.in_w) & (T::VEC - 1);  // of the tensor, ahead of each row's first column
-  int h = (row - (row & (C::row_period - 1))) / C::row_period;
-  return {(at.w + lead) & ~(T::VEC - 1), h, at.d + C::first_d, at.channel / C::channel_classes, at.n};
-}
-// In a class with a lead the columns ahead of a row are no zeros but the row's before.
-static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes& s, const typename T::Source&, const int*, int segment, int image, int column, u32) {
-  constexpr int ROWS = ClassedRows<C>::ROWS;
-  int j = segment % C::rows_h, row = segment / C::rows_h % C::rows_d * ROWS + j / C::row_classes;
-  u32 from = j % C::row_classes * Of::BOX_BYTES + (image * (C::ck / C::channel_classes) * (C::rows_d * ROWS) + row) * C::box_units * 16 + column * T::ELEMENT;
-  from |= (u32)((C::first_w + (C::first_h + j * C::rows_apart) * s.in_w) & (T::VEC - 1)) << 24;
-  return {from, C::first_w + column >= 0};
-}
-static __device__ __forceinline__ u32 existing(u32 found, int w) { return C::first_w >= 0 || w > 0 ? 0xffffffffu : found; }
-static __device__ __forceinline__ constexpr int channel_at(int c) {
-  return c / C::channel_classes * Of::CHANNEL_BYTES + c % C::channel_classes * (C::row_classes * Of::BOX_BYTES);
-}
-static __device__ __forceinline__ u32 plane_of(const typename T::Sizes& s) { return (u32)s.in_d * s.in_h * s.in_w; }
-static __device__ __forceinline__ int channels_ahead(int, int c) { return c % C::channel_classes; }
-static __device__ __forceinline__ bool aligned(u32) { return C::channel_classes == 1; }
-};
-
-// --- small images -----------------------------------------------------------------------------------------------------
-
-template <class C, int IMAGES>                          // side by side
-struct ImagesOf {
-static constexpr int PIXELS = C::image_d * C::image_h * C::image_w;
-static constexpr int CHANNEL = IMAGES * C::box_pixels * PixelTile<C>::ELEMENT;
-using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, PIXELS / C::box_pixels>;
-};
-
-// A slot is [box][image][channel][pixel].
-template <class C>
-struct Slot<C, WHOLE_IMAGES> : ImagesOf<C, 1>::Of {
-using T = PixelTile<C>;
-
-static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
-  return {r * C::box_pixels, 0, 0, at.channel, at.n};
-}
-// The copy engine fills images beyond the batch with zeros; what lies beyond an image's borders is nowhere.
-static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int* segments, int segment, int image, int column, u32) {
-  int d = T::offset_d(segments[segment]), h = T::offset_h(segments[segment]), w = C::first_w + column;
-  bool inside = (u32)d < C::image_d && (u32)h < C::image_h && (u32)w < C::image_w;
-  int pixel = inside ? (d * C::image_h + h) * C::image_w + w : 0;
-  u32 from = ((pixel / C::box_pixels * C::tile_n + image) * C::ck * C::box_pixels + pixel % C::box_pixels) * T::ELEMENT;
-  return {from, inside};
-}
-static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
-};
-
-// A slot is [channel][image][pixel].
-template <class C>
-struct Slot<C, IMAGES_BESIDE> : ImagesOf<C, C::beside>::Of {
-using T = PixelTile<C>;
-static constexpr bool EVERY_TILE = true;                // each has rows of its own
-
-static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int) { return {0, at.n, at.channel, 0, 0}; }
-// Images begin C::period columns apart. What lies between them is nowhere, and as many zeros as the taps of either read.
-static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source& at, const int* segments, int segment, int image, int column, u32) {
-  int d = at.d + T::offset_d(segments[segment]), h = at.h + T::offset_h(segments[segment]);
-  int beside = (C::first_w + column + C::period) / C::period - 1, w = C::first_w + column - beside * C::period;
-  bool inside = (u32)d < C::image_d && (u32)h < C::image_h && w < C::image_w && (u32)beside < C::beside;
-  u32 from = inside ? (beside * C::box_pixels + (d * C::image_h + h) * C::image_w + w) * T::ELEMENT : 0;
-  return {from, inside};
-}
-static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
-};
-
 // The tensor copy engine brings pixels: to slots, or, channels-last, to tiles.
-
-// Channels-last: a first row of D and of H for each plane.
-template <class C> __constant__ const auto PLANE_D = table_of<int>(C::planes_d);
-template <class C> __constant__ const auto PLANE_H = table_of<int>(C::planes_h);
 
 // Channels-last pixels, as slots have NCHW's: those whose taps step over columns or rows come as a box for each plane, with the copy engine's
 // element strides.
@@ -1566,10 +996,6 @@ static constexpr int BOXES = C::planes, BYTES = T::STAGE_BYTES;
 static constexpr int COPIED_BYTES = T::SEGMENTS * C::plane * T::ROW_BYTES, BOX_BYTES = T::PLANE_PITCH * T::ROW_BYTES;
 
 static __device__ __forceinline__ constexpr int map(int) { return 0; }
-static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
-  if constexpr (C::strided_box) return {at.channel, at.w + RESIDUE<C>[r], at.h + PLANE_H<C>[r], at.d + PLANE_D<C>[r], at.n};
-  else return {at.channel, at.w + RESIDUE<C>[r], at.h + C::first_h, at.d + C::first_d, at.n};
-}
 };
 
 template <class C, bool CHANNELS_LAST = C::channels_last> struct BoxesOf : Slot<C> {};
@@ -1587,17 +1013,10 @@ __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::S
   for (walk.begin(s); walk.live(s); walk.next(s), cursor.next()) {
     const auto at = K::source_of(walk.tile, walk.chunk);
     u32 barrier = landed + cursor.stage * 8;
-    if constexpr (BARRIERS == 1) {
-      barrier_wait(left + cursor.stage * 8, cursor.parity);
-      expect_bytes(barrier, Boxes::BOXES * Boxes::COPIED_BYTES);
-    }
+    barrier_wait(left + cursor.stage * 8, cursor.parity);
+    expect_bytes(barrier, Boxes::BOXES * Boxes::COPIED_BYTES);
 #pragma unroll
     for (int r = 0; r < Boxes::BOXES; r++) {
-      if constexpr (BARRIERS > 1) {
-        barrier = landed + (cursor.stage * BARRIERS + r) * 8;
-        barrier_wait(left + (cursor.stage * BARRIERS + r) * 8, cursor.parity);
-        expect_bytes(barrier, Boxes::COPIED_BYTES);
-      }
       const Corner corner = Boxes::corner(at, s, r);
       const int (&c)[5] = corner.at;
       load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[Boxes::map(r)], c[0], c[1], c[2], c[3], c[4], barrier);
@@ -1607,93 +1026,7 @@ __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::S
   walk.order.end();
 }
 
-// Channels-last: threads copy pixel rows straight into a tile, or round what came there.
-
-// Copies pixel rows; what lies outside of the image or past the last channel is zero.
-template <class C>
-__device__ __forceinline__ void fetch_rows(const char* __restrict__ x, const typename PixelTile<C>::Sizes& s, const typename PixelTile<C>::Source& at, const int* segments, u32 tile, int thread) {
-  using T = PixelTile<C>;
-  for (int i = thread; i < T::PIXELS * T::UNITS_PER_ROW; i += T::PRODUCER_THREADS) {
-    int unit = i % T::UNITS_PER_ROW, p = i / T::UNITS_PER_ROW, segment = p / T::PITCH, within = p % T::PITCH, n, d, h;
-    int column = T::column_of(within), w = at.w + column;
-    bool ok = T::row_of(at, s, segments[segment], n, d, h) && column < C::columns && (u32)w < (u32)s.in_w;
-    int have = at.left - unit * T::VEC;                 // channels from this unit on
-    const char* from = x + (((((long long)n * s.in_d + d) * s.in_h + h) * s.in_w + w) * C::cin + at.channel + unit * T::VEC) * T::ELEMENT;
-    u32 to = tile + T::unit_at(p, unit);
-    if constexpr (C::aligned_channels) {
-      int bytes = ok && have > 0 ? (have < T::VEC ? have * T::ELEMENT : 16) : 0;
-      copy16(to, bytes ? from : x, bytes);
-    } else {                                            // a channel count that is no multiple of 16 bytes: element by element, which waits for memory
-      u32 v[T::VEC];
-#pragma unroll
-      for (int e = 0; e < T::VEC; e++) v[e] = ok && e < have ? (u32)((const typename T::Number::Bits*)from)[e] : 0;
-      if constexpr (T::ELEMENT == 4) store_shared_128(to, v[0], v[1], v[2], v[3]);
-      else store_halves(to, v);
-    }
-  }
-}
-
-// Rounds the units of float32 that this thread has fetched itself, or (BOX) that its turn falls on.
-template <class C>
-__device__ __forceinline__ void round_units(u32 tile, int thread) {
-  using T = PixelTile<C>;
-  if constexpr (T::ELEMENT == 4) {
-#pragma unroll 4
-    for (int i = thread; i < T::PIXELS * T::UNITS_PER_ROW; i += T::PRODUCER_THREADS) {
-      u32 a = tile + (T::BOX ? i * 16 : T::unit_at(i / T::UNITS_PER_ROW, i % T::UNITS_PER_ROW)), v[4];
-      load_shared_128(v, a);
-      store_parts<C>(a, v);
-    }
-  }
-}
-
 // NCHW: from memory to staging slots where threads copy, and from slots to a tile: pixels' channels become rows, rounded to TF32.
-
-// Copies C::ck channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
-// served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
-template <class C>
-__device__ __forceinline__ void stage_rows(const char* __restrict__ x, const typename PixelTile<C>::Sizes& s, const typename PixelTile<C>::Source& at, u32 slot, int thread) {
-  using T = PixelTile<C>;
-  constexpr int UNITS = CopiedRows<C>::UNITS, CHANNEL_BYTES = Slot<C>::CHANNEL_BYTES;
-  long long slice = (long long)s.in_h * s.in_w * T::ELEMENT, plane = slice * s.in_d;
-  const char* corner = x + ((long long)at.n * C::cin + at.channel) * plane + (long long)at.w * T::ELEMENT;
-  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
-  // what would take the time. Where rows are short, threads share them out.
-  constexpr int PLACES = C::ck * UNITS, SHARES = PLACES < T::PRODUCER_THREADS ? T::PRODUCER_THREADS / PLACES : 1;
-  constexpr int SLICES = C::tile_n * C::rows_d, BY_SLICE = SLICES >= SHARES ? SHARES : 1, BY_ROW = BY_SLICE > 1 ? 1 : SHARES;
-  constexpr int ROWS_AT_ONCE = C::rows_h % 5 == 0 ? 5 : C::rows_h % 4 == 0 ? 4 : C::rows_h % 3 == 0 ? 3 : 2;
-  int share = SHARES > 1 ? thread / PLACES : 0, place_of = SHARES > 1 ? thread % PLACES : thread;
-  if (share >= SHARES) return;
-#pragma unroll 1
-  for (int unit = place_of % UNITS, c = place_of / UNITS; c < C::ck;) {
-    if (C::cin_g % C::ck == 0 || c < at.left) {
-      const char* place = corner + c * plane + unit * 16;
-      int column = at.w + unit * T::VEC;                // of the unit's first element, were the row aligned
-      u32 to = slot + c * CHANNEL_BYTES + unit * 16;
-#pragma unroll 1
-      for (int r = BY_SLICE > 1 ? share : 0; r < SLICES; r += BY_SLICE) {
-        int image = r / C::rows_d, d = at.d + ROW_D<C>[r % C::rows_d];
-        bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
-        const char* line = place + image * (C::cin * plane) + d * slice;
-#pragma unroll ROWS_AT_ONCE
-        for (int j = BY_ROW > 1 ? share : 0; j < C::rows_h; j += BY_ROW) {
-          int h = at.h + ROW_H<C>[j];
-          u64 p = multiply_add_wide(h, s.in_w * T::ELEMENT, (u64)line);
-          int first = column - (int)(p & 15) / T::ELEMENT;
-          if (exists && (u32)h < (u32)s.in_h && first + T::VEC > 0 && first < s.in_w)
-            copy16(to + image * (C::ck - 1) * CHANNEL_BYTES + (r * C::rows_h + j) * (UNITS * 16), (const char*)(p & ~15ull));
-        }
-      }
-    }
-    if (SHARES > 1) break;
-    unit += T::PRODUCER_THREADS % UNITS;
-    c += T::PRODUCER_THREADS / UNITS;
-    if (unit >= UNITS) {
-      unit -= UNITS;
-      c++;
-    }
-  }
-}
 
 // A thread's pixels of a tile: where they lie in a slot and whether they are in the image. Found once a tile, not a chunk.
 template <class C>
@@ -1708,9 +1041,7 @@ u32 plane;                                              // channel c of a row be
 // apart, so that lanes would meet few banks, columns in theirs.
 static __device__ __forceinline__ int pixel_row(int i) {
   // Rows first: an image's lie together in a slot, where columns of several images would meet few banks.
-  if constexpr (C::fetch == IMAGES_BESIDE) return i % T::SEGMENTS * T::PITCH + i / T::SEGMENTS;
-  else if constexpr (C::in_step_w % 4 == 0) return i / T::PITCH * T::PITCH + i % T::PITCH % C::planes * C::plane + i % T::PITCH / C::planes;
-  else return i;
+  return i;
 }
 
 __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int thread) {
@@ -1747,11 +1078,9 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
         bool have = ok && (C::cin_g % C::ck == 0 || c < left);
         u32 a = from + Slot<C>::channel_at(c);
         if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * own.plane) & (T::VEC - 1)) * T::ELEMENT;
-        if constexpr (T::ELEMENT == 4) v[e] = have ? load_shared_u32(a) : 0;
-        else v[e] = have ? load_shared_u16(a) : 0;
+        v[e] = have ? load_shared_u32(a) : 0;
       }
-      if constexpr (T::ELEMENT == 4) store_parts<C>(tile + T::unit_at(p, unit), v);
-      else store_halves(tile + T::unit_at(p, unit), v);
+      store_parts<C>(tile + T::unit_at(p, unit), v);
     }
   }
 }
@@ -1778,46 +1107,6 @@ __device__ __forceinline__ void turn_chunk(const OwnPixels<C>& own, int w, int c
 template <class K, bool CHANNELS_LAST = K::C::channels_last, bool BOX = K::BOX>
 struct Producer;
 
-// NCHW, threads: they copy a chunk ahead of the one that they turn.
-template <class K>
-struct Producer<K, false, false> {
-  using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
-    constexpr int SLOT_BYTES = Slot<C>::BYTES;
-    int lane = thread & 31;
-    OwnPixels<C> own;
-    Walk<K> now(s), ahead(s);
-    CursorOf<C::stages_p> tile = {0, 1};
-    CursorOf<C::stages_s> slot = {0, 0};
-    ahead.begin(s);
-    u32 next_slot = 0;
-#pragma unroll 1
-    for (int i = 0; i < C::stages_s - 1; i++) {
-      if (ahead.live(s)) {
-        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots + i * SLOT_BYTES, thread);
-        ahead.next(s);
-      }
-      copy_commit();
-    }
-    next_slot = C::stages_s - 1;
-#pragma unroll 1
-    for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      if (now.chunk == K::first_chunk()) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
-      copy_wait<C::stages_s - 2>();
-      named_sync<1, K::PRODUCER_THREADS>();             // everyone's copies have landed, and everyone has left the next slot
-      if (ahead.live(s)) {
-        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots + next_slot * SLOT_BYTES, thread);
-        ahead.next(s);
-      }
-      if (++next_slot == C::stages_s) next_slot = 0;
-      copy_commit();
-      barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
-    }
-  }
-};
-
 // NCHW, boxes: slots land, threads turn them.
 template <class K>
 struct Producer<K, false, true> {
@@ -1841,67 +1130,9 @@ struct Producer<K, false, true> {
   }
 };
 
-// Channels-last, threads: they copy chunks ahead of the one that they round.
-template <class K>
-struct Producer<K, true, false> {
-  using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32, const PixelBarriers& barriers, int thread) {
-    int lane = thread & 31;
-    Walk<K> now(s), ahead(s);
-    CursorOf<C::stages_p> tile = {0, 1}, free = {0, 1};
-    int pending = 0;
-    ahead.begin(s);
-#pragma unroll 1
-    for (now.begin(s); now.live(s); now.next(s), tile.next(), pending--) {
-#pragma unroll 1
-      for (; pending < C::stages_p - 1; pending++) {    // one more at each turn, all but one at the first
-        if (ahead.live(s)) {
-          barrier_wait(barriers.empty + free.stage * 8, free.parity);
-          fetch_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), segments, tiles + free.stage * K::STAGE_BYTES, thread);
-          ahead.next(s);
-          free.next();
-        }
-        copy_commit();
-      }
-      copy_wait<C::stages_p - 2>();
-      round_units<C>(tiles + tile.stage * K::STAGE_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
-    }
-  }
-};
-
-// Channels-last, boxes, IEEE: tiles land, threads part their values.
-template <class K>
-struct Producer<K, true, true> {
-  using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__, const typename K::Sizes& s, const int*, u32 tiles, u32, const PixelBarriers& barriers, int thread) {
-    int lane = thread & 31;
-    Walk<K> now(s);
-    CursorOf<C::stages_p> tile = {0, 1};
-#pragma unroll 1
-    for (now.begin(s); now.live(s); now.next(s), tile.next()) {
-      barrier_wait(barriers.landed + tile.stage * 8, tile.parity ^ 1);
-      round_units<C>(tiles + tile.stage * K::STAGE_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
-    }
-  }
-};
-
 // Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
 
 // --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
-
-#define MMA_OF(shape, types) \
-  asm volatile("mma.sync.aligned." shape ".row.col.f32." types ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-
-// Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
-template <int P>
-__device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (P < FP16) MMA_OF("m16n8k8", "tf32.tf32");
-  else if constexpr (P == FP16) MMA_OF("m16n8k16", "f16.f16");
-  else MMA_OF("m16n8k16", "bf16.bf16");
-}
 
 // --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
 
@@ -1909,9 +1140,6 @@ __device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 
 // memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
 template <int N> struct WgmmaOf;
-
-// A descriptor's two words, of which one alone changes.
-__device__ __forceinline__ u64 descriptor_of_words(const u32 (&a)[4]) { return (u64)a[1] << 32 | a[0]; }
 
 #define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
 #define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
@@ -1937,42 +1165,10 @@ __device__ __forceinline__ u64 descriptor_of_words(const u32 (&a)[4]) { return (
 #define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NUMBERS_2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define NUMBERS_3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define NUMBERS_4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define NUMBERS_5 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define NUMBERS_6 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define NUMBERS_7 "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-WGMMA_WIDTH(8, "%0,%1,%2,%3", "%4", "%5", "%6", "%7", "%8", "%9", "%10", FOUR_SUMS(0))
-WGMMA_WIDTH(16, "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9", "%10", "%11", "%12", "%13", "%14", FOUR_SUMS(0), FOUR_SUMS(4))
 WGMMA_WIDTH(24, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11", "%12", "%13", "%14", "%15", "%16", "%17", "%18", FOUR_SUMS(0), FOUR_SUMS(4), FOUR_SUMS(8))
 WGMMA_WIDTH(32, NUMBERS_0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SUMS_FROM(0))
-WGMMA_WIDTH(40, NUMBERS_0 "," "%16,%17,%18,%19", "%20", "%21", "%22", "%23", "%24", "%25", "%26", SUMS_FROM(0), FOUR_SUMS(16))
-WGMMA_WIDTH(48, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23", "%24", "%25", "%26", "%27", "%28", "%29", "%30", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20))
-WGMMA_WIDTH(56, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27", "%28", "%29", "%30", "%31", "%32", "%33", "%34", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20), FOUR_SUMS(24))
-WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
-WGMMA_WIDTH(72, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35", "%36", "%37", "%38", "%39", "%40", "%41", "%42", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32))
-WGMMA_WIDTH(80, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35,%36,%37,%38,%39", "%40", "%41", "%42", "%43", "%44", "%45", "%46", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32), FOUR_SUMS(36))
-WGMMA_WIDTH(88, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43", "%44", "%45", "%46", "%47", "%48", "%49", "%50", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32), FOUR_SUMS(36), FOUR_SUMS(40))
-WGMMA_WIDTH(96, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2, "%48", "%49", "%50", "%51", "%52", "%53", "%54", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32))
-WGMMA_WIDTH(104, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51", "%52", "%53", "%54", "%55", "%56", "%57", "%58", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48))
-WGMMA_WIDTH(112, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51,%52,%53,%54,%55", "%56", "%57", "%58", "%59", "%60", "%61", "%62", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48), FOUR_SUMS(52))
 WGMMA_WIDTH(120, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59", "%60", "%61", "%62", "%63", "%64", "%65", "%66", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48), FOUR_SUMS(52), FOUR_SUMS(56))
 WGMMA_WIDTH(128, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48))
-WGMMA_WIDTH(136, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67", "%68", "%69", "%70", "%71", "%72", "%73", "%74", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64))
-WGMMA_WIDTH(144, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67,%68,%69,%70,%71", "%72", "%73", "%74", "%75", "%76", "%77", "%78", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64), FOUR_SUMS(68))
-WGMMA_WIDTH(152, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75", "%76", "%77", "%78", "%79", "%80", "%81", "%82", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64), FOUR_SUMS(68), FOUR_SUMS(72))
-WGMMA_WIDTH(160, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4, "%80", "%81", "%82", "%83", "%84", "%85", "%86", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64))
-WGMMA_WIDTH(168, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83", "%84", "%85", "%86", "%87", "%88", "%89", "%90", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80))
-WGMMA_WIDTH(176, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83,%84,%85,%86,%87", "%88", "%89", "%90", "%91", "%92", "%93", "%94", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80), FOUR_SUMS(84))
-WGMMA_WIDTH(184, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91", "%92", "%93", "%94", "%95", "%96", "%97", "%98", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80), FOUR_SUMS(84), FOUR_SUMS(88))
-WGMMA_WIDTH(192, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80))
-WGMMA_WIDTH(200, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," "%96,%97,%98,%99", "%100", "%101", "%102", "%103", "%104", "%105", "%106", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), FOUR_SUMS(96))
-WGMMA_WIDTH(208, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," "%96,%97,%98,%99,%100,%101,%102,%103", "%104", "%105", "%106", "%107", "%108", "%109", "%110", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), FOUR_SUMS(96), FOUR_SUMS(100))
-WGMMA_WIDTH(216, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107", "%108", "%109", "%110", "%111", "%112", "%113", "%114", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), FOUR_SUMS(96), FOUR_SUMS(100), FOUR_SUMS(104))
-WGMMA_WIDTH(224, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6, "%112", "%113", "%114", "%115", "%116", "%117", "%118", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96))
-WGMMA_WIDTH(232, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115", "%116", "%117", "%118", "%119", "%120", "%121", "%122", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112))
-WGMMA_WIDTH(240, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115,%116,%117,%118,%119", "%120", "%121", "%122", "%123", "%124", "%125", "%126", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112), FOUR_SUMS(116))
-WGMMA_WIDTH(248, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123", "%124", "%125", "%126", "%127", "%128", "%129", "%130", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112), FOUR_SUMS(116), FOUR_SUMS(120))
-WGMMA_WIDTH(256, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," NUMBERS_7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), SUMS_FROM(112))
 
 // A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
 
@@ -2016,8 +1212,7 @@ u32 full, empty, parity;                                // of planes that come o
 
 __device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0), empty(0), parity(0) {
   // By a shuffle, so that ptxas counts in uniform registers.
-  if constexpr (C::wgmma) start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
-  else start = tile;
+  start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
 __device__ __forceinline__ Columns shifted(int rows) const {
   Columns found = *this;
@@ -2028,8 +1223,7 @@ __device__ __forceinline__ Columns shifted(int rows) const {
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part, int lane) const {
-  if constexpr (C::wgmma) multiply_by_descriptor<!FRESH>(acc, a, shift, k_step, part);
-  else multiply_by_matrices(acc, a, shift, k_step, part, lane);
+  multiply_by_descriptor<!FRESH>(acc, a, shift, k_step, part);
 }
 
 template <bool ADDS>
@@ -2040,22 +1234,6 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
     u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
     using Sums = float[SUBTILES_AT_ONCE * 32];
     WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[nb], a, b);
-  }
-}
-
-__device__ __forceinline__ void multiply_by_matrices(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part, int lane) const {
-  int matrix = lane >> 3;                               // ldmatrix: columns 8j.. of both halves of K, then columns 8j + 8..
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) {
-    int row = pixel_row_of(first + nb) + shift;
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      int p = row + (j + (matrix >> 1)) * GROUP_ROWS + (lane & 7);
-      u32 b[4];
-      load_matrices(b, start + part * G::PART_BYTES + G::unit_at(p, k_step * 2 + (matrix & 1)));
-#pragma unroll
-      for (int i = 0; i < 2; i++) mma_of<C::precision>(&acc[nb][4 * (j + i)], a, b[2 * i], b[2 * i + 1]);
-    }
   }
 }
 };
@@ -2102,8 +1280,7 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 // it can where those of a round are; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
-  if constexpr (C::wgmma) {
-    wgmma_fence();
+  wgmma_fence();
     pixels.template multiply<false>(acc, a[i % SETS], shift, i % G::K_STEPS, 0, lane);
     wgmma_commit();
     u32 done = weights.in_hand();
@@ -2120,17 +1297,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       wgmma_wait<0>();
     }
     if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
-  } else {
-    weights.load(a[i % SETS], i);
-    pixels.template multiply<false>(acc, a[i % SETS], shift, i % G::K_STEPS, 0, lane);
-  }
 }
 };
 
 // Few steps: all blocks of a chunk are one stretch, without a loop.
-
-template <class C> __constant__ const auto STRETCH_OF = table_of<int>(C::stretches_of);   // [variant]: which of those that serve several
-template <class C> __constant__ const auto VARIANT_ROW = table_of<int>(C::variant_rows);  // [variant]: shift of its taps against the first of these
 
 template <class C>
 struct ChunkOf<C, STRAIGHT, 1> : StepOf<C> {
@@ -2153,17 +1323,8 @@ static __device__ __forceinline__ constexpr int block_of(int variant, int entry)
 template <int VARIANT, int STEP>
 static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
   constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP / G::STEPS_PER_TAP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
-  if constexpr (C::plane_barriers > 1) {                // a plane is waited for with its first step; behind it no instruction reads the plane before
-    constexpr int plane = C::planes_of_entries[entry];
-    constexpr bool begins = STEP % G::STEPS_PER_TAP == 0 && (STEP == 0 || C::planes_of_entries[entry - (STEP > 0)] != plane);
-    if (begins) barrier_wait(pixels.full + plane * 8, pixels.parity);
-    S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
+  S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
     if (C::continued && STEP == 0) S::give_back(behind, lane);
-    if (begins && STEP > 0) S::give_back(pixels.empty + (plane - 1) * 8, lane);
-  } else {
-    S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-    if (C::continued && STEP == 0) S::give_back(behind, lane);
-  }
 }
 
 // Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
@@ -2179,171 +1340,16 @@ template <int STRETCH>
 static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
   constexpr int first = C::first_of_stretches[STRETCH];  // variant
   int stretch = variant;
-  if constexpr (C::stretches < C::variants) stretch = STRETCH_OF<C>[variant];
   if (C::stretches == 1 || stretch == STRETCH) {
     u32 a[C::fragment_sets][4];
     const typename Counting<steps_of(first)>::type steps;
     weights.load(a[0], 0);
-    if constexpr (C::stretches < C::variants) multiply_from<first>(steps, acc, a, weights, pixels.shifted(VARIANT_ROW<C>[variant]), behind, lane);
-    else multiply_from<first>(steps, acc, a, weights, pixels, behind, lane);
-  } else if constexpr (STRETCH + 1 < C::stretches) {
-    multiply_stretch<STRETCH + 1>(variant, acc, weights, pixels, behind, lane);
-  }
+    multiply_from<first>(steps, acc, a, weights, pixels, behind, lane);
+  } else ;
 }
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
   multiply_stretch<0>(variant, acc, weights, pixels, behind, lane);
-}
-};
-
-// More steps: a loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
-// cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
-// and its first fragment, is asked for in the one before: tables of taps read in each
-// would be slower. Shorter stretches stay straight, which is the fastest.
-
-template <class C>
-struct ChunkOf<C, ROLLED, 1> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-using Weights = typename S::Weights;
-using Pixels = typename S::Pixels;
-using Sums = float[G::MB][G::NB][32];
-static constexpr bool BY_PLANES = C::plane_barriers > 1;  // a round is a plane
-
-template <int STEP>
-static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32& behind, int lane) {
-  constexpr int shift = C::round_shifts[STEP / G::STEPS_PER_TAP];
-  S::step(acc, a, weights, pixels, shift, STEP, G::LONGEST_STRETCH, lane, left);
-  if ((C::continued || BY_PLANES) && STEP == 0 && behind) {
-    S::give_back(behind, lane);
-    behind = 0;
-  }
-}
-template <int... STEPS>
-static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32& behind, int lane) {
-  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
-}
-
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  u32 a[C::fragment_sets][4];
-  int left = G::entries_of(variant) / C::taps_unrolled;
-  u32 full = pixels.full, empty = pixels.empty;
-  weights.load(a[0], 0);
-#pragma unroll
-  for (int b = 0; b < G::MB; b++) {
-    int entry = G::first_entry(variant, b), last = G::end_entry(variant, b);
-    int begin = TAP_ROW<C>[entry];
-#pragma unroll 1
-    while (entry < last) {
-      Pixels shifted = pixels;
-      shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
-      entry += C::taps_unrolled;
-      if (entry < last) begin = TAP_ROW<C>[entry];
-      if constexpr (BY_PLANES) {
-        barrier_wait(full, pixels.parity);
-        full += 8;
-      }
-      multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[b], a, weights, shifted, --left, behind, lane);
-      if constexpr (BY_PLANES) {
-        behind = left ? empty : 0;                      // the last plane is the chunk's to give back
-        empty += 8;
-      }
-    }
-  }
-  if (!C::continued) wgmma_wait<0>();
-}
-};
-
-// Many steps: a loop over stretches of some taps of a block.
-
-// C::taps_unrolled taps from `entry` on, in one product each; `StretchOf<C, 2>` has IEEE's three.
-template <class C, int PARTS>
-struct StretchOf : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums&, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 a[C::fragment_sets][4];
-  if constexpr (C::wgmma) weights.load(a[0], 0);
-  const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
-#pragma unroll
-  for (int i = 0; i < G::LONGEST_STRETCH; i++) S::step(acc, a, weights, pixels, taps[i / G::STEPS_PER_TAP], i, G::LONGEST_STRETCH, lane);
-  weights.end_stretch(G::LONGEST_STRETCH);
-}
-};
-
-// The products of IEEE's parts. Tensor cores truncate as they add, by an error in proportion to the sum: so all corrections of a
-// stretch, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take C::fragment_sets sets
-// of registers in turn, high ones keep theirs to the end.
-template <class C>
-struct StretchOf<C, 2> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-static constexpr int STEPS = C::taps_unrolled * G::K_STEPS;  // of two fragments
-static constexpr int SETS = C::fragment_sets;
-
-// The error also grows with the length of a sum. So sums are kept short, and added with rounding.
-static __device__ __forceinline__ void promote(typename S::Sums& acc, typename S::Sums& sum) {
-#pragma unroll
-  for (int nb = 0; nb < G::NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      if (!C::wgmma) acc[nb][i] = 0.f;                  // wgmma begins a stretch's sums anew
-    }
-}
-
-static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 high[STEPS][4], low[SETS][4];
-  const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
-  weights.load(high[0], 0);
-  weights.load(low[0], 1);
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    int shift = taps[i / G::K_STEPS], k_step = i % G::K_STEPS;
-    u32 done = 0;
-    if constexpr (C::wgmma) wgmma_fence();
-    if (i == 0) pixels.template multiply<true>(acc, high[0], shift, k_step, 1, lane);
-    else pixels.template multiply<false>(acc, high[i], shift, k_step, 1, lane);
-    pixels.template multiply<false>(acc, low[i % SETS], shift, k_step, 0, lane);
-    if constexpr (C::wgmma) {
-      wgmma_commit();
-      done = weights.in_hand();
-    }
-    if (i + 1 < STEPS) {
-      weights.load(high[i + 1], 2 * i + 2);
-      weights.load(low[(i + 1) % SETS], 2 * i + 3);
-    }
-    if constexpr (C::wgmma) {
-      if (i + 1 < STEPS) wgmma_wait<1>();
-      if (!C::resident && (i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) S::give_back_weights(done, lane);
-    }
-  }
-  if constexpr (C::wgmma) wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) pixels.template multiply<false>(acc, high[i], taps[i / G::K_STEPS], i % G::K_STEPS, 0, lane);
-  if constexpr (C::wgmma) {
-    wgmma_commit();
-    wgmma_wait<0>();
-  }
-  weights.end_stretch(2 * STEPS);
-  promote(acc, sum);
-}
-};
-
-template <class C, int PARTS>
-struct ChunkOf<C, LOOPED, PARTS> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-using Sums = float[G::MB][G::NB][32];
-static_assert(PARTS == 1 || !C::wgmma || C::resident || C::w_stage % 2 == 0, "a stage has both parts of a step's weights");
-
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, u32, int lane) {
-#pragma unroll
-  for (int b = 0; b < G::MB; b++) {
-    int e = G::first_entry(variant, b), last = G::end_entry(variant, b);
-#pragma unroll 1
-    for (; e + C::taps_unrolled <= last; e += C::taps_unrolled) StretchOf<C, PARTS>::multiply(acc[b], sum[b], weights, pixels, e, lane);
-  }
 }
 };
 
@@ -2369,7 +1375,6 @@ static constexpr int RUN = GROUPS * 8;
 static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
 static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
-static constexpr int ROUND = 64 / RUN * RUN;            // channels-last: pixels that pass through at once, in whole runs: of one row or, TALL, of several
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
 static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
@@ -2378,8 +1383,7 @@ static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
-  if constexpr (G::SHARES > 1) return (r * OF_SUBTILE + i) / (C::channels_last ? ROUND / RUN : 1) % G::SHARES != G::rank();
-  else return false;
+  return false;
 }
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
@@ -2436,29 +1440,6 @@ __device__ __forceinline__ void load_bias(float (&b)[2], const typename GatherWo
   }
 }
 
-// Channels-last: warps that hold the channels of a sub-position share a buffer. With a buffer for each a store has
-// 32 bytes of a pixel in half precision, and lanes meet the same banks.
-template <class C>
-struct Team {
-using T = PixelTile<C>;
-static constexpr int WARPS = C::rows_per_sub / 16;
-static constexpr int PIXEL_UNITS = C::rows_per_sub * T::ELEMENT / 16;  // of a pixel in the buffer
-static constexpr int PIXELS_AT_ONCE = WARPS * 32 / PIXEL_UNITS;  // that a team stores: 32 bytes a thread of its 16 rows
-
-// A thread's unit of 16 bytes of a pixel, as much of it as there are channels.
-static __device__ __forceinline__ void store_unit(char* to, const u32 (&v)[4], int couts, bool ok) {
-  if constexpr (C::aligned_cout) {
-    store_global_128_if(to, v, ok);
-  } else {
-#pragma unroll
-    for (int e = 0; e < T::VEC; e++) {
-      if constexpr (T::ELEMENT == 4) store_global_if(to + e * 4, v[e], ok && e < couts);
-      else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok && e < couts);
-    }
-  }
-}
-};
-
 // A thread's biases, on all of its sums.
 template <class C>
 __device__ __forceinline__ void add_bias(float (&acc)[GatherWork<C>::MB][GatherWork<C>::NB][32], const float (&b)[2]) {
@@ -2468,146 +1449,6 @@ __device__ __forceinline__ void add_bias(float (&acc)[GatherWork<C>::MB][GatherW
     for (int nb = 0; nb < GatherWork<C>::NB; nb++)
 #pragma unroll
       for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
-}
-
-// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
-// in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
-// are long and begin where sectors do. Tiles of their own would multiply nothing, and pass
-// through the buffer all the same.
-
-template <class C> __constant__ const auto BARE_OF = table_of<short>(C::bares);  // [variant]: where its sub-positions without taps begin
-template <class C> __constant__ const auto BARE_D = table_of<short>(C::bares_d);  // their offsets, of rows the first
-template <class C> __constant__ const auto BARE_H = table_of<short>(C::bares_h);
-template <class C> __constant__ const auto BARE_W = table_of<short>(C::bares_w);  // -1: all along W
-template <class C> __constant__ const auto BARE_ROW = table_of<short>(C::bares_rows);  // rows along H, neighbours; 0: all
-
-struct Run { int n, od, oh; long long before; int own; bool last; };  // of an image's rows a share: outputs before it and its own; whether none follows
-
-// A warp's channels of the bare sub-positions. Of consumers that halve the pixels each takes every second channel (channels-last: round of
-// pixels), `part` says which.
-template <class C, bool CHANNELS_LAST = C::channels_last>
-struct FillOf;
-
-template <class C>
-struct FillOf<C, false> {
-using G = GatherWork<C>;
-static constexpr int SHARES = C::split == 0 ? 2 : 1;
-static constexpr int ROW_BYTES = C::tile_w * C::out_step_w * G::ELEMENT;
-static constexpr int STEPS = ROW_BYTES / 512 < 3 ? ROW_BYTES / 512 + 1 : 4;
-
-int first, couts, part, lane;                           // channels
-u32 word;                                               // the lane's channel's bias
-long long channel_bytes;
-
-__device__ __forceinline__ FillOf(const typename G::Number::Type* __restrict__ bias, const typename G::Sizes& s, const typename G::Tile& t, const Slab& slab, int part, int, int lane)
-    : first(t.group * C::cout_g + slab.cout), couts(slab.couts), part(part), lane(lane) {
-  word = bias && lane < couts ? G::Number::bits(G::Number::value(bias[first + lane])) : 0;
-  if (G::ELEMENT == 2) word |= word << 16;
-  channel_bytes = (long long)s.out_d * s.out_h * s.out_w * G::ELEMENT;
-}
-__device__ __forceinline__ bool none() const { return false; }
-
-// A share of a run of one channel: from where the sector of its first byte begins (but not before `lowest`) to `end`, or, if it is not
-// the run's `last`, to where the sector of `end` begins. A call stores STEPS times 512 bytes, `from` there on, without a branch, so
-// that several channels' are under way, each along its row: all channels in turn would be slower.
-static __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane, bool exists) {
-  constexpr int VEC = G::VEC;
-  const u32 v[4] = {word, word, word, word};
-  int phase = (int)((u64)share & 31), a = -phase > lowest ? -phase : lowest, z = last ? end : ((end + phase) & ~31) - phase;
-  int at = ((a + phase) & ~15) - phase + from + lane * 16;
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
-  // What is left of 16 bytes at either end, in elements: the first lanes have the head, and all where both ends are in one unit.
-  bool tail = lane & VEC, ragged = (a + phase) & 15;
-  at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * G::ELEMENT;
-  bool ok = exists && from == 0 && lane < 2 * VEC && (tail ? !ragged || (a + phase) / 16 < (z + phase) / 16 : ragged) && at >= a && at < z;
-  if constexpr (G::ELEMENT == 4) store_global_if(share + at, word, ok);
-  else store_global_16_if(share + at, word, ok);
-}
-
-__device__ __forceinline__ void store(char* y, const typename G::Sizes& s, const typename G::Tile&, int, const Run& run) const {
-  int own = run.own * G::ELEMENT;
-  long long before = run.before * G::ELEMENT;
-  int lowest = before < 31 ? -(int)before : -31;
-  char* to = y + (((((long long)run.n * C::cout + first) * s.out_d + run.od) * s.out_h + run.oh) * s.out_w) * G::ELEMENT + before;
-  const bool once = own + 46 <= STEPS * 512;            // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
-  if (once) {
-#pragma unroll 4
-    for (int c = part; c < 16; c += SHARES)
-      fill_some(to + c * channel_bytes, lowest, own, run.last, 0, __shfl_sync(0xffffffffu, word, c), lane, c < couts);
-  } else {
-#pragma unroll 1
-    for (int c = part; c < 16; c += SHARES)
-#pragma unroll 1
-      for (int from = 0; from < own + 46; from += STEPS * 512)
-        fill_some(to + c * channel_bytes, lowest, own, run.last, from, __shfl_sync(0xffffffffu, word, c), lane, c < couts);
-  }
-}
-};
-
-template <class C>
-struct FillOf<C, true> {
-using G = GatherWork<C>;
-static constexpr int SHARES = C::split == 0 ? 2 : 1;
-static constexpr int EACH = SHARES * Team<C>::PIXELS_AT_ONCE;
-static constexpr int PIXEL_BYTES = C::cout * G::ELEMENT;
-
-int channel, couts, first_pixel;                        // the thread's first channel of the result, how many exist; its first pixel
-u32 v[4];                                               // its unit of a pixel
-
-__device__ __forceinline__ FillOf(const typename G::Number::Type* __restrict__ bias, const typename G::Sizes&, const typename G::Tile& t, const Slab& slab, int part, int warp, int lane) : v() {
-  int in_team = warp % Team<C>::WARPS, thread = in_team * 32 + lane, of_group = slab.cout - in_team * 16 + thread % Team<C>::PIXEL_UNITS * G::VEC;
-  channel = t.group * C::cout_g + of_group, couts = C::cout_g - of_group;
-  if (none()) return;
-#pragma unroll
-  for (int e = 0; e < G::VEC; e++) {
-    u32 one = bias && e < couts ? G::Number::bits(G::Number::value(bias[channel + e])) : 0;
-    v[e * G::ELEMENT / 4] |= one << e * G::ELEMENT % 4 * 8;
-  }
-  first_pixel = part * Team<C>::PIXELS_AT_ONCE + thread / Team<C>::PIXEL_UNITS;
-}
-__device__ __forceinline__ bool none() const { return couts <= 0; }
-
-__device__ __forceinline__ void store(char* y, const typename G::Sizes& s, const typename G::Tile& t, int b, const Run& run) const {
-  char* to = y + channel * G::ELEMENT + (((long long)run.n * s.out_d + run.od) * s.out_h + run.oh) * s.out_w * PIXEL_BYTES;
-  if constexpr (C::w_subs != C::out_step_w) {
-    if (BARE_W<C>[b] >= 0) {                            // a row's phase along W alone
-      int ow = C::out_step_w * t.w + BARE_W<C>[b];
-#pragma unroll 4
-      for (int p = first_pixel; p < C::tile_w * C::w_subs; p += EACH) {
-        int w = ow + p / C::w_subs * C::out_step_w + p % C::w_subs;
-        Team<C>::store_unit(to + (long long)w * PIXEL_BYTES, v, couts, w < s.out_w);
-      }
-      return;
-    }
-  }
-  to += run.before * PIXEL_BYTES;
-#pragma unroll 4
-  for (int p = first_pixel; p < run.own; p += EACH) Team<C>::store_unit(to + (long long)p * PIXEL_BYTES, v, couts, true);
-}
-};
-
-// Of a tile's variant each C::subs-th is a warp's own.
-template <class C>
-__device__ __forceinline__ void fill(const typename GatherWork<C>::Number::Type* __restrict__ bias, char* __restrict__ y, const typename GatherWork<C>::Sizes& s, const typename GatherWork<C>::Tile& t, const Slab& slab, int part, int warp, int lane) {
-  const FillOf<C> channels(bias, s, t, slab, part, warp, lane);
-  if (channels.none()) return;
-#pragma unroll 1
-  for (int b = BARE_OF<C>[t.variant] + warp * 16 / C::rows_per_sub; b < BARE_OF<C>[t.variant + 1]; b += C::subs) {
-    const bool plane = BARE_ROW<C>[b] == 0;             // else so many rows
-    int share = t.w / C::tile_w, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW<C>[b];
-    if (plane) share += t.h / C::tile_h * shares, shares *= s.tiles_h;
-    const bool last = share + 1 == shares;
-    u32 whole = (u64)most * s.out_w / shares;           // outputs of a share, where all rows exist
-#pragma unroll 1
-    for (int i = 0; i < C::tile_n * C::tile_d * C::tile_h; i += plane ? C::tile_h : 1) {
-      int n = t.n + i / (C::tile_d * C::tile_h), od = C::out_step_d * (t.d + i / C::tile_h % C::tile_d) + BARE_D<C>[b];
-      int oh = plane ? 0 : C::out_step_h * (t.h + i % C::tile_h) + BARE_H<C>[b], rows = s.out_h - oh < most ? s.out_h - oh : most;
-      if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
-      u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
-      channels.store(y, s, t, b, {n, od, oh, (long long)share * each, last ? (int)((u32)rows * s.out_w - share * each) : (int)each, last});
-    }
-  }
 }
 
 // Stores NCHW rows, by runs of eight channels.
@@ -2620,12 +1461,9 @@ template <int UNIT>
 __device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
   u32 v[4];
   if constexpr (UNIT == 16) load_shared_128(v, from);
-  else if constexpr (UNIT == 8) load_shared_64(v, from);
-  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  else load_shared_64(v, from);
   if constexpr (UNIT == 16) store_global_128_if(to, v, ok);
-  else if constexpr (UNIT == 8) store_global_64_if(to, v, ok);
-  else if constexpr (UNIT == 4) store_global_if(to, v[0], ok);
-  else store_global_16_if(to, v[0], ok);
+  else store_global_64_if(to, v, ok);
 }
 
 // How eight rows of OUTPUTS leave a warp's buffer. `to` is the first row's first output, rows lie `plane` bytes apart; `rows` of them exist.
@@ -2636,38 +1474,6 @@ static constexpr int ELEMENT = T::ELEMENT;
 static constexpr int OUTPUTS = C::run_groups * 8 * C::w_subs;  // of a row of a run
 static constexpr int PITCH = RUN_PITCH<C>;
 static constexpr bool WHOLE_SLABS = C::cout_g % 16 == 0;  // all rows exist
-
-// With the other tiles' sub-positions between; `left` outputs are left in a row.
-static __device__ __forceinline__ void store_spread(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-#pragma unroll
-  for (int i = 0; i < (OUTPUTS + 31) / 32; i++) {
-    int e = lane + 32 * i, o = e / C::w_subs * C::out_step_w + e % C::w_subs;
-    bool in = (OUTPUTS % 32 == 0 || e < OUTPUTS) && o < left;
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      u32 from = buffer + r * PITCH + (OUTPUTS % 32 == 0 || e < OUTPUTS ? e : 0) * ELEMENT;
-      char* p = to + r * plane + (long long)o * ELEMENT;
-      bool ok = in && (WHOLE_SLABS || r < rows);
-      if constexpr (ELEMENT == 4) store_global_if(p, load_shared_u32(from), ok);
-      else store_global_16_if(p, load_shared_u16(from), ok);
-    }
-  }
-}
-
-// In which images lie side by side, a lane some outputs: of each image a row of C::beside_w, C::period columns from the next.
-static __device__ __forceinline__ void store_beside(char* to, long long plane, int rows, int images, u32 buffer, int lane) {
-  constexpr int PERIOD = C::period * C::w_subs;
-  constexpr int EACH = C::beside_w % 2 == 0 && PERIOD % 2 == 0 ? C::beside_w % 4 == 0 && PERIOD % 4 == 0 ? 4 : 2 : 1;
-  constexpr int PER_IMAGE = C::beside_w / EACH, PER_ROW = C::beside * PER_IMAGE;
-  long long image_bytes = plane * C::cout;
-#pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, image = index % PER_ROW / PER_IMAGE, at = index % PER_IMAGE * EACH;
-    bool in = 8 * PER_ROW % 32 == 0 || r < 8;
-    u32 from = buffer + r * PITCH + (image * PERIOD + at) * ELEMENT;
-    copy_unit<EACH * ELEMENT>(to + r * plane + image * image_bytes + at * ELEMENT, in ? from : buffer, in && r < rows && image < images);
-  }
-}
 
 // In units: an instruction stores 32 of them, of several rows if they are short; `end` bytes of each.
 template <int UNIT>
@@ -2690,7 +1496,6 @@ static __device__ __forceinline__ void store_units(char* to, long long plane, in
 // of rows by themselves, as below, is slower for float32.
 static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = C::store_unit == ELEMENT ? 8 : 4;  // at a time: of kernels that have other ways beside, eight spill
-  static_assert(8 % ROWS == 0, "all rows in turn");
 #pragma unroll
   for (int from_row = 0; from_row < 8; from_row += ROWS) {
     char* row[ROWS];
@@ -2719,32 +1524,6 @@ static __device__ __forceinline__ void store_sectors(char* to, long long plane, 
     }
   }
 }
-
-// Of 16 bits, beginning between words. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes
-// of the one are 16 of the other; two lanes have a sector. What a row's first and last 16 bytes have of it follows in
-// units. Words made of their neighbours take longer.
-template <int UNIT>
-static __device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
-#pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
-    char* row = to + r * plane;
-    int at = unit * 16 - (int)((u64)row & 31);          // in the row
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<16>(row + at, in ? buffer + r * PITCH + unit * 16 : buffer, in && at >= 0 && at + 16 <= end && r < rows);
-  }
-#pragma unroll
-  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
-    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
-    char* row = to + r * plane;
-    int phase = (int)((u64)row & 15), head = -phase & 15;
-    bool tail = lane & ENDS;
-    if (tail) at += ((phase + end) & ~15) - phase;
-    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
-    copy_unit<UNIT>(row + at, buffer + r * PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
-  }
-}
 };
 
 template <class C>
@@ -2756,7 +1535,6 @@ using Result = char*;
 using Rows = RowStores<C>;
 static constexpr int ELEMENT = G::ELEMENT;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
-static constexpr bool CONTIGUOUS = C::w_subs == C::out_step_w;  // a tile's outputs of a row are neighbours in memory
 
 // UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
 static __device__ __forceinline__ constexpr bool shifted(int unit) { return ELEMENT == 2 && unit == 2; }  // rows lie in the buffer as they do in their first sector
@@ -2788,13 +1566,8 @@ static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, in
 #pragma unroll
   for (int i = 0; i < 2 * C::w_subs; i += TOGETHER) {
     u32 to = at + (i ^ order) * ELEMENT;
-    if constexpr (ELEMENT == 4) {
-      if (TOGETHER == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
+    if (TOGETHER == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
       else store_shared_f32(to, v[i]);
-    } else {
-      if (TOGETHER == 2) store_shared_u32(to, Number::pair(v[i], v[i ^ 1]));
-      else store_shared_u16(to, Number::bits(v[i]));
-    }
   }
 }
 
@@ -2820,7 +1593,6 @@ static __device__ __forceinline__ void pass_rows(float (&acc)[G::MB][G::NB][32],
   put_rows<UNIT>(acc, bias, r, i, h, row, lane);
   __syncwarp();
   if constexpr (UNIT == 4 && ELEMENT == 4) Rows::store_sectors(to, plane, rows, end, buffer, lane);
-  else if constexpr (shifted(UNIT)) Rows::template store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
   else Rows::template store_units<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
@@ -2830,7 +1602,6 @@ static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], con
   OPAQUE(lane);                                         // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of<C>(t, cout_block, warp);
-  if constexpr (C::bare) fill<C>(bias, y, s, t, slab, first_subtile / G::NB, warp, lane);
   if (slab.couts <= 0) return;
   int channel = t.group * C::cout_g + slab.cout;
   float b[2];
@@ -2856,19 +1627,9 @@ static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], con
         char* first = to + h * 8 * plane;
         int rows = C::cout_g % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
         u32 row = buffer + g * Rows::PITCH;
-        if constexpr (C::fetch == IMAGES_BESIDE) {
-          put_rows<16>(acc, b[h], r, i, h, row, lane);
-          __syncwarp();
-          Rows::store_beside(first, plane, rows, s.batch - n, buffer, lane);
-        } else if constexpr (CONTIGUOUS) {
-          if (is_at<16>(misaligned)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        if (is_at<16>(misaligned)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
           else if (is_at<2 * ELEMENT>(misaligned)) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
           else pass_rows<ELEMENT>(acc, b[h], r, i, h, row + (shifted(ELEMENT) ? (u32)(u64)(first + g * plane) & 31 : 0), first, plane, rows, end, buffer, lane);
-        } else {
-          put_rows<16>(acc, b[h], r, i, h, row, lane);
-          __syncwarp();
-          Rows::store_spread(first, plane, rows, left, buffer, lane);
-        }
         __syncwarp();
       }
     }
@@ -2878,353 +1639,6 @@ static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], con
 // Whether all rows begin and end at multiples of UNIT bytes, as C::store_unit says, or 0, the addresses.
 template <int UNIT>
 static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || (C::store_unit != ELEMENT && (misaligned & (UNIT - 1)) == 0); }
-};
-
-// Stores channels-last pixels, by rounds.
-
-template <class C>
-struct Epilogue<C, STORE_PIXELS> : Runs<C> {
-using G = GatherWork<C>;
-using R = Runs<C>;
-using Number = typename G::Number;
-using Result = char*;
-static constexpr int ELEMENT = G::ELEMENT;
-static constexpr int PIXEL_UNITS = Team<C>::PIXEL_UNITS;
-static constexpr int BUFFER_BYTES = R::ROUND * 16 * ELEMENT;  // a warp's part
-static constexpr int ROUND_GROUPS = R::ROUND / 8;       // of 8 columns of an accumulator
-static constexpr int MATRICES = ROUND_GROUPS % 2 ? 2 : 4;  // of 8 channels and pixels that are turned together
-static constexpr int APART = 32 / ELEMENT;              // pixels between those of a thread
-static constexpr int LINE = R::TALL ? R::RUN : R::ROUND;  // pixels of a round in a row of the output
-
-static __device__ __forceinline__ void team_sync() {
-  if constexpr (Team<C>::WARPS == 1) __syncwarp();
-  else named_sync(4 + ((threadIdx.x >> 5) - G::FIRST_CONSUMER * 4) / Team<C>::WARPS, Team<C>::WARPS * 32);
-}
-
-// Byte of a unit of 16 bytes of pixel p in the buffer: swizzled, so that lanes which write (float32: 8 channels of 4 pixels, half
-// precision: 16 bytes of 8 pixels) or read (neighbouring units) meet different banks.
-static __device__ __forceinline__ u32 place_in_round(int p, int unit) {
-  if (ELEMENT == 4) return ((p * PIXEL_UNITS + unit) ^ (p & 6)) << 4;
-  return (p * PIXEL_UNITS + (unit ^ (p & 7) * PIXEL_UNITS / 8)) << 4;
-}
-
-// W sub-position u of runs i ... of subtiles first_of(r) ...: a warp's outputs to its team's buffer.
-static __device__ __forceinline__ void put_round(float (&acc)[G::MB][G::NB][32], float (&bias)[2], int r, int i, int u, u32 buffer, int warp, int lane) {
-  if constexpr (ELEMENT == 4) {
-    int g = lane >> 2, q = lane & 3;
-#pragma unroll
-    for (int m = 0; m < ROUND_GROUPS; m++) {
-      const int nb = R::nb_of(r, i + m / R::GROUPS, m % R::GROUPS), j = R::j_of(r, i + m / R::GROUPS, m % R::GROUPS);
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int c = 0; c < 2; c++)
-          store_shared_f32(buffer + place_in_round(m * 8 + 2 * q + c, warp * 4 + 2 * h + (g >> 2)) + (g & 3) * 4, R::sum_of(acc, u, nb, 4 * j + 2 * h + c, bias[h]));
-    }
-  } else {
-    u32 row = buffer + place_in_round(lane / 16 * 8 % (MATRICES * 4) + lane % 8, warp * 2 + lane / 8 % 2);  // the lane's of its matrix
-#pragma unroll
-    for (int m = 0; m < ROUND_GROUPS; m += MATRICES / 2) {
-      u32 v[MATRICES];
-#pragma unroll
-      for (int e = 0; e < MATRICES; e++) {
-        const int k = m + e / 2, h = e % 2;
-        const int nb = R::nb_of(r, i + k / R::GROUPS, k % R::GROUPS), j = R::j_of(r, i + k / R::GROUPS, k % R::GROUPS);
-        v[e] = Number::pair(R::sum_of(acc, u, nb, 4 * j + 2 * h, bias[h]), R::sum_of(acc, u, nb, 4 * j + 2 * h + 1, bias[h]));
-      }
-      store_matrices_turned(row + m * 8 * PIXEL_UNITS * 16, v);
-    }
-  }
-}
-
-// Where a pixel of the output lies, in pixels, and the bytes from one q to the next along H and W. A batch as width is a dimension more than
-// memory has: columns are images.
-static __device__ __forceinline__ long long pixel_of(const typename G::Sizes& s, int n, int d, int h, int w) {
-  if constexpr (C::batch_as_width) return ((long long)w * s.out_d + d) * s.out_h + h;
-  else return (((long long)n * s.out_d + d) * s.out_h + h) * s.out_w + w;
-}
-static __device__ __forceinline__ long long row_pitch(const typename G::Sizes& s) {
-  if constexpr (C::batch_as_width) return 1LL * C::cout * ELEMENT * C::out_step_h;
-  else return s.out_w * (1LL * C::cout * ELEMENT * C::out_step_h);
-}
-static __device__ __forceinline__ long long column_pitch(const typename G::Sizes& s) {
-  if constexpr (C::batch_as_width) return (long long)s.out_d * s.out_h * (1LL * C::out_step_w * C::cout * ELEMENT);
-  else return 1LL * C::out_step_w * C::cout * ELEMENT;
-}
-
-// A round from the buffer to memory. The thread's first unit goes to `to`, column `column` of its row; `couts` channels, `left` columns
-// and `lines` rows of the output are left there, and rows lie `pitch` bytes apart, columns `step`.
-static __device__ __forceinline__ void store_round(char* to, int column, int couts, int left, int lines, long long pitch, long long step, u32 from) {
-#pragma unroll
-  for (int i = 0; i < (R::ROUND + APART - 1) / APART; i++) {
-    int line = i * APART / LINE, over = i * APART % LINE;
-    bool crosses = over + APART > LINE && LINE > APART && column + over >= LINE;  // into the row below
-    char* at = to + line * pitch + over * step;
-    if (crosses) at += pitch - LINE * step;
-    bool ok = over * C::out_step_w < left + (crosses ? LINE * C::out_step_w : 0) && (line + crosses) * C::out_step_h < lines && couts > 0;
-    if (R::ROUND % APART != 0) ok = ok && column + i * APART < R::ROUND;
-    u32 v[4];
-    load_shared_128(v, from + (R::ROUND % APART == 0 || ok ? i * (APART * PIXEL_UNITS * 16) : 0));
-    Team<C>::store_unit(at, v, couts, ok);
-  }
-}
-
-// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
-// branches, take longer and compile no faster.
-static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  OPAQUE(lane);                                         // what follows from it is found here, not kept from tile to tile (spills)
-  int g = lane >> 2;
-  Slab slab = slab_of<C>(t, cout_block, warp);
-  if constexpr (C::bare) fill<C>(bias, y, s, t, slab, first_subtile / G::NB, warp, lane);
-  int in_team = warp % Team<C>::WARPS, first = slab.cout - in_team * 16;  // the team's first channel
-  if (first >= C::cout_g) return;
-  buffer -= in_team * BUFFER_BYTES;
-  u32 thread = in_team * 32 + lane, unit = thread % PIXEL_UNITS, pixel = thread / PIXEL_UNITS;
-  int column = pixel % LINE, row = pixel / LINE, couts = C::cout_g - first - (int)unit * G::VEC;
-  u32 from = buffer + place_in_round(pixel, unit);      // pixels 8 and 16 further have the same swizzle
-  long long pitch = row_pitch(s), step = column_pitch(s);
-  y += row * pitch + column * step + (first + (int)unit * G::VEC) * ELEMENT;
-  float b[2];
-  load_bias<C>(b, bias, slab, t.group * C::cout_g + slab.cout, g);
-  if (bias) add_bias<C>(acc, b);
-#pragma unroll
-  for (int r = 0; r < R::COUNT; r++) {
-    typename R::Place place = R::place_of(first_subtile + R::first_of(r));
-    int n = t.n + place.n, od = C::out_step_d * (t.d + place.d) + slab.od;
-    bool image = n < s.batch && od < s.out_d;
-    int oh = C::out_step_h * (t.h + place.h) + slab.oh, ow = C::out_step_w * (t.w + place.w) + U_W<C>[t.variant];
-    char* to = y + (pixel_of(s, n, od, oh, ow) * C::cout + t.group * C::cout_g) * ELEMENT;
-#pragma unroll
-    for (int i = 0; i < R::OF_SUBTILE; i += R::ROUND / R::RUN) {
-      int lines = s.out_h - oh - C::out_step_h * (R::TALL ? i : 0), left = s.out_w - ow;
-      if (!image || lines <= 0 || left <= 0) continue;
-      if (R::others(r, i)) continue;
-#pragma unroll
-      for (int u = 0; u < C::w_subs; u++) {
-        put_round(acc, b, r, i, u, buffer, in_team, lane);
-        team_sync();
-        char* first_of = to + (R::TALL ? i * pitch : 0) + u * (1LL * C::cout * ELEMENT);
-        store_round(first_of, column, couts, left - u - column * C::out_step_w, lines - row * C::out_step_h, pitch, step, from);
-        team_sync();
-      }
-    }
-  }
-}
-};
-
-// Stores rows of M that are phases, of one W sub-position: they go to their lines in the buffer, where the phases of neighbouring q are neighbours.
-
-template <class C>
-struct Epilogue<C, STORE_PHASES> : Runs<C> {
-using G = GatherWork<C>;
-using R = Runs<C>;
-using Number = typename G::Number;
-using Result = char*;
-static constexpr int LINE_PITCH = (R::RUN + 1) * C::inner * 4;  // of a line of the output, in float32
-static constexpr int BUFFER_BYTES = C::per_slab * LINE_PITCH;
-static constexpr int OUTPUTS = R::RUN * C::inner;       // of a run's line
-
-// A line of a run from the buffer to memory, outputs `first` ... of which those from 0 to `end` exist. (One by one:
-// most layers whose phases are rows write few outputs.)
-static __device__ __forceinline__ void store_line(char* to, int first, int end, u32 line, int lane) {
-#pragma unroll
-  for (int i = 0; i < (OUTPUTS + 31) / 32; i++) {
-    int e = lane + 32 * i, at = first + e;
-    bool ok = (u32)at < (u32)end && (OUTPUTS % 32 == 0 || e < OUTPUTS);
-    float v = load_shared_f32(line + (OUTPUTS % 32 == 0 || ok ? e : 0) * 4);
-    char* p = to + (long long)at * G::ELEMENT;
-    if constexpr (G::ELEMENT == 4) store_global_if(p, Number::bits(v), ok);
-    else store_global_16_if(p, Number::bits(v), ok);
-  }
-}
-
-static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  OPAQUE(lane);
-  int g = lane >> 2, q = lane & 3;
-  Slab slab = slab_of<C>(t, cout_block, warp);
-  if (slab.couts <= 0) return;
-  float b[2] = {0.f, 0.f};
-  u32 place[2];
-  bool exists[2];
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const typename Shuffle<C>::Row row = Shuffle<C>::row_at(slab.cout + g + 8 * h);
-    exists[h] = row.exists;
-    place[h] = buffer + row.line * LINE_PITCH + (2 * q * C::inner + row.place) * 4;
-    if (bias && row.exists) b[h] = Number::value(bias[row.channel]);
-  }
-  constexpr int PER_PIXEL = C::channels_last ? C::cout : 1;  // neighbours
-  int first_line = slab.cout / 16 * C::per_slab;
-#pragma unroll
-  for (int r = 0; r < R::COUNT; r++) {
-    typename R::Place at = R::place_of(first_subtile + R::first_of(r));
-    int n = t.n + at.n, d = C::out_step_d * (t.d + at.d) + slab.od;
-#pragma unroll
-    for (int i = 0; i < R::OF_SUBTILE; i++) {
-      int h = C::out_step_h * (t.h + at.h + (R::TALL ? i : 0)) + slab.oh;
-      int w = C::out_step_w * (t.w + at.w + (R::TALL ? 0 : i * R::RUN));
-      int first = (w * C::layer_stride_w - C::lead_w) * PER_PIXEL, end = s.out_w * PER_PIXEL;
-      if (n >= s.batch || d * C::layer_stride_d - C::lead_d >= s.out_d || h * C::layer_stride_h - C::lead_h >= s.out_h || first >= end) continue;
-#pragma unroll
-      for (int k = 0; k < R::GROUPS; k++) {
-        const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-            if (exists[half]) store_shared_f32(place[half] + (k * 8 + c) * (C::inner * 4), acc[0][nb][4 * j + 2 * half + c] + b[half]);
-      }
-      __syncwarp();
-#pragma unroll 1
-      for (int l = 0; l < C::per_slab; l++) {
-        const typename Shuffle<C>::Line line = Shuffle<C>::line_at(first_line + l);
-        int od = d * C::layer_stride_d + line.d - C::lead_d, oh = h * C::layer_stride_h + line.h - C::lead_h;
-        if (first_line + l >= C::lines || (u32)od >= (u32)s.out_d || (u32)oh >= (u32)s.out_h) continue;
-        long long row = (((long long)n * (C::channels_last ? 1 : C::cout) + line.channel) * s.out_d + od) * s.out_h + oh;
-        store_line(y + row * end * G::ELEMENT, first, end, buffer + l * LINE_PITCH, lane);
-      }
-      __syncwarp();
-    }
-  }
-}
-};
-
-// NCHW, 16 bits: while the next tile is multiplied, the copy engine stores this one's outputs. Nothing hides other epilogues unless consumers take
-// tiles in turn.
-
-template <class C>
-struct Epilogue<C, STORE_BOXES> : Runs<C> {
-using G = GatherWork<C>;
-using R = Runs<C>;
-using Number = typename G::Number;
-using Result = const TensorMap&;
-// The warp's outputs of a whole tile, as boxes of [row][channel][C::out_span bytes], swizzled, which the copy engine brings to memory.
-static constexpr int RUN_BOXES = R::RUN * C::w_subs * G::ELEMENT / C::out_span;  // of a run, side by side; C::out_span: bytes of a box's row
-static constexpr int BOX_ROWS = R::TALL ? 8 : 1;
-static constexpr int BOX_BYTES = BOX_ROWS * 16 * C::out_span;
-static constexpr int BUFFER_BYTES = G::NB * 64 * C::w_subs * 16 * G::ELEMENT;
-static_assert(C::w_subs == 1 || C::w_subs == 2 || C::w_subs == 4, "a lane's words are one store, and rows of boxes a whole number of them");
-
-// A lane's V words.
-template <int V>
-static __device__ __forceinline__ void store_words(u32 to, const u32 (&v)[V]) {
-  if constexpr (V == 1) store_shared_u32(to, v[0]);
-  else if constexpr (V == 2) store_shared_f32x2(to, __uint_as_float(v[0]), __uint_as_float(v[1]));
-  else store_shared_128(to, v[0], v[1], v[2], v[3]);
-}
-
-static __device__ __forceinline__ constexpr int box_of(int r, int i) { return (R::TALL ? r : r * R::OF_SUBTILE + i) * RUN_BOXES; }
-
-static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], const typename Number::Type* __restrict__ bias, const TensorMap& map, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  OPAQUE(lane);
-  int g = lane >> 2, q = lane & 3;
-  Slab slab = slab_of<C>(t, cout_block, warp);
-  if (slab.couts <= 0) return;
-  float b[2];
-  load_bias<C>(b, bias, slab, slab.cout, g);
-  if (lane == 0) bulk_wait_read();                      // the last tile's have left the buffer
-  __syncwarp();
-  // The swizzle exchanges 16-byte units by bits of the address that are the channel's alone.
-  u32 swizzle = (g * C::out_span >> 7 & (C::out_span / 16 - 1)) << 4, own = buffer + g * C::out_span, lanes = q * (2 * C::w_subs * G::ELEMENT) ^ swizzle;
-#pragma unroll
-  for (int r = 0; r < R::COUNT; r++)
-#pragma unroll
-    for (int i = 0; i < R::OF_SUBTILE; i++)
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int k = 0; k < R::GROUPS; k++) {
-          const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k), at = k * 8 * C::w_subs * G::ELEMENT;
-          const int box = box_of(r, i) + at / C::out_span, row = R::TALL ? i : 0;
-          float v[2 * C::w_subs];
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-#pragma unroll
-            for (int u = 0; u < C::w_subs; u++) v[c * C::w_subs + u] = b[h] + R::sum_of(acc, u, nb, 4 * j + 2 * h + c, 0.f);
-          u32 words[C::w_subs];
-#pragma unroll
-          for (int u = 0; u < C::w_subs; u++) words[u] = Number::pair(v[2 * u], v[2 * u + 1]);
-          store_words(own + box * BOX_BYTES + (row * 16 + 8 * h) * C::out_span + (at % C::out_span ^ lanes), words);
-        }
-  fence_async_shared();
-  __syncwarp();
-  if (lane == 0) {
-#pragma unroll
-    for (int r = 0; r < R::COUNT; r++) {
-      typename R::Place place = R::place_of(first_subtile + R::first_of(r));
-#pragma unroll
-      for (int i = 0; i < (R::TALL ? 1 : R::OF_SUBTILE); i++)
-#pragma unroll
-        for (int k = 0; k < RUN_BOXES; k++) {
-          int w = C::out_step_w * (t.w + place.w + i * R::RUN) + k * (C::out_span / G::ELEMENT);
-          store_box(map, buffer + (box_of(r, i) + k) * BOX_BYTES, w, slab.cout, t.h + place.h, slab.oh, t.n + place.n);
-        }
-    }
-    bulk_commit();
-  }
-}
-};
-
-// Sums of a cluster: its blocks have multiplied a share of the chunks each. What a block does not store of its sums it leaves in its shared memory, where
-// the pixels and weights were; what it stores it adds up from all, its own first, the others by their rank: always in one order, so
-// results are equal to the bit.
-
-template <class C>
-struct ClusterSums : Runs<C> {
-using G = GatherWork<C>;
-using R = Runs<C>;
-using Sums = float[G::MB][G::NB][32];
-static constexpr int BYTES = G::MB * G::NB * 8 * G::CONSUMER_THREADS * 16;
-static constexpr int OTHERS = G::SHARES - 1;
-static constexpr int BATCH = G::SHARES == 2 ? 8 : G::SHARES <= 4 ? 2 : 1;  // groups of 8 columns whose loads are on their way at a time
-
-// Where a thread leaves the four sums j of a block and subtile, from its first on.
-static __device__ __forceinline__ constexpr u32 sums_at(int block, int nb, int j) { return ((block * G::NB + nb) * 8 + j) * (G::CONSUMER_THREADS * 16); }
-
-// A block's sums of groups `first` ... of a run, BATCH of them.
-static __device__ __forceinline__ void add_others(Sums& acc, u32 sums, int r, int i, int b, int first) {
-  float more[OTHERS][BATCH][4];
-#pragma unroll
-  for (int other = 0; other < OTHERS; other++)
-#pragma unroll
-    for (int k = first; k < first + BATCH && k < R::GROUPS; k++)
-      load_cluster_128(more[other][k - first], sums + sums_at(b, R::nb_of(r, i, k), R::j_of(r, i, k)), other + (other >= G::rank()));
-#pragma unroll
-  for (int other = 0; other < OTHERS; other++)
-#pragma unroll
-    for (int k = first; k < first + BATCH && k < R::GROUPS; k++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) acc[b][R::nb_of(r, i, k)][4 * R::j_of(r, i, k) + e] += more[other][k - first][e];
-}
-
-static __device__ __forceinline__ void add_up(Sums& acc, u32 sums, int wg, int thread) {
-  sums += (wg * 128 + thread) * 16;
-  named_sync<11, G::CONSUMER_THREADS>();                // neither consumer multiplies any more: all that was loaded was used
-#pragma unroll
-  for (int r = 0; r < R::COUNT; r++)
-#pragma unroll
-    for (int i = 0; i < R::OF_SUBTILE; i++)
-      if (R::others(r, i))
-#pragma unroll
-        for (int b = 0; b < G::MB; b++)
-#pragma unroll
-          for (int k = 0; k < R::GROUPS; k++) {
-            const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
-            float* v = acc[b][nb] + 4 * j;
-            store_shared_f32x4(sums + sums_at(b, nb, j), v[0], v[1], v[2], v[3]);
-          }
-  cluster_sync();                                       // all have left theirs
-#pragma unroll
-  for (int r = 0; r < R::COUNT; r++)
-#pragma unroll
-    for (int i = 0; i < R::OF_SUBTILE; i++)
-      if (!R::others(r, i))
-#pragma unroll
-        for (int b = 0; b < G::MB; b++)
-#pragma unroll
-          for (int first = 0; first < R::GROUPS; first += BATCH) add_others(acc, sums, r, i, b, first);
-  cluster_sync();                                       // none reads another's any more
-}
 };
 
 // Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
@@ -3261,7 +1675,6 @@ using Chunk = ChunkOf<C>;
 using Weights = Fragments<C>;
 using Store = Epilogue<C>;
 using Result = typename Store::Result;
-static constexpr bool BY_PLANES = C::plane_barriers > 1;
 static constexpr bool IN_TURN = C::split == 2;
 static constexpr bool DRAINED = C::store == STORE_BOXES;
 
@@ -3277,17 +1690,6 @@ static constexpr int PIXEL_BARRIERS = C::stages_p * C::plane_barriers;
 static constexpr int SLOT_BARRIERS = G::BOX ? (C::channels_last ? C::stages_p : C::stages_s) : 0;
 static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + C::stages_w + SLOT_BARRIERS);
 static constexpr int SEGMENTS_AT = CLAIMS_AT + (C::claimed ? CLAIMS_BYTES : 0);
-static constexpr int SHARED_BYTES = SEGMENTS_AT + G::SEGMENTS * 4;
-
-static_assert(C::shared_bytes == SHARED_BYTES, "the planner's shared memory is not the kernel's");
-static_assert(G::BOX || (C::channels_last ? C::stages_p : C::stages_s) >= 2, "threads that copy pixels have a stage ahead of the one that is read");
-static_assert(!BY_PLANES || (G::DIRECT_BOX && C::strided_box && C::steps != LOOPED && C::plane_barriers == C::planes),
-              "planes have barriers of their own where boxes bring them and a chunk is one stretch");
-static_assert(!C::claimed || (G::BOX && !C::packs && C::cluster == 1), "tiles are claimed by the thread that loads boxes");
-static_assert(!C::claimed || (C::stages_p + C::stages_s + G::CHUNKS - 1) / G::CHUNKS + 3 <= CLAIMS, "the thread that claims runs around the ring");
-static_assert(C::cluster == 1 || !(C::resident || IN_TURN || C::bare || C::store > STORE_PIXELS || C::packs),
-              "blocks of a cluster have a tile each, and a ring of weights");
-static_assert(C::cluster == 1 || ClusterSums<C>::BYTES <= BUFFERS_AT, "a block's sums have no room where pixels and weights were");
 
 // --- consumers --------------------------------------------------------------------------------------------------------
 
@@ -3332,12 +1734,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
-      if constexpr (BY_PLANES) {
-        pixels.full = full + cursor.stage * (C::plane_barriers * 8), pixels.empty = empty + cursor.stage * (C::plane_barriers * 8), pixels.parity = cursor.parity;
-        last = pixels.empty + (C::plane_barriers - 1) * 8;
-      } else {
-        barrier_wait(full + cursor.stage * 8, cursor.parity);
-      }
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
       Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
       if (C::continued) behind = last;
@@ -3345,13 +1742,10 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    if constexpr (C::continued) {
-      wgmma_wait<0>();
-      Chunk::give_back(behind, lane);
-    }
+    wgmma_wait<0>();
+    Chunk::give_back(behind, lane);
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
-    if constexpr (C::cluster > 1) ClusterSums<C>::add_up(sums, tiles, wg, thread);
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
   }
 }
@@ -3392,20 +1786,11 @@ template <class Maps>
 static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const int* segments, u32 base, const PixelBarriers& barriers, u32 full_w, u32 empty_w) {
   int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), thread = threadIdx.x & 127;
   if (warp < G::PRODUCER_WARPS) {
-    if constexpr (!G::DIRECT_BOX) Producer<G>::produce(given.x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
+    Producer<G>::produce(given.x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
   } else if (G::BOX && warp == G::LOADER_WARP && (thread & 31) == 0) {
-    if constexpr (G::BOX && C::channels_last) load_boxes<G>(maps, s, base + TILES_AT, G::DIRECT_BOX ? barriers.full : barriers.landed, barriers.empty);
-    else if constexpr (G::BOX) load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
+    load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
   } else if (C::wgmma && !C::packs && warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
-    if constexpr (C::boxed) stream_weights<C>(maps.of[MAPS_OF<C>], s, base + RING_AT, full_w, empty_w);
-    else if constexpr (C::wgmma) stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
-  }
-  if constexpr (C::packs) {
-    if (warp == G::WEIGHTS_WARP) named_sync<10, G::CONSUMER_THREADS + 32>();
-    if (warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
-      GatherPack<C>::wait_for_weights(given.counters);
-      stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
-    }
+    stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
   }
 }
 
@@ -3418,30 +1803,21 @@ static __device__ __forceinline__ void run(const Given& given, const Maps& maps,
   s.claims = base + CLAIMS_AT, s.counters = given.counters;
   if (threadIdx.x == 0) {
     init_barriers(barriers, full_w, empty_w);
-    if constexpr (C::claimed) claims_init(s.claims);
+    claims_init(s.claims);
     barriers_begun();
   }
   for (int i = threadIdx.x; i < G::SEGMENTS; i += G::THREADS) segments[i] = G::pack_segment(i);
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < G::FIRST_CONSUMER) {
-    if constexpr (C::wgmma) fewer_registers<C::producer_registers>();
+    fewer_registers<C::producer_registers>();
     bring(given, maps, s, segments, base, barriers, full_w, empty_w);
   } else {
     wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
-    if constexpr (C::wgmma) more_registers<C::consumer_registers>();
-    if constexpr (C::packs) {
-      GatherPack<C>::pack_beside(given.weight, (u32*)given.packed, given.tap_step, given.single, given.counters, memory + RING_AT, threadIdx.x - G::FIRST_CONSUMER * 128);
-      if (blockIdx.x >= s.tiles) return;                // a block that packs alone
-    }
+    more_registers<C::consumer_registers>();
     int wg = role - G::FIRST_CONSUMER;
     Weights weights(base + RING_AT, full_w, empty_w, wg, thread);
-    if constexpr (DRAINED) {
-      consume(given.packed, given.bias, maps.of[MAPS_OF<C>], s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, wg, thread);
-      if ((thread & 31) == 0) bulk_wait();
-    } else {
-      consume(given.packed, given.bias, given.y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, wg, thread);
-    }
+    consume(given.packed, given.bias, given.y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, wg, thread);
   }
 }
 };
@@ -3454,24 +1830,6 @@ constexpr int KIND_OF = C::claimed ? CLAIMING : (C::packs ? PACKING : C::cluster
 
 template <class C, int KIND, bool = KIND_OF<C> == KIND> struct OnlyIf {};
 template <class C, int KIND> struct OnlyIf<C, KIND, true> { using Kernel = void; };
-struct NoMaps {};
-
-template <class C>
-__global__ typename OnlyIf<C, POINTERS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
-}
-
-template <class C>
-__global__ typename OnlyIf<C, MAPS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
-       const __grid_constant__ typename Gather<C>::TensorMaps maps) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
-}
 
 // `counters`: as many as M-groups that stay with a block, and one; or null (claims.cuh).
 template <class C>
@@ -3481,25 +1839,6 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Gather<C>::run({x, packed, bias, y, counters}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
-}
-
-template <class C>
-__global__ typename OnlyIf<C, PACKING>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
-       const void* weight, u32* counters, int tap_step, int single,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y, counters, weight, tap_step, single}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
-}
-
-template <class C>
-__global__ typename OnlyIf<C, PACKING_MAPS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
-       const void* weight, u32* counters, int tap_step, int single,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
-       const __grid_constant__ typename Gather<C>::TensorMaps maps) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y, counters, weight, tap_step, single}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
@@ -3549,7 +1888,6 @@ static constexpr int X_ROWS_H = C::tile_h + STACK - 1;  // of x's tile in a slic
 static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
 static constexpr int CLASS_ROWS = (G_ROWS_H + C::row_classes - 1) / C::row_classes;
 static constexpr int G_ROWS = C::tile_n * G_ROWS_D * (C::row_classes * CLASS_ROWS);
-static constexpr int G_UNITS = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // of a row (NCHW)
 static constexpr int G_BYTES = G_ROWS * (C::channels_last ? G_COLUMNS : C::block_co) * C::g_pitch * ELEMENT;
 
 struct Sizes {
@@ -3590,117 +1928,11 @@ static __device__ __forceinline__ void take_set(Work& work, int set) {
 // (n, d, h) of row `r` of a tile, in its tensor.
 struct Rows { int n, d, h; };
 static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
-static __device__ __forceinline__ int g_row_h(int h) { return DENSE_H ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
-static __device__ __forceinline__ Rows g_row(int r) {
-  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
-}
 };
 
 // =====================================================================================================================
 // Copies by threads
 // =====================================================================================================================
-
-struct WgradMemory { int batch, d, h, w; };             // a tensor
-
-// g's tile of a WgradShape S, as threads copy it.
-template <class S>
-struct WgradG {
-  static constexpr int ROWS = S::G_ROWS, ROWS_H = S::G_ROWS_H, BLOCK = S::C::block_co, CHANNELS = S::COUT, OF_GROUP = S::C::cout;
-  static constexpr int COLUMNS = S::G_COLUMNS, UNITS = S::G_UNITS, PITCH = S::C::g_pitch;
-  static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
-  static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
-};
-
-// The tile of an operand by so many threads. `at`: where it begins in the tensor; `channel`, of which `left` are the group's.
-template <class S, class Operand, int COPIERS>
-struct WgradCopies {
-using Bits = typename S::Bits;
-using Rows = typename S::Rows;
-using Place = typename S::Chunk;
-static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC, BLOCK = Operand::BLOCK, PITCH = Operand::PITCH, CHANNELS = Operand::CHANNELS;
-
-static __device__ __forceinline__ void copy(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
-  if constexpr (S::C::channels_last) copy_pixels(tensor, memory, at, channel, left, to, thread);
-  else copy_rows(tensor, memory, at, channel, left, to, thread);
-}
-
-// A unit that begins at any element: channels_last pixels of an odd number of channels.
-static __device__ __forceinline__ void copy_elements(unsigned char* to, const char* from, int count) {
-#pragma unroll 1
-  for (int e = 0; e < VEC; e++) ((Bits*)to)[e] = e < count ? ((const Bits*)from)[e] : (Bits)0;
-}
-
-// channels_last: [row][column][channel].
-static __device__ __forceinline__ void copy_pixels(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
-  u32 to_address = shared_address(to);
-  constexpr int COLUMNS = Operand::COLUMNS, UNITS = BLOCK / VEC;
-  constexpr bool WHOLE = CHANNELS % VEC == 0 && Operand::OF_GROUP % VEC == 0;
-#pragma unroll 4
-  for (int i = thread; i < Operand::ROWS * COLUMNS * UNITS; i += COPIERS) {
-    int unit = i % UNITS, column = i / UNITS % COLUMNS, row = i / (UNITS * COLUMNS);
-    Rows of = Operand::row(row);
-    int n = at.n + of.n, d = at.d + of.d, h = at.h + of.h, w = at.w + column;
-    bool in = n < memory.batch && (u32)d < (u32)memory.d && (u32)h < (u32)memory.h && (u32)w < (u32)memory.w;
-    int offset = ((row * COLUMNS + column) * PITCH + unit * VEC) * ELEMENT, have = in ? left - unit * VEC : 0;
-    const char* from = tensor + ((((long long)n * memory.d + d) * memory.h + h) * memory.w + w) * (CHANNELS * ELEMENT) + (channel + unit * VEC) * ELEMENT;
-    if (WHOLE || have <= 0) copy16(to_address + offset, have > 0 ? from : tensor, have > 0 ? 16 : 0);
-    else copy_elements(to + offset, from, have);
-  }
-}
-
-// NCHW: [row][channel][column]. Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have
-// landed. Copies in parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
-// A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address arithmetic the bound.
-static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
-  u32 to_address = shared_address(to);
-  constexpr int UNITS = Operand::UNITS, ROWS_H = Operand::ROWS_H;
-  long long plane = (long long)memory.d * memory.h * memory.w;
-#pragma unroll 1
-  for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
-    int unit = i % UNITS, c = i / UNITS;
-    u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
-#pragma unroll 1
-    for (int r = 0; r < Operand::ROWS / ROWS_H; r++) {
-      Rows of = Operand::row(r * ROWS_H);
-      int n = at.n + of.n, d = at.d + of.d;
-      bool slice = n < memory.batch && (u32)d < (u32)memory.d && c < left;
-      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * ELEMENT;
-#pragma unroll 2
-      for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = at.h + Operand::row_h(rh);
-        const char* from = base + (long long)h * (memory.w * ELEMENT);
-        int misaligned = (int)((u64)from & 15), first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
-        from += unit * 16 - misaligned;
-        bool in = slice && (u32)h < (u32)memory.h && first + VEC > 0 && first < memory.w;
-        copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
-      }
-    }
-  }
-}
-
-// NCHW: whether rows of the tile reach beyond the image.
-static __device__ __forceinline__ bool has_borders(const WgradMemory& memory, const Place& at) {
-  return at.w < 0 || at.w + Operand::COLUMNS > memory.w;
-}
-
-// Clears elements before column 0 and from column `memory.w` on, in the units that hold such a border.
-static __device__ __forceinline__ void clear_borders(const char* tensor, const WgradMemory& memory, const Place& at, int channel, unsigned char* to, int thread) {
-  u32 plane = (u32)memory.d * memory.h * memory.w;
-#pragma unroll 1
-  for (int i = thread; i < Operand::ROWS * BLOCK; i += COPIERS) {
-    int c = i % BLOCK, row = i / BLOCK;
-    Rows of = Operand::row(row);
-    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
-    int zero = (int)(first & (VEC - 1)) - at.w, end = zero + memory.w;  // elements of column 0 and of the one behind the last
-    Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
-    if (zero > 0 && zero < Operand::UNITS * VEC)
-      for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
-    if (end > 0 && end < Operand::UNITS * VEC)
-      for (int e = end; e & (VEC - 1); e++) line[e] = 0;
-  }
-}
-};
 
 // =====================================================================================================================
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
@@ -3727,20 +1959,13 @@ struct Row {
 
 // Rows are counted as the weight has them.
 static __device__ __forceinline__ Row row_at(int row, const Strides& strides) {
-  if constexpr (CI_INNERMOST) {
-    int group = row / (C::cout * S::TAPS), j = row % (C::cout * S::TAPS);
-    bool taps_inside = strides.tap <= strides.co;
-    int co = taps_inside ? j / S::TAPS : j % C::cout, tap = taps_inside ? j % S::TAPS : j / C::cout;
-    return {((long long)tap * S::COUT + group * C::cout + co) * C::cin, group * C::cin * strides.ci + co * strides.co + tap * strides.tap};
-  } else {
-    int ci = row / S::TAPS, tap = row % S::TAPS;
-    return {((long long)tap * S::CIN + ci) * C::cout, ci * strides.ci + tap * strides.tap};
-  }
+  int group = row / (C::cout * S::TAPS), j = row % (C::cout * S::TAPS);
+  bool taps_inside = strides.tap <= strides.co;
+  int co = taps_inside ? j / S::TAPS : j % C::cout, tap = taps_inside ? j % S::TAPS : j / C::cout;
+  return {((long long)tap * S::COUT + group * C::cout + co) * C::cin, group * C::cin * strides.ci + co * strides.co + tap * strides.tap};
 }
 
 static __device__ __forceinline__ void store_sum(Bits* to, float v) { *to = (Bits)S::Number::bits(v); }
-// For a float32 weight under autocast sums stay what they are.
-static __device__ __forceinline__ void store_sum(float* to, float v) { *to = v; }
 
 template <class Out>
 static __device__ __forceinline__ void add(const float* __restrict__ partial, Out* __restrict__ out, int slices, const Strides& strides) {
@@ -3836,7 +2061,6 @@ static constexpr int NB = C::block_ci / N_WIDTH;
 // NCHW, classed: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
 // those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
 static constexpr int CLASSES = C::row_classes * C::channel_classes;
-static constexpr bool CLASSED = CLASSES > 1;
 static constexpr int G_CHANNELS = C::block_co / C::channel_classes;  // of a class
 
 // Channels_last: boxes have G_WIDTH channels, a swizzled row, and all rows of a plane. Gapless: a
@@ -3850,7 +2074,6 @@ static constexpr int G_BOX_BYTES =                                   // of a row
     LAST ? C::plane_columns * G_COLUMN_BYTES : G_CHANNELS * C::g_pitch * SIZE;
 static constexpr int PLANE_BYTES = (S::G_ROWS * G_BOX_BYTES + 127) / 128 * 128;  // where a box may begin
 static constexpr int G_SLAB_BYTES = C::g_planes * PLANE_BYTES;  // of G_WIDTH channels
-static constexpr int G_LINE = C::plane_columns;  // pixels from row to row
 static constexpr int G_BYTES = LAST ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
 static constexpr int CLASS_BYTES = G_BYTES / CLASSES;
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one of q to the next.
@@ -3863,18 +2086,6 @@ static constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024
 static constexpr int RAW_AT = C::stages * STAGE_BYTES;               // x's pixels before they are turned
 static constexpr int RAW_BYTES = TURN_X ? PIXELS * C::block_ci * SIZE : 0;
 static constexpr int BARRIERS_AT = RAW_AT + RAW_BYTES;
-static_assert(BARRIERS_AT + 16 * C::stages + 16 == C::shared_bytes, "the planner's shared memory is not the kernel's");
-
-// How sums leave: blocks may add them up, and then take them from registers to the weight (`put_rows`).
-static constexpr bool ADDS_UP = C::cluster > 1 || C::together || C::alone;
-static constexpr bool BY_ROWS = C::alone && C::a_shared && !C::stacked;
-// A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
-// ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
-static constexpr int SUMS_PITCH = C::block_co + 4;
-static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
-static constexpr int SUMS_BYTES = S::SET_TAPS * SUMS_OF_TAP * 4;
-static_assert(!ADDS_UP || SUMS_BYTES <= BARRIERS_AT, "a block's sums do not fit where its stages were");
-static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
 // The output channel of a block's row of M: classes follow each other.
 static __device__ __forceinline__ int channel_of(int m) { return LAST ? m : m % G_CHANNELS * C::channel_classes + m / G_CHANNELS; }
@@ -3883,25 +2094,14 @@ static __device__ __forceinline__ int channel_of(int m) { return LAST ? m : m % 
 
 static constexpr int K_STEPS = PIXELS * SIZE / 32;      // a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
 static constexpr int STEPS = K_STEPS * C::entries;
-static constexpr int ROW_STEPS = C::tile_w * SIZE / 32;              // stacked: of a row
 static constexpr int FRAGMENTS = S::NARROW && !LAST && C::warpgroups == 3 ? 2 : 3;  // in flight; a third spills there
 static constexpr int W_STRIPS = C::tile_w / 8;
-static_assert(!(C::gapless && TURN_X) || C::unrolled == STEPS || C::unrolled / C::entries % 4 == 0,
-              "an unrolled run ends amid a segment of x, where the next one's steps are no sums of places");
 
 // Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
 static __device__ __forceinline__ u32 x_at(int k_step) {
-  if constexpr (K_MAJOR) {
-    int line = k_step / (LINE_BYTES / 32), within = k_step % (LINE_BYTES / 32) * 32;
-    return within / SEGMENT * BOX_BYTES + line * X_ROW_BYTES + within % SEGMENT;
-  } else {
-    return k_step * (16 * SEGMENT);
-  }
+  int line = k_step / (LINE_BYTES / 32), within = k_step % (LINE_BYTES / 32) * 32;
+  return within / SEGMENT * BOX_BYTES + line * X_ROW_BYTES + within % SEGMENT;
 }
-
-// Turned pixels of a strip in the order of K: even ones first, so that a fragment's four lie in different banks of g's swizzled rows (they
-// are two rows apart; where a stride already parts them, in their own order).
-static __device__ __forceinline__ int strip_pixel(int j) { return G_STEP_W % 2 ? j % 4 * 2 + j / 4 : j; }
 
 struct TensorMaps { TensorMap of[1 + (C::box_g ? CLASSES : 0)]; };   // of x, and of g
 };
@@ -3922,111 +2122,33 @@ using TensorMaps = typename T::TensorMaps;
 
 // --- x ---
 
-static __device__ __forceinline__ int chunk_pixels(const Sizes& s) {
-  if constexpr (C::gapless) return s.batch * s.in_d * s.in_h * s.in_w;
-  else return T::PIXELS;
-}
-
 // A chunk, from its input channel `channel` on.
 static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
 #pragma unroll 1
   for (int i = 0; i < T::BOXES; i++) {
-    if constexpr (C::channels_last) {
-      load_box(to + i * T::BOX_BYTES, map, channel + i * T::X_WIDTH, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
-    } else {
-      int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
-      load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
-    }
+    int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
+    load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
   }
-}
-
-// Pixels that are to be turned.
-static __device__ __forceinline__ void load_raw(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, chunk_pixels(s) * (C::block_ci * 4));
-  load_box(to, maps.of[0], work.group * C::cin + work.ci, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
 }
 
 // --- g: from its place `at` and output channel `channel` on ---
 
-// Of a tile's rows along H, and of channels, those that begin alike.
-struct Class {
-  int index, lead;                         // its map; elements by which its rows begin early
-  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
-};
-
-// The class of a row and a channel, and a tile of it that begins at column `w`.
-static __device__ __forceinline__ Class class_of(int row, int channel, int w, const Sizes& s) {
-  int of_rows = row & (C::row_classes - 1), of_channels = channel & (C::channel_classes - 1);
-  int lead = ((u32)of_channels * s.out_d * s.out_h * s.out_w + (u32)of_rows * s.out_w) & (T::VEC - 1);
-  return {of_channels * C::row_classes + of_rows, lead, (w + lead) & (T::VEC - 1)};
-}
-
-static __device__ __forceinline__ void load_classes(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
-#pragma unroll 1
-  for (int i = 0; i < T::CLASSES; i++) {
-    int row = at.h + i % C::row_classes, first = channel + i / C::row_classes;  // of the class in this chunk
-    Class of = class_of(row, first, at.w, s);
-    load_box(to + i * T::CLASS_BYTES, maps[of.index], at.w + of.lead - of.phase, first / C::channel_classes, (row - (row & (C::row_classes - 1))) / C::row_classes, at.d, at.n, barrier);
-  }
-}
-
-// Of channels-last tensors a chunk may be a box of any shape, of which a launch tells, and each tap of the set then has g's pixels for
-// it: a strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 or 14 x 14 fill K (with rows of 8 half of it
-// and 87%).
-static __device__ __forceinline__ void load_taps(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
-#pragma unroll 1
-  for (int i = 0; i < T::G_BOXES * T::SET_TAPS; i++) {
-    int tap = i % T::SET_TAPS, td = tap / (C::taps_h * C::taps_w), th = tap / C::taps_w % C::taps_h, tw = tap % C::taps_w;
-    load_box(to + i / T::SET_TAPS * T::G_SLAB_BYTES + tap * T::PLANE_BYTES, map, channel + i / T::SET_TAPS * T::G_WIDTH, at.w + tw * C::dilation_w, at.h + th * C::dilation_h, at.d + td * C::dilation_d, at.n, barrier);
-  }
-}
-
-static __device__ __forceinline__ void load_planes(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
-#pragma unroll 1
-  for (int i = 0; i < T::G_BOXES * C::g_planes; i++)
-    load_box(to + i / C::g_planes * T::G_SLAB_BYTES + i % C::g_planes * T::PLANE_BYTES, map, channel + i / C::g_planes * T::G_WIDTH, at.w + i % C::g_planes * C::dilation_w, at.h, at.d, at.n, barrier);
-}
-
 static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
-  if constexpr (T::CLASSED) load_classes(maps, s, at, channel, to, barrier);
-  else if constexpr (C::gapless) load_taps(*maps, at, channel, to, barrier);
-  else if constexpr (C::channels_last) load_planes(*maps, at, channel, to, barrier);
-  else load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
+  load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
 }
 
 // --- a chunk ---
 
 // Bytes that `load` brings.
 static __device__ __forceinline__ int bytes_of(const Sizes& s) {
-  if constexpr (C::gapless) return chunk_pixels(s) * (((T::TURN_X ? 0 : C::block_ci) + T::SET_TAPS * C::block_co) * T::ELEMENT);
   constexpr int OF_G = C::channels_last ? T::G_ROWS * C::g_planes * C::plane_columns * C::block_co * T::ELEMENT : T::G_BYTES;
   return (T::TURN_X ? 0 : T::X_TILE_BYTES) + (C::box_g ? OF_G : 0);
 }
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, bytes_of(s));
-  if constexpr (!T::TURN_X) load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
-  if constexpr (C::box_g) load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::X_TILE_BYTES, barrier);
-}
-
-// Gapless: zeros for the pixels of every stage that no box writes, once: a box has fewer than a chunk where no shape of it has as many.
-static __device__ __forceinline__ void clear_tails(u32 base, const Sizes& s, int thread) {
-  const int pixels = chunk_pixels(s);
-  if (pixels == T::PIXELS) return;
-  if constexpr (T::TURN_X) clear_tail<C::block_ci * 4, 1, 1>(base + T::RAW_AT, 0, 0, pixels, thread);
-  else clear_tail<T::SEGMENT, C::stages * T::BOXES, T::BOXES>(base, T::STAGE_BYTES, T::BOX_BYTES, pixels, thread);
-  constexpr int PARTS = T::G_BOXES * T::SET_TAPS;
-  clear_tail<T::G_PIXEL_BYTES, C::stages * PARTS, PARTS>(base + T::X_TILE_BYTES, T::STAGE_BYTES, T::PLANE_BYTES, pixels, thread);
-  fence_async_shared();                    // the tensor cores read by descriptor
-}
-
-// Of PARTS that each have a chunk's pixels, OF_STAGE in a stage, the pixels from `pixels` on.
-template <int PIXEL, int PARTS, int OF_STAGE>
-static __device__ __forceinline__ void clear_tail(u32 first, u32 stage, u32 apart, int pixels, int thread) {
-  for (int i = thread; i < PARTS * (T::PIXELS - pixels) * (PIXEL / 16); i += T::THREADS) {
-    int unit = i % (PIXEL / 16), at = i / (PIXEL / 16), pixel = pixels + at % (T::PIXELS - pixels), part = at / (T::PIXELS - pixels);
-    store_shared_128(first + part / OF_STAGE * stage + part % OF_STAGE * apart + pixel * PIXEL + unit * 16, 0, 0, 0, 0);
-  }
+  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
+  load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::X_TILE_BYTES, barrier);
 }
 };
 
@@ -4065,66 +2187,14 @@ template <class T>
 struct WgradByTurning {
   using C = typename T::C;
   static constexpr int ARRIVALS = T::COPIERS + 1;
-  static __device__ __forceinline__ bool takes_part(int) { return true; }
-
-  static __device__ __forceinline__ void load_raw(const WgradBlock<T>& block, int i) {
-    WgradBoxes<T>::load_raw(block.maps, block.s, T::chunk_at(i, block.s), block.work, block.base + T::RAW_AT, block.last);
-  }
-  static __device__ __forceinline__ void begin(const WgradBlock<T>& block, int thread) {
-    if (thread == 0 && block.begin() < block.s.chunks) load_raw(block, block.begin());
-  }
-
-  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int i, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int thread) {
-    if (thread == 0) WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
-    barrier_wait(block.last, (i - block.begin()) & 1);
-    turn(block.base + T::RAW_AT, shared_address(tile), thread);
-    barrier_arrive(barrier);
-    named_sync<1, T::COPIERS>();           // all have read
-    if (thread == 0 && i + 1 < block.end()) load_raw(block, i + 1);
-  }
-
-  // Rows of a pixel's channels to rows of a channel's pixels: a lane takes a channel, four pixels at a time.
-  static __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
-#pragma unroll 4
-    for (int i = thread; i < T::PIXELS / 4 * C::block_ci; i += T::COPIERS) {
-      int c = i % C::block_ci, quad = i / C::block_ci, strip = quad / 2, half = quad % 2;
-      u32 v[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        int pixel = strip * 8 + (half ? T::strip_pixel(j + 4) : T::strip_pixel(j));
-        v[j] = load_shared_u32(raw + (pixel * C::block_ci + c) * 4);
-      }
-      u32 to = tile + T::x_at(strip) + half * 16 + c * T::SEGMENT;
-      store_shared_128(to ^ (to >> 7 & (T::SEGMENT / 16 - 1)) << 4, v[0], v[1], v[2], v[3]);
-    }
-    fence_async_shared();                  // the tensor cores read by descriptor
-  }
 };
 
 // NCHW: g by words of all threads, x by boxes.
 template <class T>
 struct WgradByWords {
   using C = typename T::C;
-  using Copies = WgradCopies<T, WgradG<T>, T::COPIERS>;
   static constexpr int ARRIVALS = 2 * T::COPIERS + 1;
-  static __device__ __forceinline__ bool takes_part(int) { return true; }
   static __device__ __forceinline__ void begin(const WgradBlock<T>&, int) {}
-
-  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int thread) {
-    const typename T::Chunk at = T::in_g(c, block.work);
-    if (thread == 0) WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
-    const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
-    const int channel = block.work.group * C::cout + block.work.co;
-    Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, tile + T::X_TILE_BYTES, thread);
-    if (Copies::has_borders(memory, at)) {
-      copy_commit();
-      copy_wait<0>();
-      named_sync<1, T::COPIERS>();         // all have landed
-      Copies::clear_borders(block.g, memory, at, channel, tile + T::X_TILE_BYTES, thread);
-    }
-    arrive_when_copied(barrier);
-    barrier_arrive(barrier);               // what it stored itself
-  }
 };
 
 template <class T>
@@ -4160,17 +2230,10 @@ struct Lane { int warp, lane, row, q, wg_m, first_unit, channel; };
 static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   Lane of;
   of.wg_m = wg % C::split_m, of.lane = thread & 31, of.q = of.lane & 3;
-  if constexpr (C::interleaved) {
-    of.warp = thread >> 5, of.row = (of.lane >> 2) / C::subs;
-    of.first_unit = wg / C::split_m * (C::subs * T::UNITS) + (of.lane >> 2) % C::subs;
-    of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * (16 / C::subs);
-  } else {
-    of.warp = thread >> 5, of.row = of.lane >> 2;
-    // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
-    if constexpr (C::stacked && !C::channels_last) of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
-    of.first_unit = (wg / C::split_m * C::subs + of.warp * 16 / T::ROWS_PER_SUB) * T::UNITS;
-    of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
-  }
+  of.warp = thread >> 5, of.row = of.lane >> 2;
+  // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
+  of.first_unit = (wg / C::split_m * C::subs + of.warp * 16 / T::ROWS_PER_SUB) * T::UNITS;
+  of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
   return of;
 }
 
@@ -4184,10 +2247,7 @@ static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, cons
   if (unit >= T::SET_UNITS) unit = T::SET_UNITS - 1;    // its sums are not stored
   int td = unit / (T::SET_UNITS / C::taps_d), th = C::stacked ? 0 : unit / C::taps_w % C::taps_h, tw = unit % C::taps_w;
   int shift = td * T::TAP_ROWS_D * T::CLASS_ROWS + th * T::TAP_ROWS_H;
-  if constexpr (C::gapless) taps.at[u] = unit * (T::PLANE_BYTES / T::G_PIXEL_BYTES);
-  else if constexpr (C::parted) taps.at[u] = shift * T::G_LINE + tw % C::g_planes * (T::PLANE_BYTES / T::G_PIXEL_BYTES) + tw / C::g_planes * C::plane_taps;
-  else if constexpr (C::channels_last) taps.at[u] = shift * T::G_LINE + tw * C::dilation_w;
-  else taps.at[u] = shift * (T::G_CHANNELS * C::g_pitch) + tw * C::dilation_w;
+  taps.at[u] = shift * (T::G_CHANNELS * C::g_pitch) + tw * C::dilation_w;
   taps.line[u] = ((u32)(td * C::dilation_d) * s.out_h + th * C::dilation_h) * s.out_w;
 }
 
@@ -4215,23 +2275,9 @@ static __device__ __forceinline__ Step step_of(int k_step) {
   return step;
 }
 
-// Stacked: step `column` of row `r` of g's slice that belongs to image `n` and slice `d` of q.
-static __device__ __forceinline__ Step step_of_row(int n, int d, int r, int column) {
-  Step step;
-#pragma unroll
-  for (int k = 0; k < 2; k++)
-    step.half[k] = {r % C::row_classes * (C::tile_n * T::G_ROWS_D * T::CLASS_ROWS) + tile_row({n, d, 0}) + r / C::row_classes,
-                    (T::NARROW ? 16 * column + 8 * k : 8 * column + 4 * k) * T::G_STEP_W, {n, d * C::step_d, r}};
-  return step;
-}
-
 // By how much rows of a chunk's tile begin off 16 bytes, in elements, for a lane's channels: each class of rows (classed); or the
 // chunk's first row, from which others follow.
 struct Phases { u32 of[C::row_classes]; };
-
-static __device__ __forceinline__ u32 memory_row(const Rows& row, const Sizes& s) {
-  return ((u32)(row.n * T::COUT) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w;
-}
 };
 
 // =====================================================================================================================
@@ -4244,22 +2290,6 @@ template <class T>
 struct WgradTurnedFragments : WgradView<T> {
 using C = typename T::C;
 using V = WgradView<T>;
-
-static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
-  int channel = of.channel + of.row;
-  return T::strip_pixel(of.q) * T::G_STEP_W * T::G_PIXEL_BYTES + channel / T::G_WIDTH * T::G_SLAB_BYTES + channel % T::G_WIDTH * 4;
-}
-
-static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes&, const typename V::Phases&, int u, const typename V::Step& step, int lane_at) {
-  u32 first = shared_address(g_tile) + (taps.at[u] + step.half[0].row * T::G_LINE + step.half[0].column) * T::G_PIXEL_BYTES + lane_at;
-#pragma unroll
-  for (int k = 0; k < 2; k++) {
-    u32 address = first + k * (T::strip_pixel(4) * T::G_STEP_W * T::G_PIXEL_BYTES);
-    address ^= (address >> 7 & (T::G_WIDTH / 4 - 1)) << 4;  // the engine's swizzle, a function of the address
-    a[2 * k] = load_shared_u32(address);
-    a[2 * k + 1] = load_shared_u32(address ^ 32);        // 8 channels on
-  }
-}
 };
 
 // By descriptor, which takes the place of two words: rows of 64 channels of the tap's pixels, as the engine leaves them. Nothing is
@@ -4267,14 +2297,6 @@ static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_
 template <class T>
 struct WgradDescribedFragments : WgradView<T> {
 using V = WgradView<T>;
-
-static __device__ __forceinline__ int lane_first(const typename V::Lane& of) { return of.wg_m * T::G_SLAB_BYTES; }  // the warpgroup's 64 channels
-
-static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes&, const typename V::Phases&, int u, const typename V::Step& step, int lane_at) {
-  const int p0 = step.half[0].row * T::G_LINE + step.half[0].column, p1 = step.half[1].row * T::G_LINE + step.half[1].column;
-  a[0] = ((shared_address(g_tile) + lane_at + (taps.at[u] + p0) * T::G_PIXEL_BYTES) & 0x3ffff) >> 4;
-  a[1] = 1u << 30 | (p1 - p0) * T::G_PIXEL_BYTES >> 4;    // the swizzle, and from 8 pixels to the next 8
-}
 };
 
 // Channels_last of 16 bits: lanes address rows of 8 channels, of pixels 0-7 and 8-15 (lane / 16), of channels 0-7 and 8-15 (lane / 8 % 2).
@@ -4282,19 +2304,6 @@ template <class T>
 struct WgradMatrixFragments : WgradView<T> {
 using C = typename T::C;
 using V = WgradView<T>;
-
-static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
-  int channel = of.channel + (of.lane >> 3 & 1) * 8, first = (of.lane & 7) * T::G_STEP_W * T::G_PIXEL_BYTES;
-  return first + channel / T::G_WIDTH * T::G_SLAB_BYTES + channel % T::G_WIDTH * 2;
-}
-
-static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes&, const typename V::Phases&, int u, const typename V::Step& step, int lane_at) {
-  int p0 = step.half[0].row * T::G_LINE + step.half[0].column, p1 = step.half[1].row * T::G_LINE + step.half[1].column;
-  int p = taps.at[u] + p0 + ((threadIdx.x & 16) ? p1 - p0 : 0);
-  u32 address = shared_address(g_tile) + p * T::G_PIXEL_BYTES + lane_at;
-  address ^= (address >> 7 & (T::G_WIDTH / 8 - 1)) << 4;  // the engine's swizzle, a function of the address
-  load_matrices_turned(a, address);
-}
 };
 
 // NCHW: elements of channels' rows, which begin anywhere.
@@ -4312,9 +2321,7 @@ static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
 // What is known only at run time of where a half begins.
 static __device__ __forceinline__ int begin_of(const typename V::Taps& taps, const typename T::Sizes& s, const typename V::Phases& phases, int u, const Half& half, int lane_at) {
   int at = lane_at + taps.at[u];
-  if constexpr (C::aligned_g) return at;
-  else if constexpr (T::CLASSED) return at + phases.of[half.memory.h % C::row_classes];
-  else return at + ((phases.of[0] + taps.line[u] + V::memory_row(half.memory, s)) & (T::VEC - 1));
+  return at;
 }
 // And constants that are even, so that the addresses are a register and an immediate; of rows g and g + 8.
 static __device__ __forceinline__ int constant_of(const Half& half, int h) {
@@ -4329,14 +2336,8 @@ static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int constant = constant_of(step.half[k], h);
-      if constexpr (T::NARROW) {
-        int second = at + C::step_w;
-        u32 selector = (at & 1 ? 0x32u : 0x10u) | (second & 1 ? 0x7600u : 0x5400u);
-        a[2 * k + h] = __byte_perm(words[(at >> 1) + constant / 2], words[(second >> 1) + constant / 2], selector);
-      } else {
-        u32 v = words[at + constant];
-        a[2 * k + h] = C::box_g ? v : to_tf32(__uint_as_float(v));  // boxes are rounded on their way
-      }
+      u32 v = words[at + constant];
+      a[2 * k + h] = C::box_g ? v : to_tf32(__uint_as_float(v));  // boxes are rounded on their way
     }
   }
 }
@@ -4379,25 +2380,6 @@ struct WgradSharedWords {
   u32 word[2][2][R::WORDS];                // of a step's two strips, of rows g and g + 8: all words of a run of taps
   bool odd[2];                             // whether the run begins in the middle of the first
 
-  __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename F::Taps& taps, const typename T::Sizes& s, const typename F::Phases& phases, int u, const typename F::Step& step, int lane_at) {
-    if (u % R::RUN == 0) load_words(g_tile, taps, s, phases, u, step, lane_at);
-    shift(a, u % R::RUN);
-  }
-
-  // The words of the run that begins with unit `u`.
-  __device__ __forceinline__ void load_words(const unsigned char* g_tile, const typename F::Taps& taps, const typename T::Sizes& s, const typename F::Phases& phases, int u, const typename F::Step& step, int lane_at) {
-    const u32* words = (const u32*)g_tile;
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      const int at = F::begin_of(taps, s, phases, u, step.half[k], lane_at);
-      odd[k] = R::PARITY_KNOWN ? C::padding_w & 1 : at & 1;
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int j = 0; j < R::WORDS; j++) word[k][h][j] = words[(at >> 1) + F::constant_of(step.half[k], h) / 2 + j];
-    }
-  }
-
   // The fragment of the run's tap `i`, as F would load it.
   __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
     const int first = i * C::dilation_w, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
@@ -4432,15 +2414,9 @@ using Sizes = typename T::Sizes;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[T::UNITS];
 
-// Stacked: rows of x that a row of g meets by a column of taps: for each remainder r of the row by step_h those of taps r, r + step_h,
-// ..., each a row above the one before; their sums lie in the order of the rows.
-static constexpr int LEAST = C::taps_h / C::step_h, OVER = C::taps_h % C::step_h;
-static __device__ __forceinline__ int stack_of(int r) { return C::stacked ? LEAST + (r < OVER) : 1; }
-static __device__ __forceinline__ int stack_begin(int r) { return r * LEAST + (r < OVER ? r : OVER); }
 // Where a unit's tap has its sums.
 static __device__ __forceinline__ int place_of(int tap) {
-  if constexpr (!C::stacked) return 0;
-  else return stack_begin(tap % C::step_h) + stack_of(tap % C::step_h) - 1 - tap / C::step_h;
+  return 0;
 }
 
 // A fragment by ROWS rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
@@ -4456,44 +2432,13 @@ static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, con
     u64 b = upper | (((x + nb * (T::K_MAJOR ? T::N_WIDTH * T::SEGMENT : T::BOX_BYTES)) & 0x3ffff) >> 4);
     float (&d)[ROWS * (T::N_WIDTH / 2)] = *(float (*)[ROWS * (T::N_WIDTH / 2)])&acc[nb][first * (T::N_WIDTH / 2)];
     // A described has rows of channels, as B has in channels_last.
-    if constexpr (C::a_shared) Wgmma::template multiply<C::precision, true, C::channels_last, true>(d, descriptor_of_words(a), b);
-    else Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
+    Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
   }
 }
 
 static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
   if (rows == T::STACK) multiply_by<T::STACK>(acc, first, a, x);
-  else if constexpr (C::stacked && LEAST > 0 && LEAST < T::STACK) multiply_by<LEAST>(acc, first, a, x);
-}
-
-// Stacked: the unrolled steps of every row of a chunk from step `first` of a row on.
-static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const unsigned char* tile, const Taps& taps, const Sizes& s, const Phases& phases, int lane_at) {
-  u32 a[T::FRAGMENTS][4];
-  WgradUnits<T> units;
-  const unsigned char* g_tile = tile + T::X_TILE_BYTES;
-  lane_at += first * (32 / T::ELEMENT * T::G_STEP_W) * T::G_PIXEL_BYTES;
-  const u32 x_tile = shared_address(tile) + T::x_at(first);
-  int step = 0;                            // a constant after unrolling
-#pragma unroll
-  for (int remainder = 0; remainder < C::step_h && remainder < C::taps_h; remainder++)
-#pragma unroll
-    for (int i = 0; i < C::tile_n * C::tile_d * C::tile_h * C::unrolled; i++) {
-      const int column = i % C::unrolled, q = i / C::unrolled % C::tile_h, slice = i / (C::unrolled * C::tile_h);
-      const Step at = F::step_of_row(slice / C::tile_d, slice % C::tile_d, q * C::step_h + remainder, column);
-      const u32 x = x_tile + T::x_at(column) + (slice * T::X_ROWS_H + q + T::STACK - stack_of(remainder)) * T::X_ROW_BYTES;
-#pragma unroll
-      for (int u = 0; u < T::UNITS; u++) {
-        u32 (&fragment)[4] = a[step++ % T::FRAGMENTS];
-        units.load(fragment, g_tile, taps, s, phases, u, at, lane_at);
-        if constexpr (!C::a_shared) wgmma_fence();
-        multiply(acc[u], stack_begin(remainder), stack_of(remainder), fragment, x);
-        if constexpr (!C::a_shared) {
-          wgmma_commit();
-          wgmma_wait<T::FRAGMENTS - 1>();
-        }
-      }
-    }
-  if constexpr (!C::a_shared) wgmma_wait<0>();
+  else ;
 }
 
 // The unrolled steps of run `run` of a chunk. A run is some whole rows of q or a part of one, so that runs differ by an offset.
@@ -4503,20 +2448,17 @@ static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const un
   const int first = run * (C::unrolled / C::entries);
   const typename F::Half from = F::step_of(first).half[0];
   const unsigned char* g_tile = tile + T::X_TILE_BYTES + from.row * T::G_BOX_BYTES;
-  if constexpr (!C::channels_last && !C::aligned_g && !T::CLASSED) phases.of[0] += F::memory_row(from.memory, s);
   int lane_from = lane_at + from.column * T::G_PIXEL_BYTES;
   u32 x_from = shared_address(tile) + T::x_at(first);
 #pragma unroll
   for (int step = 0; step < C::unrolled; step++) {
     const int e = step % C::entries, k = step / C::entries;
     units.load(a[step % T::FRAGMENTS], g_tile, taps, s, phases, e, F::step_of(k), lane_from);
-    if constexpr (!C::a_shared) wgmma_fence();
+    wgmma_fence();
     multiply(acc[e], 0, 1, a[step % T::FRAGMENTS], x_from + T::x_at(k));
-    if constexpr (!C::a_shared) {
-      wgmma_commit();
+    wgmma_commit();
       if (step + 1 == C::unrolled) wgmma_wait<0>();
       else wgmma_wait<T::FRAGMENTS - 1>();
-    }
   }
 }
 };
@@ -4533,12 +2475,7 @@ using M = WgradMultiply<T>;
 float* __restrict__ partial;
 
 static __device__ __forceinline__ void put_pair(float* at, int ci, const float* sums) {
-  if constexpr (C::cin % 2 == 0) {
-    if (ci < C::cin) *(float2*)at = make_float2(sums[0], sums[1]);
-  } else {
-    if (ci < C::cin) at[0] = sums[0];
-    if (ci + 1 < C::cin) at[1] = sums[1];
-  }
+  if (ci < C::cin) *(float2*)at = make_float2(sums[0], sums[1]);
 }
 
 __device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const typename M::F::Lane& of, int, int) const {
@@ -4565,347 +2502,6 @@ __device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBloc
             put_pair(to + (long long)co * C::cin + ci, ci, &acc[u][nb][M::place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h]);
           }
     }
-  }
-}
-};
-
-// =====================================================================================================================
-// The gradient for the weight, of float32 (`wide`) or the operands' type
-// =====================================================================================================================
-
-template <class T>
-struct WgradGradient {
-using C = typename T::C;
-using Number = typename T::Number;
-using Bits = typename T::Bits;
-using Work = typename T::Work;
-char* at;
-long long stride_ci, stride_co, stride_tap;
-int wide;
-
-// V neighbours in memory, which begin at V elements.
-template <int V>
-__device__ __forceinline__ void store_some(long long to, const float (&v)[V]) const {
-  if constexpr (T::NARROW) {
-    if (!wide) {
-      u32 words[(V + 1) / 2];
-#pragma unroll
-      for (int i = 0; i < V; i++) {
-        u32 one = Number::bits(v[i]);
-        words[i / 2] = i % 2 ? words[i / 2] | one << 16 : one;
-      }
-      Bits* narrow = (Bits*)at + to;
-      if constexpr (V == 4) *(uint2*)narrow = make_uint2(words[0], words[1]);
-      else if constexpr (V == 2) *(u32*)narrow = words[0];
-      else *narrow = (Bits)words[0];
-      return;
-    }
-  }
-  float* single = (float*)at + to;
-  if constexpr (V == 4) *(float4*)single = make_float4(v[0], v[1], v[2], v[3]);
-  else if constexpr (V == 2) *(float2*)single = make_float2(v[0], v[1]);
-  else *single = v[0];
-}
-
-// Where the weight has the block's tap, and its channels `ci` and `co`; negative: nowhere.
-__device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
-  int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
-  ci += work.ci, co += work.co;
-  bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
-  return exists ? (work.group * C::cin + ci) * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
-}
-
-// A quad of output channels from `co` on, `apart` from one to the next, of which the last may not be.
-__device__ __forceinline__ void store_each(const Work& work, const float (&sum)[4], long long to, int co, long long apart) const {
-#pragma unroll
-  for (int e = 0; e < 4; e++) {
-    const float one[1] = {sum[e]};
-    if (work.co + co + e < C::cout) store_some(to + e * apart, one);
-  }
-}
-
-// A quad's sum to the weight, where that has output channels innermost (`by_co`); else to shared memory.
-__device__ __forceinline__ void put_quad(const Work& work, const float (&sum)[4], long long to, u32 shared, int co, bool by_co) const {
-  if (by_co && C::cout % 4 == 0) store_some(to, sum);
-  else if (by_co) store_each(work, sum, to, co, 1);
-  else store_shared_128(shared, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
-}
-
-// Neighbouring taps of a row of the kernel, or of several whole ones, which lie side by side in contiguous weights.
-static constexpr int NEAR = C::taps_w == C::kernel_w ? C::taps_h * C::taps_w : C::taps_w;
-static constexpr int OF_KERNEL = C::taps_w == C::kernel_w ? C::kernel_h * C::kernel_w : C::kernel_w;
-static constexpr int NEAR_TAPS = NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1;
-static constexpr int RUNS_OF_TAPS = T::SET_TAPS / NEAR_TAPS;
-
-__device__ __forceinline__ void put_taps(u32 sums, long long to, int tap, int ci, int co) const {
-  float v[NEAR_TAPS];
-#pragma unroll
-  for (int e = 0; e < NEAR_TAPS; e++) v[e] = load_shared_f32(sums + T::sum_at(tap + e, ci, co));
-  store_some(to, v);
-}
-
-// --- from registers ---
-
-static constexpr int ROW_PITCH = 64 * T::ELEMENT + 16;  // bytes of 64 output channels, so that eight rows meet all banks
-static constexpr int ROWS_BYTES = C::block_ci * ROW_PITCH;
-
-// Whether the weight has output channels innermost, which begin at 16 bytes.
-__device__ __forceinline__ bool has_rows() const {
-  const bool by_16 = ((u32)(u64)at & 15) == 0 && ((u32)(stride_ci | stride_tap) & 7) == 0 && C::cout % 8 == 0;
-  return by_16 && !wide && stride_co == 1;
-}
-
-// A warpgroup's unit to a weight that has output channels innermost, by rows of 64 of them, 16 bytes a thread.
-__device__ __forceinline__ void put_rows(const Work& work, const float (&sums)[T::N_WIDTH / 2], u32 rows, int tap, int co, int wg, int thread) const {
-  const int warp = thread >> 5, lane = thread & 31;
-  const u32 to = rows + ((lane >> 4) * 8 + (lane & 7)) * ROW_PITCH + warp * 32 + (lane >> 3 & 1) * 16;
-#pragma unroll
-  for (int j = 0; j < T::N_WIDTH / 8; j += 2) {
-    u32 words[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float a = sums[4 * j + 2 * i], b = sums[4 * j + 2 * i + 1];
-      words[i] = Number::bits(a) | Number::bits(b) << 16;
-    }
-    store_matrices_turned(to + j * 8 * ROW_PITCH, words);
-  }
-  named_sync(3 + wg, 128);
-  const int unit = thread % 8;
-  const long long first = place_of(work, tap, 0, co + unit * 8);
-  if (first < 0) return;
-#pragma unroll 8
-  for (int row = thread / 8; row < C::block_ci; row += 16) {
-    u32 v[4];
-    load_shared_128(v, rows + row * ROW_PITCH + unit * 16);
-    if (work.ci + row < C::cin) *(uint4*)(at + (first + row * stride_ci) * T::ELEMENT) = make_uint4(v[0], v[1], v[2], v[3]);
-  }
-}
-
-// --- from a warpgroup's registers, to the weight (`has_rows`) or to the block's sums in shared memory ---
-
-using M = WgradMultiply<T>;
-using Lane = typename M::F::Lane;
-
-__device__ __forceinline__ void put_rows_of(const typename M::Sums& acc, const Work& work, u32 memory, const Lane& of, int wg, int thread) const {
-#pragma unroll
-  for (int u = 0; u < T::UNITS; u++) {
-    if (of.first_unit + u >= T::SET_UNITS) continue;
-    put_rows(work, acc[u][0], memory + (wg * T::UNITS + u) * ROWS_BYTES, of.first_unit + u, of.channel - of.warp * 16, wg, thread);
-  }
-}
-
-static __device__ __forceinline__ void put_shared(const typename M::Sums& acc, const unsigned char* memory, const Lane& of) {
-#pragma unroll
-  for (int u = 0; u < T::UNITS; u++) {
-    int unit = of.first_unit + u * T::NEXT_UNIT;
-    if (unit >= T::SET_UNITS) continue;
-#pragma unroll
-    for (int i = 0; i < T::OF_UNIT; i++) {
-      // A unit is a tap, or (stacked) a column of taps_h of them.
-      int tap = C::stacked ? (unit / C::taps_w * C::taps_h + i) * C::taps_w + unit % C::taps_w : unit;
-#pragma unroll
-      for (int nb = 0; nb < T::NB; nb++)
-#pragma unroll
-        for (int j = 0; j < T::N_WIDTH / 8; j++)
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            int m = T::channel_of(of.channel + of.row + T::NEXT_ROWS * h);
-            u32 at = shared_address(memory) + T::sum_at(tap, nb * T::N_WIDTH + j * 8 + 2 * of.q, m);
-            const float* sums = &acc[u][nb][M::place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h];
-            store_shared_f32(at, sums[0]);
-            store_shared_f32(at + T::SUMS_PITCH * 4, sums[1]);
-          }
-    }
-  }
-}
-};
-
-// =====================================================================================================================
-// Ways of the blocks that have a tile's splits between them. `load`: four of a split's sums.
-// =====================================================================================================================
-
-// Counters of blocks that run at once: what they have written when they meet is seen by all of them behind it. One thread of each block:
-// its sums are there to be read; those of all `count` are. `counters` [arrived, left] are zeros, which the last to leave leaves.
-__device__ __forceinline__ void wgrad_arrive(u32* counters) {
-  __threadfence();
-  atomicAdd(counters, 1);
-}
-__device__ __forceinline__ void wgrad_wait(u32* counters, u32 count) {
-  while (load_acquire(counters) < count) {}
-  if (atomicAdd(counters + 1, 1) == count - 1) counters[0] = counters[1] = 0;
-}
-
-template <class T>
-struct WgradTogether {
-using C = typename T::C;
-static constexpr int BATCH = 8;            // splits whose loads are on their way at a time
-static constexpr int PARTS = C::reduce_rows == 1 ? WGRAD_RUNS : 1;  // ranges of splits that are sums of their own, as the warps of `reduce` have them
-const char* sums;                          // of the first of them; each has SUMS_BYTES, `apart` bytes from one to the next
-long long apart;
-int count;
-
-// A batch's split may be none of the range's.
-static __device__ __forceinline__ bool exists(int split, int end) { return split < end; }
-__device__ __forceinline__ void load(float (&v)[4], u32, int at, int split) const {
-  float4 found = __ldcg((const float4*)(sums + split * apart + at));
-  v[0] = found.x, v[1] = found.y, v[2] = found.z, v[3] = found.w;
-}
-
-// A block's sums from shared memory to its place in global memory; then it waits for its peers'.
-__device__ __forceinline__ void publish(char* own, u32 shared, u32* counters, int thread) const {
-  fence_async_shared();
-  named_sync<2, T::CONSUMERS>();           // all have stored theirs
-  if (thread == 0) {
-    store_bulk<T::SUMS_BYTES>(own, shared);
-    bulk_commit();
-    bulk_wait();
-    fence_async();
-    wgrad_arrive(counters);
-    wgrad_wait(counters, count);
-  }
-  named_sync<2, T::CONSUMERS>();
-}
-};
-
-template <class T>
-struct WgradCluster {
-static constexpr int BATCH = T::C::cluster, PARTS = 1, count = T::C::cluster;
-static __device__ __forceinline__ bool exists(int, int) { return true; }
-__device__ __forceinline__ void load(float (&v)[4], u32 sums, int at, int split) const { load_cluster_128(v, sums + at, split); }
-static __device__ __forceinline__ void meet() { cluster_sync(); }
-static __device__ __forceinline__ void part() { cluster_sync(); }  // none reads another's any more; and this block's are complete
-};
-
-template <class T>
-struct WgradAlone {
-static constexpr int BATCH = 1, PARTS = 1, count = 1;
-static __device__ __forceinline__ bool exists(int, int) { return true; }
-__device__ __forceinline__ void load(float (&v)[4], u32 sums, int at, int) const {
-  u32 words[4];
-  load_shared_128(words, sums + at);
-#pragma unroll
-  for (int e = 0; e < 4; e++) v[e] = __uint_as_float(words[e]);
-}
-static __device__ __forceinline__ void meet() { named_sync<2, T::CONSUMERS>(); }
-static __device__ __forceinline__ void part() {}
-};
-
-template <class T>
-using WgradPeers = WgradEither<T::C::together, WgradTogether<T>, WgradEither<T::C::alone, WgradAlone<T>, WgradCluster<T>>>;
-
-// =====================================================================================================================
-// Adding
-// =====================================================================================================================
-
-template <class T>
-struct WgradAdding {
-using C = typename T::C;
-using Peers = WgradPeers<T>;
-using Gradient = WgradGradient<T>;
-using Work = typename T::Work;
-static constexpr int QUADS = C::block_co / 4;
-
-// The sum of all splits' quad `at`, in the order of `reduce`; LANES of a warp have a part each, of which lane 0 then has the sum.
-template <int LANES>
-static __device__ __forceinline__ void add_splits(float (&sum)[4], const Peers& peers, u32 sums, int at, int lane) {
-  const int run = (peers.count + Peers::PARTS - 1) / Peers::PARTS;
-#pragma unroll 1
-  for (int part = lane; part < Peers::PARTS; part += LANES) {
-    const int begin = part * run, end = begin + run < peers.count ? begin + run : peers.count;
-    float own[4] = {};
-    for (int split = begin; split < end; split += Peers::BATCH) {
-      float v[Peers::BATCH][4] = {};
-#pragma unroll
-      for (int k = 0; k < Peers::BATCH; k++)
-        if (Peers::exists(split + k, end)) peers.load(v[k], sums, at, split + k);
-#pragma unroll
-      for (int k = 0; k < Peers::BATCH; k++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) own[e] += v[k][e];
-    }
-#pragma unroll
-    for (int e = 0; e < 4; e++) sum[e] = part ? sum[e] + own[e] : own[e];
-  }
-  if constexpr (LANES > 1) {
-    const u32 lanes = 0xffu << (threadIdx.x & 24);  // a quad's eight
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const float part = sum[e];
-      sum[e] = __shfl_sync(lanes, part, 0, LANES);
-#pragma unroll
-      for (int other = 1; other < LANES; other++) sum[e] += __shfl_sync(lanes, part, other, LANES);
-    }
-  }
-}
-
-// --- together: a block's share is some quads of all taps, so that with many splits all blocks add ---
-
-template <int LANES>
-static __device__ __forceinline__ void add_quads(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int first, int quads, bool by_co, int thread) {
-#pragma unroll 1
-  for (int i = thread; i < T::SET_TAPS * quads * LANES; i += T::CONSUMERS) {
-    const int lane = i % LANES, quad = first + i / LANES % quads, tap = i / (LANES * quads), ci = quad / QUADS, co = quad % QUADS * 4;
-    float sum[4] = {};
-    add_splits<LANES>(sum, peers, sums, T::sum_at(tap, ci, co), lane);
-    const long long to = out.place_of(work, tap, ci, co);
-    if (lane == 0 && to >= 0) out.put_quad(work, sum, to, sums + T::sum_at(tap, ci, co), co, by_co);
-  }
-}
-
-static __device__ __forceinline__ void add_share_of_quads(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int rank, int thread) {
-  const int share = (C::block_ci * QUADS + peers.count - 1) / peers.count, first = rank * share, left = C::block_ci * QUADS - first, quads = left < share ? left : share;
-  const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
-  // Lanes that divide a quad's parts where quads are few; else each thread adds them all.
-  if (Peers::PARTS > 1 && T::SET_TAPS * share <= T::CONSUMERS / 2) add_quads<Peers::PARTS>(out, work, peers, sums, first, quads, by_co, thread);
-  else add_quads<1>(out, work, peers, sums, first, quads, by_co, thread);
-  if (by_co) return;
-  named_sync<2, T::CONSUMERS>();
-#pragma unroll 4
-  for (int i = thread; i < Gradient::RUNS_OF_TAPS * quads * 4; i += T::CONSUMERS) {
-    const int tap = i % Gradient::RUNS_OF_TAPS * Gradient::NEAR_TAPS, of_quads = i / Gradient::RUNS_OF_TAPS, quad = first + of_quads / 4;
-    const int ci = quad / QUADS, co = quad % QUADS * 4 + of_quads % 4;
-    const long long to = out.place_of(work, tap, ci, co);
-    if (to >= 0) out.put_taps(sums, to, tap, ci, co);
-  }
-}
-
-// --- a cluster, or a block alone: some rows of ci. A thread keeps its taps and output channels, so that a row is an addition away: a
-// place computed for each quad takes three times as long ---
-
-static __device__ __forceinline__ void add_share_of_rows(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int rank, int thread) {
-  constexpr int SHARE = (C::block_ci + Peers::count - 1) / Peers::count;
-  const int first = rank * SHARE, left = (C::cin - work.ci < C::block_ci ? C::cin - work.ci : C::block_ci) - first, rows = left < SHARE ? left : SHARE;
-  const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
-  Peers::meet();                           // all have stored theirs
-  constexpr int ITEMS = T::SET_TAPS * QUADS, EACH = ITEMS < T::CONSUMERS ? ITEMS : T::CONSUMERS, AT_ONCE = T::CONSUMERS / EACH;
-  if (thread < AT_ONCE * EACH && (Peers::count > 1 || by_co)) {
-#pragma unroll 1
-    for (int i = thread % EACH; i < ITEMS; i += EACH) {
-      const int co = i % QUADS * 4, tap = i / QUADS;
-      const long long to = out.place_of(work, tap, first, co);
-      if (to < 0) continue;
-#pragma unroll 4
-      for (int row = thread / EACH; row < rows; row += AT_ONCE) {
-        float sum[4] = {};
-        add_splits<1>(sum, peers, sums, T::sum_at(tap, first + row, co), 0);
-        out.put_quad(work, sum, to + row * out.stride_ci, sums + T::sum_at(tap, first + row, co), co, by_co);
-      }
-    }
-  }
-  Peers::part();
-  if (!by_co) put_share_of_taps(out, work, sums, first, rows, thread);
-}
-
-static __device__ __forceinline__ void put_share_of_taps(const Gradient& out, const Work& work, u32 sums, int first, int rows, int thread) {
-  constexpr int ITEMS = Gradient::RUNS_OF_TAPS * C::block_co, EACH = ITEMS < T::CONSUMERS ? ITEMS : T::CONSUMERS, AT_ONCE = T::CONSUMERS / EACH;
-  if (thread >= AT_ONCE * EACH) return;
-#pragma unroll 1
-  for (int i = thread % EACH; i < ITEMS; i += EACH) {
-    const int tap = i % Gradient::RUNS_OF_TAPS * Gradient::NEAR_TAPS, co = i / Gradient::RUNS_OF_TAPS;
-    const long long to = out.place_of(work, tap, first, co);
-    if (to < 0) continue;
-#pragma unroll 4
-    for (int row = thread / EACH; row < rows; row += AT_ONCE) out.put_taps(sums, to + row * out.stride_ci, tap, first + row, co);
   }
 }
 };
@@ -4948,7 +2544,6 @@ using Chunk = typename T::Chunk;
 using Work = typename T::Work;
 using TensorMaps = typename T::TensorMaps;
 using Block = WgradBlock<T>;
-using Gradient = WgradGradient<T>;
 using M = WgradMultiply<T>;
 using F = typename M::F;
 
@@ -4960,17 +2555,7 @@ using F = typename M::F;
 static __device__ __forceinline__ void begin_rows(int& lane_at, typename F::Phases& phases, const Block& block, int i, const typename F::Lane& of) {
   const Sizes& s = block.s;
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
-  if constexpr (C::aligned_g) {
-    lane_at += c.w & (T::VEC - 1);
-  } else if constexpr (T::CLASSED) {
-    const int of_channels = (of.channel + of.row) / T::G_CHANNELS;  // the lane's class
-#pragma unroll
-    for (int j = 0; j < C::row_classes; j++)
-      phases.of[j] = WgradBoxes<T>::class_of(c.h + j, block.work.group * C::cout + block.work.co + of_channels, c.w, s).phase;
-  } else {
-    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * T::COUT + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
-  }
+  lane_at += c.w & (T::VEC - 1);
 }
 
 // A split's sums; what becomes of them is `end`'s to say.
@@ -4991,69 +2576,20 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   for (int i = first; i < last; i++, cursor.next()) {
     int lane_at = lane_first;
     typename F::Phases phases = {};
-    if constexpr (!C::channels_last) begin_rows(lane_at, phases, block, i, of);
+    begin_rows(lane_at, phases, block, i, of);
     const unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
     barrier_wait(block.full + cursor.stage * 8, cursor.parity);
-    if constexpr (C::a_shared) wgmma_fence();
-    if constexpr (C::stacked) {
-#pragma unroll 1
-      for (int at = idle ? T::ROW_STEPS : 0; at < T::ROW_STEPS; at += C::unrolled) M::multiply_rows(acc, at, tile, taps, block.s, phases, lane_at);
-    } else {
-#pragma unroll 1
-      for (int run = idle ? T::STEPS / C::unrolled : 0; run < T::STEPS / C::unrolled; run++) M::multiply_run(acc, run, tile, taps, block.s, phases, lane_at);
-    }
-    if constexpr (C::a_shared) {
-      // The chunk before is done with. That is late: instructions wait for room in the tensor cores' queue, so that most of this chunk's
-      // are behind them, too. With 2 stages that is far too late. A stage given back behind a chunk's first instruction, or its third,
-      // is slower with more stages: the queue runs empty.
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (i > first && of.lane == 0) barrier_arrive(block.empty + (cursor.stage ? cursor.stage - 1 : C::stages - 1) * 8);
-    } else {
-      __syncwarp();
+    #pragma unroll 1
+    for (int run = idle ? T::STEPS / C::unrolled : 0; run < T::STEPS / C::unrolled; run++) M::multiply_run(acc, run, tile, taps, block.s, phases, lane_at);
+    __syncwarp();
       if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
-    }
   }
-  if constexpr (C::a_shared) wgmma_wait<0>();
   end.put(acc, block, of, wg, thread);
 }
 
 // =====================================================================================================================
 // What becomes of a block's sums, where they are no slice (WgradSlice)
 // =====================================================================================================================
-
-// They are added to those of other splits, and written to the weight.
-struct Whole {
-  Gradient out;
-  char* partial;                           // together: SUMS_BYTES of each block
-  u32* counters;                           // together: two of each tile
-
-  static constexpr int TILES = T::SETS * T::CO_TILES * T::CI_TILES * C::groups;
-
-  __device__ __forceinline__ void put(const typename M::Sums& acc, const Block& block, const typename F::Lane& of, int wg, int thread) const {
-    named_sync<2, T::CONSUMERS>();         // nobody reads a stage any more
-    if constexpr (T::BY_ROWS) {
-      if (out.has_rows()) {
-        out.put_rows_of(acc, block.work, block.base, of, wg, thread);
-        return;
-      }
-    }
-    Gradient::put_shared(acc, block.memory, of);
-    add(block, threadIdx.x - T::COPIERS);
-  }
-
-  __device__ __forceinline__ void add(const Block& block, int thread) const {
-    if constexpr (C::together) {
-      const int index = block_index();     // read again, not kept over the loop, where it spills
-      const int tile = index % TILES, rank = index / TILES;
-      const WgradTogether<T> peers = {partial + (long long)tile * T::SUMS_BYTES, (long long)TILES * T::SUMS_BYTES, (int)gridDim.x / TILES};
-      peers.publish(partial + (long long)index * T::SUMS_BYTES, block.base, counters + 2 * tile, thread);
-      WgradAdding<T>::add_share_of_quads(out, block.work, peers, block.base, rank, thread);
-    } else {
-      WgradAdding<T>::add_share_of_rows(out, block.work, {}, block.base, block.split, thread);
-    }
-  }
-};
 
 // =====================================================================================================================
 // A block
@@ -5063,18 +2599,12 @@ struct Whole {
 static __device__ __forceinline__ void take_work(Block& block) {
   Work& work = block.work;
   int index = blockIdx.x;
-  if constexpr (C::cluster > 1) block.split = index % C::cluster, index /= C::cluster;  // so that a cluster's blocks are neighbours
+  // so that a cluster's blocks are neighbours
   int set = index % T::SETS;  index /= T::SETS;
-  if constexpr (C::cluster > 1 && T::CI_TILES % 2 == 0) {  // two clusters have the same pixels of g, for L2
-    work.ci = index % 2;  index /= 2;
-    work.co = index % T::CO_TILES * C::block_co;  index /= T::CO_TILES;
-    work.ci = (work.ci + index % (T::CI_TILES / 2) * 2) * C::block_ci;  index /= T::CI_TILES / 2;
-  } else {
-    work.co = index % T::CO_TILES * C::block_co;  index /= T::CO_TILES;
-    work.ci = index % T::CI_TILES * C::block_ci;  index /= T::CI_TILES;
-  }
+  work.co = index % T::CO_TILES * C::block_co;  index /= T::CO_TILES;
+  work.ci = index % T::CI_TILES * C::block_ci;  index /= T::CI_TILES;
   work.group = index % C::groups;
-  if constexpr (C::cluster == 1) block.split = index / C::groups;
+  block.split = index / C::groups;
   T::take_set(work, set);
 }
 
@@ -5091,7 +2621,6 @@ static __device__ __forceinline__ void run(const char* g, const E& end, const Si
     barrier_init(last, 1);
     barriers_begun();
   }
-  if constexpr (C::gapless) WgradBoxes<T>::clear_tails(base, s, threadIdx.x);
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
@@ -5114,14 +2643,10 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
   K::run(g, WgradSlice<WgradTile<C>>{partial}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-}  // namespace kernels
-
 // =====================================================================================================================
 // Forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 210 KB
 // shared.
 // =====================================================================================================================
-
-namespace kernels {
 
 struct Forward {
   static constexpr int precision = 0;
@@ -5147,7 +2672,6 @@ struct Forward {
   static constexpr int columns = 268;
   static constexpr int plane = 268;
   static constexpr int planes = 1;
-  static constexpr int residues[1] = {0};
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
   static constexpr int stages_p = 2;
@@ -5196,26 +2720,20 @@ struct Forward {
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
-  static constexpr int pack_wide = 1;
   static constexpr int run_groups = 16;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
   static constexpr int cluster = 1;
   static constexpr bool claimed = true;
-  static constexpr int shared_bytes = 215316;
   static constexpr int producer_registers = 48;
   static constexpr int consumer_registers = 208;
 };
-
-}  // namespace kernels
 
 // =====================================================================================================================
 // Gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights
 // ring of 4 x 7 fragments, 226 KB shared.
 // =====================================================================================================================
-
-namespace kernels {
 
 struct GradInput {
   static constexpr int precision = 0;
@@ -5241,7 +2759,6 @@ struct GradInput {
   static constexpr int columns = 268;
   static constexpr int plane = 268;
   static constexpr int planes = 1;
-  static constexpr int residues[1] = {0};
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
   static constexpr int stages_p = 2;
@@ -5290,26 +2807,20 @@ struct GradInput {
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
-  static constexpr int pack_wide = 1;
   static constexpr int run_groups = 16;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
   static constexpr int cluster = 1;
   static constexpr bool claimed = true;
-  static constexpr int shared_bytes = 231748;
   static constexpr int producer_registers = 48;
   static constexpr int consumer_registers = 208;
 };
-
-}  // namespace kernels
 
 // =====================================================================================================================
 // Gradient for the weight: wgmma tf32, 32x64 channels x 1x1x5 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K in
 // 132 slices, 212 KB shared.
 // =====================================================================================================================
-
-namespace kernels {
 
 struct GradWeight {
   static constexpr int precision = 0;
@@ -5345,10 +2856,7 @@ struct GradWeight {
   static constexpr int taps_w = 5;
   static constexpr int sets_w = 1;
   static constexpr int tile_w = 128;
-  static constexpr int apart_w = 1;
   static constexpr int cluster = 1;
-  static constexpr bool together = false;
-  static constexpr bool alone = false;
   static constexpr int warpgroups = 3;
   static constexpr int split_m = 1;
   static constexpr int subs = 1;
@@ -5367,10 +2875,8 @@ struct GradWeight {
   static constexpr bool a_shared = false;
   static constexpr int g_planes = 1;
   static constexpr int plane_columns = 140;
-  static constexpr int plane_taps = 0;
   static constexpr int producer_registers = 56;
   static constexpr int consumer_registers = 152;
-  static constexpr int shared_bytes = 217168;
 };
 
 }  // namespace kernels

@@ -37,7 +37,7 @@ from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch, nvrtc
 from upconv.cuda.gpu import H200, gpu
 from upconv.planner import Candidate, Device, Plan
-from upconv.problem import Precision, Problem
+from upconv.problem import Problem
 from upconv.replay import calls, replays
 
 if find_spec("expecttest") is None:
@@ -387,15 +387,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
                 monkeypatch.setattr(module, name, names[name])
 
 
-def arguments_of(letters: str, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """A launch's arguments one by one, each with its letter, runs of them taken apart (`Launcher`)."""
-    for run, given in zip(re.findall(r"\(\w*\)|\w", letters), args, strict=True):
-        if len(run) == 1:
-            yield run, given
+def arguments_of(form: str, args: tuple[Any, ...]) -> Iterator[int]:
+    """A launch's arguments one by one, strings of them taken apart (`Launcher`)."""
+    for kind, given in zip(re.findall(r"Q|\d+s", form), args, strict=True):
+        if kind == "Q":
+            yield given
             continue
-        form = "<" + run[1:-1].replace("i", "i4x")
-        assert len(given) == struct.calcsize(form)
-        yield from zip(run[1:-1], struct.unpack(form, given))
+        assert len(given) == struct.calcsize(kind)
+        yield from struct.unpack(f"<{len(given) // 8}q", given)
 
 
 def off_16_bytes(like: Tensor) -> Tensor:
@@ -477,7 +476,7 @@ class Stubs:
         for _ in range(2):
             prepared.run(x, packed, bias, out, fresh=True)
             pointers = packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
-            expected = choice.entry, choice.grid, True, (*pointers, *t.arguments(p), *(x.data_ptr(),) * 16)
+            expected = t.entry, choice.grid, True, (*pointers, *t.sizes(p, choice.gpu), *(x.data_ptr(),) * 16)
             assert self.pop() == expected
         assert self.encoded == [x.data_ptr()], "a map is kept"
         off = off_16_bytes(x).copy_(x)
@@ -512,13 +511,13 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
 
     class Launcher:
         def __init__(
-            self, name: str, device: int, threads: int, shared: int, codes: str, cooperative: bool = False
+            self, name: str, device: int, threads: int, shared: int, form: str, cooperative: bool = False
         ) -> None:
-            self.name, self.codes = name + " together" * cooperative, codes
+            self.name, self.form = name + " together" * cooperative, form
 
         def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
             found.launched.append((self.name, grid, dependent))
-            found.arguments.append(tuple(value for _, value in arguments_of(self.codes, args)))
+            found.arguments.append(tuple(arguments_of(self.form, args)))
             found.act(found.arguments[-1])
 
         def clusters(self, blocks: int) -> int:
@@ -588,24 +587,6 @@ def assert_capturable(prepared: Any, p: Problem) -> None:
 
     source.mul_(2)
     assert torch.equal(replayed(step)[0], out * 2)
-
-
-def precision_by_turns(index: int) -> tuple[Precision, ...]:
-    """TF32 of every other layer, of those between one of the 16-bit types, whose kernels are the same but for one word;
-    or with `EVERY` all three.
-    """
-    every: tuple[Precision, ...] = ("tf32", "bf16", "tf32", "fp16")
-    return every[1:] if EVERY else (every[index % 4],)
-
-
-def spread_by_precision(every: list[Any], precision: Precision, most: int = 2) -> list[Any]:
-    """About so many of a layer's tiles for TF32; half as many for each 16-bit type, whose kernels are the same but for
-    one word, others for each.
-    """
-    if EVERY:
-        return every
-    step = 1 + len(every) // (most if precision == "tf32" else most // 2)
-    return every[step // 2 if precision == "fp16" else 0 :: step]
 
 
 # --- kernels on the host ---------------------------------------------------------------------------------------------

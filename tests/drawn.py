@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +19,9 @@ from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
+from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.rearrange import around, relayout, unshuffle
-from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
+from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem, output_length
@@ -41,6 +43,7 @@ MOST_MACS = 5e9  # of a layer, so that float64 does not take long
 MOST = 3e7  # products of a small choice's tiles, padding included: an emulator takes a second for them
 
 T = TypeVar("T")
+Draw = Callable[[random.Random, Problem, Gpu], Any]
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -131,50 +134,25 @@ def joined_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     return tile and joined.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
 
 
-def implicit_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    if implicit.refusal(p, gpu) is not None:
-        return None
-    every = implicit.candidates(any_size(p), gpu)
-    tile = rng.choice([t for whole in every for t in (whole, *implicit._clustered(whole, p, gpu))])
-    return implicit.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
+def pixels_choice(mode: ModuleType) -> Draw:
+    """Of the family's modes one."""
 
+    def choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+        tile = one_of(rng, mode.candidates(p, gpu)) if mode.refusal(p, gpu) is None else None
+        return tile and TileChoice(tile, p, gpus(rng, gpu), Cost(1e-5))
 
-def subpixel_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    tile = one_of(rng, subpixel.candidates(p, gpu)) if subpixel.refusal(p, gpu) is None else None
-    return tile and subpixel.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
-
-
-def pairs_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    every = pairs.candidates(p, gpu) if pairs.refusal(p, gpu) is None else ()
-    tile = one_of(rng, (t for t in every if t.serves(p)))
-    return tile and pairs.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
-
-
-def sweep_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    tile = one_of(rng, sweep.candidates(p, gpu)) if sweep.refusal(p, gpu) is None else None
-    return tile and sweep.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
-
-
-def phases_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    tile = one_of(rng, phases.candidates(p, gpu)) if phases.refusal(p, gpu) is None else None
-    return tile and phases.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
-
-
-def wgrad_tilings(p: Problem, gpu: Gpu) -> list[SyncTiling | WarpgroupTiling]:
-    aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
-    return list(wgrad_search.candidates(wgrad_search.any_size(p), gpu, aligned, aligned_g, *of_size))
+    return choice
 
 
 def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
     if wgrad.refusal(p, gpu) is not None:
         return None
-    every = [t for t in wgrad_tilings(p, gpu) if isinstance(t, kind)]
+    every = [t for t in wgrad_search.candidates(p, gpu) if isinstance(t, kind)]
     if not every:
         return None
-    tiling = wgrad_costs.boxed(rng.choice(every), p)
+    tiling = rng.choice(every)
     splits = min(math.prod(tiling.counts(p)), rng.choice((1, 2, 3, 5)))
-    return wgrad.Choice(tiling, p, gpus(rng, gpu), splits, 1e-5, "")
+    return wgrad.Choice(tiling, p, gpus(rng, gpu), splits, Cost(1e-5))
 
 
 def direct_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
@@ -245,7 +223,6 @@ def batches_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
 
 FEW = (1, 2, 3, 5)
 ALIGNED = (4, 8, 12, 16, 20, 24, 32, 40)
-Draw = Callable[[random.Random, Problem, Gpu], Any]
 FAMILIES: dict[str, tuple[Layers, Draw]] = {
     "gather": (Layers(FORWARD_LIKE, TENSOR), gather_choice),
     "gather, few sizes": (
@@ -257,29 +234,29 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
         joined_choice,
     ),
     "implicit": (
-        Layers(FORWARD_LIKE, WGMMA, ("channels_last",), (2, 2, 3), (8, 16, 40), (7, 8, 24, 64), (1,), (1, 2, 5),
+        Layers(FORWARD_LIKE, WGMMA, ("channels_last",), (2, 2, 3), (7, 8, 16, 40), (8, 33, 40, 64), (1,), (1, 2, 5),
                (1, 3, 8, 9, 20), strides=(1, 2, 2, 3, 5)),
-        implicit_choice,
+        pixels_choice(implicit),
     ),
     "subpixel": (
         Layers(("fwd",), WGMMA, ("nchw",), (1, 2, 2, 3), (1, 5, 24, 70), (1, 3, 20), (1,), widths=ALIGNED,
                kernels=(2, 2, 4), strides=(2, 2, 4), dilations=(1,), paddings=0),
-        subpixel_choice,
+        pixels_choice(subpixel),
     ),
     "pairs": (
         Layers(("grad-input",), WGMMA, ("nchw",), (1, 1, 2, 2, 3), (1, 9, 33), (1, 9, 33), (1,), widths=ALIGNED,
                kernels=(2, 3, 4, 4, 5, 6, 8), strides=(2, 2, 3, 4, 8), dilations=(1,), paddings=4),
-        pairs_choice,
+        pixels_choice(pairs),
     ),
     "sweep": (
-        Layers(FORWARD_LIKE, WGMMA, ranks=(3,), inputs=(1, 3, 8, 17, 40), outputs=(1, 2, 5, 8, 11, 24), groups=(1,),
-               heights=(1, 2, 4, 6, 9), widths=(1, 4, 7, 8, 12, 13, 16, 20), strides=(1,)),
-        sweep_choice,
+        Layers(("fwd",), WGMMA, ranks=(3,), inputs=(1, 3, 8, 17, 40), outputs=(1, 2, 5, 8, 11, 24), groups=(1,),
+               heights=(1, 2, 4, 6, 9), widths=(1, 4, 7, 8, 12, 13, 16, 20), kernels=(1, 2, 3, 4), strides=(1,)),
+        pixels_choice(sweep),
     ),
     "phases": (
         Layers(("fwd",), WGMMA, ("nchw",), (1, 2, 2, 3), (1, 5, 8, 19, 40), (1, 3, 8, 12, 20), (1,), widths=ALIGNED,
                kernels=(2, 3, 3, 4, 5, 7), strides=(1, 2, 2, 3, 4, 5)),
-        phases_choice,
+        pixels_choice(phases),
     ),
     "wgrad by mma.sync": (
         Layers(("grad-weight",), TENSOR, inputs=(4, 5, 8, 17, 32, 72), outputs=(1, 3, 4, 8, 17, 40)),
@@ -327,7 +304,7 @@ def work(choice: Any) -> float:
         t = choice.tiling
         taps = t.set_taps * t.block[1] + t.block[0]
         return float(math.prod(t.counts(p)) * t.tiles * math.prod(t.tile) * taps * 64)
-    if isinstance(choice, implicit.Choice):
+    if isinstance(choice, TileChoice) and choice.tile.mode == "implicit":
         tile = choice.tile
         return float(tile.tiles(p) * max(tile.steps) * tile.rows * tile.columns * tile.chunk)
     return 0.0

@@ -13,7 +13,7 @@ import torch
 from upconv.bench.suites import parse_layer
 from upconv.cuda.compile import elf, jit, nvrtc
 from upconv.cuda.gpu import H200
-from upconv.export import device, passes
+from upconv.export import device, passes, shake
 from upconv.export.passes import Kernel
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
@@ -38,7 +38,8 @@ LAYERS = {
 def text_of(found: tuple[Kernel, ...]) -> str:
     """All device code of a file, with its includes."""
     includes = "".join(f"#include <{name}>\n" for name in device.includes(found))
-    return includes + device.templates(found) + "".join(map(device.constants, found))
+    templates = device.templates(found, H200)
+    return includes + device.spaced(templates, *(device.constants(k, templates) for k in found))
 
 
 @pytest.fixture(scope="module", params=LAYERS)
@@ -59,28 +60,94 @@ def test_kernels_compile_to_what_the_librarys_do(found: tuple[Kernel, ...]) -> N
     assert needs == sorted(alone)
 
 
+@needs_nvrtc
 def test_everything_that_is_defined_is_used(found: tuple[Kernel, ...]) -> None:
-    text = re.sub(r'//[^\n]*|"(?:\\.|[^"\\])*"', "", device.templates(found))
+    templates = device.templates(found, H200)
+    text = re.sub(r'//[^\n]*|"(?:\\.|[^"\\])*"', "", templates)
     words = re.findall(r"\w+", text)
-    defined = re.findall(r"^(?:template <[^>]*>\n?\s*)?__device__ [\w &*:<>]*?(\w+)\(", text, re.MULTILINE)
+    defined = re.findall(r"^(?:template <[^>]*>\n?\s*)?(?:static )?__device__ [\w &*:<>]*?(\w+)\(", text, re.MULTILINE)
     assert len(defined) > 5
     for name in defined:
         assert words.count(name) > 1, f"{name} is defined and not used"
-    assert 'extern "C"' not in text and "#include" not in text
+    assert not re.search(r'extern "C"|^#(?!pragma|define)', text, re.MULTILINE)
+    whole = sum(len((jit.KERNELS / name).read_text().splitlines()) for name in used_files(found))
+    assert len(templates.splitlines()) < 0.75 * whole
 
 
-def test_what_only_unused_definitions_use_goes() -> None:
-    text = (
-        "// Of all.\ntypedef int i;\n\n// One.\n__device__ i one() { return 1; }\n\n"
-        "// Two.\n__device__ i two() {\n  return one();\n}\n"
-        "#define THREE(x) \\\n  two(x)\ntemplate <int N>\nstruct Four { i v = THREE(N); };\n"
-        "template <class C>\n__global__ void __launch_bounds__(Four<C::a>::v, (1)) five(i* x) { *x = one(); }\n"
-    )
-    five = device.used(text, {"five"})
-    assert "struct Four" in five and "two" in five  # its bounds name it
-    one = device.used(text.replace("Four<C::a>::v", "7"), {"five"})
-    assert "one()" in one and "typedef" in one and "Of all." in one
-    assert not re.search(r"two|THREE|Four", one)
+def used_files(found: tuple[Kernel, ...]) -> list[str]:
+    files: dict[str, str] = {}
+    for k in found:
+        device._add(jit.parts_of(k.unit.source)[1], files)
+    return list(files)
+
+
+SAMPLE = """\
+// Of all.
+typedef int i;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define NEW 1
+#else
+#define NEW 0
+#endif
+
+// One.
+__device__ __forceinline__ i one(i n) { return n * clock(); }
+
+// Two.
+__device__ __forceinline__ i two(i n) {
+  static_assert(NEW, "a new one");
+  return one(n);
+}
+#define THREE(x) \\
+  two(x)
+__device__ __forceinline__ constexpr i four() { return 4; }
+template <class C> struct Five {
+using K = C;
+static constexpr i LEFT = 1, RIGHT = four();
+static __device__ __forceinline__ void none() {}
+static __device__ __forceinline__ void put(i* x, bool given) {
+  none();
+  if constexpr (C::a == 1) {
+    i n = 5;
+    *x = one(n);
+  } else if constexpr (C::a == 2) *x = THREE(6);
+  else *x = clock();
+  if (C::a == 1 && given) *x = 7;
+  if (given) x[1] = RIGHT;
+}
+};
+template <class C>
+__global__ void __launch_bounds__(Five<C>::LEFT) six(i* x, bool given) { Five<C>::put(x, given); }
+"""
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("values", "there", "gone"),
+    [
+        (
+            (1,),
+            ("  i n = 5;\n  *x = one(n);\n  if (C::a == 1 && given) *x = 7;", "Of all."),
+            r"two|THREE|if constexpr|else",
+        ),
+        ((2,), ("  *x = THREE(6);\n", "#define THREE(x)", "return one(n)"), r"n = 5|x = clock|else"),
+        ((3,), ("  *x = clock();\n",), r"\bone\(|two|THREE|if constexpr"),
+        ((1, 3), ("if constexpr (C::a == 1) {\n    i n = 5;", "else *x = clock();"), r"THREE|two\("),
+        ((2, 3), ("  if constexpr (C::a == 2) *x = THREE(6);\n  else *x = clock();",), r"n = 5"),
+    ],
+)
+def test_what_no_kernel_needs_goes(values: tuple[int, ...], there: tuple[str, ...], gone: str) -> None:
+    structs = "".join(f"struct C{v} {{ static constexpr int a = {v}; }};\n" for v in values)
+    entries = [f"six<C{v}>" for v in values]
+
+    def ptx(text: str, *flags: str) -> str:
+        return nvrtc.build(f"{structs}\n{text}", "90a", "sample", entries, ptx=True, flags=flags).ptx
+
+    prepared = shake.prepared(SAMPLE, 90)
+    found = shake.shaken({"sample": prepared}, shake.places(ptx(f'#line 1 "sample"\n{prepared}', "-G")), {"six"})
+    assert all(one in found for one in there) and not re.search(gone, found), found
+    assert "static_assert" not in found and "#if" not in found and "void none() {}" in found
+    assert ptx(found) == ptx(SAMPLE)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")

@@ -228,7 +228,7 @@ def test_a_lasting_call_is_one_cooperative_launch(
     monkeypatch.setattr(prepared_module, "current_stream", lambda index: stream[0])
     p = Problem.make(128, 128, 64, (16, 16), 4, 2, 1, bias=False, dtype=dtype, pass_="grad-weight")
     choice = wgrad.choose(p.with_(precision="tf32" if dtype is torch.float32 else "bf16"), H200)
-    assert isinstance(choice, wgrad.Choice) and choice.together
+    assert isinstance(choice, wgrad.Choice) and choice.ending == "together"
     t, prepared = choice.tiling, choice.prepare(0)
     assert isinstance(t, WarpgroupTiling) and not prepared.loaded
     x, g = torch.randn(p.input_shape, dtype=dtype), torch.randn(p.output_shape, dtype=dtype)

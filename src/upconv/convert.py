@@ -246,12 +246,14 @@ def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Pr
     """
     modules.require(model, "warmup")
     args, kwargs = arguments(model, example)
+    from upconv.cuda import warming  # which prepares for threads
+
     with evaluated(model), torch.no_grad(), engine.collecting(every=training) as wanted:
         model(*args, **kwargs)
     replayed = training and bool(wanted) and replays.hoped
     if replayed:
         native.module()  # in the background, while the kernels are compiled
-    lines = engine.compile_all(wanted, progress, training=training)
+    lines = warming.compile_all(wanted, progress, training=training)
     if replayed:
         native.wait()
     return lines

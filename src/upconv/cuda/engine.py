@@ -8,7 +8,7 @@ Weights are packed at every call, unless the user has frozen them (`upconv.cuda.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -24,7 +24,6 @@ from upconv.problem import Pass, is_channels_last
 
 if TYPE_CHECKING:
     from upconv.cuda.bias import BiasRunner
-    from upconv.cuda.launches import Unit
     from upconv.cuda.prepared import Prepared, PreparedWeight
     from upconv.cuda.recording import Recording
     from upconv.planner import Plan
@@ -50,7 +49,7 @@ def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, lasting:
     index = x.get_device()
     runner = loaded(plan).runners.get(index)
     if runner is None or _collectors:
-        runner = _runner(plan, index)
+        runner = runner_of(plan, index)
         if runner is None:  # `collecting` wants to know what is missing, not to compile it
             bias = None if bias is None else bias.to(x.dtype)
             return cpu.forward(plan.problem, "native", x, weight.to(x.dtype), bias)
@@ -95,7 +94,7 @@ def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     Raises:
         as `forward`.
     """
-    runner = _gradients(plan, x.get_device()).input
+    runner = gradients_of(plan, x.get_device()).input
     assert runner is not None
     if bias is None or runner.biased:  # rounded here: what packs weights counts the channels of the other result
         return runner(x, weight, bias if bias is None else bias.to(x.dtype))
@@ -129,7 +128,7 @@ def gradients(
     if _current_device() != index:
         with torch.cuda.device(index):
             return gradients(plan, grad, x, weight, mask, lasting)
-    runners = _gradients(plan, index)
+    runners = gradients_of(plan, index)
     grad_input = grad_weight = grad_bias = None
     by_input = runners.input if mask[0] else None
     by_weight = runners.weight if mask[1] else None
@@ -221,7 +220,7 @@ class WeightRunner:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise _failure(self.plan, self.index, error, "grad-weight") from error
+            raise failure(self.plan, self.index, error, "grad-weight") from error
         return out if out.dtype is dtype else out.to(dtype)
 
     def _doubtful(self, x: Tensor) -> tuple[int, ...]:
@@ -247,7 +246,7 @@ def _prepare(plan: Plan, index: int, pass_: Pass) -> Any:
         with torch.cuda.device(index):
             return choice.prepare(index)
     except RuntimeError as error:
-        raise _failure(plan, index, error, pass_) from error
+        raise failure(plan, index, error, pass_) from error
 
 
 class Runner:
@@ -278,7 +277,7 @@ class Runner:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise _failure(self.plan, self.index, error, self.pass_) from error
+            raise failure(self.plan, self.index, error, self.pass_) from error
         return out
 
     def record(self, to: Recording, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True) -> Tensor:
@@ -313,7 +312,7 @@ class Runner:
             self.prepared.run(x, packed, bias, out, False, lasting and not capturing)
 
 
-def _failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -> RuntimeError:
+def failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -> RuntimeError:
     selected = plan.selection(pass_)
     assert selected.choice is not None
     where = f"{plan.device.kind}:{selected.name} on cuda:{index} ({selected.choice.summary})"
@@ -328,14 +327,14 @@ def record_forward(
     to: Recording, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True
 ) -> Tensor:
     """States `forward`."""
-    runner = _runner(plan, to.device)
+    runner = runner_of(plan, to.device)
     assert runner is not None
     return runner.record(to, x, weight, bias, lasting)
 
 
 def record_convolution(to: Recording, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """States `convolution`."""
-    runner = _gradients(plan, to.device).input
+    runner = gradients_of(plan, to.device).input
     assert runner is not None
     if bias is None or runner.biased:
         return runner.record(to, x, weight, None if bias is None else to.cast(bias, x.dtype))
@@ -348,7 +347,7 @@ def record_gradients(
     to: Recording, plan: Plan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool], lasting: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """States `gradients`."""
-    runners = _gradients(plan, to.device)
+    runners = gradients_of(plan, to.device)
     by_input = runners.input if mask[0] else None
     by_weight = runners.weight if mask[1] else None
     by_bias = runners.bias if mask[2] else None
@@ -392,7 +391,7 @@ _local = threading.local()
 _collectors = 0  # threads within `collecting`; looked at by every call
 
 
-def _runner(plan: Plan, index: int) -> Runner | None:
+def runner_of(plan: Plan, index: int) -> Runner | None:
     """The plan's runner on a device, compiled and loaded; None where `collecting` noted it instead."""
     if not _noted(plan, index, "fwd"):
         return None
@@ -418,13 +417,13 @@ def _noted(plan: Plan, index: int, pass_: Pass, of: Convolved | None = None, bia
     wanted: list[Wanted] | None = getattr(_local, "wanted", None)
     if wanted is None:
         return True
-    ready = _loaded(plan, index, pass_)
+    ready = is_loaded(plan, index, pass_)
     if _local.every or not ready:
         wanted.append(Wanted(plan, index, of, biased))
     return ready
 
 
-def _gradients(plan: Plan, index: int) -> Gradients:
+def gradients_of(plan: Plan, index: int) -> Gradients:
     of = loaded(plan).gradients
     found = of.get(index)
     return of.setdefault(index, Gradients(plan, index)) if found is None else found
@@ -467,71 +466,8 @@ def collecting(every: bool = False) -> Iterator[list[Wanted]]:
             _collectors -= 1
 
 
-def compile_all(
-    wanted: Sequence[Wanted],
-    progress: Callable[[str, int, int], object] | None = None,
-    threads: int | None = None,
-    training: bool = False,
-) -> list[str]:
-    """Compiles (in threads) and loads the kernels of some plans on their devices, for ``training`` all three passes'.
-
-    ``progress(label, done, total)`` is called behind each source. Returns a line for each source, compiled or found in
-    the cache; no kernel has its quick form then. Errors: RuntimeError naming problem and plan.
-    """
-    from upconv.cuda.compile import provisional
-
-    if not wanted:
-        provisional.settle()
-        return []
-    from concurrent.futures import ThreadPoolExecutor, as_completed
-
-    from upconv.cuda.compile import jit
-
-    units: dict[tuple[str, str], tuple[str, Plan, int, Pass]] = {}
-    asked = ((each.plan, each.device, pass_) for each in wanted for pass_ in each.passes(training))
-    for plan, index, pass_ in dict.fromkeys(asked):
-        choice = plan.selection(pass_).choice
-        if choice is None or _loaded(plan, index, pass_):
-            continue
-        assert plan.device.gpu is not None
-        found: tuple[Unit, ...] = (*choice.sources(), *choice.packing_sources)
-        for unit in found:
-            units.setdefault((unit.source, plan.device.gpu.arch), (unit.label, plan, index, pass_))
-    lines = []
-    with ThreadPoolExecutor(threads) as pool:
-        jobs = {pool.submit(jit.cubin, *key, label): key for key, (label, *_) in units.items()}
-        for done, job in enumerate(as_completed(jobs), 1):
-            label, plan, index, pass_ = units[jobs[job]]
-            try:
-                job.result()
-            except RuntimeError as error:
-                pool.shutdown(cancel_futures=True)
-                raise _failure(plan, index, error, pass_) from error
-            lines.append(f"{label} for sm_{jobs[job][1]}")
-            if progress is not None:
-                progress(label, done, len(jobs))
-    for each in wanted:
-        plan, gradients = each.plan, _gradients(each.plan, each.device)
-        passes = each.passes(training)
-        if "fwd" in passes and plan.choice is not None:
-            _load(_runner(plan, each.device))
-        if "grad-input" in passes:
-            _load(gradients.input)
-        if "grad-weight" in passes:
-            _load(gradients.weight)
-        if training and each.biased:
-            _ = (gradients if each.of is None else _gradients(each.of.sums, each.device)).bias
-    provisional.settle()
-    return sorted(lines)
-
-
-def _load(runner: Runner | WeightRunner | None) -> None:
-    """Loads what a runner's prepared kernels leave to their first use, if they do."""
-    if runner is not None:
-        runner.prepared.load()
-
-
-def _loaded(plan: Plan, index: int, pass_: Pass) -> bool:
+def is_loaded(plan: Plan, index: int, pass_: Pass) -> bool:
+    """Whether a pass's kernels are."""
     if pass_ == "fwd":
         return _complete(loaded(plan).runners.get(index))
     found = loaded(plan).gradients.get(index)
@@ -542,5 +478,5 @@ def _loaded(plan: Plan, index: int, pass_: Pass) -> bool:
 
 
 def _complete(runner: Runner | WeightRunner | None) -> bool:
-    """Whether there is a runner whose kernels are loaded, as `_load` loads them."""
+    """Whether there is a runner whose kernels are all loaded."""
     return runner is not None and runner.prepared.loaded

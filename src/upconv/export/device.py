@@ -1,21 +1,23 @@
-"""The device code of an exported file: each kernel's templates once, and a struct of constants for every launch.
+"""The device code of an exported file: each kernel's templates once, and a struct of constants for every pass.
 
-Of the files of ``cuda/kernels`` what no kernel of the file uses is left out, by whole definitions. What is left is as
-it stands there.
+Of ``cuda/kernels`` a file has what its kernels need (`shake`), as it stands there, and of the constants those that are
+read. That both compile to the same is found out at each export.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import jit, nvrtc
+from upconv.cuda.gpu import Gpu
+from upconv.export import shake
 from upconv.export.passes import Kernel
 
 _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILINE)
-_NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"')
+_QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _SPACES = "namespace kernels {{\n\n{}\n}}  // namespace kernels\n"
+_DEAD = re.compile(r"^\.(?:global|const)\b[^\n]*\n", re.MULTILINE)  # PTX has constants that no code reads
 
 
 def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
@@ -23,70 +25,63 @@ def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for k in found for name in _ANGLED.findall(k.unit.source)))
 
 
-def templates(found: Sequence[Kernel]) -> str:
-    """The kernels' files behind what they include, each once, in a namespace."""
-    seen: set[str] = set()
-    files = [text for k in found for text in jit.with_includes(jit.parts_of(k.unit.source)[1], seen)]
-    wanted = {word for k in found for entry in k.entries for word in re.findall(r"\w+", entry)}
-    return _SPACES.format(used(_ANGLED.sub("", "\n".join(files)), wanted))
+def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
+    """What the kernels need of their files; where NVRTC is missing, or if that compiled to something else, all."""
+    files: dict[str, str] = {}
+    for k in found:
+        _add(jit.parts_of(k.unit.source)[1], files)
+    whole = re.sub(r"\n{3,}", "\n\n", "\n".join(shake.stripped(text) for text in files.values())).strip() + "\n"
+    if nvrtc.unavailable() is not None:
+        return whole
+    needed = _needed(found, files, gpu)
+    same = all(_ptx(k, needed, gpu) == _ptx(k, whole, gpu) for k in found)
+    return needed if same else whole
 
 
-def constants(k: Kernel) -> str:
-    """The struct of constants by which a pass' kernels are instantiated."""
-    return _SPACES.format(re.sub(rf"\b{jit.CONFIG}\b", k.config, jit.parts_of(k.unit.source)[0]))
+def constants(k: Kernel, templates: str) -> str:
+    """The struct of constants by which a pass' kernels are instantiated; those that the templates read."""
+    text = re.sub(rf"\b{jit.CONFIG}\b", k.config, jit.parts_of(k.unit.source)[0])
+    read = set(re.findall(r"\bC::(\w+)", templates))
+    lines = (line for line in text.splitlines(keepends=True) if not (found := _MEMBER.match(line)) or found[1] in read)
+    return "".join(lines)
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A definition at the top level with the comment above it, or lines between definitions."""
-
-    text: str
-    names: tuple[str, ...]
-    """What it defines; none of what stays."""
+_MEMBER = re.compile(r"  static constexpr [\w ]+? (\w+)(?:\[\d+\])* = ")
 
 
-def used(text: str, wanted: set[str]) -> str:
-    """What names need of a text: definitions that they or others here reach, and all that is no definition."""
-    items = list(_items(text))
-    words = [set(re.findall(r"\w+", _NOT_CODE.sub("", item.text))) for item in items]
-    reached, kept = set(wanted), {i for i, item in enumerate(items) if not item.names}
-    for i in kept:
-        reached |= words[i]
-    while more := {i for i, item in enumerate(items) if i not in kept and reached.intersection(item.names)}:
-        kept |= more
-        for i in more:
-            reached |= words[i]
-    found = "".join(item.text for i, item in enumerate(items) if i in kept)
-    return re.sub(r"\n{3,}", "\n\n", found).strip() + "\n"
+def spaced(*parts: str) -> str:
+    """Texts in the kernels' namespace."""
+    return _SPACES.format("\n".join(parts))
 
 
-def _items(text: str) -> Iterator[_Item]:
-    """The definitions of a text: each ends behind the line that closes its braces."""
-    item, depth = "", 0
-    for line in re.sub(r"\\\n", _JOINED, text).splitlines(keepends=True):
-        code = _NOT_CODE.sub("", line).rstrip()
-        item += line
-        depth += 0 if line.startswith("#") else code.count("{") - code.count("}")
-        begun = any(one.strip() and not one.startswith("//") for one in item.splitlines())
-        if depth == 0 and (
-            line.startswith("#") or _CALL.match(line) or code.endswith(("}", ";"))
-            if begun
-            else not code and line == "\n"
-        ):
-            yield _Item(item.replace(_JOINED, "\\\n"), _names(item))
-            item = ""
-    yield _Item(item, ())
+def _add(file: str, files: dict[str, str]) -> None:
+    """Adds a file of ``kernels`` behind those that it includes."""
+    if file not in files:
+        text = (jit.KERNELS / file).read_text(encoding="utf-8")
+        for name in _QUOTED.findall(text):
+            _add(name, files)
+        files[file] = text
 
 
-_CALL = re.compile(r"[A-Z_]+\(.*\)$")  # of a macro, at the margin
-_JOINED = "\0"  # for the line breaks of a macro
-_MACRO = re.compile(r"^#define (\w+)", re.MULTILINE)
-_STRUCT = re.compile(r"^(?:template <[^\n]*>\s*)?struct (?:alignas\(\d+\) )?(\w+)", re.MULTILINE)
-_BOUNDS = re.compile(r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)")
-_FUNCTION = re.compile(r"__(?:device|global)__[^(]*?\b(\w+)\(")
+def _needed(found: Sequence[Kernel], files: dict[str, str], gpu: Gpu) -> str:
+    prepared = {name: shake.prepared(text, gpu.capability[0] * 10 + gpu.capability[1]) for name, text in files.items()}
+    places: list[shake.Places] = []
+    for k in found:
+        mine: dict[str, str] = {}
+        _add(jit.parts_of(k.unit.source)[1], mine)
+        text = "\n".join(f'#line 1 "{name}"\n{prepared[name]}' for name in mine)
+        places += shake.places(_compiled(k, text, gpu, "-G"))
+    words = {word for k in found for entry in k.entries for word in re.findall(r"\w+", entry)}
+    return shake.shaken(prepared, places, words)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    code = _BOUNDS.sub("", _NOT_CODE.sub("", text))
-    found = _MACRO.search(code) or _STRUCT.search(code) or _FUNCTION.search(code)
-    return (found[1],) if found else ()
+def _ptx(k: Kernel, text: str, gpu: Gpu) -> str:
+    return _DEAD.sub("", _compiled(k, text, gpu))
+
+
+def _compiled(k: Kernel, text: str, gpu: Gpu, *flags: str) -> str:
+    """PTX of a pass' kernels, with the templates of a text."""
+    head = "".join(f"#include <{name}>\n" for name in includes([k]))
+    entries = [one for one in jit.entries_of(k.unit.source) if "_float<" not in one]
+    source = f"{head}{jit.parts_of(k.unit.source)[0]}\n{text}"
+    return nvrtc.build(source, gpu.arch, k.unit.label, entries, ptx=True, flags=flags).ptx

@@ -46,12 +46,11 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
 
 
 def cuda(found: tuple[Kernel, ...], gpu: Gpu) -> str:
-    """The file's CUDA C++: the kernels' templates, a struct of constants for each launch, then the host's code."""
-    needed = device.includes(found)
+    """The file's CUDA C++: the kernels' templates, a struct of constants for each pass, then the host's code."""
+    templates = device.templates(found, gpu)
     parts = [
-        cpp.includes() + "".join(f"\n#include <{name}>" for name in needed) + "\n",
-        device.templates(found),
-        *(f"{_banner(k)}\n{device.constants(k)}" for k in found),
+        cpp.includes() + "".join(f"\n#include <{name}>" for name in device.includes(found)) + "\n",
+        device.spaced(templates, *(f"{_banner(k)}\n{device.constants(k, templates)}" for k in found)),
         cpp.helpers(found),
         *map(cpp.definition, found),
     ]

@@ -147,13 +147,17 @@ def _warn(folder: Path | None, reason: str) -> None:
 # --- entries ---------------------------------------------------------------------------------------------------------
 
 
-def _seal(key: str, cubin: bytes, meta: dict[str, Any]) -> bytes:
-    body = cubin + (text := json.dumps({**meta, "key": key, "bytes": len(cubin)}).encode())
+def _seal(key: str, data: bytes, meta: dict[str, Any]) -> bytes:
+    body = data + (text := json.dumps({**meta, "key": key, "bytes": len(data)}).encode())
     return body + _TAIL.pack(len(text), hashlib.sha256(body).digest(), _MARK)
 
 
-def _open(data: bytes, key: str, arch: str | None) -> tuple[bytes, dict[str, Any]] | None:
-    """The cubin and its description; None for anything but the whole entry ``key`` for ``arch`` (None: for any).
+Entry = tuple[bytes, dict[str, Any]]
+"""Code, and its description."""
+
+
+def _open(data: bytes, key: str, arch: str | None = None) -> Entry | None:
+    """What a file holds; None for anything but the whole entry ``key`` for ``arch`` (None: for any).
 
     Nothing is synced to disk on writing, since a file that a crash cut short or left empty is found out here.
     """
@@ -163,25 +167,25 @@ def _open(data: bytes, key: str, arch: str | None) -> tuple[bytes, dict[str, Any
     length, digest, mark = _TAIL.unpack(data[-_TAIL.size :])
     if mark != _MARK or length > len(body) or digest != hashlib.sha256(body).digest():
         return None
-    cubin = body[: len(body) - length]
+    code = body[: len(body) - length]
     try:
         meta = json.loads(body[len(body) - length :])
         target, name, size = str(meta["arch"]), meta["key"], meta["bytes"]
     except (ValueError, KeyError, TypeError):  # whole, but not written by this code
         return None
-    if name != key or size != len(cubin) or (arch is not None and target != arch):
+    if name != key or size != len(code) or (arch is not None and target != arch):
         return None
-    if str(arch_number(cubin)) != target.rstrip("af"):
+    if target != HOST and str(arch_number(code)) != target.rstrip("af"):
         return None
-    return cubin, meta
+    return code, meta
 
 
-def read(key: str, arch: str) -> tuple[bytes, dict[str, Any]] | None:
-    """The cubin kept under ``key`` and its description; a bad entry is deleted. None when there is none."""
+def _read(name: str, arch: str) -> tuple[Path, Entry] | None:
+    """The entry in a file, which is noted as used; a bad one is deleted. None when there is none."""
     folder = _usable(create=False)
     if folder is None:
         return None
-    path = folder / f"{key}.cubin"
+    path = folder / name
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -189,13 +193,19 @@ def read(key: str, arch: str) -> tuple[bytes, dict[str, Any]] | None:
     except OSError as error:
         _warn(folder, _cause(error))
         return None
-    found = _open(data, key, arch)
-    if found is not None:
-        _used(path)
-        return found
-    with contextlib.suppress(OSError):
-        path.unlink()
-    return None
+    found = _open(data, path.stem, arch)
+    with contextlib.suppress(OSError):  # a directory that is read-only
+        if found is None:
+            path.unlink()
+        elif time.time() - path.stat().st_mtime > _USED_SECONDS:
+            os.utime(path)
+    return None if found is None else (path, found)
+
+
+def read(key: str, arch: str) -> Entry | None:
+    """The cubin kept under ``key`` and its description; a bad entry is deleted. None when there is none."""
+    found = _read(f"{key}.cubin", arch)
+    return None if found is None else found[1]
 
 
 def write(key: str, cubin: bytes, source: str, meta: dict[str, Any]) -> None:
@@ -230,34 +240,20 @@ def _kept(folder: Path, key: str, files: dict[str, bytes]) -> Path | None:
 
 # --- libraries for the host ------------------------------------------------------------------------------------------
 
-_LIBRARY_TAIL = struct.Struct("<32s8s")
-_LIBRARY_MARK = b"upconvso"
+HOST = "host"
+"""A library's architecture."""
 
 
 def kept_library(key: str) -> Path | None:
     """The library kept under ``key``, whole as it was written; a bad one is deleted. None when there is none."""
-    folder = _usable(create=False)
-    if folder is None:
-        return None
-    path = folder / f"{key}.so"
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    end = len(data) - _LIBRARY_TAIL.size
-    if end > 0 and data[end:] == _LIBRARY_TAIL.pack(hashlib.sha256(data[:end]).digest(), _LIBRARY_MARK):
-        _used(path)
-        return path
-    with contextlib.suppress(OSError):
-        path.unlink()
-    return None
+    found = _read(f"{key}.so", HOST)
+    return None if found is None else found[0]
 
 
 def keep_library(key: str, data: bytes) -> Path | None:
     """Publishes a library (what loads it does not mind the seal behind it); its path, or None without a directory."""
     folder = _usable(create=True)
-    sealed = data + _LIBRARY_TAIL.pack(hashlib.sha256(data).digest(), _LIBRARY_MARK)
-    return None if folder is None else _kept(folder, key, {f"{key}.so": sealed})
+    return None if folder is None else _kept(folder, key, {f"{key}.so": _seal(key, data, {"arch": HOST})})
 
 
 def untrusted() -> str | None:
@@ -322,13 +318,6 @@ def _sweep(folder: Path) -> None:
 
 
 # --- the limit -------------------------------------------------------------------------------------------------------
-
-
-def _used(path: Path) -> None:
-    """Notes when an entry was used last."""
-    with contextlib.suppress(OSError):  # a directory that is read-only
-        if time.time() - path.stat().st_mtime > _USED_SECONDS:
-            os.utime(path)
 
 
 def _make_room(folder: Path, key: str, written: int) -> None:
@@ -418,7 +407,7 @@ def contents() -> Contents:
             size += found.st_size
             if path.suffix != ".cubin":
                 continue
-            opened = _open(path.read_bytes(), path.stem, None)
+            opened = _open(path.read_bytes(), path.stem)
         except OSError:  # removed meanwhile
             continue
         if opened is not None:

@@ -109,14 +109,17 @@ def key(text: str, arch: str) -> str:
 # --- compilation -----------------------------------------------------------------------------------------------------
 
 
-def build(text: str, arch: str, label: str, entries: Sequence[str] = (), ptx: bool = False) -> Built:
+def build(
+    text: str, arch: str, label: str, entries: Sequence[str] = (), ptx: bool = False, flags: Sequence[str] = ()
+) -> Built:
     """Compiles a text for ``sm_<arch>``, or to PTX alone.
 
-    ``entries``: instances of templates that the code is to have. Errors: CompileError, with NVRTC's log; RuntimeError.
+    ``entries``: instances of templates that the code is to have; ``flags``: beside `FLAGS`. Errors: CompileError, with
+    NVRTC's log; RuntimeError.
     """
     nvrtc = bindings()
     target = f"compute_{arch}" if ptx else f"sm_{arch}"
-    flags = [f"--gpu-architecture={target}", *FLAGS, *(f"-I{folder}" for folder in _include_folders())]
+    flags = [f"--gpu-architecture={target}", *FLAGS, *flags, *(f"-I{folder}" for folder in _include_folders())]
     error, program = nvrtc.nvrtcCreateProgram(text.encode(), label.encode(), 0, [], [])
     _check(error, "nvrtcCreateProgram")
     try:

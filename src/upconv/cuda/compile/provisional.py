@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,7 @@ _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else o
 _THREADS = max(1, min(4, _CORES // 2))
 
 _lock = forks.Lock()
-_jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-_threads = 0
+_slots = forks.Lock(lambda: threading.Semaphore(_THREADS))
 _pending: WeakSet[Provisional] = WeakSet()
 
 
@@ -120,47 +118,27 @@ def settle() -> None:
 
 def _begin(job: Callable[[], Any]) -> Future[Any]:
     """Has a thread do it; what no thread has begun when the program ends is left undone."""
-    global _threads
     future: Future[Any] = Future()
-    with _lock.now:
-        _jobs.append((future, job))
-        if _threads >= _THREADS:
-            return future
-        _threads += 1
+
+    def work() -> None:
+        with _slots.now:
+            if not threading.main_thread().is_alive():  # launches of other threads compile what they need
+                future.cancel()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(job())
+                except BaseException as error:
+                    future.set_exception(error)
+
     try:
-        threading.Thread(target=_work, name="upconv-compile").start()
+        threading.Thread(target=work, name="upconv-compile").start()
     except RuntimeError:  # as many threads as the machine allows, or the program ends: the next launch compiles it
-        with _lock.now:
-            _threads -= 1
         future.cancel()
     return future
 
 
-def _work() -> None:
-    global _threads
-    while True:
-        with _lock.now:
-            if not threading.main_thread().is_alive():  # launches of other threads compile what they need
-                for future, _ in _jobs:
-                    future.cancel()
-                _jobs.clear()
-            if not _jobs:
-                _threads -= 1
-                return
-            future, job = _jobs.popleft()
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
-
-
 def _forked() -> None:
     """A child has no thread of its parent's, so that what these were compiling its next launch compiles."""
-    global _threads
-    _threads = 0
-    _jobs.clear()
     for each in _pending:
         each.abandon()
 

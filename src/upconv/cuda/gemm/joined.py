@@ -18,14 +18,13 @@ from typing import Any
 
 from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import dense
-from upconv.cuda.cost import Cost, Work, cost
+from upconv.cuda.compile.boxes import Five, dense
+from upconv.cuda.cost import Work
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Map
-from upconv.cuda.packs import PACK_THREADS
-from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.pixels.choosing import Chooser, countable
-from upconv.cuda.pixels.tile import PRECISIONS
+from upconv.cuda.pixels.choice import Chooser, TileChoice
+from upconv.cuda.pixels.tile import PRECISIONS, moved
+from upconv.cuda.pixels.tile import Tile as Base
 from upconv.problem import Problem
 
 _PLACES = (256, 248, 240, 232, 224, 208, 192, 160, 128)
@@ -49,38 +48,38 @@ _OFF_SECTORS, _SECTOR = 1.2, 32  # what lines of results cost that do not begin 
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+class Tile(Base):
+    """As `Base`, whose stages are of the ring of pixels and have a chunk of one slice."""
 
-    Raises, on `checked`:
-        Unfit: the kernel cannot run it.
-    """
-
-    problem: Problem
     width: int
     """Columns of the source, up to a multiple of 16 which this is; 0 for 1-D, where a tile reads its part of any."""
     places: int = 256
     """Of a tile: neighbouring results."""
-    stages: int = 2
-    """Of the ring of pixels, whose stages have a chunk of one slice."""
     slots: int = 2
     """Of the ring of rows as they lie, likewise."""
     weight_stages: int = 2
     """Of the ring of weights."""
 
+    family = mode = file = "joined"
+    biased = True
+
     @property
-    def element(self) -> int:
-        return self.problem.dtype.itemsize
+    def struct(self) -> str:
+        return f"Joined<{jit.CONFIG}>"
+
+    @property
+    def instance(self) -> str:
+        return f"joined<{jit.CONFIG}>"
+
+    @property
+    def long_code(self) -> bool:
+        """Several stages of weights are several copies of the straight code; the quick form has a loop over them."""
+        return self.taps > self.taps_of_stage
 
     @property
     def line(self) -> bool:
         """Whether there is one row."""
         return self.problem.rank == 1
-
-    @property
-    def channels(self) -> tuple[int, int]:
-        """The source's and the result's."""
-        return source_shape(self.problem)[1], result_shape(self.problem)[1]
 
     @property
     def chunk(self) -> int:
@@ -95,12 +94,6 @@ class Tile:
     def blocks(self) -> int:
         """Tiles along the result's channels."""
         return -(-self.channels[1] // _ROWS_M)
-
-    @property
-    def kernel(self) -> tuple[int, int, int]:
-        """Along D, H, W."""
-        k = (1,) * (3 - self.problem.rank) + self.problem.kernel
-        return k[0], k[1], k[2]
 
     @property
     def dilation(self) -> tuple[int, int, int]:
@@ -160,20 +153,20 @@ class Tile:
         return -(-most // unit) * unit
 
     @property
-    def box(self) -> tuple[int, int, int, int, int]:
+    def box(self) -> Five:
         """Of a slot, as the copy engine takes it: W, H, D, channels, images; in 16 bits W, channels, H, D, images."""
         if self.element == 4:
             return self.columns // self.boxes, self.rows, 1, self.chunk, 1
         return _SPAN, self.chunk, self.rows, 1, 1
 
     @property
+    def packed_as(self) -> tuple[Any, ...]:
+        return self.problem.pass_, self.problem.precision
+
+    @property
     def packed_words(self) -> int:
         """32-bit words of the packed weights."""
         return self.blocks * self.chunks * self.kernel[0] * self.taps * _TAP_BYTES // 4
-
-    @property
-    def pack_blocks(self) -> int:
-        return -(-self.packed_words // 4 // PACK_THREADS)
 
     @property
     def stage_bytes(self) -> int:
@@ -243,9 +236,47 @@ class Tile:
         """Of a problem of this layer."""
         return p.batch * slices(p)[1] * -(-plane(p) // self.places) * self.blocks
 
-    def arguments(self, p: Problem) -> tuple[int, ...]:
-        """The kernel's integer arguments behind its pointers."""
+    def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         return *slices(p), result_shape(p)[-1], plane(p), -(-plane(p) // self.places), self.tiles(p)
+
+    def source_map(self, p: Problem) -> Map:
+        """Over the source with a slot's box. float32 is rounded to TF32 on its way."""
+        if self.element == 4:
+            return super().source_map(p)
+        channels, *size = source_shape(p)[1:]
+        d, h, w = (1,) * (3 - p.rank) + tuple(size)
+        tensor = dense((w, h, d, channels, p.batch), self.element).channels_second()
+        return Map("source", tensor, p.dtype, self.box, (1,) * 5, 128)
+
+    def work(self, p: Problem, gpu: Gpu) -> Work:
+        pitch, stages = result_shape(p)[-1], self.chunks * self.kernel[0]
+        span = self.places + self.halo(pitch)
+        arriving = (1 if self.line else _rows(self, pitch)) * self.columns
+        turned = 2 * (arriving if self.element == 2 else span)  # read, and written
+        warps = 1 if self.line else self.warps_of_stage
+        off_sectors = self.line and plane(p) * self.element % _SECTOR > 0
+        return Work(
+            stages * self.taps,
+            stages * self.taps * self.places,
+            waves=-(-self.tiles(p) // gpu.multiprocessors),
+            moved=moved(p, written=_OFF_SECTORS if off_sectors else 1.0),
+            steps=stages,
+            stages=self.stages,
+            # What instructions read, weights as they come, and pixels.
+            shared=stages
+            * (self.taps * (self.places * _ROW_BYTES + 2 * _TAP_BYTES) + (arriving + turned) * _ROW_BYTES),
+            chunks_turned=stages * warps,
+            turned=stages * warps * span / _TURNED,
+            stored=_ROWS_M * self.places * self.element / 32 * _STORE,
+            in_turn=True,
+        )
+
+    def summary(self, p: Problem, gpu: Gpu) -> str:
+        return (
+            f"rows joined to one: wgmma {p.precision}, tile of {self.places} places x {_ROWS_M} channels, "
+            f"{self.stages} stages of {self.span} places x {self.chunk} channels, {self.slots} of {self.rows} x "
+            f"{self.columns} pixels, {self.weight_stages} of {self.taps_of_stage} taps"
+        )
 
 
 def slices(p: Problem) -> tuple[int, int]:
@@ -275,49 +306,8 @@ def _rows(t: Tile, pitch: int) -> int:
     return (pitch + t.places + t.halo(pitch) - 2) // pitch + 1
 
 
-class Choice(TileChoice[Tile]):
+class Choice(TileChoice):
     """A tile for a problem on a GPU, and what the model thinks of it."""
-
-    family = mode = file = "joined"
-    biased = True
-
-    @property
-    def summary(self) -> str:
-        t = self.tile
-        return (
-            f"rows joined to one: wgmma {t.problem.precision}, tile of {t.places} places x {_ROWS_M} channels, "
-            f"{t.stages} stages of {t.span} places x {t.chunk} channels, {t.slots} of {t.rows} x {t.columns} pixels, "
-            f"{t.weight_stages} of {t.taps_of_stage} taps, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
-        )
-
-    @property
-    def packed_as(self) -> tuple[Any, ...]:
-        return self.problem.pass_, self.problem.precision
-
-    @property
-    def long_code(self) -> bool:
-        """Several stages of weights are several copies of the straight code; the quick form has a loop over them."""
-        return self.tile.taps > self.tile.taps_of_stage
-
-    def instance(self, struct: str) -> str:
-        return f"joined<{jit.CONFIG}>"
-
-    @property
-    def source_map(self) -> Map:
-        return source_map(self.tile, self.problem)
-
-
-def source_map(t: Tile, p: Problem) -> Map:
-    """A ``CUtensorMap`` over the source with a slot's box.
-
-    float32 is rounded to TF32 on its way.
-    """
-    channels, *size = source_shape(p)[1:]
-    d, h, w = (1,) * (3 - p.rank) + tuple(size)
-    tensor = dense((w, h, d, channels, p.batch), t.element)
-    if t.element == 4:
-        return Map("source", tensor, p.dtype, t.box, (1,) * 5, rounded=True)
-    return Map("source", tensor.channels_second(), p.dtype, t.box, (1,) * 5, 128)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -371,7 +361,7 @@ def _candidates(layer: Problem, width: int, gpu: Gpu) -> tuple[Tile, ...]:
     found = []
     for places in _PLACES:
         for stages, slots in _RINGS:
-            t = Tile(layer, width, places, stages, slots)
+            t = Tile(layer, width, places, slots, stages=stages)
             room = gpu.shared_bytes - replace(t, weight_stages=0).shared_bytes
             weights = min(room // (t.weight_bytes + 16), _MOST_WEIGHT_STAGES)
             if weights >= 3 or (stages, slots) == _RINGS[-1]:
@@ -381,42 +371,10 @@ def _candidates(layer: Problem, width: int, gpu: Gpu) -> tuple[Tile, ...]:
     return tuple(found)
 
 
-# --- the cost model --------------------------------------------------------------------------------------------------
-
-
-def estimate(t: Tile, p: Problem, gpu: Gpu) -> Cost:
-    """What a problem takes by a tile."""
-    pitch, stages = result_shape(p)[-1], t.chunks * t.kernel[0]
-    span = t.places + t.halo(pitch)
-    arriving = (1 if t.line else _rows(t, pitch)) * t.columns
-    turned = 2 * (arriving if t.element == 2 else span)  # read, and written
-    warps = 1 if t.line else t.warps_of_stage
-    off_sectors = t.line and plane(p) * t.element % _SECTOR > 0
-    read, written = (math.prod(shape) for shape in (source_shape(p), result_shape(p)))
-    return cost(
-        Work(
-            stages * t.taps,
-            stages * t.taps * t.places,
-            waves=-(-t.tiles(p) // gpu.multiprocessors),
-            moved=(read + written * (_OFF_SECTORS if off_sectors else 1.0)) * t.element,
-            steps=stages,
-            stages=t.stages,
-            # What instructions read, weights as they come, and pixels.
-            shared=stages * (t.taps * (t.places * _ROW_BYTES + 2 * _TAP_BYTES) + (arriving + turned) * _ROW_BYTES),
-            chunks_turned=stages * warps,
-            turned=stages * warps * span / _TURNED,
-            stored=_ROWS_M * t.places * t.element / 32 * _STORE,
-            in_turn=True,
-        ),
-        gpu,
-    )
-
-
 choose = Chooser(
-    refusal,
-    countable(lambda p, gpu: (t for t in candidates(p, gpu) if t.packed_words * 4 < _MOST_COUNTED)),
-    estimate,
     Choice,
+    refusal,
+    lambda p, gpu: (t for t in candidates(p, gpu) if t.packed_words * 4 < _MOST_COUNTED),
     general="joined rows serve one class of lengths of rows, not every size",
     none="no tile fits shared memory, or there are more than the kernel counts in 32 bits",
 )

@@ -28,13 +28,14 @@ using PixelsOf<C>::VEC;
 using PixelsOf<C>::CONSUMERS;
 
 static constexpr int MB = C::mb, COLUMNS = C::columns, PHASES = C::phases, CLUSTER = C::cluster;
-static constexpr int ROW_BYTES = C::chunk * ELEMENT;    // a pixel's row in a stage, a column's of the weights: 32, 64 or 128
+static constexpr int ROW_BYTES = 128;                   // a pixel's row in a stage, and a column's of the weights
+static constexpr int CK = ROW_BYTES / ELEMENT;          // channels of a step
 static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
-static constexpr int CHUNKS = (C::cin + C::chunk - 1) / C::chunk;
+static constexpr int CHUNKS = (C::cin + CK - 1) / CK;
 static constexpr int COLUMN_BLOCKS = (C::cout + COLUMNS - 1) / COLUMNS;
 static constexpr int ROWS = 64 * MB * (C::halves ? CONSUMERS : 1);  // pixels of a tile, at most
 static constexpr int PIXEL_BYTES = ROWS * ROW_BYTES;
-static constexpr int STAGE_BYTES = PIXEL_BYTES + (COLUMNS * ROW_BYTES + 1023) / 1024 * 1024;
+static constexpr int STAGE_BYTES = PIXEL_BYTES + COLUMNS * ROW_BYTES;
 static constexpr int SUMS_OF_M = COLUMNS / 2;           // a thread's of 64 pixels
 static constexpr int ALL_COLUMNS = C::cout;
 static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
@@ -190,7 +191,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load(int step, u32 to, u32 barrier) const {
-    const int tap = step / CHUNKS, channel = step % CHUNKS * C::chunk;
+    const int tap = step / CHUNKS, channel = step % CHUNKS * CK;
     expect_bytes(barrier, bytes);
     load_box(to, work.maps.source, channel, tile.w * C::step_w + constant_at<C::taps_w>(tap), tile.h * C::step_h + constant_at<C::taps_h>(tap),
              tile.d * C::step_d + constant_at<C::taps_d>(tap), tile.n, barrier);
@@ -199,7 +200,7 @@ struct Loader {
     if constexpr (C::turned) {
 #pragma unroll
       for (int j = 0; j < COLUMNS / 64; j++)
-        load_box(to + PIXEL_BYTES + j * (C::chunk * 128), work.maps.weights, tile.column + 64 * j, kernel_tap, channel, 0, 0, barrier);
+        load_box(to + PIXEL_BYTES + j * (CK * 128), work.maps.weights, tile.column + 64 * j, kernel_tap, channel, 0, 0, barrier);
     } else {
       load_box(to + PIXEL_BYTES, work.maps.weights, channel, kernel_tap, tile.column, 0, 0, barrier);
     }
@@ -219,7 +220,7 @@ static __device__ __forceinline__ void produce(const Work<Implicit>& work) {
 // result, swizzled; those of the next 64 are a chunk's rows away.
 static __device__ __forceinline__ u64 descriptor(u32 start) { return ROWS_OF<ROW_BYTES> | (start | 1u << 16); }
 static __device__ __forceinline__ u64 descriptor_of_weights(u32 start) {
-  return C::turned ? ROWS_OF<128> | (start | (u32)(C::chunk * 128 >> 4) << 16) : descriptor(start);
+  return C::turned ? ROWS_OF<128> | (start | (u32)(CK * 128 >> 4) << 16) : descriptor(start);
 }
 
 // acc += a stage's pixels x its weights, both as descriptors have them.

@@ -22,15 +22,14 @@ using PixelsOf<C>::VEC;
 using PixelsOf<C>::CONSUMERS;
 
 static constexpr int MB = C::mb, PAIRS = C::pairs, SHIFTS = C::shifts, CO_COLUMNS = C::co_columns, PASS = C::passed;
-static constexpr int TILE_D = C::tile_d, TILE_H = C::tile_h, TILE_W = C::tile_w, STEP_W = C::step_w;
-static constexpr int K_STEPS = C::chunk * ELEMENT / 32; // a matrix instruction takes 32 bytes of K
+static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, STEP_W = C::step_w;
 static constexpr int CHUNKS = (C::cin + C::chunk - 1) / C::chunk;
 static constexpr int PITCH_BYTES = C::pitch * ELEMENT;  // from a channel to the next
 static constexpr int ROW_BYTES = C::chunk * PITCH_BYTES;  // of a row of the source
 static constexpr int STAGE_BYTES = C::rows_d * C::rows_h * ROW_BYTES;  // rows are whole 128 bytes, where boxes begin
 static constexpr int PAIR_COLUMNS = STEP_W * CO_COLUMNS;  // of a pair's sums
-static constexpr int STEP_BYTES = C::users * C::shift_columns * 32;  // of weights, of a step of K
-static constexpr int WEIGHT_BYTES = CHUNKS * K_STEPS * STEP_BYTES;
+static constexpr int STEP_BYTES = C::users * C::shift_columns * 32;  // of a chunk's weights: a matrix instruction takes 32 bytes of K
+static constexpr int WEIGHT_BYTES = CHUNKS * STEP_BYTES;
 static constexpr int PRODUCER_REGISTERS = 64, CONSUMER_REGISTERS = 216;
 static constexpr bool HOLDS = false;
 static constexpr int RINGS = CONSUMERS, READERS = 1;
@@ -42,11 +41,10 @@ using Ring = RingOf<C::stages, STAGE_BYTES>;
 // lanes store neighbours, and parts of units at a row's ends alone. Channels lie 4 words beyond a multiple of 16 apart, for their lanes'
 // banks. Rows of odd lengths begin anywhere in a sector of memory, and a store that covers sectors in part is slow. Units of 16 bytes are
 // faster in most layers than 4 bytes a lane from a sector's begin on (docs/experiments.md).
-static constexpr int RUNS = TILE_D * TILE_H;            // rows of q of a tile
 static constexpr int RUN = TILE_W * STEP_W;             // outputs of one along W
 static constexpr int UNITS = RUN / VEC;                 // whole ones that it may have
 static constexpr int LINE_WORDS = (UNITS + !C::aligned) * 4;  // of a row; aligned: all rows begin at 16 bytes
-static constexpr int CHANNEL_BYTES = ((RUNS * LINE_WORDS + 11) / 16 * 16 + 4) * 4;
+static constexpr int CHANNEL_BYTES = ((TILE_H * LINE_WORDS + 11) / 16 * 16 + 4) * 4;
 static constexpr int BUFFER_BYTES = PASS * CHANNEL_BYTES;
 static constexpr int OF_WARP = PASS / 4;                // channels that a warp stores
 static constexpr int ROUNDS = (OF_WARP * UNITS + 31) / 32;
@@ -67,7 +65,7 @@ static __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
   Tile t;
   t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
   t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * TILE_D;
+  t.d = q % s.tiles_d;
   t.n = q / s.tiles_d;
   return t;
 }
@@ -204,7 +202,7 @@ static __device__ __forceinline__ void fill_buffer(
         for (int h = 0; h < 2; h++) {
           int position = m * 64 + warp * 16 + h * 8, run = position / TILE_W;
           u32 to = own + run * (LINE_WORDS * 4) + position % TILE_W * (STEP_W * ELEMENT);
-          if (!C::aligned) to += (phase + (u32)(run / TILE_H * C::step_d * s.h + run % TILE_H * C::step_h) * s.w) % VEC * ELEMENT;
+          if (!C::aligned) to += (phase + (u32)(run * C::step_h) * s.w) % VEC * ELEMENT;
           float v[STEP_W];
 #pragma unroll
           for (int u = 0; u < STEP_W; u++) v[u] = acc[m][value_at<C::places_of_phases>(u) * (CO_COLUMNS / 2) + 4 * j + 2 * h + c] + b;
@@ -276,9 +274,9 @@ static __device__ __forceinline__ void store(
       fill_buffer(acc[pair], first, bias, begin, s, plane, buffer, channel, warp, lane);
       named_sync(1 + wg, 128);
 #pragma unroll 1
-      for (int run = 0; run < RUNS; run++) {
-        bool row = first_d + run / TILE_H * C::step_d < s.d && first_h + run % TILE_H * C::step_h < s.h;
-        char* to_run = begin + (long long)((u32)(run / TILE_H * C::step_d * s.h + run % TILE_H * C::step_h) * s.w) * ELEMENT;
+      for (int run = 0; run < TILE_H; run++) {
+        bool row = first_d < s.d && first_h + run * C::step_h < s.h;
+        char* to_run = begin + (long long)((u32)(run * C::step_h) * s.w) * ELEMENT;
         store_row(first, to_run, buffer + run * (LINE_WORDS * 4), row, columns, plane, warp, lane);
       }
     }
@@ -295,7 +293,7 @@ struct Consumer {
 #pragma unroll
     for (int m = 0; m < MB; m++) {
       int position = m * 64 + (thread >> 5) * 16, run = position / TILE_W, g = (thread & 31) >> 2;
-      own[m] = (run / TILE_H * C::rows_h + run % TILE_H) * ROW_BYTES + (thread & 3) * 2 * PITCH_BYTES + (position % TILE_W + g) * ELEMENT;
+      own[m] = run * ROW_BYTES + (thread & 3) * 2 * PITCH_BYTES + (position % TILE_W + g) * ELEMENT;
     }
     barrier_wait(landed(work.memory), 0);
   }
@@ -310,17 +308,15 @@ struct Consumer {
   // The stage is given back behind this, and so behind the instructions that take what was loaded. The arrival does not wait for loads, and
   // these are late where stores fill the path to memory. Ahead of the instructions it gave wrong outputs on long rows (docs/experiments.md).
   __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32) {
-    constexpr int GROUPS = K_STEPS * C::source_row_count;  // of instructions
     u32 a[2][SHIFTS][MB][4];
 #pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
-      const int step = group / C::source_row_count, row = group % C::source_row_count;
-      if (group == 0 && GROUPS % 2) wgmma_wait<0>();    // its registers are read by the last group's instructions
+    for (int row = 0; row < C::source_row_count; row++) {
+      if (row == 0 && C::source_row_count % 2) wgmma_wait<0>();  // its registers are read by the last row's instructions
       else wgmma_wait<1>();
-      load_fragments(a[group % 2], own, at.stage + value_at<C::source_rows>(row) * ROW_BYTES + step * (32 / ELEMENT) * PITCH_BYTES);
-      multiply_row(acc, a[group % 2], row, at.weights + step * (STEP_BYTES / 16));
+      load_fragments(a[row % 2], own, at.stage + value_at<C::source_rows>(row) * ROW_BYTES);
+      multiply_row(acc, a[row % 2], row, at.weights);
     }
-    weights += K_STEPS * (STEP_BYTES / 16);
+    weights += STEP_BYTES / 16;
   }
   __device__ __forceinline__ void store(const Sums& acc, int tile) const {
     u32 buffer = work.memory + BUFFERS_AT + wg * BUFFER_BYTES;

@@ -5,7 +5,7 @@
 // A block walks along D, slice by slice of the input. A slice is multiplied once with the taps of all `slots` kernel slices side by
 // side: columns are [slot][output channel], and slot j has the sums of the output slice j behind the first that this input slice
 // reaches. Behind a slice the first slot's sums are complete; they are stored, and the others move up by one. So every product is
-// useful but at the ends of a walk. Of one slot there is no walk; a tile's pixels are the slices of all taps, as in `gather`.
+// useful but at the ends of a walk.
 //
 // `turns`: consumers multiply in turn, so that one stores while the other multiplies; a slice's chunks all stay until both have.
 //
@@ -76,7 +76,7 @@ static_assert(BOX && T::PARTS == 1 && !C::strided_box && C::w_stage % K_STEPS ==
 
 struct Tile {
   int group;                                           // 0
-  int n, d, h, w;                                      // d: the input's slice, or (of one slot) the output's
+  int n, d, h, w;                                      // d: the input's slice
   int step;                                            // of the walk
 };
 
@@ -91,7 +91,7 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   t.step = index - q * steps;
   t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
   t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * segment_of(s) + t.step - (C::slots - 1) - C::first_slot;
+  t.d = q % s.tiles_d * segment_of(s) + t.step - (C::slots - 1) + C::pad_d;
   t.n = q / s.tiles_d;
   return t;
 }
@@ -101,26 +101,25 @@ using Order = SlicesInOrder<Sweep>;
 using LoaderOrder = Order;
 static constexpr int SHARES = 1;
 static __device__ __forceinline__ int first_chunk() { return 0; }
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes& s) { return C::slots == 1 || (u32)t.d < (u32)s.in_d ? CHUNKS : 0; }
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes& s) { return (u32)t.d < (u32)s.in_d ? CHUNKS : 0; }
 
 // =====================================================================================================================
 // Weights
 // =====================================================================================================================
 
 static constexpr int PACK_UNITS = CHUNKS * C::tap_entries * C::b_columns * T::UNITS_PER_ROW;
-static constexpr int SECOND = C::grad_input ? C::cin : C::cout, TAPS_IN_ALL = C::slots * C::taps;
+static constexpr int SECOND = C::cout, TAPS_IN_ALL = C::slots * C::taps;
 
-// [chunk][tap][slot, output channel][channel of the chunk], zeros where there is none of either. The weight is (C::cin, C::cout, kernel), for a
-// gradient for the input (C::cout, C::cin, kernel).
+// [chunk][tap][slot, output channel][channel of the chunk], zeros where there is none of either. The weight is (C::cin, C::cout, kernel).
 template <class Write>
 static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   int unit = i % T::UNITS_PER_ROW, column = i / T::UNITS_PER_ROW % C::b_columns, rest = i / (T::UNITS_PER_ROW * C::b_columns);
   int entry = rest % C::tap_entries, first = rest / C::tap_entries * C::ck + unit * VEC;
   int slot = column / C::slot_columns, cout = column % C::slot_columns;
-  int tap = (C::grad_input ? C::slots - 1 - slot : slot) * C::taps + constant_at<C::tap_indices>(entry);
+  int tap = slot * C::taps + constant_at<C::tap_indices>(entry);
   write((long long)rest * TAP_BYTES + T::unit_at(column, unit), [=](int e) -> WeightAt {
     int cin = first + e;
-    return {cin < C::cin && cout < C::cout, C::grad_input ? cout : cin, C::grad_input ? cin : cout, tap};
+    return {cin < C::cin && cout < C::cout, cin, cout, tap};
   });
 }
 
@@ -288,7 +287,7 @@ static __device__ __forceinline__ void consume(
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
     Tile t = tile_at(index, s);
-    int chunks = end_chunk(t, s), od = t.d + C::first_slot;
+    int chunks = end_chunk(t, s), od = t.d - C::pad_d;
 #pragma unroll
     for (int nb = 0; nb < NB; nb++)
 #pragma unroll
@@ -350,11 +349,11 @@ static __device__ __forceinline__ void run(const char* x, const char* packed, co
 }
 };
 
-template <class C>
-__global__ void __launch_bounds__(Sweep<C>::THREADS, 1)
-sweep(const char* __restrict__ x, const char* __restrict__ packed, const typename Sweep<C>::Type* __restrict__ bias, char* __restrict__ y,
+template <class M>
+__global__ void __launch_bounds__(M::THREADS, 1)
+sweep(const char* __restrict__ x, const char* __restrict__ packed, const typename M::Type* __restrict__ bias, char* __restrict__ y,
       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
-      const __grid_constant__ typename Sweep<C>::TensorMaps maps) {
+      const __grid_constant__ typename M::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Sweep<C>::run(x, packed, bias, y, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, maps, shared_address(memory));
+  M::run(x, packed, bias, y, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, maps, shared_address(memory));
 }

@@ -1,41 +1,45 @@
-"""A tile for a problem: what a choice of any mode says, and what it launches; `joined` has it too."""
+"""A tile for a problem: what every mode's choice says and launches, and how it is found; `joined` has them too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
 
-from upconv.cuda import family
+from upconv.cuda import cost, family
 from upconv.cuda.compile import jit
+from upconv.cuda.compile.launch import cluster_fits
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launches import Argument, Given, Launch, Map, Pointer, Unit, ints
+from upconv.cuda.launches import Given, Launch, Pointer, Unit, WeightForm
 from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries
+from upconv.cuda.pixels.tile import MOST_COUNTED, Tile
+from upconv.cuda.rearrange import batches
 from upconv.problem import Problem
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class TileChoice(PackingLaunch, Generic[T]):
+class TileChoice(PackingLaunch):
     """A tile for a problem on a GPU, and what the model thinks of it.
 
-    Its kernel is the entry ``entry`` of ``<file>.cu``, a template over the mode's struct. Its arguments are the packed
-    weight, the bias, the result, sizes and a map of the source; a mode may have others.
+    Its kernel is the entry of the tile's ``<file>.cu``, a template over the mode's struct.
     """
 
-    tile: T
-    """Of the layer at any size; its own problem's size and batch mean nothing."""
+    tile: Any
+    """A `Tile` of the layer at any size; its own problem's size and batch mean nothing."""
     problem: Problem
     gpu: Gpu
     cost: Cost
     """The model's estimate."""
 
-    family: ClassVar[str] = "pixels"
-    mode: ClassVar[str]
-    file: ClassVar[str] = "pixels"
-    threads: ClassVar[int] = 384
-    """Of a block: a producer's warpgroup and two consumers'."""
+    @property
+    def family(self) -> str:
+        return str(self.tile.family)
+
+    @property
+    def biased(self) -> bool:
+        return bool(self.tile.biased)
 
     @property
     def seconds(self) -> float:
@@ -51,101 +55,121 @@ class TileChoice(PackingLaunch, Generic[T]):
         return self.cost.text
 
     @property
-    def of(self) -> Any:
-        """The tile, with ``constants()``, ``arguments`` and ``tiles`` of a problem, and its bytes."""
-        return self.tile
+    def summary(self) -> str:
+        return (
+            f"{self.tile.summary(self.problem, self.gpu)}, {self.tile.shared_bytes // 1024} KB shared, grid {self.grid}"
+        )
 
     @property
-    def entry(self) -> str:
-        return self.file
+    def grid(self) -> int:
+        """Blocks of a launch."""
+        return int(self.tile.grid(self.problem, self.gpu))
+
+    def on(self, device: int) -> Any:
+        """As `gather.Choice.on`."""
+        fits = self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster)
+        return self if fits else replace(self, tile=replace(self.tile, cluster=1))
+
+    # --- sources -----------------------------------------------------------------------------------------------------
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile; the same for all input sizes that share the tile.
+
+        The first packs weights; a second takes channels-last ones in place, where a kernel of its own does.
+        """
+        t = self.tile
+        packed = self._packed(t.constants())
+        if t.long_code:
+            return (replace(packed, quick=self._quick),)
+        if t.turnable:
+            turned = jit.instance(f"{t.file}.cu", t.turned_constants, (t.instance,))
+            return packed, Unit(f"{packed.label} unpacked", turned, (t.entry,))
+        return (packed,)
+
+    def _packed(self, constants: dict[str, Any]) -> Unit:
+        """The kernel and what packs its weights."""
+        t, p = self.tile, self.problem
+        source = jit.instance(f"{t.file}.cu", constants, (*packing_entries(t.struct, p), t.instance))
+        return Unit(f"{t.mode} {layer_text(p)}", source, ("pack", t.entry))
+
+    def _quick(self) -> Unit:
+        """The same to the last bit, compiled fast."""
+        return self._packed(self.tile.constants() | {"quick": True}).passing()
+
+    # --- launches ----------------------------------------------------------------------------------------------------
 
     @property
     def in_place(self) -> bool:
-        """Whether the kernel reads channels-last weights as they lie, so that nothing is packed."""
-        return False
+        """Whether a kernel reads channels-last weights as they lie, so that nothing is packed."""
+        return bool(self.tile.in_place or self.tile.turnable)
+
+    @property
+    def reads(self) -> WeightForm | None:
+        return "channels_last" if self.in_place else None
 
     @property
     def packing_seconds(self) -> float:
         return 0.0 if self.in_place else family.packing_seconds(self.problem, self.gpu)
 
     @property
-    def grid(self) -> int:
-        """Blocks: at most one for each multiprocessor."""
-        return min(self.of.tiles(self.problem), self.gpu.multiprocessors)
-
-    def even_grid(self, tiles: int) -> int:
-        """Blocks for so many tiles: at most one for each multiprocessor, no more than it takes to be done as soon.
-
-        So the last tiles are those of many blocks, whose loads hide each other's latency.
-        """
-        return -(-tiles // -(-tiles // self.gpu.multiprocessors))
-
-    # --- sources -----------------------------------------------------------------------------------------------------
-
-    @property
-    def long_code(self) -> bool:
-        """Whether the kernel is straight code for which NVRTC takes long, and has a quick form (``QUICK``)."""
-        return False
-
-    def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes that share the tile."""
-        unit = self.unit(self.of.constants())
-        return (replace(unit, quick=self._quick) if self.long_code else unit,)
-
-    def instance(self, struct: str) -> str:
-        """The entry for a mode's struct."""
-        return f"{self.entry}<{struct}>"
-
-    def unit(self, constants: dict[str, Any]) -> Unit:
-        """The kernel and what packs its weights."""
-        struct = f"{self.mode.capitalize()}<{jit.CONFIG}>"
-        entries = (*packing_entries(struct, self.problem), self.instance(struct))
-        source = jit.instance(f"{self.file}.cu", constants, entries)
-        return Unit(f"{self.mode} {layer_text(self.problem)}", source, ("pack", self.entry))
-
-    def _quick(self) -> Unit:
-        """The same to the last bit, compiled fast."""
-        return self.unit(self.of.constants() | {"quick": True}).passing()
-
-    # --- launches ----------------------------------------------------------------------------------------------------
-
-    @property
-    def packed_as(self) -> tuple[Any, ...]:
-        """What the packed weight depends on beside the weight, and the mode."""
-        raise NotImplementedError
-
-    @property
     def packing(self) -> tuple[Any, ...]:
-        return self.mode, *self.packed_as
+        return self.tile.mode, *self.tile.packed_as
 
     @property
     def packer(self) -> tuple[Unit, int, int]:
-        return self.sources()[0], self.of.packed_words, self.of.pack_blocks
-
-    @property
-    def aligned(self) -> bool:
-        """Whether a result is stored by units that it must begin at, up to 16 bytes."""
-        return True
-
-    @property
-    def result(self) -> Pointer:
-        return Pointer("result", alignment=16 if self.aligned else 1)
-
-    @property
-    def source_map(self) -> Map:
-        """By which the kernel reads the source."""
-        raise NotImplementedError
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the kernel may begin beside what packs its weights."""
-        return True
-
-    def arguments(self, given: Given) -> tuple[Argument, ...]:
-        sizes = ints(self.of.arguments(self.problem))
-        return Pointer("packed"), self.bias(given), self.result, *sizes, self.source_map
+        return self.sources()[0], self.tile.packed_words, self.tile.pack_blocks
 
     def multiply(self, given: Given) -> Launch:
-        unit = self.sources()[-1 if given.weight == "in place" else 0]
-        arguments, shared = self.arguments(given), self.of.shared_bytes
-        return Launch(unit, self.entry, self.grid, self.threads, shared, arguments, dependent=self.overlaps)
+        t, unit = self.tile, self.sources()[-1 if given.weight == "in place" else 0]
+        result = Pointer("result", alignment=16 if t.aligned else 1)
+        arguments = t.arguments(self.problem, self.gpu, given, self.bias(given), result)
+        overlaps = self.seconds < t.longest_overlap
+        return Launch(unit, t.entry, self.grid, t.threads, t.shared_bytes, arguments, dependent=overlaps)
+
+
+C = TypeVar("C", bound=TileChoice)
+
+
+class Chooser(Generic[C]):
+    """A mode's ``choose``: the cheapest tile by its model, or the sentence why there is none. Answers are kept.
+
+    Args:
+        choice: its kind.
+        refusal: why the kernels cannot serve a problem, in a sentence; None when they may.
+        tiles: those that can run it.
+        general: why there is none that serves every size of the input, as exported files must.
+        none: why there is none where `tiles` has none whose tiles a kernel counts in 32 bits, a grid beyond the last.
+    """
+
+    def __init__(
+        self,
+        choice: type[C],
+        refusal: Callable[[Problem, Gpu], str | None],
+        tiles: Callable[[Problem, Gpu], Iterable[Tile]],
+        *,
+        general: str = "exported files have no host code for pixels as rows",
+        none: str,
+    ) -> None:
+        def found(p: Problem, gpu: Gpu) -> C | str:
+            refused = refusal(p, gpu)
+            if refused:
+                return refused
+            served = (t for t in tiles(p, gpu) if t.tiles(p) < MOST_COUNTED - 2 * gpu.multiprocessors)
+            timed = ((cost.cost(t.work(p, gpu), gpu), t) for t in served)
+            best = min(timed, key=lambda one: one[0].seconds, default=None)
+            return none if best is None else choice(best[1], p, gpu, best[0])
+
+        self._found = lru_cache(maxsize=4096)(found)
+        self._general = general
+
+    def __call__(self, p: Problem, gpu: Gpu, general: bool = False) -> C | str:
+        """``general``: of choices that serve every size of the input, of which there are none."""
+        return self._general if general else self._found(p, gpu)
+
+    def candidate(self, p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> C | str:
+        """As `upconv.cuda.family` asks."""
+        return batches.too_long(p) or self(p, gpu, general)
+
+    def cache_clear(self) -> None:
+        """Forgets the answers."""
+        self._found.cache_clear()

@@ -12,13 +12,13 @@ from upconv.problem import Problem
 
 def modes(p: Problem) -> tuple[ModuleType, ...]:
     """Those for a problem's pass and layout."""
-    if p.layout == "channels_last":
-        return implicit, sweep
-    return (phases, subpixel, sweep) if p.pass_ == "fwd" else (pairs, sweep)
+    if p.pass_ == "fwd":
+        return (implicit, sweep) if p.layout == "channels_last" else (phases, subpixel, sweep)
+    return (implicit,) if p.layout == "channels_last" else (pairs,)
 
 
 def candidate(p: Problem, gpu: Gpu, best: Choice | None = None, general: bool = False) -> Choice | str:
     """As `upconv.cuda.family` asks; of no mode the sentences why not."""
-    found = [mode.candidate(p, gpu, best, general) for mode in modes(p)]
+    found = [mode.choose.candidate(p, gpu, best, general) for mode in modes(p)]
     choices = [choice for choice in found if not isinstance(choice, str)]
     return min(choices, key=weighed) if choices else "; ".join(dict.fromkeys(found))

@@ -19,23 +19,30 @@ from typing import Any, NamedTuple
 
 from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Five, channels_last, fullest
-from upconv.cuda.compile.launch import cluster_fits
-from upconv.cuda.cost import Cost, Work, cost
+from upconv.cuda.compile.boxes import channels_last, fullest
+from upconv.cuda.cost import Work
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
-from upconv.cuda.launches import Argument, Given, Map, Operand, Unit, WeightForm, ints
+from upconv.cuda.launches import Argument, Given, Map, Operand, Pointer, ints
 from upconv.cuda.packs import rows_of_taps
 from upconv.cuda.pixels import tile
-from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.pixels.choosing import Chooser
-from upconv.cuda.pixels.tile import CONSUMERS, fitted, of_axes, stores_wide, triple
+from upconv.cuda.pixels.choice import Chooser, TileChoice
+from upconv.cuda.pixels.tile import (
+    CONSUMERS,
+    MOST_COLUMNS,
+    SPAN,
+    even_grid,
+    fitted,
+    moved,
+    of_axes,
+    stores_wide,
+    triple,
+)
 from upconv.cuda.pixels.tile import Tile as Base
 from upconv.derived import derived
 from upconv.problem import Problem
 
 _MOST_SUMS = 176  # of a consumer's thread, whose addresses and the like take 56 registers
-_MOST_COLUMNS = 256
 _MOST_TAPS = 512  # and phases
 _MOST_TILES = 2**30  # which the kernel counts in 32 bits, a grid beyond the last
 _CLUSTERS = 2, 4, 8
@@ -79,27 +86,21 @@ class Tile(Base):
     """Of a matrix instruction: channels of the result, a multiple of 8."""
     mb: int
     """Subtiles of 64 pixels of a consumer."""
-    chunk: int
-    """Source channels of a step."""
     halves: bool
     """Whether both consumers share a tile, each with half of its pixels; else they take whole tiles in turn."""
     cluster: int = 1
     """Blocks that share a tile's steps and add up their sums."""
 
-    @property
-    def row_bytes(self) -> int:
-        """Of a pixel in shared memory."""
-        return self.chunk * self.element
+    mode = "implicit"
+    biased = True
+    longest_overlap = _BESIDE_PACK
+    """Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights
+    (docs/experiments.md)."""
 
     @property
-    def weight_span(self) -> int:
-        """Bytes of a row of a box of weights."""
-        return self.row_bytes
-
-    @property
-    def weight_box(self) -> tuple[int, int, int, int, int]:
-        """The box of a tap's weights for a chunk, where they come as they lie."""
-        return self.chunk, 1, self.columns, 1, 1
+    def chunk(self) -> int:
+        """Source channels of a step."""
+        return SPAN // self.element
 
     @property
     def column_blocks(self) -> int:
@@ -126,12 +127,24 @@ class Tile(Base):
 
     @property
     def stage_bytes(self) -> int:
-        return self.rows * self.row_bytes + -(-self.columns * self.row_bytes // 1024) * 1024
+        return (self.rows + self.columns) * SPAN
 
     @property
     def sums(self) -> int:
         """Of a consumer's thread."""
         return self.mb * self.columns // 2
+
+    @property
+    def entry(self) -> str:
+        return "pixels_last_clusters" if self.cluster > 1 else "pixels_last"
+
+    @property
+    def in_place(self) -> bool:
+        return not self.forward
+
+    @property
+    def packed_as(self) -> tuple[Any, ...]:
+        return self.problem.precision, self.problem.pass_, self.turnable
 
     @property
     def packed_words(self) -> int:
@@ -174,16 +187,19 @@ class Tile(Base):
         if self.sums > _MOST_SUMS:
             yield f"{self.mb} x 64 x {self.columns} sums are more than registers hold"
 
-    def constants(self, turned: bool = False) -> dict[str, jit.Constant]:
-        """The kernel's, see kernels/pixels_implicit.cuh. ``turned``: of weights as a forward's lie."""
+    @property
+    def turned_constants(self) -> dict[str, jit.Constant]:
+        return self.constants() | {"turned": True}
+
+    def constants(self) -> dict[str, jit.Constant]:
+        """The kernel's, see kernels/pixels_implicit.cuh."""
         found: dict[str, jit.Constant] = super().constants() | {
-            "chunk": self.chunk,
             "columns": self.columns,
             "mb": self.mb,
             "halves": self.halves,
             "cluster": self.cluster,
             "forward": self.forward,
-            "turned": turned,
+            "turned": False,
             "wide_stores": self.wide_stores,
             "taps": self.problem.taps,
             "phases": len(self.phases),
@@ -203,14 +219,14 @@ class Tile(Base):
                 found[f"phases_{name}"] = tuple(phase.first[axis] for phase in self.phases)
         return found
 
-    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+    # --- a size ------------------------------------------------------------------------------------------------------
 
     def _fullest(self, p: Problem) -> tuple[int, tuple[int, int, int, int]]:
         of_source, of_result = (steps[3 - p.rank :] for steps in self.steps_between)
         size = tuple(-(-n // step) for n, step in zip(result_shape(p)[2:], of_result))
         return fullest(p.batch, size, of_source, self.rows)
 
-    def box(self, p: Problem) -> tuple[int, int, int, int]:
+    def box_of(self, p: Problem) -> tuple[int, int, int, int]:
         """Images, D, H and W of a problem's tiles: the fewest that hold all pixels of a phase."""
         return self._fullest(p)[1]
 
@@ -256,8 +272,13 @@ class Tile(Base):
             return blocks, _MOST_TILES
         return 1, turn
 
-    def arguments(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
-        """The kernel's integer arguments behind its pointers."""
+    def grid(self, p: Problem, gpu: Gpu) -> int:
+        tiles = self.tiles(p)
+        if self.cluster > 1:
+            return tiles * self.cluster
+        return even_grid(tiles, gpu) if self.even else min(tiles, gpu.multiprocessors)
+
+    def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         count, box = self._fullest(p)
         sides = (p.batch, *triple(result_shape(p)[2:]))
         steps = (1, *self.steps_between[1])
@@ -266,119 +287,81 @@ class Tile(Base):
         abreast, turn = self.order(p, gpu)
         return (*sides, *box, *counts[1:], self.tiles(p), min(count, abreast), turn)
 
+    def source_map(self, p: Problem) -> Map:
+        """Over the source with a problem's box, of channels, W, H, D and images."""
+        channels, *size = source_shape(p)[1:]
+        images, *counts = self.box_of(p)
+        tensor, (d, h, w) = channels_last(p.batch, channels, size, self.element), self.steps_between[0]
+        of_d, of_h, of_w = ((count - 1) * step + 1 for count, step in zip(counts, (d, h, w)))
+        box = self.chunk, of_w, of_h, of_d, images
+        return Map("source", tensor, p.dtype, box, (1, w, h, d, 1), SPAN, p.precision == "tf32")
 
-class Choice(TileChoice[Tile]):
-    """A tile for a problem on a GPU, and what the model thinks of it."""
+    def weight_map(self, p: Problem, operand: Operand) -> Map:
+        """Over packed weights, or those that lie as such, with a box of a tap's for a chunk."""
+        channels, columns = self.channels
+        if self.forward and operand == "weight":  # channels-last ones, whose rows are of channels of the result
+            return Map("weight", rows_of_taps(p, channels, columns), p.dtype, (_TURNED, 1, self.chunk, 1, 1), span=SPAN)
+        tensor, box = rows_of_taps(p, columns, channels), (self.chunk, 1, self.columns, 1, 1)
+        return Map(operand, tensor, p.dtype, box, span=SPAN, rounded=p.precision == "tf32")
 
-    mode = "implicit"
-    biased = True
+    def arguments(self, p: Problem, gpu: Gpu, given: Given, bias: Pointer, result: Pointer) -> tuple[Argument, ...]:
+        weight = self.weight_map(p, "weight" if given.weight == "in place" else "packed")
+        return result, bias, *ints(self.sizes(p, gpu)), self.source_map(p), weight
 
-    @property
-    def in_place(self) -> bool:
-        return not self.tile.forward or self.tile.turnable
+    def waves(self, p: Problem, gpu: Gpu) -> tuple[int, int]:
+        """(tiles of the block that has most, their steps): sorted, of each round those of its first tile's phase."""
+        tiles, of = self.tiles(p) * self.cluster, len(self.phases)
+        waves = -(-tiles // gpu.multiprocessors)
+        if self.even or self.cluster > 1:
+            return waves, waves * -(-self.steps[0] // self.cluster)
+        if self.sorted(p, gpu):
+            firsts = (wave * gpu.multiprocessors * of // tiles for wave in range(waves))
+            return waves, sum(self.steps[phase] for phase in firsts)
+        rounds, rest = divmod(waves, of)
+        return waves, rounds * sum(self.steps) + sum(self.steps[:rest])
 
-    @property
-    def grid(self) -> int:
-        """Blocks."""
-        t, tiles = self.tile, self.tile.tiles(self.problem)
-        if t.cluster > 1:
-            return tiles * t.cluster
-        return self.even_grid(tiles) if t.even else min(tiles, self.gpu.multiprocessors)
-
-    @property
-    def summary(self) -> str:
-        t = self.tile
-        phases = f", tiles of {len(t.phases)} phases" if len(t.phases) > 1 else ""
-        shared = f", steps shared by clusters of {t.cluster} that add up their sums" if t.cluster > 1 else ""
-        return (
-            f"implicit GEMM, channels last: wgmma {t.problem.precision}, tile of "
-            f"{'x'.join(map(str, t.box(self.problem)))} pixels (NxDxHxW) of {t.rows} x {t.columns} channels, "
-            f"{'halved' if t.halves else 'in turn'}, ring of {t.stages} of {t.chunk} channels of a tap, "
-            f"{t.shared_bytes // 1024} KB shared, grid {self.grid}{phases}{shared}"
+    def work(self, p: Problem, gpu: Gpu) -> Work:
+        waves, every = self.waves(p, gpu)
+        steps = every / waves
+        instructions = SPAN // 32 * self.rows // 64 * steps
+        lines = (self.rows + self.columns) * steps
+        if self.channels[0] % self.chunk:  # the last of a tap's
+            lines += self.rows * steps / -(-self.channels[0] // self.chunk) * _PARTIAL
+        narrow = 2 if self.element == 4 and not self.wide_stores else 1
+        read = 1.0 if self.forward else math.prod(min(k, s) / s for k, s in zip(p.kernel, p.stride))
+        return Work(
+            instructions,
+            instructions * self.columns,
+            waves=waves,
+            moved=moved(p, read=read),
+            steps=steps,
+            stages=self.stages,
+            lines=lines,
+            boxes=2 * steps,
+            stored=self.rows * self.columns / self.cluster * narrow / 8 * _STORE[p.pass_],
+            descriptors=True,
+            in_turn=not self.halves,
+            exchanged=self.rows * self.columns if self.cluster > 1 else 0,
         )
 
-    def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all sizes.
-
-        The first packs weights; the second, of some forwards, takes channels-last ones as they lie.
-        """
-        packed = super().sources()
-        if not self.tile.turnable:
-            return packed
-        kernel = self.instance(f"Implicit<{jit.CONFIG}>")
-        turned = jit.instance("pixels.cu", self.tile.constants(turned=True), (kernel,))
-        return *packed, Unit(f"{packed[0].label} unpacked", turned, (self.entry,))
-
-    def on(self, device: int) -> Choice:
-        """As `gather.Choice.on`."""
-        fits = self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster)
-        alone: Any = replace(self.tile, cluster=1)
-        return self if fits else replace(self, tile=alone)
-
-    @property
-    def entry(self) -> str:
-        return "pixels_last_clusters" if self.tile.cluster > 1 else "pixels_last"
-
-    @property
-    def reads(self) -> WeightForm | None:
-        return "channels_last" if self.in_place else None
-
-    @property
-    def packed_as(self) -> tuple[Any, ...]:
-        return self.problem.precision, self.problem.pass_, self.tile.turnable
-
-    @property
-    def overlaps(self) -> bool:
-        """Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights
-        (docs/experiments.md)."""
-        return self.seconds < _BESIDE_PACK
-
-    def arguments(self, given: Given) -> tuple[Argument, ...]:
-        t, p, in_place = self.tile, self.problem, given.weight == "in place"
-        weight = turned_map(t, p) if in_place and t.forward else packed_map(t, p, "weight" if in_place else "packed")
-        return self.result, self.bias(given), *ints(t.arguments(p, self.gpu)), source_map(t, p), weight
-
-
-def source_box(t: Tile, p: Problem) -> Five:
-    """What the box of a step's pixels traverses: channels, W, H, D, images."""
-    images, *counts = t.box(p)
-    d, h, w = ((count - 1) * step + 1 for count, step in zip(counts, t.steps_between[0]))
-    return t.chunk, w, h, d, images
-
-
-def source_map(t: Tile, p: Problem) -> Map:
-    """Over the source with a problem's box."""
-    channels, *size = source_shape(p)[1:]
-    tensor, (d, h, w) = channels_last(p.batch, channels, size, t.element), t.steps_between[0]
-    return Map("source", tensor, p.dtype, source_box(t, p), (1, w, h, d, 1), t.row_bytes, p.precision == "tf32")
-
-
-def packed_map(t: Tile, p: Problem, operand: Operand) -> Map:
-    """Over packed weights, with a box of a tap's for a chunk; a gradient's channels-last weights are alike."""
-    channels, columns = t.channels
-    tensor = rows_of_taps(p, columns, channels)
-    return Map(operand, tensor, p.dtype, t.weight_box, span=t.weight_span, rounded=p.precision == "tf32")
-
-
-def turned_map(t: Tile, p: Problem) -> Map:
-    """Over a forward's channels-last weights of 16 bits, whose rows are of channels of the result."""
-    channels, columns = t.channels
-    return Map("weight", rows_of_taps(p, channels, columns), p.dtype, (_TURNED, 1, t.chunk, 1, 1), span=128)
-
-
-# --- candidates ------------------------------------------------------------------------------------------------------
+    def summary(self, p: Problem, gpu: Gpu) -> str:
+        phases = f", tiles of {len(self.phases)} phases" if len(self.phases) > 1 else ""
+        shared = f", steps shared by clusters of {self.cluster} that add up their sums" if self.cluster > 1 else ""
+        return (
+            f"implicit GEMM, channels last: wgmma {p.precision}, tile of {'x'.join(map(str, self.box_of(p)))} pixels "
+            f"(NxDxHxW) of {self.rows} x {self.columns} channels, {'halved' if self.halves else 'in turn'}, ring of "
+            f"{self.stages} of {self.chunk} channels of a tap{phases}{shared}"
+        )
 
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why these kernels cannot serve a problem, in a sentence; None when one may."""
     if refused := tile.refusal(p, gpu):
         return refused
-    if p.pass_ == "grad-weight" or p.layout != "channels_last":
-        return "the implicit GEMM is for forwards and gradients for the input in channels_last"
-    if p.groups > 1:
-        return "the kernel knows no groups"
-    if p.batch == 0 or 0 in p.size:
-        return "an empty input has no work"
+    if p.layout != "channels_last":
+        return "the implicit GEMM is for channels_last"
+    if p.pass_ == "fwd" and p.out_channels < _FEWEST:
+        return f"of {p.out_channels} channels a matrix instruction waits for its pixels"
     if p.pass_ != "fwd" and max(p.stride) > MAX_BOX_STEP:
         return f"boxes take steps of at most {MAX_BOX_STEP} pixels"
     if p.taps > _MOST_TAPS:
@@ -395,18 +378,21 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
 def _widths(result: int) -> tuple[int, ...]:
     """Columns of a block for so many channels of a result: few, since each is a kernel."""
     even = {-(-result // (16 * n)) * 16 for n in range(1, -(-result // 32) + 1)}
-    fitting = {n for n in even if n <= _MOST_COLUMNS and -(-result // n) * n <= _WASTE * result}
-    blocks = -(-result // _MOST_COLUMNS)
+    fitting = {n for n in even if n <= MOST_COLUMNS and -(-result // n) * n <= _WASTE * result}
+    blocks = -(-result // MOST_COLUMNS)
     return tuple(sorted(fitting or {-(-result // (8 * blocks)) * 8}))
 
 
+def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """Every tile worth a look for a layer, and those of clusters at its own size."""
+    every = (t for whole in alone(any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
+    return (t for t in every if t.tiles(p) < _MOST_TILES)
+
+
 @lru_cache(maxsize=256)
-def candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
-    """A layer's tiles, for all sizes."""
-    source, result = source_shape(layer)[1], result_shape(layer)[1]
-    element = layer.dtype.itemsize
-    row_bytes = next((n for n in (32, 64) if source * element <= n), 128)
-    shapes = product(_widths(result), (1, 2, 4), (row_bytes // element,), (True, False))
+def alone(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
+    """A layer's tiles for all sizes, without clusters."""
+    shapes = product(_widths(result_shape(layer)[1]), (1, 2, 4), (True, False))
     found = fitted((Tile(layer, *shape) for shape in shapes), gpu)
     # Weights as they lie spare a training step their packing (docs/experiments.md).
     return tuple(t for t in found if t.turnable) or found
@@ -421,73 +407,8 @@ def _clustered(t: Tile, p: Problem, gpu: Gpu) -> Iterator[Tile]:
             yield replace(t, cluster=cluster)
 
 
-# --- the cost model --------------------------------------------------------------------------------------------------
-
-
-def _waves(t: Tile, p: Problem, gpu: Gpu) -> tuple[int, int]:
-    """(tiles of the block that has most, their steps): sorted, of each round those of its first tile's phase."""
-    tiles, of = t.tiles(p) * t.cluster, len(t.phases)
-    waves = -(-tiles // gpu.multiprocessors)
-    if t.even or t.cluster > 1:
-        return waves, waves * -(-t.steps[0] // t.cluster)
-    if t.sorted(p, gpu):
-        firsts = (wave * gpu.multiprocessors * of // tiles for wave in range(waves))
-        return waves, sum(t.steps[phase] for phase in firsts)
-    rounds, rest = divmod(waves, of)
-    return waves, rounds * sum(t.steps) + sum(t.steps[:rest])
-
-
-def estimate(t: Tile, p: Problem, gpu: Gpu) -> Cost:
-    """What a problem takes by a tile."""
-    waves, every = _waves(t, p, gpu)
-    steps = every / waves
-    instructions = t.row_bytes // 32 * t.rows // 64 * steps
-    lines = (t.rows + t.columns) * steps
-    if t.channels[0] % t.chunk:  # the last of a tap's
-        lines += t.rows * steps / -(-t.channels[0] // t.chunk) * _PARTIAL
-    narrow = 2 if t.element == 4 and not t.wide_stores else 1
-    read = float(math.prod(source_shape(p)))
-    if not t.forward:
-        read *= math.prod(min(k, s) / s for k, s in zip(p.kernel, p.stride))
-    return cost(
-        Work(
-            instructions,
-            instructions * t.columns,
-            waves=waves,
-            moved=(math.prod(result_shape(p)) + read) * t.element,
-            steps=steps,
-            stages=t.stages,
-            lines=lines,
-            boxes=2 * steps,
-            stored=t.rows * t.columns / t.cluster * narrow / 8 * _STORE[p.pass_],
-            descriptors=True,
-            in_turn=not t.halves,
-            exchanged=t.rows * t.columns if t.cluster > 1 else 0,
-        ),
-        gpu,
-    )
-
-
-def _unwanted(p: Problem, gpu: Gpu) -> str | None:
-    """`refusal`, or why there is no need to look."""
-    refused = refusal(p, gpu)
-    if refused is None and p.pass_ == "fwd" and p.out_channels < _FEWEST:
-        return f"of {p.out_channels} channels a matrix instruction waits for its pixels"
-    return refused
-
-
-def _countable(p: Problem, gpu: Gpu) -> Iterator[Tile]:
-    """Tiles for one of a problem's, and those of clusters."""
-    every = (t for whole in candidates(any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
-    return (t for t in every if t.tiles(p) < _MOST_TILES)
-
-
 choose = Chooser(
-    _unwanted,
-    _countable,
-    estimate,
-    Choice,
-    none="no tile's stages fit in shared memory, or its tiles are too many to count",
+    TileChoice, refusal, candidates, none="no tile's stages fit in shared memory, or its tiles are too many to count"
 )
 """The cheapest tile by the model, or the sentence why there is none."""
 candidate = choose.candidate

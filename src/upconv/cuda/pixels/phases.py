@@ -17,15 +17,13 @@ from typing import Any, NamedTuple
 
 from upconv.cuda.axes import any_size, gather_axes
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import dense
-from upconv.cuda.cost import Cost, Work, cost
+from upconv.cuda.compile.boxes import Five
+from upconv.cuda.cost import Work
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX, Gpu
-from upconv.cuda.launches import Map
 from upconv.cuda.pixels import tile
-from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.pixels.choosing import Chooser
-from upconv.cuda.pixels.tile import CONSUMERS, MOST_COUNTED, fitted, of_axes, triple
+from upconv.cuda.pixels.choice import Chooser, TileChoice
+from upconv.cuda.pixels.tile import CONSUMERS, MOST_COLUMNS, MOST_COUNTED, even_grid, fitted, moved, of_axes, triple
 from upconv.cuda.pixels.tile import Tile as Base
 from upconv.derived import derived
 from upconv.problem import Problem
@@ -33,8 +31,12 @@ from upconv.problem import Problem
 _MOST_REGISTERS = 168  # of a consumer's thread for sums and fragments; addresses and the like take 48
 _MOST_PHASES = 5
 """Of W: their order is found by trying all."""
-_MOST_WIDTHS = 4
-_MOST_COLUMNS = 256
+# Clocks of a consumer: a run of outputs on its way through the buffer, and an output of it, by whether rows begin at
+# 16 bytes.
+_RUN = 51.7
+_STORED = {True: 0.01, False: 0.145}
+_MEMORY = {True: 1.25, False: 1.5}  # how often memory counts an output, by whether rows begin at 16 bytes
+_LEAST = 28  # columns of an instruction that takes as long as fewer do
 
 
 class Shift(NamedTuple):
@@ -76,16 +78,21 @@ class User(NamedTuple):
 class Tile(Base):
     """As `Base`; each consumer has a ring, whose stages have a chunk of the rows of its tile."""
 
-    shape: Triple
-    """q of a consumer's tile, along D, H and W."""
-    chunk: int
-    """Input channels of a stage of the ring."""
+    shape: tuple[int, int]
+    """q of a consumer's tile, along H and W."""
     aligned: bool = False
     """Whether the output's rows begin at 16 bytes."""
+
+    mode = "phases"
 
     @property
     def vec(self) -> int:
         return 16 // self.element
+
+    @property
+    def chunk(self) -> int:
+        """Input channels of a stage of the ring: a step of K."""
+        return 32 // self.element
 
     @property
     def mb(self) -> int:
@@ -133,9 +140,7 @@ class Tile(Base):
         what lies before it in 16 bytes."""
         of_rows = list(zip(*(row for row, _ in self.rows)))
         offsets = [s.offset for s in self.shifts]
-        offsets.append(
-            min(offsets) // self.vec * self.vec
-        )  # boxes begin at 16 bytes, else it is an illegal instruction
+        offsets.append(min(offsets) // self.vec * self.vec)  # where no box begins elsewhere
         found = [(min(of), max(of) - min(of) + 1) for of in (*of_rows, offsets)]
         return found[0], found[1], found[2]
 
@@ -143,15 +148,15 @@ class Tile(Base):
     def source_rows(self) -> tuple[int, int]:
         """Rows of the source that a tile reads, along D and H."""
         (_, deep), (_, high), _ = self.span
-        return self.shape[0] + deep - 1, self.shape[1] + high - 1
+        return deep, self.shape[0] + high - 1
 
     @property
     def pitch(self) -> int:
         """Elements of a row in shared memory: an odd number of 16 bytes, so that lanes' channels are in other banks."""
-        return -(-(self.shape[2] + self.span[2][1] - 1) // self.vec) // 2 * 2 * self.vec + self.vec
+        return -(-(self.shape[1] + self.span[2][1] - 1) // self.vec) // 2 * 2 * self.vec + self.vec
 
     @property
-    def box(self) -> tuple[int, int, int, int, int]:
+    def box(self) -> Five:
         """Of a row of the source: W, H, D, channels, images."""
         return self.pitch, 1, 1, self.chunk, 1
 
@@ -174,21 +179,21 @@ class Tile(Base):
         return sum(len(users) for _, users in self.rows)
 
     @property
-    def k_steps(self) -> int:
-        """Steps of K, 32 bytes of channels, of a chunk."""
-        return self.chunk * self.element // 32
-
-    @property
     def chunks(self) -> int:
         return -(-self.problem.in_channels // self.chunk)
 
     @property
     def weight_bytes(self) -> int:
-        return self.chunks * self.k_steps * self.users * self.shift_columns * 32
+        return self.chunks * self.users * self.shift_columns * 32
 
     @property
     def packed_words(self) -> int:
         return self.weight_bytes // 4
+
+    @property
+    def packed_as(self) -> tuple[Any, ...]:
+        p = self.problem
+        return self.chunks, p.precision, p.stride, p.padding, p.dilation
 
     @property
     def passed(self) -> int:
@@ -198,8 +203,8 @@ class Tile(Base):
     @property
     def buffer_bytes(self) -> int:
         """Of a consumer's outputs on their way to memory."""
-        words = self.shape[2] * self.strides[2] * self.element // 4 + 4 * (not self.aligned)
-        return self.passed * ((math.prod(self.shape[:2]) * words + 11) // 16 * 16 + 4) * 4
+        words = self.shape[1] * self.strides[2] * self.element // 4 + 4 * (not self.aligned)
+        return self.passed * ((self.shape[0] * words + 11) // 16 * 16 + 4) * 4
 
     def shared_with(self, stages: int) -> int:
         weights = -(-self.weight_bytes // 128) * 128
@@ -210,20 +215,11 @@ class Tile(Base):
         """A consumer's thread's."""
         return len(self.pairs) * self.mb * self.row_columns // 2
 
-    @property
-    def holds_sums(self) -> bool:
-        """Whether a consumer's registers do, and fragments twice."""
-        return self.sums + 2 * 4 * len(self.shifts) * self.mb <= _MOST_REGISTERS
-
     def faults(self) -> Iterator[str]:
-        if not self.holds_sums:
+        if self.sums + 2 * 4 * len(self.shifts) * self.mb > _MOST_REGISTERS:  # fragments twice
             yield f"{self.sums} sums and fragments beside are more than {_MOST_REGISTERS} registers"
-        if self.widths[-1] > _MOST_COLUMNS:
-            yield f"{self.widths[-1]} columns are more than an instruction's {_MOST_COLUMNS}"
         if max(self.box) > MAX_BOX:
             yield f"boxes have at most {MAX_BOX} elements along a dimension"
-        if len(self.widths) > _MOST_WIDTHS:
-            yield f"matrix instructions have {len(self.widths)} widths, more than the kernel's {_MOST_WIDTHS}"
 
     def constants(self) -> dict[str, jit.Constant]:
         """The kernel's, see kernels/pixels_phases.cuh."""
@@ -235,6 +231,8 @@ class Tile(Base):
             "co_columns": self.co_columns,
             "chunk": self.chunk,
             "mb": self.mb,
+            "tile_h": self.shape[0],
+            "tile_w": self.shape[1],
             "pitch": self.pitch,
             "rows_d": rows_d,
             "rows_h": rows_h,
@@ -265,87 +263,70 @@ class Tile(Base):
             # A phase of W's, in the order of columns.
             "places_of_phases": tuple(self.order.index(u) for u in range(self.strides[2])),
         }
-        axes = of_axes("tile", self.shape) | of_axes("step", self.strides) | of_axes("kernel", self.kernel)
+        axes = of_axes("step", self.strides) | of_axes("kernel", self.kernel)
         return super().constants() | own | axes
 
-    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+    # --- a size ------------------------------------------------------------------------------------------------------
 
-    def places(self, p: Problem) -> Triple:
-        """q along D, H and W of a problem of this layer."""
+    def places_of(self, p: Problem) -> Triple:
+        """q along D, H and W."""
         d, h, w = (-(-n // step) for n, step in zip(triple(p.out_size), self.strides))
         return d, h, w
 
     def counts(self, p: Problem) -> Triple:
         """Tiles along D, H and W."""
-        d, h, w = (-(-n // of) for n, of in zip(self.places(p), self.shape))
+        d, h, w = (-(-n // of) for n, of in zip(self.places_of(p), (1, *self.shape)))
         return d, h, w
 
     def tiles(self, p: Problem) -> int:
         return p.batch * math.prod(self.counts(p))
 
-    def arguments(self, p: Problem) -> tuple[int, ...]:
-        """The kernel's integer arguments behind its pointers."""
+    def grid(self, p: Problem, gpu: Gpu) -> int:
+        """Blocks, whose consumers have tiles of their own."""
+        return even_grid(-(-self.tiles(p) // CONSUMERS), gpu)
+
+    def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         return *triple(p.out_size), *self.counts(p), self.tiles(p)
 
-
-class Choice(TileChoice[Tile]):
-    """A tile for a problem on a GPU, and what the model thinks of it."""
-
-    mode = "phases"
-
-    @property
-    def grid(self) -> int:
-        """Blocks, whose consumers have tiles of their own."""
-        return self.even_grid(-(-self.tile.tiles(self.problem) // CONSUMERS))
-
-    @property
-    def summary(self) -> str:
-        t = self.tile
-        return (
-            f"pixels as rows, phases as columns: wgmma {t.problem.precision}, {CONSUMERS} tiles of "
-            f"{'x'.join(map(str, t.shape))} (DxHxW of q), {len(t.pairs)} x {t.row_columns} columns, rings "
-            f"of {t.stages} of {t.chunk} channels, weights resident, {t.shared_bytes // 1024} KB shared, "
-            f"grid {self.grid}"
+    def work(self, p: Problem, gpu: Gpu) -> Work:
+        """Both consumers' tiles are one, since each has one of its own."""
+        steps, shifts = CONSUMERS * self.chunks, len(self.shifts)
+        columns = sum(max(len(s.taps) * self.co_columns, _LEAST) for s in self.shifts)
+        passes = CONSUMERS * len(self.pairs) * self.co_columns / self.passed
+        outputs = self.passed * math.prod(self.shape) * self.strides[2]
+        return Work(
+            steps * self.mb * self.users * shifts,
+            steps * self.mb * self.users * columns,
+            waves=-(-self.tiles(p) // (CONSUMERS * gpu.multiprocessors)),
+            moved=moved(p, written=_MEMORY[self.aligned]),
+            steps=CONSUMERS * self.chunks,
+            stages=self.stages,
+            lines=CONSUMERS * self.chunks * self.stage_bytes / 128,
+            boxes=CONSUMERS * self.chunks * len(self.rows),
+            loads=steps * len(self.rows) * (shifts * self.mb * (2 / self.element) + 2),
+            stored=passes * (self.shape[0] * _RUN + outputs * _STORED[self.aligned]),
         )
 
-    @property
-    def packed_as(self) -> tuple[Any, ...]:
-        t, p = self.tile, self.problem
-        return t.chunks * t.k_steps, p.precision, p.stride, p.padding, p.dilation
-
-    @property
-    def aligned(self) -> bool:
-        return self.tile.aligned
-
-    @property
-    def source_map(self) -> Map:
-        return source_map(self.tile, self.problem)
-
-
-def source_map(t: Tile, p: Problem) -> Map:
-    """A ``CUtensorMap`` over the input with a tile's box. float32 is rounded to TF32 on its way."""
-    d, h, w = triple(p.size)
-    tensor = dense((w, h, d, p.in_channels, p.batch), t.element)
-    return Map("source", tensor, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
-
-
-# --- candidates ------------------------------------------------------------------------------------------------------
+    def summary(self, p: Problem, gpu: Gpu) -> str:
+        return (
+            f"pixels as rows, phases as columns: wgmma {p.precision}, {CONSUMERS} tiles of "
+            f"{'x'.join(map(str, self.shape))} (HxW of q), {len(self.pairs)} x {self.row_columns} columns, rings "
+            f"of {self.stages} of {self.chunk} channels, weights resident"
+        )
 
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why these kernels cannot serve a problem, in a sentence; None when one may."""
     if refused := tile.refusal(p, gpu):
         return refused
-    if p.layout != "nchw" or p.pass_ != "fwd":
-        return "phases as columns are for forwards in NCHW"
-    if p.groups > 1 or max(p.stride) == 1:
-        return "the kernel is for layers with a stride, without groups"
+    if max(p.stride) == 1:
+        return "the kernel is for layers with a stride"
     if p.stride[-1] > _MOST_PHASES:
         return (
             f"a stride of {p.stride[-1]} along the width has more phases than the {_MOST_PHASES} that the kernel orders"
         )
-    if math.prod(p.stride) * -(-p.out_channels // 8) * 8 > _MOST_COLUMNS:
-        return f"{math.prod(p.stride)} phases of {p.out_channels} channels are more than {_MOST_COLUMNS} columns"
+    if math.prod(p.stride) * -(-p.out_channels // 8) * 8 > MOST_COLUMNS:
+        return f"{math.prod(p.stride)} phases of {p.out_channels} channels are more than {MOST_COLUMNS} columns"
     if any(len(axis.taps) < axis.out_step for axis in gather_axes(p)):
         return "some phases have no taps, for which the kernel would multiply zeros"
     if p.kernel == p.stride:
@@ -362,68 +343,22 @@ def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     aligned = p.out_size[-1] * p.dtype.itemsize % 16 == 0
     for t in _candidates(any_size(p), gpu, aligned):
         # Of an axis that is shorter than the tile no more than it must have.
-        if all(n < 2 * of or n == 1 for n, of in zip(t.shape, t.places(p))):
+        if all(n < 2 * of or n == 1 for n, of in zip(t.shape, t.places_of(p)[1:])):
             yield t
 
 
 @lru_cache(maxsize=256)
 def _candidates(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tile, ...]:
     """A layer's tiles for all sizes whose rows begin alike."""
-    element = layer.dtype.itemsize
-    if layer.in_channels * layer.taps * layer.out_channels * element > gpu.shared_bytes:
+    if layer.in_channels * layer.taps * layer.out_channels * layer.dtype.itemsize > gpu.shared_bytes:
         return ()
     heights = (1, 2, 4, 8) if layer.rank > 1 else (1,)
-    shapes = [(1, h, w) for h, w in product(heights, (16, 32, 64, 128)) if h * w % 64 == 0]
-    return fitted((Tile(layer, shape, 32 // element, aligned) for shape in shapes), gpu)
-
-
-# --- the cost model --------------------------------------------------------------------------------------------------
-
-
-# Clocks of a consumer: a run of outputs on its way through the buffer, and an output of it, by whether rows begin at
-# 16 bytes.
-_RUN = 51.7
-_STORED = {True: 0.01, False: 0.145}
-_MEMORY = {True: 1.25, False: 1.5}  # how often memory counts an output, by whether rows begin at 16 bytes
-_LEAST = 28  # columns of an instruction that takes as long as fewer do
-
-
-def estimate(t: Tile, p: Problem, gpu: Gpu) -> Cost:
-    """What a problem takes by a tile: both consumers' tiles are one, since each has one of its own."""
-    steps, shifts = CONSUMERS * t.chunks * t.k_steps, len(t.shifts)
-    columns = sum(max(len(s.taps) * t.co_columns, _LEAST) for s in t.shifts)
-    passes = CONSUMERS * len(t.pairs) * t.co_columns / t.passed
-    outputs = t.passed * math.prod(t.shape) * t.strides[2]
-    written = _MEMORY[t.aligned] * math.prod(p.output_shape)
-    return cost(
-        Work(
-            steps * t.mb * t.users * shifts,
-            steps * t.mb * t.users * columns,
-            waves=-(-t.tiles(p) // (CONSUMERS * gpu.multiprocessors)),
-            moved=(math.prod(p.input_shape) + written) * t.element,
-            steps=CONSUMERS * t.chunks,
-            stages=t.stages,
-            lines=CONSUMERS * t.chunks * t.stage_bytes / 128,
-            boxes=CONSUMERS * t.chunks * len(t.rows),
-            loads=steps * len(t.rows) * (shifts * t.mb * (2 / t.element) + 2),
-            stored=passes * (math.prod(t.shape[:2]) * _RUN + outputs * _STORED[t.aligned]),
-        ),
-        gpu,
-    )
-
-
-def _why_none(p: Problem, gpu: Gpu) -> str:
-    if _candidates(any_size(p), gpu, p.out_size[-1] * p.dtype.itemsize % 16 == 0):
-        return "every tile is more than twice as long as this input along an axis"
-    return "this layer's weights leave no room for rings in shared memory, or its sums in registers"
+    shapes = [(h, w) for h, w in product(heights, (16, 32, 64, 128)) if h * w % 64 == 0]
+    return fitted((Tile(layer, shape, aligned) for shape in shapes), gpu)
 
 
 choose = Chooser(
-    refusal,
-    lambda p, gpu: (t for t in candidates(p, gpu) if t.tiles(p) < MOST_COUNTED - 2 * gpu.multiprocessors),
-    estimate,
-    Choice,
-    none=_why_none,
+    TileChoice, refusal, candidates, none="no tile of this layer fits this input's axes, shared memory and registers"
 )
 """The cheapest tile by the model, or the sentence why there is none."""
 candidate = choose.candidate

@@ -1,4 +1,4 @@
-"""Layers without strides and of few output channels on tensor cores: pixels as rows of M, a walk along D. wgmma only.
+"""Forwards of 3-D layers without strides and of few output channels: pixels as rows of M, a walk along D. wgmma only.
 
 A matrix instruction has 64 rows (M) and any multiple of 8 columns (N). `gather` makes output channels rows, since NCHW
 results then leave by rows, and keeps to it in channels_last; a layer of 24 channels fills them with neighbouring
@@ -8,7 +8,7 @@ sums move through the registers as a block walks along D (``kernels/sweep.cu``).
 a walk's ends and of the tile's borders.
 
 The pixels' side, a slice with its halo in shared memory and who brings it, is that of a `Tiling` of the layer without
-its taps along D (`Tile.slice`); with one slot, of the layer itself.
+its taps along D (`Tile.slice`).
 """
 
 from __future__ import annotations
@@ -20,25 +20,22 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
-from upconv.cuda.compile import jit
-from upconv.cuda.cost import Cost, Work, cost
+from upconv.cuda.axes import Unfit, any_size
+from upconv.cuda.cost import Work
 from upconv.cuda.gemm import gather
 from upconv.cuda.gemm.gather_constants import Constants, pixel_constants, producer_registers
-from upconv.cuda.gemm.gather_search import chunk_sizes, classes_of
+from upconv.cuda.gemm.gather_search import chunk_sizes
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Argument, Given, Pointer, ints
 from upconv.cuda.pixels import tile
-from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.pixels.choosing import Chooser
+from upconv.cuda.pixels.choice import Chooser, TileChoice
+from upconv.cuda.pixels.tile import MOST_COLUMNS, moved, stores_wide
 from upconv.cuda.pixels.tile import Tile as Base
-from upconv.cuda.pixels.tile import stores_wide
 from upconv.derived import derived_from, varied
 from upconv.problem import Problem
 
-_MOST_COLUMNS = 256  # of a matrix instruction
 _MOST_SUMS = 144  # of a consumer's thread, of whose 200 registers descriptors and addresses take the rest
 _MOST_INSTRUCTIONS = 192  # of a consumer for a chunk: they are one stretch of code
 _WIDTHS = (16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 100, 104, 112, 120, 128)
@@ -57,22 +54,27 @@ _SHORT = {2: 52, 4: 20}
 class Tile(Base):
     """As `Base`, whose stages are of the ring of pixels."""
 
-    slots: int
-    """Output slices whose sums a thread holds: as many as the kernel has along D, or 1."""
     shape: tuple[int, int]
     """Outputs of a tile along H and W."""
     nb: int
     """Subtiles of 64 pixel rows that a consumer accumulates."""
     chunk: int
     """Input channels of a chunk."""
-    classes: tuple[int, int] | None = (1, 1)
-    """As `Tiling.classes`."""
     stages_s: int = 2
     stages_w: int = 2
     w_stage: int = 8
     """Steps of K of a stage of the weights' ring: whole taps."""
     resident: bool = False
     """All weights stay in shared memory."""
+
+    mode = file = "sweep"
+    threads = 512
+    """Of a block: `gather`'s producers and two consumers'."""
+
+    @property
+    def slots(self) -> int:
+        """Output slices whose sums a thread holds: those of a kernel's slices."""
+        return self.problem.kernel[0]
 
     @property
     def turns(self) -> bool:
@@ -90,46 +92,35 @@ class Tile(Base):
         t = self.pixels
         return self.channels_last and stores_wide(t.element, self.slot_columns, t.cout_g)
 
-    @derived_from("problem", "slots")
+    @derived_from("problem")
     def slice(self) -> Problem:
         """The layer whose tiling is that of a tile's pixels."""
         p = self.problem
-        if self.slots == 1:
-            return p
         return p.with_(
             kernel=(1, *p.kernel[1:]), padding=(0, *p.padding[1:]), output_padding=(0, *p.output_padding[1:])
         )
 
-    @derived_from("problem", "slots", "shape", "chunk", "classes", "stages", "stages_s")
+    @derived_from("problem", "shape", "chunk", "stages", "stages_s")
     def pixels(self) -> Tiling:
         """The tiling of a tile's pixels; its M means nothing."""
         return varied(self._chunk_pixels, stages_p=self.stages, stages_s=self.stages_s)
 
-    @derived_from("problem", "slots", "shape", "chunk", "classes")
+    @derived_from("problem", "shape", "chunk")
     def _chunk_pixels(self) -> Tiling:
         """`pixels` with whatever stages: what follows from the others is found here, once for all of them."""
-        t = Tiling(self.slice, (1, 64), (1, 1, *self.shape), 0, self.chunk, classes=self.classes)
+        t = Tiling(self.slice, (1, 64), (1, 1, *self.shape), 0, self.chunk)
         _ = t.pixels, t.tensor_map, t.strided_box
         return t
 
     @property
     def slot_columns(self) -> int:
         """Columns of a slot: the output channels, filled up to a multiple of 8."""
-        return -(-result_shape(self.problem)[1] // 8) * 8
+        return -(-self.problem.out_channels // 8) * 8
 
     @property
     def columns(self) -> int:
         """Columns of a matrix instruction."""
         return self.slots * self.slot_columns
-
-    @property
-    def first_slot(self) -> int:
-        """The output slice that an input slice reaches first, less the input slice; 0 with one slot, where both are
-        the output's."""
-        if self.slots == 1:
-            return 0
-        pad = self.problem.padding[0]
-        return -pad if self.problem.pass_ == "fwd" else pad - (self.slots - 1)
 
     @property
     def entries(self) -> int:
@@ -140,6 +131,15 @@ class Tile(Base):
     def chunk_steps(self) -> int:
         """Steps of K of a chunk."""
         return self.entries * self.pixels.k_steps
+
+    @property
+    def packed_as(self) -> tuple[Any, ...]:
+        p = self.problem
+        return self.chunk, p.precision, self.entries
+
+    @property
+    def aligned(self) -> bool:
+        return self.channels_last
 
     @property
     def packed_words(self) -> int:
@@ -181,7 +181,7 @@ class Tile(Base):
         t, (h, w) = self.pixels, self.shape
         if (h - 1) * t.pitch + w > self.nb * 128:
             yield f"{h} rows of {t.pitch} pixels are more than {self.nb * 128}"
-        if self.columns > _MOST_COLUMNS or self.nb * self.columns // 2 > _MOST_SUMS:
+        if self.columns > MOST_COLUMNS or self.nb * self.columns // 2 > _MOST_SUMS:
             yield f"{self.nb} x 64 x {self.columns} sums are more than registers hold"
         if self.chunk_steps * self.nb > _MOST_INSTRUCTIONS:
             yield f"{self.chunk_steps} steps of {self.nb} instructions are too long a stretch"
@@ -202,10 +202,9 @@ class Tile(Base):
         taps = [tap for blocks in t.entries for block in blocks for tap in block]
         producers = producer_registers(t)
         found: Constants = {
-            "grad_input": self.problem.pass_ == "grad-input",
-            "cout": result_shape(self.problem)[1],
+            "cout": self.problem.out_channels,
             "slots": self.slots,
-            "first_slot": self.first_slot,
+            "pad_d": self.problem.padding[0],
             "slot_columns": self.slot_columns,
             "b_columns": self.columns,
             "taps": t.problem.taps,
@@ -224,28 +223,72 @@ class Tile(Base):
         }
         return pixel_constants(t) | found
 
-    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+    # --- a size ------------------------------------------------------------------------------------------------------
 
-    def counts(self, p: Problem, multiprocessors: int) -> tuple[int, int, int, int]:
-        """Images, segments of a walk along D, and tiles along H and W, of a problem of this layer."""
-        d, h, w = result_shape(p)[2:]
+    def counts(self, p: Problem, gpu: Gpu) -> tuple[int, int, int, int]:
+        """Images, segments of a walk along D, and tiles along H and W."""
+        d, h, w = p.out_size
         rows, columns = -(-h // self.shape[0]), -(-w // self.shape[1])
-        return p.batch, _segments(p.batch * rows * columns, d, self.slots, multiprocessors), rows, columns
+        return p.batch, _segments(p.batch * rows * columns, d, self.slots, gpu.multiprocessors), rows, columns
 
-    def walk(self, p: Problem, multiprocessors: int) -> int:
+    def walk(self, p: Problem, gpu: Gpu) -> int:
         """Result slices of a walk, which takes a step more for each slot but one."""
-        return -(-result_shape(p)[2] // self.counts(p, multiprocessors)[1])
+        return -(-p.out_size[0] // self.counts(p, gpu)[1])
 
-    def grid(self, p: Problem, multiprocessors: int) -> int:
+    def tiles(self, p: Problem) -> int:
+        """Without segments, which are fewer than slices."""
+        return p.batch * p.out_size[0] * -(-p.out_size[1] // self.shape[0]) * -(-p.out_size[2] // self.shape[1])
+
+    def grid(self, p: Problem, gpu: Gpu) -> int:
         """Blocks: one for each multiprocessor."""
-        return min(math.prod(self.counts(p, multiprocessors)), multiprocessors)
+        return min(math.prod(self.counts(p, gpu)), gpu.multiprocessors)
 
-    def arguments(self, p: Problem, multiprocessors: int) -> tuple[int, ...]:
-        """The kernel's integer arguments behind its four pointers."""
-        n, segments, rows, columns = self.counts(p, multiprocessors)
-        steps = self.walk(p, multiprocessors) + self.slots - 1
-        sizes = (*source_shape(p)[2:], *result_shape(p)[2:])
-        return (p.batch, *sizes, segments, rows, columns, n * segments * rows * columns * steps)
+    def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
+        n, segments, rows, columns = self.counts(p, gpu)
+        steps = self.walk(p, gpu) + self.slots - 1
+        return (n, *p.size, *p.out_size, segments, rows, columns, n * segments * rows * columns * steps)
+
+    def arguments(self, p: Problem, gpu: Gpu, given: Given, bias: Pointer, result: Pointer) -> tuple[Argument, ...]:
+        pointers = Pointer("source", alignment=16), Pointer("packed"), bias, result
+        return *pointers, *ints(self.sizes(p, gpu)), *gather.source_maps(self.pixels, p)
+
+    def work(self, p: Problem, gpu: Gpu) -> Work:
+        """Slices are tiles here."""
+        t, last, counts = self.pixels, self.channels_last, self.counts(p, gpu)
+        # Slices that the input has not, at either end of its depth, cost nothing.
+        slices = self.walk(p, gpu) + (self.slots - 1) * (1 - 1 / counts[1])
+        streamed = 0 if self.resident else self.packed_words * 4
+        instructions = t.chunks * self.chunk_steps * 2 * self.nb
+        if last:
+            stored, shared = math.prod(self.shape) * t.cout_g * t.element / 32 * _STORE_LAST, 0
+        else:
+            stored = self.slot_columns / 8 * self.nb * max(1.0, _SHORT[t.element] / self.shape[1]) * _STORE
+            shared = instructions * 32 * (64 + self.columns) + 3 * t.pixels * t.row_bytes * t.chunks + streamed
+        return Work(
+            instructions,
+            instructions * self.columns,
+            waves=-(-math.prod(counts) // gpu.multiprocessors) * slices,
+            moved=moved(p, written=1.0 if last else 1.25),
+            steps=0 if self.resident else t.chunks * -(-self.chunk_steps // self.w_stage),
+            stages=self.stages if last else self.stages_s,
+            lines=t.chunks * t.pixels if last else 0,
+            shared=shared,
+            chunks_turned=0 if last else t.chunks,
+            turned=0 if last else t.chunks * -(-t.pixels // 192) * t.k_steps * 8 // t.element,
+            stored=stored,
+            descriptors=True,
+            in_turn=self.turns,
+            beside=_TURN if self.turns else 0,
+        )
+
+    def summary(self, p: Problem, gpu: Gpu) -> str:
+        weights = "resident" if self.resident else f"ring of {self.stages_w} x {self.w_stage} steps"
+        consumers = "in turn" if self.turns else "pixels halved"
+        return (
+            f"pixels as rows: wgmma {p.precision}, tile {self.shape[0]}x{self.shape[1]} (HxW), walks of "
+            f"{self.walk(p, gpu)} slices, {self.columns} columns, chunk of {self.chunk} channels, {consumers}, weights "
+            f"{weights}"
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -258,103 +301,47 @@ def _segments(walks: int, slices: int, slots: int, multiprocessors: int) -> int:
     return min(range(1, min(slices, 256) + 1), key=lambda n: (steps(n), n))
 
 
-class Choice(TileChoice[Tile]):
-    """A tile for a problem on a GPU, and what the model thinks of it."""
-
-    mode = file = "sweep"
-    threads = 512
-    """Of a block: `gather`'s producers and two consumers'."""
-    biased = True
-
-    @property
-    def grid(self) -> int:
-        """Blocks of a launch."""
-        return self.tile.grid(self.problem, self.gpu.multiprocessors)
-
-    @property
-    def summary(self) -> str:
-        s = self.tile
-        weights = "resident" if s.resident else f"ring of {s.stages_w} x {s.w_stage} steps"
-        slices = s.walk(self.problem, self.gpu.multiprocessors)
-        walk = f"walks of {slices} slices" if s.slots > 1 else "slice by slice"
-        consumers = "in turn" if s.turns else "pixels halved"
-        return (
-            f"pixels as rows: wgmma {s.problem.precision}, tile {s.shape[0]}x{s.shape[1]} (HxW), {walk}, {s.columns} "
-            f"columns, chunk of {s.chunk} channels, {consumers}, weights {weights}, {s.shared_bytes // 1024} KB "
-            f"shared, grid {self.grid}"
-        )
-
-    def instance(self, struct: str) -> str:
-        return f"sweep<{jit.CONFIG}>"
-
-    @property
-    def packed_as(self) -> tuple[Any, ...]:
-        s, p = self.tile, self.problem
-        return s.slots, s.chunk, p.precision, p.pass_, p.out_channels, s.entries
-
-    @property
-    def aligned(self) -> bool:
-        return self.tile.channels_last
-
-    def arguments(self, given: Given) -> tuple[Argument, ...]:
-        s, p = self.tile, self.problem
-        pointers = Pointer("source", alignment=16), Pointer("packed"), self.bias(given), self.result
-        return *pointers, *ints(s.arguments(p, self.gpu.multiprocessors)), *gather.source_maps(s.pixels, p)
-
-
-# --- candidates ------------------------------------------------------------------------------------------------------
-
-
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why no sweep can serve a problem, in a sentence; None when one may."""
     if refused := tile.refusal(p, gpu):
         return refused
     if p.rank != 3 or p.batch_as_width:
         return "walks are for 3-D layers, whose images are not side by side"
-    if max(p.stride) > 1 or p.groups > 1 or p.dilation[0] > 1:
-        return "the kernel walks without strides, groups or a dilation along the depth"
-    if result_shape(p)[1] > _MOST_COLUMNS:
-        return f"{result_shape(p)[1]} output channels are more than the {_MOST_COLUMNS} columns of a matrix instruction"
-    if _classes(p) is None:
-        return "rows begin at more places of 16 bytes than boxes are sorted by"
-    if p.layout == "channels_last" and source_shape(p)[1] * p.dtype.itemsize % 16:
-        return "boxes want pixels of whole 16 bytes"
+    if max(p.stride) > 1 or p.dilation[0] > 1:
+        return "the kernel walks without strides, or a dilation along the depth"
+    if p.kernel[0] == 1 or p.padding[0] >= p.kernel[0]:
+        return "there is no walk where each output slice has one of the input"
+    if p.out_channels > MOST_COLUMNS:
+        return f"{p.out_channels} output channels are more than the {MOST_COLUMNS} columns of a matrix instruction"
+    if (p.size[-1] if p.layout == "nchw" else p.in_channels) * p.dtype.itemsize % 16:
+        return "boxes want rows, or pixels, of whole 16 bytes"
     return None
-
-
-def _classes(p: Problem) -> tuple[int, int] | None:
-    """`Tile.classes` of a problem's source."""
-    return classes_of(p) if p.layout == "nchw" else (1, 1)
 
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every sweep worth a look for a layer at its own size."""
-    classes = _classes(p)
-    if classes is None:
-        return
-    h, w = result_shape(p)[3:]
-    for s in _candidates(any_size(p), gpu, classes):
+    h, w = p.out_size[1:]
+    for s in _candidates(any_size(p), gpu):
         rows, width = s.shape
         # In NCHW a second tile's boxes begin at 16 bytes, too.
         aligned = s.channels_last or width >= w or width % s.pixels.vec == 0
-        if aligned and (width == _WIDTHS[0] or width - 8 < w) and (s.nb == 1 or rows < h + classes[0]):
+        fits = (width == _WIDTHS[0] or width - 8 < w) and (s.nb == 1 or rows < h + 1)
+        if aligned and fits and s.sizes(p, gpu)[-1] <= _MOST_SLICES:
             yield s
 
 
 @lru_cache(maxsize=256)
-def _candidates(layer: Problem, gpu: Gpu, classes: tuple[int, int]) -> tuple[Tile, ...]:
-    """A layer's sweeps for all sizes of one alignment: searched once, then one millisecond for each size."""
+def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
+    """A layer's sweeps for all sizes: searched once, then one millisecond for each size."""
     chunks = chunk_sizes(layer)
-    walks = layer.kernel[0] > 1 and layer.padding[0] < layer.kernel[0]
     found = []
-    for slots, nb, width in product((1, layer.kernel[0]) if walks else (1,), _SUBTILES, _WIDTHS):
-        base = Tile(layer, slots, (1, width), nb, chunks[0], classes)
-        if base.columns > _MOST_COLUMNS or nb * base.columns // 2 > _MOST_SUMS:
+    for nb, width in product(_SUBTILES, _WIDTHS):
+        base = Tile(layer, (1, width), nb, chunks[0])
+        if base.columns > MOST_COLUMNS or nb * base.columns // 2 > _MOST_SUMS:
             continue
         # What `checked` would refuse, before there are tiles for it: two thirds of all.
         short = [c for c in chunks if base.entries * (c * base.pixels.element // 32) * nb <= _MOST_INSTRUCTIONS]
         rows = (nb * 128 - width) // base.pixels.pitch + 1 if short else 0
-        rows -= rows % classes[0]
         if rows < 1:
             continue
         for chunk in short:
@@ -394,49 +381,10 @@ def _fitted(s: Tile, gpu: Gpu) -> Tile | None:
     return varied(s, stages=stages["stages"], stages_s=stages["stages_s"], stages_w=stages["stages_w"])
 
 
-# --- the cost model --------------------------------------------------------------------------------------------------
-
-
-def estimate(s: Tile, p: Problem, gpu: Gpu) -> Cost:
-    """What a problem takes by a sweep, whose slices are tiles here."""
-    t, last, counts = s.pixels, s.channels_last, s.counts(p, gpu.multiprocessors)
-    # Slices that the input has not, at either end of its depth, cost nothing.
-    slices = s.walk(p, gpu.multiprocessors) + (s.slots - 1) * (1 - 1 / counts[1])
-    streamed = 0 if s.resident else s.packed_words * 4
-    instructions = t.chunks * s.chunk_steps * 2 * s.nb
-    of_result, of_source = math.prod(result_shape(p)), math.prod(source_shape(p))
-    if last:
-        stored = math.prod(s.shape) * t.cout_g * t.element / 32 * _STORE_LAST
-    else:
-        stored = s.slot_columns / 8 * s.nb * max(1.0, _SHORT[t.element] / s.shape[1]) * _STORE
-    return cost(
-        Work(
-            instructions,
-            instructions * s.columns,
-            waves=-(-math.prod(counts) // gpu.multiprocessors) * slices,
-            moved=(of_result * (1.0 if last else 1.25) + of_source) * t.element,
-            steps=0 if s.resident else t.chunks * -(-s.chunk_steps // s.w_stage),
-            stages=s.stages if last else s.stages_s,
-            lines=t.chunks * t.pixels if last else 0,
-            shared=0
-            if last
-            else instructions * 32 * (64 + s.columns) + 3 * t.pixels * t.row_bytes * t.chunks + streamed,
-            chunks_turned=0 if last else t.chunks,
-            turned=0 if last else t.chunks * -(-t.pixels // 192) * t.k_steps * 8 // t.element,
-            stored=stored,
-            descriptors=True,
-            in_turn=s.turns,
-            beside=_TURN if s.turns else 0,
-        ),
-        gpu,
-    )
-
-
 choose = Chooser(
+    TileChoice,
     refusal,
-    lambda p, gpu: (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] <= _MOST_SLICES),
-    estimate,
-    Choice,
+    candidates,
     none="no tile of this layer fits in registers, shared memory and one stretch of code",
 )
 """The cheapest tile by the model, or the sentence why there is none."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.compile import jit
+from upconv.cuda.compile.boxes import Five, dense
+from upconv.cuda.cost import Work
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.launches import Argument, Given, Map, Pointer, ints
 from upconv.cuda.packs import PACK_THREADS
 from upconv.derived import varied
 from upconv.problem import Problem
@@ -19,6 +23,8 @@ PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
 CONSUMERS = 2
 MOST_COUNTED = 2**31
 """What a kernel counts in 32 bits."""
+MOST_COLUMNS = 256
+"""Of a matrix instruction."""
 SPAN = 128
 """Bytes of a row of weights in shared memory, and of a swizzled row of pixels."""
 _MOST_STAGES = 8
@@ -39,6 +45,10 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "pixels as rows are multiplied by wgmma alone"
     if p.precision not in PRECISIONS:
         return f"precision {p.precision} is none of the kernel's"
+    if p.groups > 1:
+        return "the kernel knows no groups"
+    if 0 in source_shape(p) + result_shape(p):
+        return "there is nothing to sum"
     return None
 
 
@@ -56,13 +66,23 @@ def of_axes(name: str, values: tuple[int, ...]) -> dict[str, jit.Constant]:
 class Tile:
     """A tile's shape and the kernel's constants for one layer at any size: all but the sizes of input and batch.
 
-    Raises, on `checked`:
+    A mode is a subclass. What it says of a size has the problem as an argument. Raises, on `checked`:
         Unfit: the kernel cannot run it.
     """
 
     problem: Problem
     stages: int = field(default=2, kw_only=True)
     """Of a ring."""
+
+    family: ClassVar[str] = "pixels"
+    mode: ClassVar[str]
+    file: ClassVar[str] = "pixels"
+    threads: ClassVar[int] = 128 * (1 + CONSUMERS)
+    """Of a block: a producer's warpgroup and the consumers'."""
+    biased: ClassVar[bool] = False
+    """Whether a gradient may have a bias."""
+    longest_overlap: ClassVar[float] = math.inf
+    """Seconds of a kernel that begins beside what packs its weights, at most."""
 
     @property
     def element(self) -> int:
@@ -81,6 +101,13 @@ class Tile:
     @property
     def strides(self) -> Triple:
         return triple(self.problem.stride)
+
+    # --- weights and shared memory -----------------------------------------------------------------------------------
+
+    @property
+    def packed_as(self) -> tuple[Any, ...]:
+        """What the packed weight depends on beside the weight, and the mode."""
+        raise NotImplementedError
 
     @property
     def packed_words(self) -> int:
@@ -118,6 +145,47 @@ class Tile:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
         return self
 
+    # --- the kernel --------------------------------------------------------------------------------------------------
+
+    @property
+    def entry(self) -> str:
+        return self.file
+
+    @property
+    def struct(self) -> str:
+        """The mode's, of the kernel's constants."""
+        return f"{self.mode.capitalize()}<{jit.CONFIG}>"
+
+    @property
+    def instance(self) -> str:
+        """The entry as a template's."""
+        return f"{self.entry}<{self.struct}>"
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that share a tile."""
+        return 1
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the kernel reads channels-last weights as they lie, so that nothing is packed."""
+        return False
+
+    @property
+    def turnable(self) -> bool:
+        """Whether a kernel of its own reads channels-last weights as they lie."""
+        return False
+
+    @property
+    def aligned(self) -> bool:
+        """Whether a result is stored by units of up to 16 bytes, at which it must begin."""
+        return True
+
+    @property
+    def long_code(self) -> bool:
+        """Whether the kernel is straight code for which NVRTC takes long, and has a quick form (``quick``)."""
+        return False
+
     def constants(self) -> dict[str, jit.Constant]:
         """The kernel's; here what all modes have."""
         cin, cout = self.channels
@@ -128,6 +196,61 @@ class Tile:
             "stages": self.stages,
             "shared_bytes": self.shared_bytes,
         }
+
+    @property
+    def turned_constants(self) -> dict[str, jit.Constant]:
+        """Of a `turnable` tile those of the kernel that reads weights as they lie."""
+        raise NotImplementedError
+
+    # --- a size ------------------------------------------------------------------------------------------------------
+
+    def tiles(self, p: Problem) -> int:
+        raise NotImplementedError
+
+    def grid(self, p: Problem, gpu: Gpu) -> int:
+        """Blocks: at most one for each multiprocessor."""
+        return min(self.tiles(p), gpu.multiprocessors)
+
+    def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its pointers."""
+        raise NotImplementedError
+
+    @property
+    def box(self) -> Five:
+        """Of the source in NCHW: W, H, D, channels, images."""
+        raise NotImplementedError
+
+    def source_map(self, p: Problem) -> Map:
+        """Over the source, here one in NCHW. float32 is rounded to TF32 on its way."""
+        channels, *size = source_shape(p)[1:]
+        d, h, w = triple(tuple(size))
+        tensor = dense((w, h, d, channels, p.batch), self.element)
+        return Map("source", tensor, p.dtype, self.box, (1,) * 5, rounded=p.precision == "tf32")
+
+    def arguments(self, p: Problem, gpu: Gpu, given: Given, bias: Pointer, result: Pointer) -> tuple[Argument, ...]:
+        """The kernel's."""
+        return Pointer("packed"), bias, result, *ints(self.sizes(p, gpu)), self.source_map(p)
+
+    def work(self, p: Problem, gpu: Gpu) -> Work:
+        """What an average tile asks of its multiprocessor."""
+        raise NotImplementedError
+
+    def summary(self, p: Problem, gpu: Gpu) -> str:
+        """The tile in words."""
+        raise NotImplementedError
+
+
+def moved(p: Problem, written: float = 1.0, read: float = 1.0) -> float:
+    """Bytes of a source and a result, each counted so many times."""
+    return (math.prod(source_shape(p)) * read + math.prod(result_shape(p)) * written) * p.dtype.itemsize
+
+
+def even_grid(tiles: int, gpu: Gpu) -> int:
+    """Blocks for so many tiles: at most one for each multiprocessor, no more than it takes to be done as soon.
+
+    So the last tiles are those of many blocks, whose loads hide each other's latency.
+    """
+    return -(-tiles // -(-tiles // gpu.multiprocessors))
 
 
 def fitted(tiles: Iterable[T], gpu: Gpu) -> tuple[T, ...]:

@@ -17,11 +17,12 @@ from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Launch, Operand, Scratch, renamed
 from upconv.cuda.pixels import implicit
+from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.rearrange import batches
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Problem
 
-Inner = gather.Choice | implicit.Choice | wgrad.Choice
+Inner = gather.Choice | TileChoice | wgrad.Choice
 _GAIN = 5e-6  # at least: three or four launches stand against one or two, each some 10 us of a host's training step
 
 

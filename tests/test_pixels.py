@@ -1,0 +1,422 @@
+"""The family `pixels` without a GPU: what test_families.py, test_emulated.py and test_every_kernel.py do not show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice, permutations, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from conftest import EVERY, Stubs, needs_gxx, off_16_bytes
+from drawn import DTYPES, FAMILIES, choices
+from emulator import Emulator, emulator
+from results import Way, assert_infinities_reach_no_others, laid_out
+from upconv import planner
+from upconv.bench.suites import SUITES, parse_layer
+from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
+from upconv.cuda.cost import Cost
+from upconv.cuda.gpu import A100, B200, H200, Gpu
+from upconv.cuda.pixels import family, implicit, pairs, phases, subpixel, sweep
+from upconv.cuda.pixels.choice import TileChoice
+from upconv.problem import Precision, Problem
+
+__all__ = ["emulator"]
+
+MODES = {"implicit": implicit, "pairs": pairs, "phases": phases, "subpixel": subpixel, "sweep": sweep}
+LAST: dict[str, Any] = {"layout": "channels_last"}
+BACK: dict[str, Any] = {"pass_": "grad-input"}
+
+
+def layer_of(name: str, **changes: Any) -> Problem:
+    (layer,) = {case.problem for cases in SUITES.values() for case in cases if case.name == name}
+    changes = {"precision": "tf32"} | changes
+    p = layer.with_(dtype=DTYPES[changes["precision"]], **changes)
+    return p if p.pass_ == "fwd" else p.with_(bias=False)
+
+
+def parsed(layer: str, size: str, **changes: Any) -> Problem:
+    changes = {"precision": "tf32"} | changes
+    return parse_layer(f"{layer},bias=False", size).with_(dtype=DTYPES[changes["precision"]], **changes)
+
+
+def drawn(mode: str, count: int) -> Iterator[TileChoice]:
+    """The mode's first random tiles, each of another layer."""
+    return (choice for choice, _ in islice(choices(mode), count))
+
+
+# --- what is served --------------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[str, Problem, str]] = [
+    ("implicit", parsed("16,16,3,stride=2", "1x16x8x8", **BACK), "channels_last"),
+    ("implicit", parsed("16,16,3,stride=2,groups=2", "1x16x8x8", **LAST), "groups"),
+    ("implicit", parsed("16,16,3,stride=9", "1x16x8x8", **LAST, **BACK), "steps of at most 8"),
+    ("implicit", parsed("8,32,2,stride=32", "1x8x8x8", **LAST), "1024 phases"),
+    ("implicit", parsed("8,8,9,stride=8", "1x8x8x8x8", **LAST, **BACK), "729 taps"),
+    ("implicit", parsed("16,6,3,stride=2", "1x16x8x8", **LAST, **BACK), "16 bytes"),
+    ("implicit", parsed("16,16,3", "1x16x8x8", **LAST, precision="ieee"), "precision ieee"),
+    ("implicit", parsed("16,1,3", "1x16x8x8", **LAST), "of 1 channels"),
+    ("pairs", parsed("8,8,4,stride=2,dilation=2", "1x8x8", **BACK), "dilation"),
+    ("pairs", parsed("8,8,3", "1x8x8", **BACK), "strides along the width"),
+    ("pairs", parsed("8,8,2,stride=2", "1x8x9", **BACK), "16 bytes"),
+    ("pairs", parsed("8,8,2,stride=2", "1x8x65536x32768", **BACK), "32 bits"),
+    ("pairs", parsed("8,8,(1,64),stride=(1,64)", "1x8x16x32", **BACK), "no tile fits"),
+    ("subpixel", parsed("64,32,2,stride=2,padding=1", "2x64x16x16"), "kernel is their stride"),
+    ("subpixel", parsed("64,32,2,stride=2,dilation=(2,1)", "2x64x16x16"), "kernel is their stride"),
+    ("subpixel", parsed("8,8,(2,3),stride=(2,3)", "1x8x8x8"), "two taps of a row"),
+    ("subpixel", parsed("64,32,2,stride=2", "2x64x5x5"), "16 bytes"),
+    ("subpixel", parsed("8,8,2,stride=2", "1x8x65536x32768"), "32 bits"),
+    ("phases", parsed("16,16,3", "1x16x8x8"), "with a stride"),
+    ("phases", parsed("16,4,7,stride=(1,6)", "1x16x8x8"), "more phases than the 5"),
+    ("phases", parsed("16,33,3,stride=2", "1x16x8x8x8"), "8 phases of 33 channels"),
+    ("phases", parsed("16,16,(2,3),stride=3", "1x16x8x8"), "no taps"),
+    ("phases", parsed("16,16,(2,3),stride=(2,3)", "1x16x8x8"), "one tap for each output"),
+    ("phases", parsed("16,16,3,stride=2", "1x16x8x20", precision="bf16"), "16 bytes"),
+    ("phases", parsed("16,16,3,stride=2", "33554432x16x8x8"), "32 bits"),
+    ("phases", parsed("512,64,3,stride=2", "1x512x16x16"), "no tile"),
+    ("phases", parsed("16,16,3,stride=2,padding=1", "1x16x8x4"), "no tile"),
+    ("sweep", parsed("16,16,3", "1x16x8x8"), "3-D"),
+    ("sweep", parsed("16,16,3,stride=2", "1x16x8x8x8"), "without strides"),
+    ("sweep", parsed("16,16,3,dilation=2", "1x16x8x8x8"), "dilation along the depth"),
+    ("sweep", parsed("16,16,(1,3,3)", "1x16x8x8x8"), "no walk"),
+    ("sweep", parsed("16,257,3", "1x16x8x8x8"), "257 output channels"),
+    ("sweep", parsed("16,16,3", "2x16x5x7x7"), "16 bytes"),
+    ("sweep", parsed("6,16,3", "1x6x8x8x8", **LAST), "16 bytes"),
+    ("sweep", parsed("16,16,(3,15,15)", "2x16x5x32x32"), "no tile"),
+    ("sweep", parsed("2,8,(5,1,3),padding=(2,0,0)", "2000000000x2x1x1x4"), "no tile"),
+]
+
+
+@pytest.mark.parametrize(("mode", "p", "words"), REFUSED, ids=lambda of: str(of).replace(" ", "-"))
+def test_a_refusal_names_what_it_refuses(mode: str, p: Problem, words: str) -> None:
+    answer = MODES[mode].choose(p, H200)
+    assert isinstance(answer, str) and words in answer
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_gpus_and_exported_files_have_none(mode: str) -> None:
+    p = next(drawn(mode, 1)).problem
+    for gpu in (A100, B200):
+        assert family.candidate(p, gpu) == "pixels as rows are multiplied by wgmma alone"
+    assert family.candidate(p, H200, general=True) == "exported files have no host code for pixels as rows"
+
+
+CHOSEN = {
+    "implicit": [("nnunet", LAST | BACK), ("mrcnn", LAST | BACK), ("gan3d1", LAST), ("unetB1", LAST)],
+    "pairs": [("unet1", BACK), ("hifigan", BACK), ("nnunet", BACK)],
+    "phases": [("kb73", {}), ("demucs4", {})],
+    "subpixel": [("unet1", {}), ("nnunet", {}), ("sam1", {})],
+    "sweep": [("kb58", {}), ("kb70", LAST), ("kb61", LAST)],
+}
+
+
+@pytest.mark.parametrize("mode", CHOSEN)
+def test_what_the_planner_takes_a_mode_for(mode: str) -> None:
+    for name, changes in CHOSEN[mode]:
+        found = planner.select(layer_of(name, **changes), planner.Device("cuda", gpu=H200))
+        assert isinstance(found.choice, TileChoice) and found.choice.tile.mode == mode, name
+        assert found.choice.summary in found.candidates[0].reason and found.choice.grid <= 132
+
+
+def test_counts_of_32_bits_are_not_exceeded() -> None:
+    p = Problem.make(2, 8, 8, (32, 32), 3, 2, 1, precision="tf32")
+    for fewer in (p.with_(batch=1, size=(2**15, 2**14)), p.with_(batch=2**31 // 32**2 - 1)):
+        found = phases.choose(fewer, H200)
+        assert isinstance(found, TileChoice)
+        assert max(found.tile.sizes(fewer, H200)) + 2 * found.grid < 2**31
+    walk = Problem.make(10**7, 2, 8, (1, 1, 4), (5, 1, 3), 1, (2, 0, 0), precision="tf32")
+    swept = sweep.choose(walk, H200)
+    assert isinstance(swept, TileChoice) and swept.tile.sizes(walk, H200)[-1] < 2**30
+
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+SMALL = Problem.make(2, 64, 32, (16, 32), 2, 2, precision="tf32")
+SMALL_BACK = SMALL.with_(pass_="grad-input", bias=False)
+FEW = Problem.make(1, 8, 8, (1024, 1024), (3, 5), 2, precision="tf32")
+DEEP = any_size(parsed("16,16,3", "1x16x8x8x8"))
+UNFIT: list[tuple[Any, str]] = [
+    (implicit.Tile(SMALL.with_(layout="channels_last"), 256, 4, True), "sums are more than registers hold"),
+    (pairs.Tile(SMALL_BACK, 256, 2, 32, 1), "sums are more than registers hold"),
+    (pairs.Tile(SMALL_BACK, 64, 2, 8, 1, stages=1), "a stage that is read, and one that is filled"),
+    (pairs.Tile(SMALL_BACK, 256, 1, 32, 1, stages=7), "bytes of shared memory, the device has 232448"),
+    (pairs.Tile(SMALL_BACK, 64, 4, 8, 1), "64 groups are more than a warp's lanes"),
+    (pairs.Tile(SMALL_BACK.with_(kernel=(3, 3)), 64, 1, 32, 1), "no whole channels of 3 taps"),
+    (pairs.Tile(SMALL_BACK.with_(kernel=(2, 16), stride=(2, 8)), 64, 1, 32, 1), "more than a box"),
+    (subpixel.Tile(SMALL, 256, 2), "sums are more than registers hold"),
+    (phases.Tile(any_size(layer_of("kb73")), (1, 128)), "sums and fragments beside are more than 168 registers"),
+    (phases.Tile(FEW, (1, 256)), "boxes have at most 256 elements"),
+    (sweep.Tile(DEEP, (9, 16), 1, 8), "9 rows of 18 pixels are more than 128"),
+    (sweep.Tile(DEEP, (4, 16), 8, 8), "sums are more than registers hold"),
+    (sweep.Tile(DEEP, (4, 16), 2, 16, w_stage=3), "a stage of the ring has parts of taps"),
+    (sweep.Tile(DEEP.with_(layout="channels_last"), (1, 16), 8, 8, w_stage=3), "sums are more than registers hold"),
+    (
+        sweep.Tile(any_size(parsed("8,8,3", "1x8x4x40x120", **LAST)), (1, 16), 8, 8, w_stage=3),
+        "what is read behind the last tile is not all of the kernel's shared memory",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tile", "words"), UNFIT, ids=lambda of: of if isinstance(of, str) else of.mode)
+def test_tiles_that_do_not_fit_say_why(tile: Any, words: str) -> None:
+    with pytest.raises(Unfit, match=re.escape(words)):
+        tile.checked(H200.shared_bytes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kernels_are_of_a_layer_at_any_size(mode: str) -> None:
+    """A tile's constants know neither its problem's size nor its batch, and other sizes find the same tiles."""
+    for choice in drawn(mode, 6):
+        p, t = choice.problem, choice.tile
+        other = p.with_(batch=p.batch + 3, size=tuple(3 * n + 8 - n % 8 for n in p.size))
+        assert replace(t, problem=other).constants() == t.constants()
+        assert t.problem == any_size(p)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "changes", "most"),
+    [
+        ("phases", "kb73", {}, 9),
+        ("implicit", "vae", LAST, 12),
+        ("pairs", "hifigan", BACK, 32),
+        ("sweep", "kb58", {}, 20),
+    ],
+)
+def test_sizes_share_kernels(mode: str, name: str, changes: dict[str, Any], most: int) -> None:
+    layer = layer_of(name, **changes)
+    sizes = product(
+        *((64, 72, 128, 136, 160, 200) if axis + 1 == layer.rank else (8, 17, 33) for axis in range(layer.rank))
+    )
+    found = [MODES[mode].choose(layer.with_(size=size, batch=n), H200) for size in sizes for n in (1, 4, 9)]
+    assert not any(isinstance(choice, str) for choice in found)
+    assert len({choice.sources()[0].source for choice in found}) <= most
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "implicit"])
+@needs_gxx
+def test_packed_weights_are_shared_only_where_they_are_the_same(mode: str, emulator: Emulator) -> None:
+    """A weight may serve layers of several strides, sizes and paddings; kept packings go by what `packing` says."""
+    packed: dict[object, torch.Tensor] = {}
+    shared = 0
+    for choice in drawn(mode, 12 if EVERY else 4):
+        p = choice.problem
+        weight = torch.randn(p.weight_shape).to(p.dtype)
+        for q in {p, p.with_(padding=tuple(n // 2 for n in p.padding), output_padding=(0,) * p.rank)}:
+            if MODES[mode].refusal(q, H200) is not None:
+                continue
+            alike: dict[object, list[TileChoice]] = {}
+            for t in MODES[mode].candidates(q, H200):
+                alike.setdefault(TileChoice(t, q, H200, Cost()).packing, []).append(TileChoice(t, q, H200, Cost()))
+            largest = max(alike.values(), key=len, default=[])
+            for one in (*largest[:1], *largest[-1:]):
+                found = one.prepare(0).pack(weight)
+                shared += (p, one.packing) in packed
+                assert torch.equal(packed.setdefault((p, one.packing), found), found), one
+    assert shared
+
+
+def test_widths_leave_few_columns_empty() -> None:
+    assert implicit._widths(320) == (32, 64, 80, 160) and implicit._widths(3) == (8,) and implicit._widths(33) == (40,)
+    for result in range(1, 2100, 7):
+        widths = implicit._widths(result)
+        assert widths and all(w % 8 == 0 and w <= 256 for w in widths)
+        assert min(-(-result // w) * w for w in widths) < max(1.04 * result, result + 8 * -(-result // 256)) + 1, result
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_lanes_that_load_together_meet_different_banks(precision: Precision) -> None:
+    """A warp's fragments, of rows whose pitch the tile chose."""
+    for kernel, stride, padding in ((2, 2, 0), (4, 2, 1), (4, 2, 0), (4, 4, 0), (8, 4, 2), (16, 8, 4), (8, 8, 0)):
+        p = Problem.make(
+            2, 64, 64, (256,), kernel, stride, padding, dtype=DTYPES[precision], precision=precision, **BACK
+        )
+        assert all(t.conflicts == 1 for t in pairs.candidates(p, H200))
+    lane = np.arange(32)
+    p = Problem.make(2, 32, 24, (16, 48), 4, 2, 1, dtype=DTYPES[precision], precision=precision)
+    for t in phases.candidates(p, H200):
+        words = ((lane & 3) * 2 * t.pitch + (lane >> 2)) * t.element // 4
+        assert len(set(words % 32)) == len(set(words)) == (32 if t.element == 4 else 16)
+        assert t.buffer_bytes // t.passed % 64 == 16, "and of what is stored, channels"
+
+
+def test_shifts_have_the_fewest_columns() -> None:
+    """All taps of all phases along W, each a column of its shift, whose columns begin with the first phase."""
+    shorter = 0
+    for choice in drawn("phases", 120):
+        p = choice.problem
+        step, pad, dilation = p.stride[-1], p.padding[-1], p.dilation[-1]
+        # Output step * q + u is of a source's place q + offset by tap k where (u + pad - k * dilation) is offset steps.
+        taps = {
+            ((u + pad - k * dilation) // step, u): k
+            for u, k in product(range(step), range(p.kernel[-1]))
+            if (u + pad - k * dilation) % step == 0
+        }
+        order, shifts = phases.shifts_of(p)
+        assert sorted(order) == list(range(step))
+        assert {(s.offset, u): k for s in shifts for u, k in zip(order, s.taps) if k >= 0} == taps
+
+        def columns(order: tuple[int, ...], taps: dict[tuple[int, int], int] = taps) -> int:
+            last: dict[int, int] = {}
+            for offset, u in taps:
+                last[offset] = max(last.get(offset, 0), order.index(u) + 1)
+            return sum(last.values())
+
+        counts = [columns(o) for o in permutations(range(step))]
+        assert sum(len(s.taps) for s in shifts) == min(counts)
+        shorter += min(counts) < counts[0]  # than in the phases' own order
+    assert shorter > 3
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_phases() -> None:
+    """Of few tiles whose phases differ those of most taps come first; some of a phase lie side by side."""
+    few = Problem.make(1, 64, 64, (16, 16), 3, 2, 1, 1, layout="channels_last")
+    t = implicit.alone(any_size(few), H200)[0]
+    assert t.steps[0] == 4 * t.steps[-1] > 0 and t.sorted(few, H200) and t.column_blocks == 2
+    assert t.sizes(few, H200)[-2] == t.tiles(few) // 8
+    heavy = Problem.make(4, 256, 128, (4, 16, 16), 4, 2, 1, layout="channels_last")  # of more weights than pixels
+    t = next(t for t in implicit.alone(any_size(heavy), H200) if t.columns == 64)
+    assert t.even and not t.sorted(heavy, H200) and t.order(heavy, H200)[0] == 132 // 2
+    assert t.order(heavy.with_(batch=32), H200) == (1, 132 // 16)
+
+
+def steps_of_blocks(t: implicit.Tile, p: Problem, gpu: Gpu) -> NDArray[np.int64]:
+    """Each block's steps, as the kernel orders tiles."""
+    count, of = t.tiles(p), len(t.phases)
+    *_, abreast, turn = t.sizes(p, gpu)
+    q = np.arange(count) // t.column_blocks
+    first = q // (of * abreast) * abreast
+    width = np.minimum(abreast, count // (t.column_blocks * of) - first)
+    steps = np.array(t.steps)[((q - first * of) // width + first // turn) % of]
+    grid = t.grid(p, gpu)
+    return np.array([steps[b::grid].sum() for b in range(grid)])
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 114])
+@pytest.mark.parametrize(
+    ("batch", "size", "channels"), [(4, (32, 32), 128), (16, (40, 56), 256), (2, (9, 30, 30), 128)]
+)
+def test_blocks_have_what_the_model_counts(
+    batch: int, size: tuple[int, ...], channels: int, multiprocessors: int
+) -> None:
+    """A block's tiles are of all phases by turns, or those of most taps come first."""
+    gpu = replace(H200, multiprocessors=multiprocessors)
+    p = Problem.make(batch, 128, channels, size, 3, 2, 1, 1, layout="channels_last")
+    for t in implicit.alone(any_size(p), gpu):
+        if t.rows < 128 or t.columns < 128:  # one of these is chosen
+            continue
+        each, waves = steps_of_blocks(t, p, gpu), t.tiles(p) / multiprocessors
+        counted = t.waves(p, gpu)[1]
+        assert each.max() <= 1.3 * each.mean() or waves < 8, (t, waves, each.max() / each.mean())
+        assert 0.7 * each.max() <= counted <= 1.2 * each.max(), (t, waves, counted / each.max())
+
+
+def test_boxes_beyond_the_last_channel_cost_the_model() -> None:
+    """48 channels in chunks of 32: by 64 no box reaches beyond, though there is more to multiply."""
+    layer = Problem.make(8, 48, 48, (64, 64, 64), 3, precision="tf32", layout="channels_last")
+    partial, whole = (implicit.choose(p, H200) for p in (layer, layer.with_(in_channels=64)))
+    assert isinstance(partial, TileChoice) and isinstance(whole, TileChoice)
+    assert whole.seconds < 0.7 * partial.seconds
+    assert abs(partial.seconds - 2660e-6) < 0.05 * 2660e-6, "as measured on an H100"
+
+
+def test_segments_keep_blocks_busy() -> None:
+    for walks, slices, slots in ((96, 18, 3), (160, 98, 3), (1, 64, 5), (1000, 64, 3)):
+        found = sweep._segments(walks, slices, slots, 132)
+        steps = [-(-walks * n // 132) * (-(-slices // n) + slots - 1) for n in range(1, slices + 1)]
+        assert steps[found - 1] == min(steps)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("mode", ["pairs", "phases", "subpixel"])
+def test_what_is_launched(mode: str, precision: Precision, stubs: Stubs) -> None:
+    """Weights contiguous, strided, channels-last and rounded on their way; tensors off 16 bytes are copied."""
+    p = {"pairs": SMALL_BACK, "subpixel": SMALL}.get(mode, Problem.make(2, 24, 12, (10, 32), 4, 2, 1))
+    p = p.with_(dtype=DTYPES[precision], precision=precision, bias=p.pass_ == "fwd")
+    choice = MODES[mode].choose(p, H200)
+    assert isinstance(choice, TileChoice) and choice.tile.aligned
+    stubs.assert_one_mapped(choice)
+
+
+@pytest.mark.parametrize(
+    ("mode", "p", "aligned"),
+    [
+        ("phases", Problem.make(2, 24, 12, (10, 32), 3, 2, 1, precision="tf32"), False),
+        ("phases", Problem.make(2, 24, 12, (10, 32), 3, 2, 1, 1, precision="tf32"), True),
+        ("sweep", Problem.make(2, 8, 5, (4, 6, 16), (3, 3, 5), 1, 1, precision="tf32"), False),
+        ("sweep", Problem.make(2, 8, 5, (4, 6, 16), (3, 3, 5), 1, 1, precision="tf32", layout="channels_last"), True),
+    ],
+)
+def test_a_view_off_16_bytes_gets_the_output(mode: str, p: Problem, aligned: bool, stubs: Stubs) -> None:
+    """By a copy of a whole one where the kernel stores 16 bytes, and at once where rows begin anywhere."""
+    choice = MODES[mode].choose(p, H200)
+    assert isinstance(choice, TileChoice) and choice.tile.aligned == aligned
+    prepared = choice.prepare(0)
+    packed = prepared.pack(torch.randn(p.weight_shape))
+    x, out = (laid_out(torch.randn(shape), p) for shape in (p.input_shape, p.output_shape))
+    for to in (out, off_16_bytes(out)):
+        prepared.run(x, packed, None, to)
+        assert (to.data_ptr() in stubs.pop()[3]) == (to is out or not aligned)
+
+
+def last_weights(p: Problem) -> torch.Tensor:
+    return torch.randn(p.weight_shape, dtype=p.dtype).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
+def test_channels_last_weights_are_read_in_place(pass_: Any, precision: Precision, stubs: Stubs) -> None:
+    """A gradient's, and a forward's of 16 bits, by a kernel of its own; what begins off 16 bytes is copied."""
+    p = Problem.make(
+        2, 64, 128, (9, 17), (3, 4), 2, 1, dtype=DTYPES[precision], precision=precision, pass_=pass_, **LAST
+    )
+    t = next(t for t in implicit.alone(any_size(p), H200) if t.columns == (128 if pass_ == "fwd" else 64))
+    choice = TileChoice(t, p, H200, Cost())
+    prepared, last = choice.prepare(0), last_weights(p)
+    x, out = (laid_out(torch.randn(shape, dtype=p.dtype), p) for shape in (source_shape(p), result_shape(p)))
+    bias = torch.randn(result_shape(p)[1], dtype=p.dtype)
+    in_place = pass_ == "grad-input" or precision != "tf32"
+    assert choice.in_place == in_place and len(choice.sources()) == 1 + (pass_ == "fwd" and in_place)
+
+    def launched(weights: torch.Tensor, fresh: bool, at_bias: int) -> tuple[object, ...]:
+        maps = *(x.data_ptr(),) * 16, *(weights.data_ptr(),) * 16
+        return "pixels_last", choice.grid, fresh, (out.data_ptr(), at_bias, *t.sizes(p, H200), *maps)
+
+    weight = torch.randn(p.weight_shape, dtype=p.dtype)
+    check = stubs.assert_packs_beside_boxes if in_place else stubs.assert_packs
+    packed = check(prepared, weight, t.packed_words, t.pack_blocks)
+    prepared.run(x, packed, None, out, fresh=True)
+    assert stubs.pop() == launched(packed, True, 0)
+    if in_place:
+        prepared.run(x, last, bias, out)
+        assert prepared.biased and stubs.pop() == launched(last, False, bias.data_ptr())
+    off = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride(), 1)
+    prepared.run(off, packed, None, out, fresh=True)
+    assert stubs.pop()[2] is False, "it does not begin beside the copy"
+
+
+# --- infinities ------------------------------------------------------------------------------------------------------
+
+
+@needs_gxx
+def test_infinities_stay_in_their_outputs(emulator: Emulator) -> None:
+    """Of `phases` where all columns of a shift have taps."""
+    p = Problem.make(1, 40, 8, (8, 24), 3, 2, precision="tf32")
+    assert all(tap >= 0 for s in phases.shifts_of(p)[1] for tap in s.taps)
+    choice = phases.choose(p, H200)
+    assert isinstance(choice, TileChoice)
+    assert_infinities_reach_no_others(choice, emulator, Way())
+
+
+def test_every_mode_is_drawn() -> None:
+    assert MODES.keys() <= FAMILIES.keys()

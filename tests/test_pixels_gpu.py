@@ -1,0 +1,87 @@
+"""The family `pixels` on a GPU: what test_families_gpu.py, whose tiles have full rings, does not show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import HOPPER, assert_capturable
+from drawn import DTYPES
+from results import assert_computes
+from upconv import reference
+from upconv.cuda.axes import any_size
+from upconv.cuda.cost import Cost
+from upconv.cuda.gpu import gpu
+from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
+from upconv.cuda.pixels.choice import TileChoice
+from upconv.problem import Precision, Problem
+
+pytestmark = HOPPER
+
+LAST: dict[str, Any] = {"layout": "channels_last"}
+BACK: dict[str, Any] = {"pass_": "grad-input", "bias": False}
+MANY: dict[str, tuple[Any, Problem]] = {
+    "implicit": (implicit, Problem.make(2, 64, 72, (50, 70), 3, 2, 1, 1, **LAST)),
+    "implicit dX": (implicit, Problem.make(2, 64, 72, (50, 70), 3, 2, 1, 1, **LAST, **BACK)),
+    "pairs": (pairs, Problem.make(2, 64, 72, (50, 72), 4, 2, 1, **BACK)),
+    "phases": (phases, Problem.make(3, 48, 16, (67, 144), 3, 2, 1)),
+    "subpixel": (subpixel, Problem.make(2, 300, 24, (60, 64), 2, 2)),
+    "sweep": (sweep, Problem.make(2, 40, 16, (9, 30, 40), (3, 3, 5))),
+    "sweep last": (sweep, Problem.make(2, 40, 16, (9, 30, 40), (3, 3, 5), **LAST)),
+}
+
+
+def tiles_of(module: Any, p: Problem) -> list[Any]:
+    """One of each way in which consumers share tiles."""
+    every = implicit.alone(any_size(p), gpu(0)) if module is implicit else module.candidates(p, gpu(0))
+    ways = {tuple(getattr(t, name, None) for name in ("mb", "halves", "turns", "resident", "rows")): t for t in every}
+    return list(ways.values())
+
+
+@pytest.mark.parametrize("stages", (2, 3, 5))
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("name", MANY)
+def test_many_tiles_of_a_block_around_short_rings(name: str, precision: Precision, stages: int) -> None:
+    """Few blocks: every stage is taken again, by another consumer or by both."""
+    module, p = MANY[name]
+    p = p.with_(dtype=DTYPES[precision], precision=precision)
+    for t in tiles_of(module, p):
+        if t.stages < stages:
+            continue
+        for blocks in (3, 7):
+            choice = TileChoice(replace(t, stages=stages), p, replace(gpu(0), multiprocessors=blocks), Cost(1e-5))
+            assert_computes(choice, None, stages)
+
+
+@pytest.mark.parametrize("cout", [32, 48])
+def test_long_rows_are_right_and_equal_to_the_bit(cout: int) -> None:
+    """Stages of `phases` given back before their loads had arrived were overwritten where many stores delayed these."""
+    p = Problem.make(8, 96, cout, (66000,), 8, 4, precision="tf32")
+    choice = phases.choose(p, gpu(0))
+    assert isinstance(choice, TileChoice) and choice.tile.stages > 4
+    x, weight = (torch.randn(shape, device="cuda") for shape in (p.input_shape, p.weight_shape))
+    prepared, outs = choice.prepare(0), [torch.empty(p.output_shape, device="cuda") for _ in range(4)]
+    for out in outs:
+        prepared.run(x, prepared.pack(weight), None, out)
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
+    assert reference.relative_error(outs[0], reference.forward(p, x, weight, None)) < 1e-3
+
+
+CAPTURED = {
+    "implicit": (implicit, Problem.make(8, 128, 64, (14, 14), 2, 2, **LAST)),
+    "pairs": (pairs, Problem.make(2, 32, 16, (12, 40), 4, 2, 1, **BACK)),
+    "phases": (phases, Problem.make(2, 32, 16, (12, 40), 3, 2, 1)),
+    "subpixel": (subpixel, Problem.make(2, 32, 16, (12, 40), 2, 2)),
+    "sweep": (sweep, Problem.make(2, 32, 16, (6, 12, 40), 3)),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_in_a_graph_and_on_another_stream(name: str) -> None:
+    module, p = CAPTURED[name]
+    choice = module.choose(p.with_(precision="tf32", bias=False), gpu(0))
+    assert isinstance(choice, TileChoice)
+    assert_capturable(choice.prepare(0), choice.problem)
