@@ -24,7 +24,7 @@ from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import H200
-from upconv.cuda.rearrange import around, relayout
+from upconv.cuda.rearrange import rearranged, relayout
 from upconv.problem import Layout, Precision, Problem
 
 pytestmark = needs_gxx
@@ -61,7 +61,7 @@ def test_gradients_for_widened_weights_again(emulator: Emulator) -> None:
     p = Problem.make(
         6, 30, 32, (3, 24), (1, 4), dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight"
     )
-    inner = around.choose(relayout._wider(p), H200, others=True)
+    inner = rearranged.choose(relayout._wider(p), H200, others=True)
     assert not isinstance(inner, str)
     assert_computes(relayout.Choice(inner, p, 0.0), emulator, 0, calls=2)
 
