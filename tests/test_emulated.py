@@ -25,7 +25,7 @@ from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import H200
-from upconv.cuda.rearrange import around, relayout
+from upconv.cuda.rearrange import rearranged, relayout
 from upconv.problem import Layout, Precision, Problem
 
 pytestmark = needs_gxx
@@ -62,7 +62,7 @@ def test_gradients_for_widened_weights_again(emulator: Emulator) -> None:
     p = Problem.make(
         6, 30, 32, (3, 24), (1, 4), dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight"
     )
-    inner = around.choose(relayout._wider(p), H200, others=True)
+    inner = rearranged.choose(relayout._wider(p), H200, others=True)
     assert not isinstance(inner, str)
     assert_computes(relayout.Choice(inner, p, 0.0), emulator, 0, calls=2)
 
@@ -178,7 +178,7 @@ FAULTS = {
     "implicit: a stage given back too early": ("implicit", r"wgmma_wait<HOLDS>\(\);", ""),
     "subpixel: a place": ("subpixel", r"tile\.p \+ lane \* ROW_PIXELS", "tile.p + lane * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),
-    "sweep: the first slot": ("sweep", r"int pad_d = (\d+);", r"int pad_d = \1 + 1;"),
+    "sweep: the first slot": ("sweep", r"int first_slot = (-?\d+);", r"int first_slot = \1 + 1;"),
     "gather: no wait for a stage": ("gather", FULL, ""),
     "joined: no wait for a slot": ("joined", r"memory\.slots\.wait_full\(slot\);", ""),
     "joined: a tap's row": ("joined", r"tap / C::kernel_w \* shift_h", "(tap / C::kernel_w + 1) * shift_h"),

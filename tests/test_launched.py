@@ -21,7 +21,7 @@ from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import H200
 from upconv.cuda.launches import Given, Map, Pointer, Scratch, Zeros
-from upconv.cuda.rearrange import around, relayout
+from upconv.cuda.rearrange import rearranged, relayout
 from upconv.cuda.wgrad import wgrad
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Precision, Problem
@@ -287,7 +287,7 @@ HALVES: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "bf16"}
 ], ids=str)  # fmt: skip
 def test_the_memory_for_copies_is_stated(p: Problem) -> None:
     """As many bytes as its launches have for them, and in the summary."""
-    inner = around.choose(relayout._wider(p.lifted).with_(layout="channels_last"), H200, others=True)
+    inner = rearranged.choose(relayout._wider(p.lifted).with_(layout="channels_last"), H200, others=True)
     assert not isinstance(inner, str)
     choice = relayout.Choice(inner, p, 0.0)
     arguments = [a for launch in choice.launches(Given("contiguous")) for a in launch.arguments]

@@ -69,7 +69,7 @@ class Counted:
 
 @pytest.mark.parametrize("seed", range(4 if EVERY_ONE else 1))
 def test_random_layers_are_planned_in_few_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search makes a bounded number of tilings, and `AROUND` families ask for up to two more searches."""
+    """A search makes a bounded number of tilings, and `rearrange` asks for up to two more searches."""
     planning.measured([(planning.random_layers(1, 0)[0], H200)])  # loads all modules
     clear, counted = planning.caches(), Counted(monkeypatch)
     most = 0
