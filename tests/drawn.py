@@ -249,7 +249,7 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
         pixels_choice(pairs),
     ),
     "sweep": (
-        Layers(("fwd",), WGMMA, ranks=(3,), inputs=(1, 3, 8, 17, 40), outputs=(1, 2, 5, 8, 11, 24), groups=(1,),
+        Layers(FORWARD_LIKE, WGMMA, ranks=(3,), inputs=(1, 3, 8, 17, 40), outputs=(1, 2, 5, 8, 11, 24), groups=(1,),
                heights=(1, 2, 4, 6, 9), widths=(1, 4, 7, 8, 12, 13, 16, 20), kernels=(1, 2, 3, 4), strides=(1,)),
         pixels_choice(sweep),
     ),

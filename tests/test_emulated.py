@@ -177,7 +177,7 @@ FAULTS = {
     "implicit: a stage given back too early": ("implicit", r"wgmma_wait<HOLDS>\(\);", ""),
     "subpixel: a place": ("subpixel", r"tile\.p \+ lane \* ROW_PIXELS", "tile.p + lane * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),
-    "sweep: the first slot": ("sweep", r"int pad_d = (\d+);", r"int pad_d = \1 + 1;"),
+    "sweep: the first slot": ("sweep", r"int first_slot = (-?\d+);", r"int first_slot = \1 + 1;"),
     "gather: no wait for a stage": ("gather", FULL, ""),
     "joined: no wait for a slot": ("joined", r"memory\.slots\.wait_full\(slot\);", ""),
     "joined: a tap's row": ("joined", r"tap / C::kernel_w \* shift_h", "(tap / C::kernel_w + 1) * shift_h"),
