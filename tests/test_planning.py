@@ -147,7 +147,7 @@ def test_phases_without_taps_are_stored_once(seed: int) -> None:
         assert m.counts == tuple(sum(map(len, blocks)) for blocks in m.entries)
         assert m.lengths == {len(block) for blocks in m.entries for block in blocks if block}
         fills = [(fill.planes + fill.runs + fill.parts) * times for fill, times in m.fills]
-        assert sum(fills) == sum(map(len, m.bare)) and sum(times for _, times in m.repeats) == len(m.variants)
+        assert sum(fills) == sum(map(len, m.bare))
 
 
 def test_what_no_table_holds_is_unfit() -> None:
