@@ -22,8 +22,8 @@ Kernels:
   fragments, 221 KB shared.
 - gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 7 x 6 fragments, 222 KB shared.
-- gradient for the weight: wgmma tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x4x4x8 (NxDxHxW of q), K in
-  33 slices, 158 KB shared.
+- gradient for the weight: wgmma tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x2x4x16 (NxDxHxW of q), K in
+  33 slices, 164 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -3533,8 +3533,8 @@ struct GradInput {
 };
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x4x4x8 (NxDxHxW of q), K in 33
-// slices, 158 KB shared.
+// Gradient for the weight: wgmma tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x2x4x16 (NxDxHxW of q), K in 33
+// slices, 164 KB shared.
 // =====================================================================================================================
 
 struct GradWeight {
@@ -3545,7 +3545,7 @@ struct GradWeight {
   static constexpr int cout = 64;
   static constexpr int block_ci = 32;
   static constexpr int block_co = 16;
-  static constexpr int g_pitch = 28;
+  static constexpr int g_pitch = 44;
   static constexpr int reduce_rows = 1;
   static constexpr int tile_n = 1;
   static constexpr int kernel_d = 3;
@@ -3554,7 +3554,7 @@ struct GradWeight {
   static constexpr int padding_d = 1;
   static constexpr int taps_d = 3;
   static constexpr int sets_d = 1;
-  static constexpr int tile_d = 4;
+  static constexpr int tile_d = 2;
   static constexpr int apart_d = 2;
   static constexpr int kernel_h = 3;
   static constexpr int step_h = 2;
@@ -3570,7 +3570,7 @@ struct GradWeight {
   static constexpr int padding_w = 1;
   static constexpr int taps_w = 3;
   static constexpr int sets_w = 1;
-  static constexpr int tile_w = 8;
+  static constexpr int tile_w = 16;
   static constexpr int cluster = 1;
   static constexpr int warpgroups = 2;
   static constexpr int split_m = 1;
@@ -3589,7 +3589,7 @@ struct GradWeight {
   static constexpr bool parted = false;
   static constexpr bool a_shared = false;
   static constexpr int g_planes = 1;
-  static constexpr int plane_columns = 19;
+  static constexpr int plane_columns = 35;
   static constexpr int producer_registers = 72;
   static constexpr int consumer_registers = 216;
 };
@@ -3669,11 +3669,11 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
 void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
                  int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
   const at::Tensor sums = at::empty({slices * 221184}, x.options().dtype(at::kByte));
-  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 161840>(x, blocks,
+  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 167984>(x, blocks,
       std::make_tuple(grad.data_ptr(), sums.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {8, 32, 4, 4, 1}, {1, 1, 1, 1, 1},
-                 CU_TENSOR_MAP_SWIZZLE_32B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
+      tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {16, 32, 4, 2, 1}, {1, 1, 1, 1, 1},
+                 CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
   launch<kernels::reduce<kernels::WgradWgmma<kernels::GradWeight>>, 256, 0>(x, 1728,
       std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 1728, 27, 1));
 }
@@ -3753,11 +3753,11 @@ def grad_input_launch(batch, source, result, processors):
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 1x4x4x8 pixels, their sums are added after.
+    """(blocks, slices of sums, sizes): blocks share the chunks of 1x2x4x16 pixels, their sums are added after.
 
     The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
     """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (1, 4, 4, 8))]
+    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (1, 2, 4, 16))]
     chunks = math.prod(counts)
     each = ceil(chunks, max(1, min(chunks, 455, processors // 4)))  # of a share
     shares = ceil(chunks, each)

@@ -22,8 +22,8 @@ Kernels:
   fragments, 191 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 6 x 7 fragments, 191 KB shared.
-- gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x7 taps a block, chunks of 1x1x4x64
-  (NxDxHxW of q), K in 132 slices, 172 KB shared.
+- gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x7 taps a block, chunks of 2x1x2x64
+  (NxDxHxW of q), K in 132 slices, 204 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -3156,8 +3156,8 @@ struct GradInput {
 };
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x7 taps a block, chunks of 1x1x4x64 (NxDxHxW
-// of q), K in 132 slices, 172 KB shared.
+// Gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x7 taps a block, chunks of 2x1x2x64 (NxDxHxW
+// of q), K in 132 slices, 204 KB shared.
 // =====================================================================================================================
 
 struct GradWeight {
@@ -3170,7 +3170,7 @@ struct GradWeight {
   static constexpr int block_co = 32;
   static constexpr int g_pitch = 76;
   static constexpr int reduce_rows = 1;
-  static constexpr int tile_n = 1;
+  static constexpr int tile_n = 2;
   static constexpr int kernel_d = 1;
   static constexpr int step_d = 1;
   static constexpr int dilation_d = 1;
@@ -3185,7 +3185,7 @@ struct GradWeight {
   static constexpr int padding_h = 1;
   static constexpr int taps_h = 3;
   static constexpr int sets_h = 1;
-  static constexpr int tile_h = 4;
+  static constexpr int tile_h = 2;
   static constexpr int apart_h = 1;
   static constexpr int kernel_w = 7;
   static constexpr int step_w = 1;
@@ -3296,12 +3296,12 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
 void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
                  int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
   const at::Tensor sums = at::empty({slices * 86016}, x.options().dtype(at::kByte));
-  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 176176>(x, blocks,
+  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 208944>(x, blocks,
       std::make_tuple(grad.data_ptr(), sums.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 2>{
-      tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 32, 6, 1, 1}, {1, 1, 1, 1, 1},
+      tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 32, 4, 1, 2}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
-      tensor_map(grad, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {76, 32, 4, 1, 1}, {1, 1, 1, 1, 1},
+      tensor_map(grad, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {76, 32, 2, 1, 2}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
   launch<kernels::reduce<kernels::WgradWgmma<kernels::GradWeight>>, 256, 0>(x, 672,
       std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 672, 21, 1));
@@ -3382,11 +3382,11 @@ def grad_input_launch(batch, source, result, processors):
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x4x64 pixels, their sums are added after.
+    """(blocks, slices of sums, sizes): blocks share the chunks of 2x1x2x64 pixels, their sums are added after.
 
     The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
     """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 2, source[2]), (1, 1, 4, 64))]
+    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 2, source[2]), (2, 1, 2, 64))]
     chunks = math.prod(counts)
     each = ceil(chunks, max(1, min(chunks, 1170, processors)))  # of a share
     shares = ceil(chunks, each)

@@ -22,8 +22,8 @@ Kernels:
   of 3 x 6 fragments, 218 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 6 x 3 fragments, 211 KB shared.
-- gradient for the weight: wgmma tf32, 32x32 channels x 1x1x3 taps a block, chunks of 1x1x4x32 (NxDxHxW of q), K in
-  22 slices, 196 KB shared.
+- gradient for the weight: wgmma tf32, 32x32 channels x 1x1x3 taps a block, chunks of 1x1x2x64 (NxDxHxW of q), K in
+  22 slices, 194 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -3507,8 +3507,8 @@ struct GradInput {
 };
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma tf32, 32x32 channels x 1x1x3 taps a block, chunks of 1x1x4x32 (NxDxHxW of q), K in 22
-// slices, 196 KB shared.
+// Gradient for the weight: wgmma tf32, 32x32 channels x 1x1x3 taps a block, chunks of 1x1x2x64 (NxDxHxW of q), K in 22
+// slices, 194 KB shared.
 // =====================================================================================================================
 
 struct GradWeight {
@@ -3519,7 +3519,7 @@ struct GradWeight {
   static constexpr int cout = 64;
   static constexpr int block_ci = 32;
   static constexpr int block_co = 32;
-  static constexpr int g_pitch = 164;
+  static constexpr int g_pitch = 324;
   static constexpr int reduce_rows = 1;
   static constexpr int tile_n = 1;
   static constexpr int kernel_d = 1;
@@ -3536,7 +3536,7 @@ struct GradWeight {
   static constexpr int padding_h = 1;
   static constexpr int taps_h = 1;
   static constexpr int sets_h = 3;
-  static constexpr int tile_h = 4;
+  static constexpr int tile_h = 2;
   static constexpr int apart_h = 1;
   static constexpr int kernel_w = 3;
   static constexpr int step_w = 5;
@@ -3544,7 +3544,7 @@ struct GradWeight {
   static constexpr int padding_w = 1;
   static constexpr int taps_w = 3;
   static constexpr int sets_w = 1;
-  static constexpr int tile_w = 32;
+  static constexpr int tile_w = 64;
   static constexpr int cluster = 1;
   static constexpr int warpgroups = 2;
   static constexpr int split_m = 1;
@@ -3563,7 +3563,7 @@ struct GradWeight {
   static constexpr bool parted = false;
   static constexpr bool a_shared = false;
   static constexpr int g_planes = 1;
-  static constexpr int plane_columns = 160;
+  static constexpr int plane_columns = 320;
   static constexpr int producer_registers = 72;
   static constexpr int consumer_registers = 216;
 };
@@ -3643,10 +3643,10 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
 void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
                  int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
   const at::Tensor sums = at::empty({slices * 73728}, x.options().dtype(at::kByte));
-  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 200752>(x, blocks,
+  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 198704>(x, blocks,
       std::make_tuple(grad.data_ptr(), sums.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 32, 4, 1, 1}, {1, 1, 1, 1, 1},
+      tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 32, 2, 1, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
   launch<kernels::reduce<kernels::WgradWgmma<kernels::GradWeight>>, 256, 0>(x, 576,
       std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 576, 9, 1));
@@ -3727,11 +3727,11 @@ def grad_input_launch(batch, source, result, processors):
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x4x32 pixels, their sums are added after.
+    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x2x64 pixels, their sums are added after.
 
     The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
     """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (1, 1, 4, 32))]
+    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (1, 1, 2, 64))]
     chunks = math.prod(counts)
     each = ceil(chunks, max(1, min(chunks, 1365, processors // 6)))  # of a share
     shares = ceil(chunks, each)

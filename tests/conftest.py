@@ -387,15 +387,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
                 monkeypatch.setattr(module, name, names[name])
 
 
-def arguments_of(letters: str, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """A launch's arguments one by one, each with its letter, runs of them taken apart (`Launcher`)."""
-    for run, given in zip(re.findall(r"\(\w*\)|\w", letters), args, strict=True):
-        if len(run) == 1:
-            yield run, given
+def arguments_of(form: str, args: tuple[Any, ...]) -> Iterator[int]:
+    """A launch's arguments one by one, strings of them taken apart (`Launcher`)."""
+    for kind, given in zip(re.findall(r"Q|\d+s", form), args, strict=True):
+        if kind == "Q":
+            yield given
             continue
-        form = "<" + run[1:-1].replace("i", "i4x")
-        assert len(given) == struct.calcsize(form)
-        yield from zip(run[1:-1], struct.unpack(form, given))
+        assert len(given) == struct.calcsize(kind)
+        yield from struct.unpack(f"<{len(given) // 8}q", given)
 
 
 def off_16_bytes(like: Tensor) -> Tensor:
@@ -512,13 +511,13 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
 
     class Launcher:
         def __init__(
-            self, name: str, device: int, threads: int, shared: int, codes: str, cooperative: bool = False
+            self, name: str, device: int, threads: int, shared: int, form: str, cooperative: bool = False
         ) -> None:
-            self.name, self.codes = name + " together" * cooperative, codes
+            self.name, self.form = name + " together" * cooperative, form
 
         def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
             found.launched.append((self.name, grid, dependent))
-            found.arguments.append(tuple(value for _, value in arguments_of(self.codes, args)))
+            found.arguments.append(tuple(arguments_of(self.form, args)))
             found.act(found.arguments[-1])
 
         def clusters(self, blocks: int) -> int:

@@ -20,8 +20,8 @@ from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
 from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.rearrange import around, relayout, unshuffle
-from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
+from upconv.cuda.rearrange import rearranged, relayout, unshuffle
+from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem, output_length
@@ -144,41 +144,35 @@ def pixels_choice(mode: ModuleType) -> Draw:
     return choice
 
 
-def wgrad_tilings(p: Problem, gpu: Gpu) -> list[SyncTiling | WarpgroupTiling]:
-    aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p)
-    return list(wgrad_search.candidates(wgrad_search.any_size(p), gpu, aligned, aligned_g, *of_size))
-
-
 def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
     if wgrad.refusal(p, gpu) is not None:
         return None
-    every = [t for t in wgrad_tilings(p, gpu) if isinstance(t, kind)]
+    every = [t for t in wgrad_search.candidates(p, gpu) if isinstance(t, kind)]
     if not every:
         return None
-    tiling = wgrad_costs.boxed(rng.choice(every), p)
+    tiling = rng.choice(every)
     splits = min(math.prod(tiling.counts(p)), rng.choice((1, 2, 3, 5)))
-    return wgrad.Choice(tiling, p, gpus(rng, gpu), splits, 1e-5, "")
+    return wgrad.Choice(tiling, p, gpus(rng, gpu), splits, Cost(1e-5))
 
 
 def direct_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     if p.pass_ == "grad-input":
-        return direct_grad.Choice("direct", 1e-5, "", "", p, rng.choice((1, 2, 4, 8)))
+        return direct_grad.Choice(1e-5, "", "", p, rng.choice((1, 2, 4, 8)))
     kinds = [every for every in (list(tiles.tiles(p)), list(walks.walks(p))) if every]
     tile: Any = rng.choice(rng.choice(kinds))
-    choice = direct.Choice("direct", 1e-5, "", "", p, tile)
+    choice = direct.Choice(1e-5, "", "", p, tile)
     return choice if choice.shared_bytes <= gpu.shared_bytes else None
 
 
 def walk_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     p = p.with_(out_channels=p.in_channels, groups=p.in_channels)
     walk = one_of(rng, walks.walks(p))
-    return walk and direct.Choice("direct", 1e-5, "", "", p, walk)
+    return walk and direct.Choice(1e-5, "", "", p, walk)
 
 
 def staged_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     tile = one_of(rng, staged_tiles.fitting(p, gpu))
-    return tile and staged.Choice("staged", 1e-5, "", "", p, tile, rng.choice((1, 2, 5)) if tile.weight else 1)
+    return tile and staged.Choice(1e-5, "", "", p, tile, rng.choice((1, 2, 5)) if tile.weight else 1)
 
 
 def plain_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
@@ -186,14 +180,14 @@ def plain_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
 
 
 def unshuffle_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    inner = "no kernel" if unshuffle.refusal(p, gpu) else around.choose(unshuffle.unstrided(p), gpu)
+    inner = "no kernel" if unshuffle.refusal(p, gpu) else rearranged.choose(unshuffle.unstrided(p), gpu)
     return None if isinstance(inner, str) else unshuffle.Choice(inner, p, 1e-5)
 
 
 def relayout_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     if relayout.refusal(p, gpu) is not None:
         return None
-    inner = around.choose(relayout._wider(p.lifted).with_(layout="channels_last"), gpu, others=True)
+    inner = rearranged.choose(relayout._wider(p.lifted).with_(layout="channels_last"), gpu, others=True)
     return None if isinstance(inner, str) else relayout.Choice(inner, p, 1e-5)
 
 
@@ -255,7 +249,7 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
         pixels_choice(pairs),
     ),
     "sweep": (
-        Layers(("fwd",), WGMMA, ranks=(3,), inputs=(1, 3, 8, 17, 40), outputs=(1, 2, 5, 8, 11, 24), groups=(1,),
+        Layers(FORWARD_LIKE, WGMMA, ranks=(3,), inputs=(1, 3, 8, 17, 40), outputs=(1, 2, 5, 8, 11, 24), groups=(1,),
                heights=(1, 2, 4, 6, 9), widths=(1, 4, 7, 8, 12, 13, 16, 20), kernels=(1, 2, 3, 4), strides=(1,)),
         pixels_choice(sweep),
     ),

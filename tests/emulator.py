@@ -93,18 +93,18 @@ class Emulator:
         return code, entry
 
     def launcher(
-        self, kernel: Any, device: int, threads: int, shared: int, codes: str, cooperative: bool = False
+        self, kernel: Any, device: int, threads: int, shared: int, form: str, cooperative: bool = False
     ) -> Any:
-        return _Launcher(self, kernel, threads, shared, codes, cooperative)
+        return _Launcher(self, kernel, threads, shared, form, cooperative)
 
 
 class _Launcher:
     def __init__(
-        self, emulator: Emulator, kernel: Any, threads: int, shared: int, codes: str, cooperative: bool
+        self, emulator: Emulator, kernel: Any, threads: int, shared: int, form: str, cooperative: bool
     ) -> None:
         self._emulator, (self._code, self._entry) = emulator, kernel
         self._threads, self._shared, self._cooperative = threads, shared, cooperative
-        self._struct = _struct(codes)
+        self._struct = struct.Struct("<" + form)
 
     def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
         e = self._emulator
@@ -120,11 +120,6 @@ class _Launcher:
 
     def clusters(self, blocks: int) -> int:
         return 132
-
-
-def _struct(codes: str) -> struct.Struct:
-    runs = launch._RUN.findall(codes)
-    return struct.Struct("<" + "".join(launch._CODES.get(run, f"{8 * (len(run) - 2)}s") for run in runs))
 
 
 def encode(

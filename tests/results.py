@@ -24,7 +24,6 @@ from upconv.problem import Problem
 GUARD = 64  # elements ahead of a result, and behind it
 BELOW = 1 - 2**-14  # of a number whose nearest one of TF32 or 16 bits is meant
 FINE = 1 + 2**-12  # times a small integer: float32 has it and sums of it, TF32 has not
-CUDA_CORES = ("direct", "staged")
 LONGEST_FINE = 5000  # products of a sum of these that float32 has exactly
 
 
@@ -136,7 +135,7 @@ def assert_computes(
     if emulator is not None:
         emulator.seed, emulator.gpu = seed, choice.gpu if hasattr(choice, "gpu") else H200
     p, prepared = p or original(choice.problem), choice.prepare(0)
-    if choice.family in CUDA_CORES and p.precision == "tf32":
+    if choice.family == "direct" and p.precision == "tf32":
         p = p.with_(precision="ieee")  # they round nothing
     way = way or drawn_way(p, prepared.casts, seed)
     about = f"{p} {p.precision} {p.layout}\n{choice}\n{way}, seed {seed}"

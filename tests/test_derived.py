@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -123,11 +123,10 @@ def searched(seed: int) -> list[Any]:
     found.append(gather_search.candidates(layer, gpu, drained=True))
     found += [gather_search.candidates(layer, gpu, shuffle=way) for way in ways(layer)[:1]]
     of_weight = p.with_(pass_="grad-weight", bias=False)
-    for aligned, classes in ((True, (1, 1)), (False, (1, 1)), (False, (2, 2))):
-        found.append(wgrad_search.candidates(of_weight, gpu, True, aligned, p.size[-1], classes))
-    forward = towards.with_(pass_="fwd")
-    if not isinstance(sweep.choose(forward, gpu), str):
-        found.append(sweep.candidates(forward, gpu))
+    odd = of_weight.with_(size=(*p.size[:-1], p.size[-1] + 1))
+    found += [wgrad_search.candidates(q, gpu, general) for q, general in product((of_weight, odd), (False, True))]
+    if not isinstance(sweep.choose(towards, gpu), str):
+        found.append(sweep.candidates(towards, gpu))
     drawn = [list(islice(some, rng.randrange(40), 4000, 37)) for some in found]
     return [t for some in drawn for t in rng.sample(some, min(len(some), 8))]
 

@@ -24,7 +24,7 @@ from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import H200
-from upconv.cuda.rearrange import around, relayout
+from upconv.cuda.rearrange import rearranged, relayout
 from upconv.problem import Layout, Precision, Problem
 
 pytestmark = needs_gxx
@@ -61,7 +61,7 @@ def test_gradients_for_widened_weights_again(emulator: Emulator) -> None:
     p = Problem.make(
         6, 30, 32, (3, 24), (1, 4), dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight"
     )
-    inner = around.choose(relayout._wider(p), H200, others=True)
+    inner = rearranged.choose(relayout._wider(p), H200, others=True)
     assert not isinstance(inner, str)
     assert_computes(relayout.Choice(inner, p, 0.0), emulator, 0, calls=2)
 
@@ -85,7 +85,7 @@ def test_two_kernels_have_no_shared_array_in_common(emulator: Emulator) -> None:
     places = torch.zeros(2, dtype=torch.int64)
     for place, size in zip(places, (1, 1000)):
         kernel = emulator.kernel(ARRAY_OF_A_TEMPLATE.format(size), "where", "")
-        emulator.launcher(kernel, 0, 32, 0, "P")(0, 1, (place.data_ptr(),))
+        emulator.launcher(kernel, 0, 32, 0, "Q")(0, 1, (place.data_ptr(),))
     assert places[0] != places[1]
 
 
@@ -133,7 +133,7 @@ def test_matrices_are_turned_alike_before_hopper(emulator: Emulator) -> None:
         assert found == 1
     out = torch.zeros(2, 2, 128, dtype=torch.int32)
     kernel = emulator.kernel(TURNED_BOTH.replace("BODY", body), "both", "")
-    emulator.launcher(kernel, 0, 32, 4096, "P")(0, 1, (out.data_ptr(),))
+    emulator.launcher(kernel, 0, 32, 4096, "Q")(0, 1, (out.data_ptr(),))
     assert torch.equal(out[:, 0], out[:, 1]) and len(out[0, 0].unique()) == 128 and len(out[1, 0].unique()) == 65
 
 
@@ -177,7 +177,7 @@ FAULTS = {
     "implicit: a stage given back too early": ("implicit", r"wgmma_wait<HOLDS>\(\);", ""),
     "subpixel: a place": ("subpixel", r"tile\.p \+ lane \* ROW_PIXELS", "tile.p + lane * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),
-    "sweep: the first slot": ("sweep", r"int pad_d = (\d+);", r"int pad_d = \1 + 1;"),
+    "sweep: the first slot": ("sweep", r"int first_slot = (-?\d+);", r"int first_slot = \1 + 1;"),
     "gather: no wait for a stage": ("gather", FULL, ""),
     "joined: no wait for a slot": ("joined", r"memory\.slots\.wait_full\(slot\);", ""),
     "joined: a tap's row": ("joined", r"tap / C::kernel_w \* shift_h", "(tap / C::kernel_w + 1) * shift_h"),

@@ -23,6 +23,7 @@ from upconv import planner
 from upconv.bench.suites import SUITES, Case
 from upconv.cuda import bias
 from upconv.cuda.compile import elf, jit, nvrtc
+from upconv.cuda.direct import plain
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import LAYOUTS, Layout, Pass, Precision, Problem
@@ -38,7 +39,6 @@ DTYPES: dict[Precision, torch.dtype] = {
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 Kind = tuple[Precision, Layout, Pass]
 
-CUDA_CORES = ("direct", "staged", "plain")
 OTHERS = {
     *("pack", "pack_float", "direct_pack", "reduce", "reduce_float", "reduce_staged"),
     *("to_channels_last", "to_contiguous", "widen"),
@@ -73,12 +73,12 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     # Of 48 registers.
     ("direct", "120", "grad-input", "nchw", 64): 8,  # kb57, kb71, pix, dcgan1 to dcgan3
     # Why is not known.
-    ("staged", "80", "grad-weight", "nchw", 32): 16,  # fsrcnn
-    ("staged", "86", "grad-weight", "nchw", 32): 16,
-    ("staged", "80", "grad-weight", "channels_last", 16): 48,  # fsrcnn
-    ("staged", "86", "grad-weight", "channels_last", 16): 48,
-    ("staged", "80", "grad-weight", "channels_last", 64): 384,  # kb68
-    ("staged", "100a", "grad-weight", "channels_last", 64): 40,  # kb75
+    ("direct", "80", "grad-weight", "nchw", 32): 16,  # fsrcnn
+    ("direct", "86", "grad-weight", "nchw", 32): 16,
+    ("direct", "80", "grad-weight", "channels_last", 16): 48,  # fsrcnn
+    ("direct", "86", "grad-weight", "channels_last", 16): 48,
+    ("direct", "80", "grad-weight", "channels_last", 64): 384,  # kb68
+    ("direct", "100a", "grad-weight", "channels_last", 64): 40,  # kb75
 }
 """Bytes of local memory of a thread at most, by family, architecture, pass, layout and bits, with NVRTC 13.0 or later.
 
@@ -147,7 +147,7 @@ def compiled(source: str, arch: str) -> Compiled:
 
 def instruction(choice: Any) -> str | None:
     """By what a choice multiplies; None for CUDA cores."""
-    if choice.family in CUDA_CORES:
+    if choice.family == "direct":
         return None
     by_warps = choice.family == "wgrad" and not isinstance(choice.tiling, WarpgroupTiling)
     by_warps |= choice.family == "gather" and not choice.tiling.wgmma
@@ -262,7 +262,7 @@ def test_extreme_layers_compile(name: str) -> None:
     """Their tables fit in constant memory, their taps in shared memory; or a plain kernel serves them."""
     choice = planner.select(EXTREMES[name], planner.Device("cuda", gpu=H200)).choice
     assert choice is not None
-    assert choice.family == "plain" or not name.startswith("no tile"), choice.summary
+    assert isinstance(choice, plain.Choice) or not name.startswith("no tile"), choice.summary
     for unit in choice.sources():
         jit.cubin(unit.source, H200.arch, unit.label)
 

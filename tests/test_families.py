@@ -19,6 +19,7 @@ from upconv import planner
 from upconv.bench.suites import SUITES
 from upconv.cuda import bias, families, family
 from upconv.cuda.compile import jit
+from upconv.cuda.direct import plain, staged
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gemm.shuffle import countable, ways
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
@@ -110,7 +111,7 @@ def test_general_choices_serve_every_size(seed: int) -> None:
             other = replace(choice, problem=larger)
             assert texts(other) == texts(choice), (name, p)
             found.add(name)
-    assert found >= {"gather", "direct", "staged", "wgrad"}
+    assert found >= {"gather", "direct", "wgrad"}
 
 
 LAYER = Problem.make(4, 32, 32, (16, 16), 4, 2, 1, precision="tf32")
@@ -139,18 +140,16 @@ REFUSED: list[tuple[str, dict[str, Any], Gpu, str]] = [
     ("joined", {"stride": (1, 1), "padding": (0, 1)}, H200, "padding"),
     ("joined", {"stride": (1, 1), "padding": (0, 0), "size": (16, 18)}, H200, "16 bytes"),
     ("joined", {"stride": (1, 1), "padding": (0, 0)}, A100, "wgmma"),
-    ("staged", {}, H200, "gradients only"),
-    ("unshuffle", {}, H200, "gradients only"),
-    ("unshuffle", GRAD_INPUT, A100, "compute capability"),
-    ("unshuffle", GRAD_INPUT | {"stride": (1, 1)}, H200, "no stride"),
-    ("unshuffle", GRAD_INPUT | {"groups": 2}, H200, "groups"),
-    ("unshuffle", GRAD_INPUT | {"dilation": (2, 1)}, H200, "side by side"),
-    ("unshuffle", GRAD_INPUT, H200, "more than 64"),
-    ("relayout", {}, H200, "gradients only"),
-    ("relayout", GRAD_INPUT | LAST, H200, "memory format"),
-    ("relayout", GRAD_INPUT | {"out_channels": 20, "precision": "bf16", "dtype": DTYPES["bf16"]}, H200, "multiples"),
-    ("relayout", GRAD_WEIGHT | {"groups": 2}, H200, "groups"),
-    ("relayout", GRAD_INPUT | DOUBLE, H200, "TF32 and 16 bits"),
+    ("rearrange", {}, H200, "gradients only"),
+    ("rearrange", GRAD_INPUT, A100, "compute capability"),
+    ("rearrange", GRAD_INPUT | {"stride": (1, 1)}, H200, "no stride"),
+    ("rearrange", GRAD_INPUT | {"groups": 2}, H200, "groups"),
+    ("rearrange", GRAD_INPUT | {"dilation": (2, 1)}, H200, "side by side"),
+    ("rearrange", GRAD_INPUT, H200, "more than 64"),
+    ("rearrange", GRAD_INPUT | LAST, H200, "memory format"),
+    ("rearrange", GRAD_INPUT | {"out_channels": 20, "precision": "bf16", "dtype": DTYPES["bf16"]}, H200, "multiples"),
+    ("rearrange", GRAD_WEIGHT | {"groups": 2}, H200, "groups"),
+    ("rearrange", GRAD_INPUT | DOUBLE, H200, "TF32 and 16 bits"),
 ]
 """A family, how a layer differs from `LAYER`, a GPU, and some words of the sentence."""
 
@@ -169,8 +168,7 @@ def test_axes_beyond_32_bits_are_for_kernels_that_count_in_64(pass_: Pass, chann
     assert any(chosen(p, H200))
     found = families.choose(p.with_(size=(longest + 1,)), H200)
     reason = f"the kernel counts along an axis in 32 bits, which {longest + 1} elements are too many for"
-    assert not isinstance(found.pop("plain"), str)
-    assert found.pop("direct", None) in (None, reason, "no tile of cells and channels fits these kernels")
+    assert isinstance(found.pop("direct"), plain.Choice)
     assert found and set(found.values()) == {reason}
 
 
@@ -214,14 +212,14 @@ def test_another_problem_of_the_same_bytes_is_taken_where_it_is_faster() -> None
 )
 def test_a_weights_gradient_that_no_tile_fits_has_the_plain_kernel(p: Problem) -> None:
     found = planner.plan(p, planner.Device("cuda", gpu=H200))
-    assert "native" not in (found.forward, found.grad_input.name) and found.grad_weight.name == "plain"
+    assert "native" not in (found.forward, found.grad_input.name) and isinstance(found.grad_weight.choice, plain.Choice)
     assert "plain_grad_weight<kernels::GradWeight>, 256, 0>(" in source(p)
 
 
 @pytest.mark.parametrize(("size", "stride"), [((6, 6, 1), (5, 3, 1)), ((6, 1, 3), (1, 1, 3)), ((2, 4, 2), (1, 2, 1))])
 def test_fewer_positions_than_lanes_have_a_tile(size: tuple[int, ...], stride: tuple[int, ...]) -> None:
     p = Problem.make(4, 12, 84, size, (3, 4, 5), stride, (0, 1, 1), groups=4, pass_="grad-weight")
-    assert all(not isinstance(families.choose(p, gpu)["staged"], str) for gpu in GPUS)
+    assert all(not isinstance(staged.choose(p, gpu), str) for gpu in GPUS)
 
 
 def test_the_gradient_for_the_bias_of_small_tensors_is_pytorchs() -> None:

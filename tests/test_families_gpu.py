@@ -24,7 +24,7 @@ from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import gpu
-from upconv.cuda.rearrange import around, unshuffle
+from upconv.cuda.rearrange import rearranged, unshuffle
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -177,7 +177,7 @@ def test_a_training_step_and_its_capture(name: str, layout: Layout, monkeypatch:
 def test_without_memory_pytorchs_error_rises(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other kernel's results, which would round otherwise, come in the place of those on rearranged tensors."""
     p = Problem.make(4, 56, 1, (64, 64), 9, 3, 4, 2, precision="tf32", pass_=pass_)
-    inner = around.choose(unshuffle.unstrided(p), gpu(0))
+    inner = rearranged.choose(unshuffle.unstrided(p), gpu(0))
     assert not isinstance(inner, str)
     choice = unshuffle.Choice(inner, p, 1e-5)
 

@@ -20,7 +20,7 @@ from upconv.cuda.compile import jit, launch
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import H200
 from upconv.cuda.launches import Given, Map, Pointer, Scratch, Zeros
-from upconv.cuda.rearrange import around, relayout
+from upconv.cuda.rearrange import rearranged, relayout
 from upconv.cuda.wgrad import wgrad
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Precision, Problem
@@ -228,7 +228,7 @@ def test_a_lasting_call_is_one_cooperative_launch(
     monkeypatch.setattr(prepared_module, "current_stream", lambda index: stream[0])
     p = Problem.make(128, 128, 64, (16, 16), 4, 2, 1, bias=False, dtype=dtype, pass_="grad-weight")
     choice = wgrad.choose(p.with_(precision="tf32" if dtype is torch.float32 else "bf16"), H200)
-    assert isinstance(choice, wgrad.Choice) and choice.together
+    assert isinstance(choice, wgrad.Choice) and choice.ending == "together"
     t, prepared = choice.tiling, choice.prepare(0)
     assert isinstance(t, WarpgroupTiling) and not prepared.loaded
     x, g = torch.randn(p.input_shape, dtype=dtype), torch.randn(p.output_shape, dtype=dtype)
@@ -286,7 +286,7 @@ HALVES: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "bf16"}
 ], ids=str)  # fmt: skip
 def test_the_memory_for_copies_is_stated(p: Problem) -> None:
     """As many bytes as its launches have for them, and in the summary."""
-    inner = around.choose(relayout._wider(p.lifted).with_(layout="channels_last"), H200, others=True)
+    inner = rearranged.choose(relayout._wider(p.lifted).with_(layout="channels_last"), H200, others=True)
     assert not isinstance(inner, str)
     choice = relayout.Choice(inner, p, 0.0)
     arguments = [a for launch in choice.launches(Given("contiguous")) for a in launch.arguments]

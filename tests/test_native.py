@@ -68,13 +68,13 @@ class Machine:
         self.sources[name] = kernels
         return Unit(name, name, tuple(kernels))
 
-    def loaded(self, launch: Launch, letters: str, device: int) -> Launcher:
+    def loaded(self, launch: Launch, arguments: str, device: int) -> Launcher:
         """`prepared.loaded`."""
         handle = 1000 + len(self.kernels)
         found = Launcher(
-            Kernel("f", handle, 32, 0, 0), device, launch.threads, launch.shared_bytes, letters, launch.cooperative
+            Kernel("f", handle, 32, 0, 0), device, launch.threads, launch.shared_bytes, arguments, launch.cooperative
         )
-        self.kernels[handle] = found._count, self.sources[launch.unit.source][launch.entry]
+        self.kernels[handle] = found._bytes // 8, self.sources[launch.unit.source][launch.entry]
         return found
 
     def addresses(self) -> list[int]:
@@ -367,8 +367,8 @@ def test_a_recording_has_the_memory_the_launches_and_where_addresses_are(machine
         (recording.LAUNCH, (), 6, ((0, 3, 16), (1, 3, 32), (17, 3, 8), (18, 5, 0), (19, 7, 0))),
         (recording.RELEASE, (7,), 0, ()),
     ]
-    assert steps[1].words == (0, 0, 2**32 - 12, 0)
-    assert steps[4].words[2:4] == (7, 2**64 - 1) and steps[4].words[20] == 2**64 - 5
+    assert steps[1].words == (0, 0, -12, 0)
+    assert steps[4].words[2:4] == (7, 2**64 - 1) and steps[4].words[20] == -5
     assert not machine.launched, "a recording launches nothing"
 
 

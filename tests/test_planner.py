@@ -242,7 +242,7 @@ def test_many_products_are_never_left_to_cuda_cores(seed: int) -> None:
         pass_ = chance.choice(("fwd", "grad-input", "grad-weight"))
         found = p.with_(dtype=dtype, precision=precision, layout=layout, pass_=pass_)
         selected = planner.select(found, Device("cuda", gpu=gpu.H200))
-        assert selected.name not in ("native", "direct", "staged"), found
+        assert selected.name not in ("native", "direct"), found
 
 
 @given(p=problems())
@@ -315,7 +315,7 @@ def test_each_gradient_on_cuda_has_a_choice_of_its_own(monkeypatch: pytest.Monke
     def choose(p: Problem, g: gpu.Gpu, general: bool = False) -> dict[str, Any]:
         asked.append(p.pass_)
         if p.pass_ == "grad-weight":
-            return {"wgrad": "too odd", "staged": "far too odd"}
+            return {"wgrad": "too odd", "direct": "far too odd"}
         first, second = (1.0, 2.0) if p.pass_ == "fwd" else (2.0, 1.0)
         return {"gather": _fixed("gather", first), "direct": _fixed("direct", second)}
 

@@ -18,7 +18,7 @@ import torch
 import conftest
 from upconv import planner
 from upconv.bench.suites import SUITES
-from upconv.cuda.axes import MOST_W_SUBS, Axis, Unfit, any_size, gather_axes, multiplied
+from upconv.cuda.axes import MOST_W_SUBS, Axis, Unfit, gather_axes, multiplied
 from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct, tile_costs, tiles
 from upconv.cuda.gemm import gather, gather_search
@@ -54,7 +54,7 @@ class Counted:
         self.made = 0
         for owner, name in (
             (gather_search, "_fitted"),
-            (wgrad_search.Sketch, "timed"),
+            (wgrad_search, "fastest"),
             (tile_costs, "cost"),
         ):
             monkeypatch.setattr(owner, name, self._counting(getattr(owner, name)))
@@ -69,7 +69,7 @@ class Counted:
 
 @pytest.mark.parametrize("seed", range(4 if EVERY_ONE else 1))
 def test_random_layers_are_planned_in_few_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search makes a bounded number of tilings, and `AROUND` families ask for up to two more searches."""
+    """A search makes a bounded number of tilings, and `rearrange` asks for up to two more searches."""
     planning.measured([(planning.random_layers(1, 0)[0], H200)])  # loads all modules
     clear, counted = planning.caches(), Counted(monkeypatch)
     most = 0
@@ -191,25 +191,19 @@ def test_bounds_know_of_clusters() -> None:
 
 
 @pytest.mark.parametrize("gpu", [H200, A100], ids=["H200", "A100"])
-def test_the_weight_search_leaves_out_nothing_that_could_be_best(gpu: Gpu) -> None:
+def test_the_weight_search_finds_what_a_look_at_all_tilings_does(gpu: Gpu) -> None:
     looked = 0
-    for p in suite_layers(13, "grad-weight"):
+    for p in suite_layers(23, "grad-weight"):
         if wgrad.refusal(p, gpu):
             continue
-        aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-        sketches = wgrad_search._sketches(
-            any_size(p).with_(pass_="grad-weight"), gpu, aligned, aligned_g, 0, wgrad_search.classes_of(p), False
-        )
-        for sketch in sketches[::5]:
-            floor = sketch.floor(p, gpu)
-            for chunk in sketch.chunks[::3]:
-                timed = sketch.timed(chunk, wgrad_costs.straddling_of(p))
-                if timed is None:
-                    continue
-                least = floor.of(*wgrad_search._chunks(p, chunk))
-                assert 0 < floor.seconds <= least * (1 + 1e-9) or isinstance(chunk, int)
-                assert max(least, floor.seconds) <= wgrad_costs.whole(timed[0], timed[1], p, gpu)[0]
-                looked += 1
+        found = wgrad_search.best(p, gpu)
+        assert found is not None
+        kind = type(found.tiling)
+        every = [t for t in wgrad_search.candidates(p, gpu) if isinstance(t, kind)][::5]
+        assert found.seconds <= 1.05 * min(wgrad_costs.fastest(t, p, gpu)[0] for t in every)
+        cost = wgrad_costs.estimate(found.tiling, p, gpu, found.splits)
+        assert cost.seconds == pytest.approx(found.seconds, rel=1e-9)
+        looked += len(every)
     assert looked > 300
 
 

@@ -205,7 +205,9 @@ def test_a_gradient_for_the_weight_ends_its_promise(monkeypatch: pytest.MonkeyPa
     weight = torch.randn(4, 3, 3, 3)
     weights.freeze(weight)
     plan = planner.plan(Problem.make(1, 4, 3, (5, 5), 3), planner.cpu_device())
-    monkeypatch.setattr(engine, "_gradients", lambda plan, index: SimpleNamespace(input=None, weight=None, bias=None))
+    none = SimpleNamespace(input=None, weight=None, bias=None)
+    monkeypatch.setattr(engine, "gradients_of", lambda plan, index: none)
+    monkeypatch.setattr(engine, "_current_device", lambda: -1)
     monkeypatch.setattr(engine.cpu, "gradients", lambda *_: (None, torch.zeros(()), None))
     for asked, frozen in ((False, True), (True, False)):
         engine.gradients(plan, torch.randn(1, 3, 7, 7), torch.randn(1, 4, 5, 5), weight, (False, asked, False))

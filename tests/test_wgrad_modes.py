@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from conftest import needs_gxx
-from drawn import DTYPES, TENSOR, wgrad_tilings
+from drawn import DTYPES, TENSOR
 from emulator import Emulator, emulator
 from modes import Case, OfCase, OfTiling, few, having, of_cases, where
 from results import Way, assert_computes
+from upconv.cuda.compile.boxes import fullest
+from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import H200
-from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
+from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Precision, Problem, output_length
@@ -175,10 +177,17 @@ def draw_layer(draw: Draw, rng: random.Random) -> Problem | None:
     return (p.abreast or p) if draw is last and p.rank == 2 and rng.random() < 0.15 else p
 
 
+def boxed(t: AnyTiling, p: Problem) -> AnyTiling:
+    """A tiling with the box of a problem's own chunks."""
+    if not isinstance(t, WarpgroupTiling) or not t.gapless:
+        return t
+    return replace(t, tile=fullest(p.batch, p.size, p.stride, t.gapless)[1])
+
+
 def work(t: AnyTiling, p: Problem) -> float:
     """Products of a problem's chunks."""
     chunk = t.gapless if isinstance(t, WarpgroupTiling) and t.gapless else math.prod(t.tile)
-    return float(wgrad_costs.chunks_of(t, p) * chunk * t.tiles * math.prod(t.block) * t.set_taps)
+    return float(t.chunks(p) * chunk * t.tiles * math.prod(t.block) * t.set_taps)
 
 
 def cases(seed: int) -> Iterator[Case]:
@@ -187,19 +196,19 @@ def cases(seed: int) -> Iterator[Case]:
     p = draw_layer(DRAWS[seed % len(DRAWS)], rng)
     if p is None:
         return
-    every = wgrad_tilings(p, H200)
+    every = list(wgrad_search.candidates(p, H200))
     for t in rng.sample(every, min(len(every), 40)):
         q = other_size(p, rng) if rng.random() < 0.5 and not p.batch_as_width else p
         if not serves(t, p, q):
             continue
-        t = wgrad_costs.boxed(t, q)
+        t = boxed(t, q)
         if work(t, q) > MOST:
             continue
         count = math.prod(t.counts(q))
         splits = min(count, rng.choice((1, 2, 2, 3, 3, 5, 9, 20)))
         splits = -(-count // -(-count // splits))  # none without work
         chip = replace(H200, multiprocessors=rng.choice((7, 132, 132, t.tiles * splits)))  # the last: few clusters
-        choice = wgrad.Choice(t, q, chip, splits, 1e-5, "")
+        choice = wgrad.Choice(t, q, chip, splits, Cost(1e-5))
         single = q.dtype.itemsize == 2 and rng.random() < 0.3
         way = Way(q.rank > 1 and rng.random() < 0.5, single, once=rng.random() < 0.5)
         yield Case(choice, way, work(t, q))
@@ -272,15 +281,11 @@ def numbered() -> OfTiling:
 def end(case: Case) -> str:
     """How a case's sums become the weight's gradient."""
     c = case.choice
-    if case.way.once and c.together and c.gpu.multiprocessors >= c.tiling.tiles * c.splits:
-        return "together"
-    if c.cluster > 1:
-        return "by clusters"
-    return "alone" if c.alone else "steps"
+    return "steps" if c.ending == "together" and not case.way.once else c.ending
 
 
 def ends() -> OfCase:
-    every = ("steps", "by clusters", "together", "alone")
+    every = ("steps", "cluster", "together", "alone")
     found: OfCase = {}
     for how in every:
         for name, way in (("contiguous", (False, False)), ("channels_last", (True, False)), ("float32", (None, True))):
@@ -300,21 +305,21 @@ def ends() -> OfCase:
         "many elements turned": lambda case: end(case) == "steps" and case.choice.tiling.reduce_rows > 1,
         "many elements together": lambda case: end(case) == "together" and case.choice.tiling.reduce_rows > 1,
         "few sums of each block together": lambda case: end(case) == "together" and few_sums(case),
-        "clusters of more than two": lambda case: end(case) == "by clusters" and case.choice.cluster > 2,
-        "clusters of an odd number of tiles": lambda case: (
-            end(case) == "by clusters" and case.choice.tiling.channel_tiles[0] % 2 == 1
-        ),
-        "clusters of an even number of tiles": lambda case: (
-            end(case) == "by clusters" and case.choice.tiling.channel_tiles[0] % 2 == 0
-        ),
+        "clusters of more than two": lambda case: end(case) == "cluster" and case.choice.cluster > 2,
+        "clusters of an odd number of tiles": lambda case: end(case) == "cluster" and odd_tiles(case),
+        "clusters of an even number of tiles": lambda case: end(case) == "cluster" and not odd_tiles(case),
         "rows from registers": lambda case: rows(case) and end(case) == "alone",
         "channels off four in channels_last": lambda case: (
-            end(case) in ("alone", "by clusters", "together")
-            and case.way.last
-            and case.choice.tiling.channels[1] % 4 > 0
+            end(case) in ("alone", "cluster", "together") and case.way.last and case.choice.tiling.channels[1] % 4 > 0
         ),
     }
     return found
+
+
+def odd_tiles(case: Case) -> bool:
+    """Whether blocks of input channels are odd in number."""
+    t = case.choice.tiling
+    return -(-t.channels[0] // t.block[0]) % 2 == 1
 
 
 def few_sums(case: Case) -> bool:

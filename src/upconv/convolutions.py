@@ -58,7 +58,7 @@ _RATE_WEIGHT = 0.45  # of the products' rate, which cuDNN's kernels of the gradi
 _RATE, _COPIES, _LAUNCHES, _COPIES_WEIGHT = 0.65, 2.0, 15e-6, 5.0
 # channels_last: the same, and how much longer a tile of 64 columns takes for its products than one of 128.
 _RATE_LAST, _LAUNCH, _NARROW = 0.72, 5e-6, 1.4
-# `relayout`'s estimates are low: 1.2 to 2.2 times for layers of many channels, of short passes 1.1 to 1.4.
+# `rearrange`'s estimates are low: 1.2 to 2.2 times for layers of many channels, of short passes 1.1 to 1.4.
 _RELAYOUT, _RELAYOUT_SHORT = 1.5, 1.2
 _SMALL = 156e12, 533e9  # products and elements a second, about what TF32 and an H100's memory do
 
@@ -264,7 +264,7 @@ def faster(plan: Plan, pass_: Pass, training: bool = False) -> bool:
         if p.layout == "nchw":
             weight = math.prod(_padded(c) for c in (p.in_channels, p.out_channels)) * p.taps
             theirs += _COPIES_WEIGHT * weight * p.dtype.itemsize / gpu.bandwidth
-    return seconds * (relayout if choice.family == "relayout" else 1.0) <= margin * theirs
+    return seconds * (relayout if choice.family == "rearrange" else 1.0) <= margin * theirs
 
 
 def expected(p: Problem, pass_: Pass, gpu: Gpu) -> float:

@@ -248,10 +248,10 @@ def quartiles(values: Sequence[float]) -> Quartiles:
     return Quartiles(lower, middle, upper)
 
 
-def in_ms(side: str, found: Quartiles) -> dict[str, float]:
+def entries(side: str, found: Quartiles, unit: str = "ms") -> dict[str, float]:
     """A row's entries for the times of a side."""
-    names = (f"{side}_lower_ms", f"{side}_ms", f"{side}_upper_ms")
-    return {name: 1e3 * seconds for name, seconds in zip(names, found)}
+    names = (f"{side}_lower_{unit}", f"{side}_{unit}", f"{side}_upper_{unit}")
+    return {name: {"ms": 1e3, "us": 1e6}[unit] * seconds for name, seconds in zip(names, found)}
 
 
 def unsteady(sides: Mapping[str, Quartiles]) -> str | None:

@@ -17,27 +17,21 @@ FAMILIES = (
     "joined",
     "pixels",
     "direct",
-    "staged",
-    "unshuffle",
-    "relayout",
-    "plain",
+    "rearrange",
 )
 """The kernel families of the forward and of the gradient for the input, as modules of this package.
 
-Of equals the first is taken. The last, `plain`, serves what no other does.
+Of equals the first is taken.
 """
 _MODULES = {
     "gather": "gemm.gather",
     "joined": "gemm.joined",
     "pixels": "pixels.family",
     "wgrad": "wgrad.wgrad",
-    "direct": "direct.direct",
-    "staged": "direct.staged",
-    "unshuffle": "rearrange.unshuffle",
-    "relayout": "rearrange.relayout",
-    "plain": "direct.plain",
+    "direct": "direct.family",
+    "rearrange": "rearrange.family",
 }
-WEIGHT_FAMILIES = ("wgrad", "staged", "unshuffle", "relayout", "plain")
+WEIGHT_FAMILIES = ("wgrad", "direct", "rearrange")
 """As `FAMILIES`, of the gradient for the weight."""
 
 

@@ -58,7 +58,7 @@ Operand = str | Scratch | Zeros
 
 
 class Argument:
-    """One of a kernel."""
+    """One of a kernel, of 8 bytes but for a map; of a smaller parameter the driver reads as many as that has."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,22 @@ class Int(Argument):
 
     value: int
 
+    def encoded(self) -> bytes:
+        """Errors: OverflowError for a value that does not fit."""
+        if not -(2**31) <= self.value < 2**31:
+            raise OverflowError(f"an int has 32 bits; got {self.value}")
+        return self.value.to_bytes(8, "little", signed=True)
+
 
 @dataclass(frozen=True)
 class Long(Argument):
     """64 bits."""
 
     value: int
+
+    def encoded(self) -> bytes:
+        """Errors: OverflowError for a value that does not fit."""
+        return self.value.to_bytes(8, "little", signed=True)
 
 
 @dataclass(frozen=True)

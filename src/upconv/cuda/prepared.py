@@ -16,17 +16,14 @@ import torch
 from torch import Tensor
 
 from upconv.cuda.compile import jit, nvrtc
-from upconv.cuda.compile.launch import Counters, Launcher, Launches, TooManyBlocks, as_run, bind, stream_handle
+from upconv.cuda.compile.launch import Counters, Launcher, Launches, TooManyBlocks, bind, stream_handle
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gpu import current_stream
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launches import (
     NULL,
-    Argument,
     Given,
-    Int,
     Launch,
-    Long,
     Map,
     Operand,
     Pointer,
@@ -46,16 +43,16 @@ Run = tuple[Any, ...]
 """Arguments side by side that are no pointers."""
 
 
-def loaded(launch: Launch, letters: str, device: int) -> Launches:
+def loaded(launch: Launch, arguments: str, device: int) -> Launches:
     """Compiles (or finds) and loads a launch's kernel; a `Provisional` where its unit has a quick form.
 
-    ``letters``: `Launcher`'s. Errors: those of ``jit.kernel``.
+    ``arguments``: `Launcher`'s. Errors: those of ``jit.kernel``.
     """
     arch, unit, entry = gpu_of(device).arch, launch.unit, launch.entry
 
     def of(one: Unit) -> Launcher:
         kernel = jit.kernel(one.source, entry, arch, one.label, one.kept)
-        return Launcher(kernel, device, launch.threads, launch.shared_bytes, letters, launch.cooperative)
+        return Launcher(kernel, device, launch.threads, launch.shared_bytes, arguments, launch.cooperative)
 
     if unit.quick is None or jit.at_hand(unit.source, arch, unit.label) or (quick := unit.quick()) is None:
         return of(unit)
@@ -87,15 +84,9 @@ class _Run:
         bind(self._device)  # encoding wants a context
         addresses = key if len(self._order) > 1 else (key,)
         found = self.kept[key] = b"".join(
-            a.encoded(addresses[self._order[a.operand]]) if isinstance(a, Map) else as_run(_letter(a), (a.value,))
-            for a in self._run
+            a.encoded(addresses[self._order[a.operand]]) if isinstance(a, Map) else a.encoded() for a in self._run
         )
         return found
-
-
-def _letter(a: Argument) -> str:
-    """As `Launcher` has it."""
-    return "P" if isinstance(a, Pointer) else "i" if isinstance(a, Int) else "q" if isinstance(a, Long) else "q" * 16
 
 
 def _pieces(launch: Launch) -> list[Pointer | Run]:
@@ -111,16 +102,18 @@ def _pieces(launch: Launch) -> list[Pointer | Run]:
     return found
 
 
-def _letters(pieces: Sequence[Pointer | Run]) -> str:
+def _format(pieces: Sequence[Pointer | Run]) -> str:
     """`Launcher`'s for these."""
-    return "".join("P" if isinstance(one, Pointer) else f"({''.join(map(_letter, one))})" for one in pieces)
+    return "".join(
+        "Q" if isinstance(one, Pointer) else f"{sum(128 if isinstance(a, Map) else 8 for a in one)}s" for one in pieces
+    )
 
 
 class Program:
     """Some launches, loaded for a device, which run on operands of these names; the result is the last of them.
 
-    Each operand may be None. ``load``: `loaded` of a launch and letters, and ``counters``, those of so many words, of
-    what shares these.
+    Each operand may be None. ``load``: `loaded` of a launch and its arguments, and ``counters``, those of so many
+    words, of what shares these.
     """
 
     def __init__(
@@ -152,7 +145,7 @@ class Program:
         self._beyond = [(slots[one.operand], one.offset) for one in beyond]
         self._mapped = [_Run(one, slots, device) for one in mapped]
         self._constant: Values = [0]
-        self._constant += [as_run("".join(map(_letter, one)), [a.value for a in one]) for one in constant]
+        self._constant += [b"".join(a.encoded() for a in one) for one in constant]
         needed: dict[int, int] = {}
         for a in (a for one in launches for a in one.arguments if isinstance(a, Pointer | Map)):
             alignment = 16 if isinstance(a, Map) else a.alignment
@@ -162,8 +155,8 @@ class Program:
         self._steps = []
         for launch, of in zip(launches, pieces):
             take = _taken([places[one.operand if isinstance(one, Pointer) and not one.offset else one] for one in of])
-            letters = _letters(of)
-            launcher = loaded(launch, letters, device) if load is None else load(launch, letters)
+            form = _format(of)
+            launcher = loaded(launch, form, device) if load is None else load(launch, form)
             self._steps.append((launcher, launch.grid, take, launch.dependent))
 
     def __call__(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
@@ -278,11 +271,11 @@ class _Prepared:
     def _of(self, launches: tuple[Launch, ...], operands: tuple[str, ...]) -> Program:
         return Program(launches, operands, self._device, self._load, self._counters)
 
-    def _load(self, launch: Launch, letters: str) -> Launches:
-        key = launch.unit, launch.entry, letters, launch.cooperative
+    def _load(self, launch: Launch, arguments: str) -> Launches:
+        key = launch.unit, launch.entry, arguments, launch.cooperative
         found = self._launchers.get(key)
         if found is None:
-            found = self._launchers[key] = loaded(launch, letters, self._device)
+            found = self._launchers[key] = loaded(launch, arguments, self._device)
         return found
 
     def _counters(self, words: int) -> Counters:
@@ -405,7 +398,7 @@ class PreparedWeight(_Prepared):
             lasting: as for `Prepared.run`.
         """
         at_x, at_grad, at_out = values = [x.data_ptr(), grad.data_ptr(), out.data_ptr()]
-        key = out.shape, out.stride(), out.dtype, lasting, (at_x | at_grad | at_out) & 15
+        key = out.numel(), out.is_contiguous(), out.dtype, lasting, (at_x | at_grad | at_out) & 15
         program = self._known.get(key)
         try:
             if program is not None:

@@ -17,8 +17,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from upconv.cuda.compile.launch import as_run
-from upconv.cuda.launches import Int, Launch, Map, Operand, Pointer
+from upconv.cuda.launches import Int, Launch, Long, Map, Operand, Pointer
 from upconv.cuda.prepared import Program
 from upconv.problem import Problem
 
@@ -179,7 +178,8 @@ def step(one: Launch, function: int, at: Mapping[Operand, int], fresh: bool) -> 
             places.append((len(words), at[a.operand], a.tensor.begin))
             words += map_words
         else:
-            words += struct.unpack("<Q", as_run("i" if isinstance(a, Int) else "q", (a.value,)))  # type: ignore[attr-defined]
+            assert isinstance(a, Int | Long)
+            words += struct.unpack("<q", a.encoded())
     kind = COOPERATIVE if one.cooperative else DEPENDENT if one.dependent and fresh else LAUNCH
     return Step(kind, (), (), function, one.grid, one.threads, one.shared_bytes, tuple(words), tuple(places))
 

@@ -7,10 +7,8 @@ calls the driver.
 from __future__ import annotations
 
 import ctypes
-import re
 import struct
 import threading
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
@@ -19,10 +17,6 @@ import torch
 from upconv.cuda.compile import driver, jit
 from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.gpu import gpu
-
-# Each argument has a slot of 8 bytes, so that all are aligned; the driver reads as many of them as the type has.
-_CODES = {"P": "Q", "i": "i4x", "q": "q", "f": "f4x"}
-_RUN = re.compile(r"\([Piqf]*\)|.", re.DOTALL)
 
 _STREAMS = 256  # handles kept; PyTorch has pools of 32 streams per device and priority
 _COUNTERS = 64  # streams of a kernel that have counters
@@ -45,11 +39,6 @@ def bind(device: int) -> None:
     cuda = driver.bindings()
     context = driver.drive(cuda.cuDevicePrimaryCtxRetain, driver.drive(cuda.cuDeviceGet, device))
     driver.drive(cuda.cuCtxSetCurrent, context)
-
-
-def as_run(letters: str, values: Sequence[int | float]) -> bytes:
-    """Values of some kernel parameters as `Launcher` takes a run. Errors: struct.error where they do not fit."""
-    return struct.pack("<" + "".join(_CODES[letter] for letter in letters), *values)
 
 
 @lru_cache(maxsize=_STREAMS)
@@ -87,27 +76,21 @@ class Launches(Protocol):
 class Launcher:
     """Launches one kernel on a device, with blocks of ``block`` threads and ``shared`` bytes of dynamic shared memory.
 
-    ``arguments`` has one letter per kernel parameter: ``P`` pointer, ``i`` int32, ``q`` int64, ``f`` float32. A run of
-    letters in parentheses is one argument of a launch, what `as_run` made of their values once: a tensor map has 16
-    words, each of them an object that a launch would look at. (Bytes for another run are cut or filled with zeros.)
-    ``cooperative``: its blocks wait for each other, so that all must run at once. Errors: ValueError for other letters.
+    ``arguments``: the format of `struct` for its arguments, of 8 bytes for each kernel parameter: ``Q`` for an address,
+    and for parameters side by side whose bytes are known one string, as looking at each at a launch would cost more.
+    ``cooperative``: its blocks wait for each other, so that all must run at once.
     """
 
     def __init__(
         self, kernel: Kernel, device: int, block: int, shared: int, arguments: str, cooperative: bool = False
     ) -> None:
-        runs = _RUN.findall(arguments)
-        if any(len(run) == 1 and run not in _CODES for run in runs):
-            raise ValueError(f"arguments must consist of the letters P, i, q and f and runs of them; got {arguments!r}")
         self.kernel = kernel
         self.device = device
         self.block = block
         self.shared = shared
-        self.arguments = arguments
         self.cooperative = cooperative
-        self._count = sum(len(run) - 2 if len(run) > 1 else 1 for run in runs)
-        codes = (_CODES.get(run, f"{8 * (len(run) - 2)}s") for run in runs)
-        self._pack_into = struct.Struct("<" + "".join(codes)).pack_into
+        form = struct.Struct("<" + arguments)
+        self._bytes, self._pack_into = form.size, form.pack_into
         self._local = threading.local()
         self._configurations: dict[tuple[int, Any], Any] = {}
         cuda = driver.bindings()
@@ -127,7 +110,7 @@ class Launcher:
                 for, since it waits for its results itself (sm_90 and up).
 
         Thread-safe; may be captured in a graph. Errors: LaunchError; torch.OutOfMemoryError; struct.error for arguments
-        that do not fit their letters.
+        that do not fit.
         """
         try:
             buffer, pointers, _ = self._local.state
@@ -166,8 +149,8 @@ class Launcher:
     def _allocate(self) -> tuple[Any, int, Any]:
         """A thread's argument memory, the address of the pointers to it, and what keeps these alive."""
         self.kernel.ready(self.device)
-        count = self._count
-        buffer = ctypes.create_string_buffer(max(8 * count, 8))
+        count = self._bytes // 8
+        buffer = ctypes.create_string_buffer(max(self._bytes, 8))
         start = ctypes.addressof(buffer)
         pointers = (ctypes.c_void_p * max(count, 1))(*(start + 8 * i for i in range(count)))
         return buffer, ctypes.addressof(pointers), pointers

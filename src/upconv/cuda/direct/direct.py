@@ -1,4 +1,4 @@
-"""The direct family: transposed convolution on CUDA cores, for few channels per group and for float64.
+"""Forwards on CUDA cores, for few channels per group and for float64.
 
 ``kernels/direct.cu`` and, for depthwise layers, ``direct_walk_nchw.cu`` and ``direct_walk.cu`` say how a block works.
 Here is the choice among their configurations, and its launch.
@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.direct import direct_grad, tile_costs, tiles, walks
+from upconv.cuda.direct import tile_costs, tiles, walks
 from upconv.cuda.direct.cells import Cost, axes
 from upconv.cuda.direct.tiles import Tile
 from upconv.cuda.direct.walks import Walk
@@ -32,7 +33,6 @@ from upconv.cuda.launches import (
     five_strides,
     ints,
 )  # fmt: skip
-from upconv.cuda.rearrange import batches
 from upconv.problem import Problem
 
 _PACK_THREADS = 256
@@ -50,8 +50,6 @@ _PACKING = {
 class Choice(PacksWeights, family.Defaults):
     """A configuration of the direct kernels for a problem, and what the model thinks of it."""
 
-    family: str
-    """``direct``."""
     seconds: float
     """The model's estimate."""
     summary: str
@@ -60,6 +58,8 @@ class Choice(PacksWeights, family.Defaults):
     """What limits it, by the model."""
     problem: Problem
     tile: Tile | Walk
+
+    family: ClassVar[str] = "direct"
 
     @property
     def margin(self) -> float:
@@ -147,15 +147,11 @@ def _grid(p: Problem, tile: Tile | Walk) -> tuple[int, tuple[Int, ...]]:
 
 
 @lru_cache(maxsize=1024)
-def choose(p: Problem, gpu: Gpu, limit: float = math.inf) -> Choice | direct_grad.Choice | str:
+def choose(p: Problem, gpu: Gpu, limit: float = math.inf) -> Choice | str:
     """The tile that the model expects to be fastest, or the sentence why this family has none.
 
     ``limit``: seconds of another family's choice; tiles that cannot be faster need not be looked at.
     """
-    if p.pass_ == "grad-input":
-        return direct_grad.choose(p, gpu)
-    if p.pass_ != "fwd":
-        return f"the direct kernels compute forwards and gradients for the input, not {p.pass_}"
     if p.batch == 0 or 0 in p.size:
         return "an empty input has no work"
     found, least = costs(p, gpu, limit / MARGIN)
@@ -165,16 +161,12 @@ def choose(p: Problem, gpu: Gpu, limit: float = math.inf) -> Choice | direct_gra
     if best is None:
         return "no tile of cells and channels fits these kernels"
     cost, chosen = best
-    return Choice("direct", cost.seconds, _summary(p, chosen, cost), cost.bound, p, chosen)
+    return Choice(cost.seconds, _summary(p, chosen, cost), cost.bound, p, chosen)
 
 
-def candidate(
-    p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False
-) -> Choice | direct_grad.Choice | str:
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
     """As `upconv.cuda.family` asks; of what CUDA cores cannot do as fast no tile is looked for."""
     fastest = math.inf if best is None else family.weighed(best)
-    if p.pass_ != "fwd":
-        return batches.too_long(p) or choose(p, gpu, fastest)
     if (least := least_seconds(p, gpu)) > fastest:
         return f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
     return choose(p, gpu, fastest)

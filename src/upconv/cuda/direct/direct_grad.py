@@ -1,6 +1,6 @@
 """The gradient for the input on CUDA cores: depthwise and small groups, few channels, and float64.
 
-`upconv.cuda.direct.direct` answers this pass by `choose`; the kernel is ``direct_grad.cu``. The cost model has two
+The kernel is ``direct_grad.cu``. The cost model has two
 terms: bytes of the device memory, and loads and multiplications of the multiprocessors.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
@@ -16,6 +17,7 @@ from upconv.cuda import family
 from upconv.cuda.compile import jit
 from upconv.cuda.gpu import Gpu, fma_lanes
 from upconv.cuda.launches import Given, Launch, Long, Pointer, Unit, ints
+from upconv.cuda.rearrange import batches
 from upconv.cuda.scalars import PRECISIONS, geometry
 from upconv.problem import Pass, Problem
 
@@ -37,7 +39,6 @@ _MISSES = {"nchw": 1.0, "channels_last": 3.4}
 class Choice(family.Defaults):
     """How many sums a thread has, for a problem on a GPU, and what the model thinks of it."""
 
-    family: str
     seconds: float
     """The model's estimate."""
     summary: str
@@ -46,6 +47,8 @@ class Choice(family.Defaults):
     problem: Problem
     channels: int
     """Input channels of a thread, of one position."""
+
+    family: ClassVar[str] = "direct"
 
     @property
     def channel_blocks(self) -> int:
@@ -117,8 +120,6 @@ def _conflict(p: Problem) -> float:
 @lru_cache(maxsize=4096)
 def choose(p: Problem, gpu: Gpu) -> Choice | str:
     """As many channels of a thread as there are, or the sentence why the kernel cannot serve the problem."""
-    if p.pass_ != "grad-input":
-        return f"this kernel computes gradients for the input only, not {p.pass_}"
     if p.batch == 0 or 0 in p.size:
         return "an empty input has no work"
     cin, cout = p.in_channels // p.groups, p.out_channels // p.groups
@@ -135,4 +136,9 @@ def choose(p: Problem, gpu: Gpu) -> Choice | str:
     if waits > seconds:
         seconds, bound = waits, "latency"
     summary = f"a thread takes {channels} input channels of a position, {p.taps} taps from L1"
-    return Choice("direct", seconds, summary, bound, p, channels)
+    return Choice(seconds, summary, bound, p, channels)
+
+
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
+    """As `upconv.cuda.family` asks."""
+    return batches.too_long(p) or choose(p, gpu)

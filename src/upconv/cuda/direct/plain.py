@@ -46,7 +46,7 @@ class Choice(family.Defaults):
     seconds: float
     """The model's estimate."""
 
-    family: ClassVar[str] = "plain"
+    family: ClassVar[str] = "direct"
     bound: ClassVar[str] = "instruction issue"
     reads = "contiguous"
 
@@ -137,6 +137,6 @@ def seconds(p: Problem, gpu: Gpu) -> float:
     return _LAUNCH + p.bytes / gpu.bandwidth + clocks / gpu.clock
 
 
-def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice:
-    """As `upconv.cuda.family` asks."""
+def candidate(p: Problem, gpu: Gpu) -> Choice:
+    """The kernel of a problem's pass."""
     return Choice(p, seconds(p, gpu))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
@@ -33,7 +34,6 @@ _REDUCE_THREADS = 256  # of a block that adds the ranges' sums
 class Choice(family.Defaults):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
-    family: str
     seconds: float
     """The model's estimate."""
     summary: str
@@ -43,6 +43,8 @@ class Choice(family.Defaults):
     tile: Tile
     splits: int
     """Ranges of tiles whose sums are added in a second step (grad-weight)."""
+
+    family: ClassVar[str] = "direct"
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all sizes."""
@@ -86,8 +88,6 @@ class Choice(family.Defaults):
 
 def choose(p: Problem, gpu: Gpu) -> Choice | str:
     """The tile that the model expects to be fastest, or the sentence why these kernels cannot serve the problem."""
-    if p.pass_ not in ("grad-input", "grad-weight"):
-        return f"these kernels compute gradients only, not {p.pass_}"
     if p.batch == 0 or 0 in p.size:
         return "an empty input has no work"
     return _choose(p, gpu)
@@ -97,7 +97,7 @@ def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: 
     """As `upconv.cuda.family` asks; of what CUDA cores cannot do as fast no tile is looked for."""
     if too_long := batches.too_long(p):
         return too_long
-    if p.pass_ != "fwd" and best is not None and (least := least_seconds(p, gpu)) > family.weighed(best):
+    if best is not None and (least := least_seconds(p, gpu)) > family.weighed(best):
         return f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
     return choose(p, gpu)
 
@@ -110,7 +110,7 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
         if tile.blocks_of(p)[2] * tile.channel_blocks >= 2**31:  # of a grid, or their index
             continue
         if best is None or seconds < best.seconds:
-            best = Choice("staged", seconds, _summary(p, tile, splits), bound, p, tile, splits)
+            best = Choice(seconds, _summary(p, tile, splits), bound, p, tile, splits)
     return best or "no tile of positions and taps fits these kernels"
 
 

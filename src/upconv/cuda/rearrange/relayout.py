@@ -21,7 +21,7 @@ from upconv.cuda.compile import jit
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Launch, Operand, Pointer, Scratch, Unit, ints
-from upconv.cuda.rearrange import around
+from upconv.cuda.rearrange import rearranged
 from upconv.problem import Problem
 
 THREADS = 256
@@ -40,10 +40,8 @@ _HOPED = 1.15
 
 
 @dataclass(frozen=True)
-class Choice(around.Choice):
+class Choice(rearranged.Choice):
     """A choice for the problem in channels_last."""
-
-    family = "relayout"
 
     @property
     def summary(self) -> str:
@@ -172,7 +170,7 @@ def copy_seconds(p: Problem, gpu: Gpu) -> float:
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why a gradient is not computed on copies, whatever that would cost, in a sentence; None when it may be."""
-    refused = around.refusal(p, gpu)
+    refused = rearranged.refusal(p, gpu)
     if refused:
         return refused
     each = 16 // p.dtype.itemsize
@@ -212,13 +210,14 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     copies = copy_seconds(p, gpu)
     if copies > _MOST_COPYING * weighed(otherwise):
         return f"slower: the copies alone take {copies * 1e3:.3g} ms"
-    inner = around.choose(_wider(p.lifted).with_(layout="channels_last"), gpu, others=True)  # 1-D tensors: of one row
+    q = _wider(p.lifted).with_(layout="channels_last")  # 1-D tensors are lifted to images of one row
+    inner = rearranged.choose(q, gpu, others=True)
     if isinstance(inner, str):
         return inner
     cached = p.pass_ == "grad-weight" and p.dtype.itemsize == 2 and _bytes(p) <= gpu.cache_bytes
     found = Choice(inner, p, inner.seconds + copies)
     hoped = 1.0 if cached or p.pass_ == "grad-input" else _HOPED
-    if not around.gains(weighed(found) * hoped, otherwise):
+    if not rearranged.gains(weighed(found) * hoped, otherwise):
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, with copies"
     return found
 

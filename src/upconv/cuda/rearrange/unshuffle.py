@@ -22,13 +22,12 @@ from upconv.cuda.compile import jit
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Int, Launch, Operand, Pointer, Scratch, Unit, five_strides, ints
-from upconv.cuda.rearrange import around
+from upconv.cuda.rearrange import rearranged
 from upconv.problem import Problem
 
 THREADS = 256
 _MOST_CHANNELS = 64  # of output channels and phases: beyond, the strided layer has channels enough of its own
 # But layers that no tensor cores take as they are have no choice, and of many taps these take longer.
-_CUDA_CORES = "direct", "staged"
 _MANY_TAPS = 256
 _MOST_PADDED = 2  # times as many in channels_last, where zeros make whole 16 bytes of them
 _RATE = 0.5  # of the device's copy rate, of single elements with some read from afar; and the launches:
@@ -37,10 +36,8 @@ _LEAST = 5e-6  # of the inner kernel beside its bytes
 
 
 @dataclass(frozen=True)
-class Choice(around.Choice):
+class Choice(rearranged.Choice):
     """A choice for the layer without a stride."""
-
-    family = "unshuffle"
 
     @property
     def summary(self) -> str:
@@ -157,7 +154,7 @@ def unit(p: Problem) -> Unit:
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why a layer's gradients are not computed without its stride, in a sentence; None when they may be."""
-    refused = around.refusal(p, gpu)
+    refused = rearranged.refusal(p, gpu)
     if refused:
         return refused
     if math.prod(p.stride) == 1:
@@ -185,19 +182,19 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     if otherwise is None:
         return "there is no kernel for the layer as it is, whose estimate would tell whether this pays"
     many = p.out_channels * math.prod(p.stride) > _MOST_CHANNELS
-    if many and otherwise.family not in _CUDA_CORES and p.taps < _MANY_TAPS:
+    if many and otherwise.family != "direct" and p.taps < _MANY_TAPS:
         return f"{p.out_channels} channels in {math.prod(p.stride)} phases are more than {_MOST_CHANNELS}"
     q = unstrided(p)
     nbytes = (math.prod(p.output_shape) + math.prod(q.output_shape)) * p.dtype.itemsize
     beside = nbytes / (_RATE * gpu.bandwidth) + _UNSHUFFLE + _WEIGHTS
     read = (math.prod(q.output_shape) + math.prod(q.input_shape)) * p.dtype.itemsize / gpu.bandwidth
-    if not around.gains(beside + read + _LEAST, otherwise):  # a search takes 50 to 150 ms for a new layer
+    if not rearranged.gains(beside + read + _LEAST, otherwise):  # a search takes 50 to 150 ms for a new layer
         return f"slower: {(beside + read) * 1e3:.3g} ms for its bytes alone, its stride undone first"
-    inner = around.choose(q, gpu)
+    inner = rearranged.choose(q, gpu)
     if isinstance(inner, str):
         return inner
     found = Choice(inner, p, inner.seconds + beside)
-    if not around.gains(weighed(found), otherwise):
+    if not rearranged.gains(weighed(found), otherwise):
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, its stride undone first"
     return found
 

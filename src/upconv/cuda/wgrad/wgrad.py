@@ -1,10 +1,8 @@
-"""The grad-weight family on tensor cores: candidates, and a choice made ready for a device.
+"""The grad-weight family on tensor cores: a choice, and what it launches.
 
-The tilings' arithmetic is in `wgrad_tiling`, `wgrad_boxes` and `wgrad_warpgroups`, the cost model in `wgrad_costs`, the
-kernels are ``kernels/wgrad_wgmma.cu`` (sm_90a) and ``kernels/wgrad.cu`` (mma.sync): GEMMs over the pixels, whose
+Both kernels, ``kernels/wgrad_wgmma.cu`` (sm_90a) and ``kernels/wgrad.cu`` (mma.sync), are GEMMs over the pixels, whose
 accumulators are a tile of input channels x output channels x neighbouring taps. K is split over blocks (and warps);
-partial sums are added in a fixed order, in a second step, or by their blocks: as a cluster where splits are few, else
-together, where all of them run at once.
+partial sums are added in a fixed order (`wgrad_costs.Ending`).
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from upconv.cuda import family
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Tensor5, channels_last, of_class
 from upconv.cuda.compile.launch import Launcher
+from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launches import (
@@ -38,22 +37,20 @@ from upconv.cuda.launches import (
     strides_of,
 )  # fmt: skip
 from upconv.cuda.rearrange import batches
-from upconv.cuda.wgrad.wgrad_costs import (
-    AnyTiling,
-    alone,
-    boxed,
-    clustered,
-    least,
-    together,
-    whole,
-)
-from upconv.cuda.wgrad.wgrad_search import promising, refusal
+from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Ending, ending, estimate
+from upconv.cuda.wgrad.wgrad_search import best, refusal
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
-from upconv.cuda.wgrad.wgrad_warpgroups import COMMON_WIDTHS, WarpgroupTiling
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Problem
 
 WIDEST = 32  # pixels along a side of images that `batches` tries side by side
 _RUNS = 8  # warps of a block of the second step
+_ADDING = {
+    "steps": "",
+    "alone": " of blocks that write the weight",
+    "cluster": " in clusters of {} that add up their sums",
+    "together": " of blocks that add up their sums",
+}
 
 
 @dataclass(frozen=True)
@@ -66,17 +63,26 @@ class Choice(family.Defaults):
     gpu: Gpu
     splits: int
     """Ranges of chunks that different blocks take."""
-    seconds: float
+    cost: Cost
     """The model's estimate."""
-    bound: str
-    """What limits it, by the model."""
     flat: bool = False
     """Whether the problem is another's `Problem.flat`."""
     at_once: bool = True
-    """Whether all blocks run at once on its device."""
-    clusters: bool = True
-    """Whether enough clusters run at once on its device."""
+    """Whether all blocks, or enough clusters, run at once on its device."""
     family: str = field(default="wgrad", init=False)
+
+    @property
+    def seconds(self) -> float:
+        return self.cost.seconds
+
+    @property
+    def bound(self) -> str:
+        """What limits it, by the model."""
+        return self.cost.bound
+
+    @property
+    def terms(self) -> str:
+        return self.cost.text
 
     @property
     def summary(self) -> str:
@@ -89,49 +95,33 @@ class Choice(family.Defaults):
             instruction = f"the batch as {'pixels' if self.flat else 'width'}: {instruction}"
         gapless = isinstance(t, WarpgroupTiling) and t.gapless
         shape += f" of {gapless} without gaps" if gapless else ""
-        adding = ""
-        if self.cluster > 1:
-            adding = f" in clusters of {self.cluster} that add up their sums"
-        elif self.together:
-            adding = " of blocks that add up their sums"
-        elif self.alone:
-            adding = " of blocks that write the weight"
         return (
             f"{instruction} {t.problem.precision}, {t.block[0]}x{t.block[1]} channels x {taps} taps a block, chunks of "
-            f"{shape} (NxDxHxW of q), K in {self.splits * t.k_slices} slices, "
-            f"{t.shared_bytes // 1024} KB shared, "
-            f"grid {self.grid}{adding}"
+            f"{shape} (NxDxHxW of q), K in {self.splits * t.k_slices} slices, {t.shared_bytes // 1024} KB shared, "
+            f"grid {self.grid}{_ADDING[self.ending].format(self.splits)}"
         )
 
     @property
+    def ending(self) -> Ending:
+        """How its splits become the weight, on a whole GPU."""
+        return ending(self.tiling, self.splits, self.gpu)
+
+    @property
     def cluster(self) -> int:
-        """The splits, where their blocks are a cluster that adds up their sums without a second step; else 1."""
-        return clustered(self.tiling, self.splits, self.gpu)
-
-    @property
-    def together(self) -> bool:
-        """Whether the splits' blocks, which are no cluster, may add up their sums: all run at once."""
-        return together(self.tiling, self.splits, self.gpu)
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is one split, whose blocks write the weight themselves."""
-        return alone(self.tiling, self.splits, self.gpu)
+        """Blocks of a cluster."""
+        return self.splits if self.ending == "cluster" else 1
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile (and are cut into as few splits).
 
-        The first has both steps; the second, where there is a `cluster` or they add up `together` or are `alone`, needs
-        one.
+        The first has both steps; the second, where blocks write the weight themselves, needs one.
         """
         p, t = self.problem, self.tiling
         label = f"wgrad {str(p).split(' on ')[0]} {p.precision} {p.layout}"
         steps = two_steps(label, t)
-        if not isinstance(t, WarpgroupTiling) or not (self.cluster > 1 or self.together or self.alone):
+        if not isinstance(t, WarpgroupTiling) or self.ending == "steps":
             return (steps,)
-        kind = "alone" if self.alone else "together" if self.together else f"by clusters of {self.cluster}"
-        ways = {"cluster": self.cluster, "together": self.together, "alone": self.alone}
-        return steps, one_step(f"{label} {kind}", t, **ways)
+        return steps, one_step(f"{label} {self.ending}", t, self.ending, self.cluster)
 
     # --- launches -----------------------------------------------------------------------------------------------------
 
@@ -141,16 +131,14 @@ class Choice(family.Defaults):
 
     def on(self, device: int) -> Choice:
         """Two steps where clusters take more waves of blocks, as on a part of a GPU: they add up in the same order."""
-        found = self
-        if self.together and gpu_of(device).multiprocessors < self.grid:
-            found = replace(found, at_once=False)
-        if self.cluster > 1:
-            unit, t = self.sources()[1], self.tiling
-            kernel = jit.kernel(unit.source, unit.entries[0], gpu_of(device).arch, unit.label)
-            clusters = Launcher(kernel, device, t.threads, t.shared_bytes, "").clusters(self.cluster)
-            waves = -(-self.grid // self.gpu.multiprocessors)
-            found = found if t.tiles <= waves * clusters else replace(found, clusters=False)
-        return found
+        if self.ending == "together":
+            return replace(self, at_once=gpu_of(device).multiprocessors >= self.grid)
+        if self.ending != "cluster":
+            return self
+        unit, t = self.sources()[1], self.tiling
+        kernel = jit.kernel(unit.source, unit.entries[0], gpu_of(device).arch, unit.label)
+        clusters = Launcher(kernel, device, t.threads, t.shared_bytes, "").clusters(self.cluster)
+        return replace(self, at_once=t.tiles <= -(-self.grid // self.gpu.multiprocessors) * clusters)
 
     @property
     def grid(self) -> int:
@@ -158,15 +146,12 @@ class Choice(family.Defaults):
 
     def launches(self, given: Given) -> tuple[Launch, ...]:
         units = self.sources()
-        if self.together and self.at_once and given.lasting:
-            return (self._one_step(units[-1], given, together=True),)
-        if self.alone or (self.cluster > 1 and self.clusters):
-            return (self._one_step(units[1], given),)
-        return self._two_steps(units[0], given)
+        one_step = self.ending != "steps" and self.at_once and (given.lasting or self.ending != "together")
+        return (self._one_step(units[1], given),) if one_step else self._two_steps(units[0], given)
 
-    def _one_step(self, unit: Unit, given: Given, together: bool = False) -> Launch:
-        """The kernel that writes the weight; ``together``: all blocks run at once."""
-        t, p = self.tiling, self.problem
+    def _one_step(self, unit: Unit, given: Given) -> Launch:
+        """The kernel that writes the weight."""
+        t, p, together = self.tiling, self.problem, self.ending == "together"
         assert isinstance(t, WarpgroupTiling)
         sums = counters = NULL
         if together:
@@ -228,23 +213,17 @@ def two_steps(label: str, t: AnyTiling) -> Unit:
     return Unit(label, jit.instance(t.file, t.constants(), names), (t.entry, "reduce"))
 
 
-def one_step(label: str, t: WarpgroupTiling, **ways: int) -> Unit:
-    """A tiling's kernel that writes the weight, in one of the ways of `WarpgroupTiling.constants`."""
-    entry = "wgrad_cluster" if ways.get("cluster", 1) > 1 else "wgrad_whole"
-    return Unit(label, jit.instance(t.file, t.constants(**ways), (f"{entry}<{jit.CONFIG}>",)), (entry,))
-
-
-def reduce_shape(t: AnyTiling) -> tuple[int, int, int]:
-    """How the second step divides a slice of partial sums: columns of 32 innermost channels, rows, rows of a block."""
-    p = t.problem
-    innermost, numel = t.channels[0 if isinstance(t, WarpgroupTiling) else 1], math.prod(p.weight_shape)
-    return -(-innermost // 32), numel // innermost, t.reduce_rows
+def one_step(label: str, t: WarpgroupTiling, how: Ending, cluster: int) -> Unit:
+    """A tiling's kernel that writes the weight."""
+    entry = "wgrad_cluster" if how == "cluster" else "wgrad_whole"
+    constants = t.constants(cluster, together=how == "together", alone=how == "alone")
+    return Unit(label, jit.instance(t.file, constants, (f"{entry}<{jit.CONFIG}>",)), (entry,))
 
 
 def reduce_blocks(t: AnyTiling) -> int:
-    """Blocks of the second step."""
-    columns, rows, of_block = reduce_shape(t)
-    return columns * -(-rows // of_block)
+    """Blocks of the second step, which divide a slice of partial sums: 32 innermost channels of a few rows each."""
+    innermost = t.channels[0 if isinstance(t, WarpgroupTiling) else 1]
+    return -(-innermost // 32) * -(-math.prod(t.problem.weight_shape) // innermost // t.reduce_rows)
 
 
 def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
@@ -290,20 +269,9 @@ def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: 
 
 @lru_cache(maxsize=4096)
 def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
-    refused = refusal(p, gpu)
-    if refused:
+    if refused := refusal(p, gpu):
         return refused
-    best: tuple[float, tuple[int, int], str, int, AnyTiling] | None = None
-    for place, floor, (t, clocks) in promising(p, gpu, general):
-        if best is not None and floor > best[0]:
-            break
-        if general and isinstance(t, WarpgroupTiling) and t.row_columns not in COMMON_WIDTHS:
-            continue  # files print the common instructions, and stay as they are
-        if best is None or least(t, clocks[0], p, gpu) <= best[0]:
-            seconds, bound, splits = whole(t, clocks, p, gpu, general=general)
-            if best is None or (seconds, place) < best[:2]:  # of equals the first
-                best = seconds, place, bound, splits, t
-    if best is None:
+    found = best(p, gpu, general)
+    if found is None:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
-    seconds, _, bound, splits, t = best
-    return Choice(boxed(t, p), p, gpu, splits, seconds, bound)
+    return Choice(found.tiling, p, gpu, found.splits, estimate(found.tiling, p, gpu, found.splits, general))

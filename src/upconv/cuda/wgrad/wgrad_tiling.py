@@ -1,7 +1,7 @@
 """How a weight's gradient is cut into the grad-weight kernels' tiles: pure arithmetic.
 
-`Tiling` is what both kernels share, `SyncTiling` those of ``wgrad.cu``; of those of ``wgrad_wgmma.cu`` chunks are in
-`upconv.cuda.wgrad.wgrad_boxes`, the rest in `upconv.cuda.wgrad.wgrad_warpgroups`.
+`Tiling` is what both kernels share, `SyncTiling` those of ``wgrad.cu``; those of ``wgrad_wgmma.cu`` are in
+`upconv.cuda.wgrad.wgrad_warpgroups`.
 
 A chunk is a box of positions q of the input; a tap of a position lies at ``q * stride + tap * dilation - padding`` of
 the output's gradient ``g``. All axes are three (D, H, W); 1-D and 2-D problems have leading axes of size 1.
@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from upconv.derived import derived_from, derived_without
+from upconv.derived import derived, derived_from
 from upconv.problem import Problem
 
 Triple = tuple[int, int, int]
@@ -21,6 +21,12 @@ Triple = tuple[int, int, int]
 WARPS = 8  # of the mma.sync kernel
 _LARGE = 1 << 18  # weights from here on are turned by the second step
 _PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
+
+
+def triple(values: tuple[int, ...], fill: int) -> Triple:
+    """A value for each of three axes."""
+    d, h, w = (fill,) * (3 - len(values)) + values
+    return d, h, w
 
 
 @dataclass(frozen=True)
@@ -46,25 +52,21 @@ class Tiling:
 
     # --- the layer ---------------------------------------------------------------------------------------------------
 
-    def _full(self, values: tuple[int, ...], fill: int) -> Triple:
-        d, h, w = (fill,) * (3 - len(values)) + values
-        return d, h, w
-
     @derived_from("problem")
     def kernel(self) -> Triple:
-        return self._full(self.problem.kernel, 1)
+        return triple(self.problem.kernel, 1)
 
     @derived_from("problem")
     def steps(self) -> Triple:
-        return self._full(self.problem.stride, 1)
+        return triple(self.problem.stride, 1)
 
     @derived_from("problem")
     def dilation(self) -> Triple:
-        return self._full(self.problem.dilation, 1)
+        return triple(self.problem.dilation, 1)
 
     @derived_from("problem")
     def padding(self) -> Triple:
-        return self._full(self.problem.padding, 0)
+        return triple(self.problem.padding, 0)
 
     @derived_from("problem")
     def apart(self) -> Triple:
@@ -101,87 +103,75 @@ class Tiling:
     def set_taps(self) -> int:
         return math.prod(self.taps)
 
-    @derived_from("problem", "block")
-    def channel_tiles(self) -> tuple[int, int]:
-        (ci, co), (m, n) = self.channels, self.block
-        return -(-ci // m), -(-co // n)
-
     @derived_from("problem", "block", "taps")
     def tiles(self) -> int:
         """Blocks that one split of K takes."""
-        return self.problem.groups * math.prod(self.channel_tiles) * math.prod(self.sets)
+        channel_tiles = math.prod(-(-count // of) for count, of in zip(self.channels, self.block))
+        return self.problem.groups * channel_tiles * math.prod(self.sets)
 
     # --- K and shared memory -----------------------------------------------------------------------------------------
 
-    @derived_without("stages", "warpgroups", "split_m")
+    def dense(self, axis: int) -> int:
+        """Rows, or columns, of g from the first that a chunk's taps read to the last, `apart` from each other."""
+        count, taps = self.tile[1 + axis], self.taps[axis]
+        return ((count - 1) * self.steps[axis] + (taps - 1) * self.dilation[axis]) // self.apart[axis] + 1
+
+    @derived
     def spans(self) -> Triple:
         """Rows (D, H) and columns of g that a chunk holds."""
         return self._held()
 
     def _held(self) -> Triple:
-        spans = []
-        for axis in range(3):
-            dense = self._dense(axis)
-            spans.append(dense if axis == 2 else min(dense, self.tile[1 + axis] * self.taps[axis]))
-        return spans[0], spans[1], spans[2]
-
-    def _dense(self, axis: int) -> int:
-        """Rows, or columns, of g from the first that a chunk's taps read to the last, `apart` from each other."""
-        count, taps = self.tile[1 + axis], self.taps[axis]
-        return ((count - 1) * self.steps[axis] + (taps - 1) * self.dilation[axis]) // self.apart[axis] + 1
+        d, h = (min(self.dense(axis), self.tile[1 + axis] * self.taps[axis]) for axis in (0, 1))
+        return d, h, self.dense(2)
 
     @property
     def halo(self) -> int:
         """Rows of x's tile ahead of the chunk's own."""
         return 0
 
-    @derived_without("stages", "warpgroups", "split_m")
+    @derived
     def strips(self) -> int:
         """Strips of 8 positions of a row."""
         return math.prod(self.tile) // 8
 
-    @derived_without("stages", "warpgroups", "split_m")
+    @property
     def k_steps(self) -> int:
         return self.strips if self.element == 4 else self.strips // 2
 
-    @derived_without("stages", "warpgroups", "split_m")
+    @derived
     def units(self) -> tuple[int, int]:
         """16-byte units of a row of one channel (NCHW) of x and of g."""
         x = self.tile[3] + (0 if self.aligned else self.vec - 1)
         return -(-x // self.vec), -(-(self.spans[2] + self.vec - 1) // self.vec)
 
-    @derived_without("stages", "warpgroups", "split_m")
+    @derived
     def g_row_units(self) -> int:
         """16-byte units from one channel's row of g to the next's (NCHW): an odd number, for banks."""
         return self.units[1] | 1
 
-    @derived_without("stages", "warpgroups", "split_m")
+    @derived
     def g_rows(self) -> int:
         """Rows of g's tile, of all images."""
         rows_d, rows_h, _ = self.spans
         return self.tile[0] * rows_d * rows_h
 
-    @derived_without("stages", "warpgroups", "split_m")
+    @derived
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
         return self.g_rows * (self.spans[2] if self.channels_last else self.block[1]) * self.g_pitch * self.element
 
-    def _pitch(self, channels: int) -> int:
-        """Elements from one pixel to the next (channels_last)."""
-        return (channels + 23) // 32 * 32 + 8 if self.element == 4 else channels + 8
-
-    @derived_without("stages", "warpgroups", "split_m")
+    @derived
     def g_units(self) -> int:
         """16-byte copies of g's tile."""
-        rows, columns = self.g_rows, self.spans[2]
         if self.channels_last:
-            return rows * columns * -(-self.block[1] // self.vec)
-        return rows * self.block[1] * self.units[1]
+            return self.g_rows * self.spans[2] * -(-self.block[1] // self.vec)
+        return self.g_rows * self.block[1] * self.units[1]
 
     @property
     def g_pitch(self) -> int:
         """Elements of g's tile from one pixel to the next, or (NCHW) from one channel's row to the next."""
-        return self._pitch(self.block[1]) if self.channels_last else self.g_row_units * self.vec
+        raise NotImplementedError
 
     @property
     def needs_alignment(self) -> bool:
@@ -190,10 +180,14 @@ class Tiling:
 
     def counts(self, p: Problem) -> tuple[int, int, int, int]:
         """Chunks per axis: images, D, H, W."""
-        d, h, w = self._full(p.size, 1)
+        d, h, w = triple(p.size, 1)
         sizes = p.batch, d, h + self.halo, w
         n, d, h, w = (-(-size // tile) for size, tile in zip(sizes, self.tile))
         return n, d, h, w
+
+    def chunks(self, p: Problem) -> int:
+        """All chunks of a problem."""
+        return math.prod(self.counts(p))
 
     @property
     def reduce_rows(self) -> int:
@@ -235,17 +229,14 @@ class SyncTiling(Tiling):
     file: ClassVar[str] = "wgrad.cu"
     struct: ClassVar[str] = "WgradSync"
     entry: ClassVar[str] = "wgrad"
+    threads: ClassVar[int] = 32 * WARPS
     warp: tuple[int, int] = (16, 8)
     """Input channels x output channels of a warp."""
 
-    @property
+    @derived_from("block", "warp")
     def warps(self) -> int:
         """Warps that divide the channels."""
         return self.block[0] // self.warp[0] * (self.block[1] // self.warp[1])
-
-    @property
-    def threads(self) -> int:
-        return 32 * WARPS
 
     @property
     def k_slices(self) -> int:
@@ -262,10 +253,18 @@ class SyncTiling(Tiling):
         """Registers of a thread."""
         return self.set_taps * self.warp[0] * self.warp[1] // 32 * (2 if self.promote else 1)
 
+    def _pitch(self, channels: int) -> int:
+        """Elements from one pixel to the next (channels_last)."""
+        return (channels + 23) // 32 * 32 + 8 if self.element == 4 else channels + 8
+
     @property
     def x_pitch(self) -> int:
         """As `g_pitch`, of x's tile."""
         return self._pitch(self.block[0]) if self.channels_last else (self.units[0] | 1) * self.vec
+
+    @property
+    def g_pitch(self) -> int:
+        return self._pitch(self.block[1]) if self.channels_last else self.g_row_units * self.vec
 
     @property
     def x_bytes(self) -> int:
@@ -273,7 +272,7 @@ class SyncTiling(Tiling):
         n, d, h, w = self.tile
         return n * d * h * (w if self.channels_last else self.block[0]) * self.x_pitch * self.element
 
-    @property
+    @derived
     def shared_bytes(self) -> int:
         return 2 * (self.x_bytes + self.g_bytes)
 
@@ -286,7 +285,6 @@ class SyncTiling(Tiling):
         return n * d * h * self.block[0] * self.units[0] + self.g_units
 
     def constants(self) -> dict[str, int]:
-        """The kernel's."""
         return super().constants() | {
             "warp_m": self.warp[0],
             "warp_n": self.warp[1],

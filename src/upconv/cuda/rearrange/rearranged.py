@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from upconv.cuda import family
 from upconv.cuda.family import weighed
@@ -34,6 +34,8 @@ class Choice(family.Defaults, ABC):
     problem: Problem
     seconds: float
     """The model's estimate."""
+
+    family: ClassVar[str] = "rearrange"
 
     @property
     @abstractmethod
