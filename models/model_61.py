@@ -9,7 +9,7 @@ H200 and serve every batch and spatial size.
 
 Constraints:
 - Fast are this layer with torch.float32 on CUDA devices of sm_90a. Other arguments, dtypes and devices of sm_70 and
-  later are served by plain kernels, one for each pass.
+  later are served by plain kernels.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
   where its flags ask for IEEE float32 the plain kernels do.
@@ -3791,9 +3791,7 @@ class GradWeightFunction(torch.autograd.Function):
 def check(x: Tensor, weight: Tensor, given: Arguments) -> None:
     """Raises ValueError, in a sentence, for an input that no kernel can take."""
     if x.dim() != RANK + 2:
-        raise ValueError(
-            f"ModelNew takes inputs (batch, channels, depth, height, width), batched or not; got shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"ModelNew takes inputs (batch, channels, depth, height, width), batched or not; got shape {tuple(x.shape)}")
     if x.shape[1] != weight.shape[0]:
         raise ValueError(f"ModelNew takes inputs of {weight.shape[0]} channels; got shape {tuple(x.shape)}")
     if min(x.shape[2:]) < 1 or min(output_size(x.shape[2:], weight.shape[2:], given)) < 1:

@@ -9,7 +9,7 @@ H200 and serve every batch and spatial size.
 
 Constraints:
 - Fast are this layer with torch.float32 on CUDA devices of sm_90a. Other arguments, dtypes and devices of sm_70 and
-  later are served by plain kernels, one for each pass.
+  later are served by plain kernels.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
   float32's accuracy; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are.
@@ -3628,9 +3628,7 @@ class GradWeightFunction(torch.autograd.Function):
 def check(x: Tensor, weight: Tensor, given: Arguments) -> None:
     """Raises ValueError, in a sentence, for an input that no kernel can take."""
     if x.dim() != RANK + 2:
-        raise ValueError(
-            f"ModelNew takes inputs (batch, channels, height, width), batched or not; got shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"ModelNew takes inputs (batch, channels, height, width), batched or not; got shape {tuple(x.shape)}")
     if x.shape[1] != weight.shape[0]:
         raise ValueError(f"ModelNew takes inputs of {weight.shape[0]} channels; got shape {tuple(x.shape)}")
     if min(x.shape[2:]) < 1 or min(output_size(x.shape[2:], weight.shape[2:], given)) < 1:

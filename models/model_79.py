@@ -9,7 +9,7 @@ and serve every batch and spatial size.
 
 Constraints:
 - Fast are this layer with torch.float32 on CUDA devices of sm_90a. Other arguments, dtypes and devices of sm_70 and
-  later are served by plain kernels, one for each pass.
+  later are served by plain kernels.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
   where its flags ask for IEEE float32 the plain kernels do.
