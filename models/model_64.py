@@ -3783,7 +3783,8 @@ class GradWeightFunction(torch.autograd.Function):
 def check(x: Tensor, weight: Tensor, given: Arguments) -> None:
     """Raises ValueError, in a sentence, for an input that no kernel can take."""
     if x.dim() != RANK + 2:
-        raise ValueError(f"ModelNew takes inputs (batch, channels, length), batched or not; got shape {tuple(x.shape)}")
+        shapes = "(batch, channels, length), batched or not"
+        raise ValueError(f"ModelNew takes inputs {shapes}; got shape {tuple(x.shape)}")
     if x.shape[1] != weight.shape[0]:
         raise ValueError(f"ModelNew takes inputs of {weight.shape[0]} channels; got shape {tuple(x.shape)}")
     if min(x.shape[2:]) < 1 or min(output_size(x.shape[2:], weight.shape[2:], given)) < 1:
