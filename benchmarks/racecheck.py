@@ -38,6 +38,7 @@ from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search, joined
+from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
 from upconv.cuda.launches import Given, Scratch
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
@@ -164,7 +165,7 @@ def run_claimed(p: Problem, wanted: Callable[[Any], bool]) -> None:
     """Blocks that claim tiles, several each."""
     chip = replace(gpu(0), multiprocessors=3)
     gather._CLAIMED_TILES = 3
-    fitting = (gather.Choice(t, p, chip, 0.0, "") for _, _, t in gather_search.considered(p, chip) if wanted(t))
+    fitting = (gather.Choice(t, p, chip) for _, t in gather_search.considered(p, chip) if wanted(t))
     run_prepared(next(choice for choice in fitting if choice.claimed).prepare(0), p, claim=True)
 
 
@@ -173,8 +174,8 @@ def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False,
     three tiles and more.
     """
     chip = replace(gpu(0), multiprocessors=2) if again else gpu(0)
-    tiling = next(t for _, _, t in gather_search.considered(p, chip) if wanted(t))
-    choice = gather.Choice(tiling, p, chip, 0.0, "")
+    tiling = next(t for _, t in gather_search.considered(p, chip) if wanted(t))
+    choice = gather.Choice(tiling, p, chip)
     if again and tiling.arguments(p)[-1] < 3 * choice.grid:
         raise RuntimeError(f"{tiling.arguments(p)[-1]} tiles give {choice.grid} blocks no third one")
     prepared = choice.prepare(0)
@@ -187,13 +188,16 @@ def run_abreast(p: Problem, wanted: Callable[[Any], bool]) -> None:
     run_gather(p.abreast, wanted)
 
 
-def run_quick(p: Problem) -> None:
+def run_quick(p: Problem, wanted: Callable[[Any], bool] = lambda t: True) -> None:
     """The gather-GEMM's form that compiles fast, of blocks that have several tiles and go round their rings again and
-    again.
+    again: of the cheapest tiling that has one of the kind.
     """
-    choice = gather.choose(p, replace(gpu(0), multiprocessors=2))
-    if isinstance(choice, str) or choice.quick is None:
-        raise RuntimeError(f"{choice} has no quick form")
+    chip = replace(gpu(0), multiprocessors=2)
+    every = sorted(gather_search.considered(p, chip), key=lambda one: one[0].seconds)
+    choices = (gather.Choice(t, p, chip, cost) for cost, t in every)
+    choice = next((c for c in choices if c.quick is not None and wanted(c.quick.tiling)), None)
+    if choice is None or choice.quick is None:
+        raise RuntimeError(f"no tiling of {p} has such a quick form")
     quick = choice.quick
     tiles = quick.tiling.arguments(p)[-1]
     if tiles < 2 * quick.grid:
@@ -215,6 +219,10 @@ def run_choice(p: Problem, family: Any) -> None:
         raise RuntimeError(found)
     prepared = found.prepare(0)
     run_prepared(prepared, p)
+
+
+def by_planes(t: Tiling) -> bool:
+    return t.planewise and t.rolled
 
 
 def run_joined(p: Problem, quick: bool = False) -> None:
@@ -312,7 +320,7 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "forward-cluster": case("gather", run_gather, CROSSED, "tf32 nchw fwd", lambda t: t.cluster > 1),
     "forward-beside": case("gather", run_gather, TINY, "bf16 nchw fwd", lambda t: t.beside > 0, False, True),
     "forward-quick": case("gather", run_quick, PLAIN, "tf32 nchw fwd"),
-    "planes-quick": case("gather", run_quick, STRIDED, "bf16 channels_last grad-input"),
+    "planes-quick": case("gather", run_quick, STRIDED, "bf16 channels_last grad-input", by_planes),
     "planes-cluster": case(
         "gather", run_gather, CROSSED_BACK, "bf16 channels_last grad-input", lambda t: t.cluster > 1
     ),

@@ -126,7 +126,7 @@ def gather_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
             tiling = replace(tiling, cluster=rng.choice((2, 3))).checked(gpu.shared_bytes)
         except Unfit:
             return None
-    return gather.Choice(tiling, p, gpus(rng, gpu), rng.choice((1e-6, 1e-3)), "")
+    return gather.Choice(tiling, p, gpus(rng, gpu), Cost(rng.choice((1e-6, 1e-3))))
 
 
 def joined_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:

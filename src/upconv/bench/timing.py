@@ -67,9 +67,8 @@ def operands(p: Problem, device: torch.device, seed: int, inputs: Inputs = "norm
 
     def draw(shape: Sequence[int], reach: float | None = None) -> Tensor:
         """``reach``: of ``rand``, values are from -reach to reach."""
-        t = (torch.randn if inputs == "normal" else torch.rand)(
-            shape, generator=generator, dtype=p.dtype, device=device
-        )  # fmt: skip
+        drawn = torch.randn if inputs == "normal" else torch.rand
+        t = drawn(shape, generator=generator, dtype=p.dtype, device=device)
         if reach is not None and inputs == "rand":
             t = t.mul_(2 * reach).sub_(reach)
         return t.contiguous(memory_format=layout) if len(shape) == p.rank + 2 else t
