@@ -270,7 +270,7 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
                widths=(1, 3, 4, 8, 12, 16, 20, 33)),
         direct_choice,
     ),
-    "direct walks": (Layers(("fwd",), SCALAR, ranks=(1, 2, 2), inputs=(1, 2, 3, 4, 8, 16)), walk_choice),
+    "direct walks": (Layers(("fwd",), SCALAR, ("nchw",), ranks=(1, 2, 2), inputs=(1, 2, 3, 4, 8, 16)), walk_choice),
     "staged": (
         Layers(GRADIENTS, SCALAR, inputs=(1, 2, 3, 8), outputs=(1, 2, 3, 5), groups=(1, 2, 3)), staged_choice,
     ),

@@ -40,7 +40,7 @@ _BODIES = {
     "direct_walk": '''
         """(blocks, sizes): a thread goes down a strip of cells, the results between two strides."""
         runs, strips = ceil(result[2], {run}), ceil(result[1], {strip_rows})
-        threads = batch * {channels} * {of_channel}
+        threads = batch * {channels} * ceil(runs * strips, 128) * 128
         return ceil(threads, 128), (*source[1:], *result[1:], runs, strips, {strip}, threads)
         ''',
     "staged_input": '''
@@ -184,10 +184,9 @@ def _direct(c: direct.Choice) -> tuple[str, dict[str, object]]:
     p, tile = c.problem, c.tile
     _, h, w = axes(p)
     if isinstance(tile, Walk):
-        of_channel = "runs * strips" if p.layout == "channels_last" else "ceil(runs * strips, 128) * 128"
         return "direct_walk", {
             "run": w.stride * tile.cells, "strip_rows": h.stride * tile.strip, "strip": tile.strip,
-            "channels": p.groups, "of_channel": of_channel,
+            "channels": p.groups,
         }  # fmt: skip
     blocks = -(-p.groups // tile.slots) * -(-p.out_channels // p.groups // tile.co)
     rows, columns = h.stride * tile.block_h, w.stride * tile.cells * tile.block_x
