@@ -38,6 +38,7 @@ from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search, joined
+from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
 from upconv.cuda.launches import Given, Scratch
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
@@ -145,12 +146,6 @@ def problem(p: Problem, precision: Precision, layout: Layout, pass_: Pass) -> Pr
     return p.with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_=pass_)
 
 
-def abreast(p: Problem) -> Problem:
-    found = p.abreast
-    assert found is not None
-    return found
-
-
 def tensor(shape: tuple[int, ...], p: Problem) -> torch.Tensor:
     found = torch.randn(shape, device="cuda").to(p.dtype)
     last = p.layout == "channels_last" and not p.batch_as_width  # of which the addresses alone matter here
@@ -170,7 +165,7 @@ def run_claimed(p: Problem, wanted: Callable[[Any], bool]) -> None:
     """Blocks that claim tiles, several each."""
     chip = replace(gpu(0), multiprocessors=3)
     gather._CLAIMED_TILES = 3
-    fitting = (gather.Choice(t, p, chip, 0.0, "") for _, _, t in gather_search.considered(p, chip) if wanted(t))
+    fitting = (gather.Choice(t, p, chip) for _, t in gather_search.considered(p, chip) if wanted(t))
     run_prepared(next(choice for choice in fitting if choice.claimed).prepare(0), p, claim=True)
 
 
@@ -179,21 +174,30 @@ def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False,
     three tiles and more.
     """
     chip = replace(gpu(0), multiprocessors=2) if again else gpu(0)
-    tiling = next(t for _, _, t in gather_search.considered(p, chip) if wanted(t))
-    choice = gather.Choice(tiling, p, chip, 0.0, "")
+    tiling = next(t for _, t in gather_search.considered(p, chip) if wanted(t))
+    choice = gather.Choice(tiling, p, chip)
     if again and tiling.arguments(p)[-1] < 3 * choice.grid:
         raise RuntimeError(f"{tiling.arguments(p)[-1]} tiles give {choice.grid} blocks no third one")
     prepared = choice.prepare(0)
     run_prepared(prepared, p, packing)
 
 
-def run_quick(p: Problem) -> None:
+def run_abreast(p: Problem, wanted: Callable[[Any], bool]) -> None:
+    """`run_gather` of a batch of images as one."""
+    assert p.abreast is not None
+    run_gather(p.abreast, wanted)
+
+
+def run_quick(p: Problem, wanted: Callable[[Any], bool] = lambda t: True) -> None:
     """The gather-GEMM's form that compiles fast, of blocks that have several tiles and go round their rings again and
-    again.
+    again: of the cheapest tiling that has one of the kind.
     """
-    choice = gather.choose(p, replace(gpu(0), multiprocessors=2))
-    if isinstance(choice, str) or choice.quick is None:
-        raise RuntimeError(f"{choice} has no quick form")
+    chip = replace(gpu(0), multiprocessors=2)
+    every = sorted(gather_search.considered(p, chip), key=lambda one: one[0].seconds)
+    choices = (gather.Choice(t, p, chip, cost) for cost, t in every)
+    choice = next((c for c in choices if c.quick is not None and wanted(c.quick.tiling)), None)
+    if choice is None or choice.quick is None:
+        raise RuntimeError(f"no tiling of {p} has such a quick form")
     quick = choice.quick
     tiles = quick.tiling.arguments(p)[-1]
     if tiles < 2 * quick.grid:
@@ -208,13 +212,17 @@ def run_sweep(p: Problem, wanted: Callable[[sweep.Tile], bool]) -> None:
     run_prepared(prepared, p)
 
 
-def run_choice(family: Any, p: Problem) -> None:
+def run_choice(p: Problem, family: Any) -> None:
     """The planner's choice of a family."""
     found = family.choose(p, gpu(0))
     if isinstance(found, str):
         raise RuntimeError(found)
     prepared = found.prepare(0)
     run_prepared(prepared, p)
+
+
+def by_planes(t: Tiling) -> bool:
+    return t.planewise and t.rolled
 
 
 def run_joined(p: Problem, quick: bool = False) -> None:
@@ -284,120 +292,69 @@ def run_relayout(p: Problem) -> None:
     Program(launches, ("source", "result"), 0)((x, out), [x.data_ptr(), out.data_ptr()], False)
 
 
+def case(kernel: str, run: Callable[..., None], p: Problem, how: str, *options: Any) -> tuple[str, Callable[[], None]]:
+    """How a problem is run: its precision, layout and pass; ``options`` are those of ``run``."""
+    precision, layout, pass_ = how.split()
+    return kernel, lambda: run(problem(p, precision, layout, pass_), *options)  # type: ignore[arg-type]
+
+
 CASES: dict[str, tuple[str, Callable[[], None]]] = {
-    "forward": (
-        "gather",
-        lambda: run_gather(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.wgmma),
+    "forward": case("gather", run_gather, STRIDED, "tf32 nchw fwd", lambda t: t.wgmma),
+    "forward-claimed": case("gather", run_claimed, STRIDED, "tf32 nchw fwd", lambda t: t.split != 2),
+    "forward-claimed-turns": case("gather", run_claimed, PLAIN, "bf16 channels_last fwd", lambda t: t.split == 2),
+    "forward-ieee": case(
+        "gather", run_gather, PLAIN, "ieee nchw fwd", lambda t: t.wgmma and t.taps_unrolled > 2 and not t.resident
     ),
-    "forward-claimed": (
-        "gather",
-        lambda: run_claimed(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.split != 2),
+    "forward-drained": case("gather", run_gather, STRIDED, "bf16 nchw fwd", lambda t: t.drained, False, True),
+    "forward-packing": case("gather", run_gather, STRIDED, "tf32 nchw fwd", lambda t: t.packs and t.resident, True),
+    "forward-packing-16": case(
+        "gather", run_gather, STRIDED, "bf16 nchw fwd", lambda t: t.packs and not t.resident, True
     ),
-    "forward-claimed-turns": (
-        "gather",
-        lambda: run_claimed(problem(PLAIN, "bf16", "channels_last", "fwd"), lambda t: t.split == 2),
+    "forward-shuffled": case("gather", run_gather, FEW, "tf32 nchw fwd", lambda t: t.wgmma and t.shuffle is not None),
+    "forward-last": case("gather", run_gather, STRIDED, "bf16 channels_last fwd", lambda t: t.wgmma),
+    "forward-teams": case("gather", run_gather, NARROW, "bf16 channels_last fwd", lambda t: t.wgmma and t.subs == 2),
+    "forward-boxes": case(
+        "gather", run_gather, STRIDED, "tf32 channels_last fwd", lambda t: t.boxable and not t.resident
     ),
-    "forward-ieee": (
-        "gather",
-        lambda: run_gather(
-            problem(PLAIN, "ieee", "nchw", "fwd"), lambda t: t.wgmma and t.taps_unrolled > 2 and not t.resident
-        ),
+    "forward-width": case("gather", run_abreast, SMALL, "bf16 channels_last fwd", lambda t: t.split != 2),
+    "forward-cluster": case("gather", run_gather, CROSSED, "tf32 nchw fwd", lambda t: t.cluster > 1),
+    "forward-beside": case("gather", run_gather, TINY, "bf16 nchw fwd", lambda t: t.beside > 0, False, True),
+    "forward-quick": case("gather", run_quick, PLAIN, "tf32 nchw fwd"),
+    "planes-quick": case("gather", run_quick, STRIDED, "bf16 channels_last grad-input", by_planes),
+    "planes-cluster": case(
+        "gather", run_gather, CROSSED_BACK, "bf16 channels_last grad-input", lambda t: t.cluster > 1
     ),
-    "forward-drained": (
-        "gather",
-        lambda: run_gather(problem(STRIDED, "bf16", "nchw", "fwd"), lambda t: t.drained, again=True),
+    "planes": case("gather", run_gather, STRIDED, "bf16 channels_last grad-input", lambda t: t.planewise),
+    "boxes": case(
+        "gather", run_gather, STRIDED, "tf32 channels_last grad-input", lambda t: t.boxable and not t.planewise
     ),
-    "forward-packing": (
-        "gather",
-        lambda: run_gather(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.packs and t.resident, True),
-    ),
-    "forward-packing-16": (
-        "gather",
-        lambda: run_gather(problem(STRIDED, "bf16", "nchw", "fwd"), lambda t: t.packs and not t.resident, True),
-    ),
-    "forward-shuffled": (
-        "gather",
-        lambda: run_gather(problem(FEW, "tf32", "nchw", "fwd"), lambda t: t.wgmma and t.shuffle is not None),
-    ),
-    "forward-last": (
-        "gather",
-        lambda: run_gather(problem(STRIDED, "bf16", "channels_last", "fwd"), lambda t: t.wgmma),
-    ),
-    "forward-teams": (
-        "gather",
-        lambda: run_gather(problem(NARROW, "bf16", "channels_last", "fwd"), lambda t: t.wgmma and t.subs == 2),
-    ),
-    "forward-boxes": (
-        "gather",
-        lambda: run_gather(problem(STRIDED, "tf32", "channels_last", "fwd"), lambda t: t.boxable and not t.resident),
-    ),
-    "forward-width": (
-        "gather",
-        lambda: run_gather(abreast(problem(SMALL, "bf16", "channels_last", "fwd")), lambda t: t.split != 2),
-    ),
-    "forward-cluster": (
-        "gather",
-        lambda: run_gather(problem(CROSSED, "tf32", "nchw", "fwd"), lambda t: t.cluster > 1),
-    ),
-    "forward-beside": (
-        "gather",
-        lambda: run_gather(problem(TINY, "bf16", "nchw", "fwd"), lambda t: t.beside > 0, again=True),
-    ),
-    "forward-quick": ("gather", lambda: run_quick(problem(PLAIN, "tf32", "nchw", "fwd"))),
-    "planes-quick": ("gather", lambda: run_quick(problem(STRIDED, "bf16", "channels_last", "grad-input"))),
-    "planes-cluster": (
-        "gather",
-        lambda: run_gather(problem(CROSSED_BACK, "bf16", "channels_last", "grad-input"), lambda t: t.cluster > 1),
-    ),
-    "planes": (
-        "gather",
-        lambda: run_gather(problem(STRIDED, "bf16", "channels_last", "grad-input"), lambda t: t.planewise),
-    ),
-    "boxes": (
-        "gather",
-        lambda: run_gather(
-            problem(STRIDED, "tf32", "channels_last", "grad-input"), lambda t: t.boxable and not t.planewise
-        ),
-    ),
-    "joined": ("joined", lambda: run_joined(problem(SHEETS, "tf32", "nchw", "fwd"))),
-    "joined-16": ("joined", lambda: run_joined(problem(SHEETS, "bf16", "nchw", "fwd"))),
-    "joined-quick": ("joined", lambda: run_joined(problem(SHEETS, "tf32", "nchw", "fwd"), quick=True)),
-    "sweep": (
-        "sweep",
-        lambda: run_sweep(problem(DEEP, "tf32", "nchw", "fwd"), lambda s: not s.resident),
-    ),
-    "sweep-turns": (
-        "sweep",
-        lambda: run_sweep(problem(DEEP, "bf16", "nchw", "fwd"), lambda s: s.turns),
-    ),
-    "sweep-last": (
-        "sweep",
-        lambda: run_sweep(problem(DEEP, "tf32", "channels_last", "fwd"), lambda s: not s.resident),
-    ),
-    "sweep-last-turns": (
-        "sweep",
-        lambda: run_sweep(problem(DEEP, "bf16", "channels_last", "fwd"), lambda s: s.turns),
-    ),
-    "subpixel": ("pixels", lambda: run_choice(subpixel, problem(LONE, "tf32", "nchw", "fwd"))),
-    "subpixel-16": ("pixels", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),
-    "pairs": ("pixels", lambda: run_choice(pairs, problem(LONE_BACK, "tf32", "nchw", "grad-input"))),
-    "pairs-16": ("pixels", lambda: run_choice(pairs, problem(TAPPED_BACK, "bf16", "nchw", "grad-input"))),
-    "implicit": ("pixels_last", lambda: run_implicit(problem(STRIDED, "tf32", "channels_last", "grad-input"), True, 2)),
-    "implicit-turns": ("pixels_last", lambda: run_implicit(problem(STRIDED, "bf16", "channels_last", "fwd"), False, 3)),
-    "implicit-cluster": ("pixels_last", lambda: run_implicit(problem(CROSSED, "tf32", "channels_last", "fwd"), True)),
-    "phases": ("pixels", lambda: run_phases(problem(ODD, "tf32", "nchw", "fwd"), 2)),
-    "phases-16": ("pixels", lambda: run_phases(problem(NARROW, "bf16", "nchw", "fwd"), 3)),
-    "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 3, steps=True)),
-    "alone": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 1)),
-    "cluster": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 4)),
-    "cluster-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2)),
-    "together": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 10)),
-    "together-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "channels_last", "grad-weight"), 9)),
-    "neighbours": ("wgrad", lambda: run_wgrad(problem(TAPPED, "tf32", "nchw", "grad-weight"), 3, False, True)),
-    "neighbours-16": ("wgrad", lambda: run_wgrad(problem(LONE, "bf16", "nchw", "grad-weight"), 4, False, True)),
-    "descriptors": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2, True)),
-    "deep-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2, stages=6)),
-    "relayout": ("to_", lambda: run_relayout(problem(STRIDED, "bf16", "nchw", "grad-input"))),
+    "joined": case("joined", run_joined, SHEETS, "tf32 nchw fwd"),
+    "joined-16": case("joined", run_joined, SHEETS, "bf16 nchw fwd"),
+    "joined-quick": case("joined", run_joined, SHEETS, "tf32 nchw fwd", True),
+    "sweep": case("sweep", run_sweep, DEEP, "tf32 nchw fwd", lambda s: not s.resident),
+    "sweep-turns": case("sweep", run_sweep, DEEP, "bf16 nchw fwd", lambda s: s.turns),
+    "sweep-last": case("sweep", run_sweep, DEEP, "tf32 channels_last fwd", lambda s: not s.resident),
+    "sweep-last-turns": case("sweep", run_sweep, DEEP, "bf16 channels_last fwd", lambda s: s.turns),
+    "subpixel": case("pixels", run_choice, LONE, "tf32 nchw fwd", subpixel),
+    "subpixel-16": case("pixels", run_choice, LONE, "bf16 nchw fwd", subpixel),
+    "pairs": case("pixels", run_choice, LONE_BACK, "tf32 nchw grad-input", pairs),
+    "pairs-16": case("pixels", run_choice, TAPPED_BACK, "bf16 nchw grad-input", pairs),
+    "implicit": case("pixels_last", run_implicit, STRIDED, "tf32 channels_last grad-input", True, 2),
+    "implicit-turns": case("pixels_last", run_implicit, STRIDED, "bf16 channels_last fwd", False, 3),
+    "implicit-cluster": case("pixels_last", run_implicit, CROSSED, "tf32 channels_last fwd", True),
+    "phases": case("pixels", run_phases, ODD, "tf32 nchw fwd", 2),
+    "phases-16": case("pixels", run_phases, NARROW, "bf16 nchw fwd", 3),
+    "two-steps": case("wgrad", run_wgrad, PLAIN, "tf32 nchw grad-weight", 3, False, False, True),
+    "alone": case("wgrad", run_wgrad, PLAIN, "bf16 channels_last grad-weight", 1),
+    "cluster": case("wgrad", run_wgrad, PLAIN, "bf16 nchw grad-weight", 4),
+    "cluster-last": case("wgrad", run_wgrad, PLAIN, "bf16 channels_last grad-weight", 2),
+    "together": case("wgrad", run_wgrad, PLAIN, "bf16 nchw grad-weight", 10),
+    "together-last": case("wgrad", run_wgrad, PLAIN, "tf32 channels_last grad-weight", 9),
+    "neighbours": case("wgrad", run_wgrad, TAPPED, "tf32 nchw grad-weight", 3, False, True),
+    "neighbours-16": case("wgrad", run_wgrad, LONE, "bf16 nchw grad-weight", 4, False, True),
+    "descriptors": case("wgrad", run_wgrad, PLAIN, "bf16 channels_last grad-weight", 2, True),
+    "deep-last": case("wgrad", run_wgrad, PLAIN, "bf16 channels_last grad-weight", 2, False, False, False, 6),
+    "relayout": case("to_", run_relayout, STRIDED, "bf16 nchw grad-input"),
 }
 """Of each case the kernels' names begin so, and what runs them."""
 WIDTH = max(map(len, CASES))

@@ -1,12 +1,11 @@
-"""Times tilings of the gather-GEMM beside the model's choice, and fits the model's constants to such times.
+"""Times tilings of the gather-GEMM beside the model's choice.
 
     python benchmarks/tilings.py time out/t.json --cases kb57,kb81 --precisions bf16 --layouts channels_last
     python benchmarks/tilings.py show out/t.json                        what the model chooses of them, against the best
-    python benchmarks/tilings.py fit out/t.json --set channels_last     constants that choose better, for costs.py
 
 ``time`` needs a GPU; it compiles on all cores, checks every output against float64, and writes the file again behind
-each layer, so that a run that is stopped loses one layer at most and the next one goes on. ``show`` and ``fit`` need
-none. Tilings that the kernel's present geometry does not allow are left out, and said so.
+each layer, so that a run that is stopped loses one layer at most and the next one goes on. ``show`` needs none.
+Tilings that the kernel's present geometry does not allow are left out, and said so.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ import argparse
 import json
 import math
 import os
-import random
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -39,8 +37,7 @@ from upconv.bench.suites import SUITES
 from upconv.cpu import memory_format
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.compile import jit
-from upconv.cuda.gemm import costs, gather, gather_model, gather_search
-from upconv.cuda.gemm.costs import Constants
+from upconv.cuda.gemm import gather, gather_cost, gather_search
 from upconv.cuda.gemm.shuffle import Shuffle
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import H200, Gpu
@@ -51,8 +48,6 @@ PASSES: tuple[Pass, ...] = ("fwd", "grad-input")
 TOLERANCE: dict[Precision, float] = {"tf32": 1e-3, "ieee": 1e-5, "fp16": 1e-3, "bf16": 8e-3}
 """Of the relative error against float64."""
 ROUNDS = 15
-_ERROR = 0.1
-"""What an error of the time itself weighs in a fit against time lost by a choice."""
 
 Job = tuple[str, Problem]
 
@@ -77,7 +72,7 @@ class Timed:
 
 def ranked(p: Problem, gpu: Gpu) -> list[tuple[float, Tiling]]:
     """Every tiling that `gather.choose` looks at, with its estimate in seconds; the fastest first."""
-    found = ((seconds, t) for seconds, _, t in gather_search.considered(p, gpu))
+    found = ((cost.seconds, t) for cost, t in gather_search.considered(p, gpu))
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -145,7 +140,7 @@ def prepare_on(p: Problem, gpu: Gpu, device: torch.device) -> Prepare:
 
     def prepare(t: Tiling, source: Tensor, weight: Tensor, out: Tensor) -> Run:
         with torch.cuda.device(device):
-            prepared = gather.Choice(t, p, gpu, 0.0, "").prepare(device.index)
+            prepared = gather.Choice(t, p, gpu).prepare(device.index)
             packed = prepared.pack(weight)
         return lambda: prepared.run(source, packed, None, out)
 
@@ -214,11 +209,11 @@ def time_all(options: argparse.Namespace, console: Console) -> int:
         for t, (seconds, error) in zip(tilings, measure(p, tilings, prepare_on(p, gpu, device), take, device)):
             wrong = not error <= TOLERANCE[p.precision]
             right &= not wrong
-            estimate = gather_model.estimate(t, p, gpu)[0]
+            estimate = gather_cost.estimate(t, p, gpu).seconds
             head = dict(zip(("case", "precision", "layout", "pass"), name))
             rows.append({**head, "seconds": None if wrong else seconds, "rel_error": str(error), "tiling": as_json(t)})
             what = "wrong" if wrong else f"{seconds * 1e6:9.1f} us, by the model {estimate * 1e6:9.1f}"
-            console.print(f"{' '.join(name):40} {what}  {gather.Choice(t, p, gpu, 0.0, '').summary}", soft_wrap=True)
+            console.print(f"{' '.join(name):40} {what}  {gather.Choice(t, p, gpu).summary}", soft_wrap=True)
         base["rows"] += rows
         files.save(base, options.file)
     return 0 if right else 1
@@ -226,12 +221,12 @@ def time_all(options: argparse.Namespace, console: Console) -> int:
 
 def compile_all(tilings: Sequence[Tiling], p: Problem, gpu: Gpu) -> None:
     """Leaves all their kernels in the cache; NVRTC compiles on several threads."""
-    units = [unit for t in tilings for unit in gather.Choice(t, p, gpu, 0.0, "").sources()[:1]]
+    units = [unit for t in tilings for unit in gather.Choice(t, p, gpu).sources()[:1]]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda unit: jit.cubin(unit.source, gpu.arch, unit.label), units))
 
 
-# --- show and fit ----------------------------------------------------------------------------------------------------
+# --- show ------------------------------------------------------------------------------------------------------------
 
 
 def load(paths: Iterable[Path], gpu: Gpu, console: Console) -> list[Timed]:
@@ -278,22 +273,16 @@ class Judged:
         """What choices take more than the best, as a share, on average."""
         return fmean(chosen / best for chosen, best in zip(self.chosen, self.best)) - 1
 
-    def loss(self, before: Judged) -> float:
-        """What a fit lessens; layers that lose against an earlier model count twice."""
-        lost = fmean(math.log(chosen / best) for chosen, best in zip(self.chosen, self.best))
-        worse = fmean(max(0.0, math.log(now / old)) for now, old in zip(self.chosen, before.chosen))
-        return lost + worse + _ERROR * self.error
-
 
 def taken(timed: Sequence[Timed], gpu: Gpu) -> tuple[Timed, Timed, list[float]]:
     """Of a layer's tilings the one that the model takes and the best, and the model's estimates of all."""
-    estimates = [gather_model.estimate(one.tiling, one.problem, gpu)[0] for one in timed]
+    estimates = [gather_cost.estimate(one.tiling, one.problem, gpu).seconds for one in timed]
     chosen = timed[min(range(len(timed)), key=lambda i: estimates[i])]
     return chosen, min(timed, key=lambda one: one.seconds), estimates
 
 
 def judge(layers: Iterable[Sequence[Timed]], gpu: Gpu) -> Judged:
-    """The model with the constants that are in `costs.SETS` now."""
+    """The model as it is."""
     every, errors = [], []
     for timed in layers:
         chosen, best, estimates = taken(timed, gpu)
@@ -301,58 +290,6 @@ def judge(layers: Iterable[Sequence[Timed]], gpu: Gpu) -> Judged:
         errors += [math.log(e / one.seconds) ** 2 for e, one in zip(estimates, timed)]
     by_model, least = zip(*every)
     return Judged(by_model, least, math.sqrt(fmean(errors)))
-
-
-def fit(timed: Sequence[Timed], name: str, gpu: Gpu, rounds: int, seed: int) -> tuple[Constants, Judged, Judged]:
-    """(constants of a set, the model before, the model with them): a random search from the present ones.
-
-    Each step scales one to three constants and is kept where the loss (`Judged.loss`) is no more. Layers count that
-    have a tiling of the set; constants of 0 stay. ``costs.SETS`` is as before when it ends.
-    """
-    layers = [found for found in by_layer(timed).values() if any(costs.set_of(one.tiling) == name for one in found)]
-    if not layers:
-        raise ValueError(f"no timed layer has a tiling of the set {name!r}")
-    rng, kept = random.Random(seed), costs.SETS[name]
-    places = [
-        (f.name, i)
-        for f in fields(kept)
-        for i, value in enumerate(_values(getattr(kept, f.name)))
-        if value
-    ]  # fmt: skip
-    best, first = kept, judge(layers, gpu)
-    least = first
-    try:
-        for i in range(rounds):
-            reach = 0.5 * (1 - i / rounds) + 0.02
-            tried = best
-            for place in rng.sample(places, rng.choice((1, 1, 2, 3))):
-                tried = _scaled(tried, place, math.exp(rng.gauss(0.0, reach)))
-            costs.SETS[name] = tried
-            found = judge(layers, gpu)
-            if found.loss(first) <= least.loss(first):
-                best, least = tried, found
-        best = _rounded(best)
-        costs.SETS[name] = best
-        return best, first, judge(layers, gpu)
-    finally:
-        costs.SETS[name] = kept
-
-
-def _values(value: float | tuple[float, ...]) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _scaled(found: Constants, place: tuple[str, int], factor: float) -> Constants:
-    name, at = place
-    value = getattr(found, name)
-    values = [v * factor if i == at else v for i, v in enumerate(_values(value))]
-    return replace(found, **{name: tuple(values) if isinstance(value, tuple) else values[0]})
-
-
-def _rounded(found: Constants) -> Constants:
-    """To three digits, as they stand in costs.py."""
-    values = {name: tuple(float(f"{v:.3g}") for v in _values(value)) for name, value in asdict(found).items()}
-    return Constants(**{n: v if isinstance(getattr(found, n), tuple) else v[0] for n, v in values.items()})
 
 
 def show(timed: Sequence[Timed], gpu: Gpu, console: Console) -> None:
@@ -364,7 +301,7 @@ def show(timed: Sequence[Timed], gpu: Gpu, console: Console) -> None:
         table.add_row(
             " ".join(name), str(len(found)), f"{best.seconds * 1e6:.1f}", f"{chosen.seconds * 1e6:.1f}", f"{lost:.1%}",
             f"{estimates[found.index(best)] * 1e6:.1f}", f"{min(estimates) * 1e6:.1f}",
-            "" if best is chosen else gather.Choice(best.tiling, best.problem, gpu, 0.0, "").summary,
+            "" if best is chosen else gather.Choice(best.tiling, best.problem, gpu).summary,
         )  # fmt: skip
     console.print(table)
     found = judge(by_layer(timed).values(), gpu)
@@ -382,12 +319,7 @@ def main(arguments: Sequence[str]) -> int:
     timing_.add_argument("--within", type=float, default=1.5, help="times the best estimate that a tiling's may be")
     timing_.add_argument("--budget", type=float, default=3600.0, help="seconds; no layer begins after them")
     showing = actions.add_parser("show", help="the model's choices against the best")
-    fitting = actions.add_parser("fit", help="search for better constants")
-    for action in (showing, fitting):
-        action.add_argument("files", type=Path, nargs="+")
-    fitting.add_argument("--set", choices=list(costs.SETS), required=True)
-    fitting.add_argument("--rounds", type=int, default=3000)
-    fitting.add_argument("--seed", type=int, default=0)
+    showing.add_argument("files", type=Path, nargs="+")
     options = parser.parse_args(arguments)
     console = Console()
     if options.action == "time":
@@ -397,16 +329,7 @@ def main(arguments: Sequence[str]) -> int:
     timed = load(options.files, H200, console)
     if not timed:
         parser.error(f"FILES must have times of tilings, got none in {', '.join(map(str, options.files))}")
-    if options.action == "show":
-        show(timed, H200, console)
-        return 0
-    try:
-        found, before, after = fit(timed, options.set, H200, options.rounds, options.seed)
-    except ValueError as error:
-        parser.error(str(error))
-    for which, judged in (("before", before), ("with these", after)):
-        console.print(f"{which}: {judged.lost:.1%} lost by choices, times off by {judged.error:.1%}")
-    console.print(found)
+    show(timed, H200, console)
     return 0
 
 

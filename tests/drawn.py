@@ -126,7 +126,7 @@ def gather_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
             tiling = replace(tiling, cluster=rng.choice((2, 3))).checked(gpu.shared_bytes)
         except Unfit:
             return None
-    return gather.Choice(tiling, p, gpus(rng, gpu), rng.choice((1e-6, 1e-3)), "")
+    return gather.Choice(tiling, p, gpus(rng, gpu), Cost(rng.choice((1e-6, 1e-3))))
 
 
 def joined_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
@@ -247,7 +247,7 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
         pixels_choice(pairs),
     ),
     "sweep": (
-        Layers(("fwd",), WGMMA, ranks=(3,), inputs=(1, 3, 8, 17, 40), outputs=(1, 2, 5, 8, 11, 24), groups=(1,),
+        Layers(FORWARD_LIKE, WGMMA, ranks=(3,), inputs=(1, 3, 8, 17, 40), outputs=(1, 2, 5, 8, 11, 24), groups=(1,),
                heights=(1, 2, 4, 6, 9), widths=(1, 4, 7, 8, 12, 13, 16, 20), kernels=(1, 2, 3, 4), strides=(1,)),
         pixels_choice(sweep),
     ),

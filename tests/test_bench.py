@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,26 @@ def test_what_runs_with_cudnn_benchmark_on_runs_in_one_other_thread() -> None:
     here, there = threading.get_ident(), seen[1][1]
     assert seen == [(False, here, False), (True, there, False)] * 2 and there != here
     assert torch._C._is_multithreading_enabled()
+
+
+def test_on_a_gpu_the_better_of_cudnns_two_ways_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those that are tuned; the flag is left as it was."""
+    begun: list[tuple[str, bool]] = []
+
+    def take(run) -> float:
+        run()
+        return 1.0 if torch.backends.cudnn.benchmark else 2.0
+
+    def work(name: str):
+        return lambda: begun.append((name, torch.backends.cudnn.benchmark))
+
+    monkeypatch.setattr(timing, "clock", lambda device, wait: take)
+    was = torch.backends.cudnn.benchmark
+    runs = {"ours": [work("ours"), work("ours 2")], "torch": [work("torch"), work("torch 2")]}
+    seconds, rounds = timing.compare(runs, torch.device("cuda"), SHORT, tuned=("torch",))
+    assert {name: found.median for name, found in seconds.items()} == {"ours": 2.0, "torch": 1.0} and rounds == 3
+    assert set(begun[:6]) == {*((n, False) for n in ("ours", "ours 2")), *product(("torch", "torch 2"), (False, True))}
+    assert torch.backends.cudnn.benchmark == was
 
 
 # --- correctness -----------------------------------------------------------------------------------------------------

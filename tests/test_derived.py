@@ -125,9 +125,8 @@ def searched(seed: int) -> list[Any]:
     of_weight = p.with_(pass_="grad-weight", bias=False)
     odd = of_weight.with_(size=(*p.size[:-1], p.size[-1] + 1))
     found += [wgrad_search.candidates(q, gpu, general) for q, general in product((of_weight, odd), (False, True))]
-    forward = towards.with_(pass_="fwd")
-    if not isinstance(sweep.choose(forward, gpu), str):
-        found.append(sweep.candidates(forward, gpu))
+    if not isinstance(sweep.choose(towards, gpu), str):
+        found.append(sweep.candidates(towards, gpu))
     drawn = [list(islice(some, rng.randrange(40), 4000, 37)) for some in found]
     return [t for some in drawn for t in rng.sample(some, min(len(some), 8))]
 

@@ -22,6 +22,7 @@ from results import Place, assert_computes, laid_out, numbers
 from upconv.cuda import bias
 from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
+from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import H200
 from upconv.cuda.rearrange import rearranged, relayout
@@ -144,14 +145,14 @@ def stored_by_the_copy_engine(rng: random.Random) -> Any:
     p = Problem.make(2, 32, 64, (8, 24), 4, 2, 1, dtype=torch.float16)
     layer, classes = any_size(p), gather_search.classes_of(p)
     every = [t for t in gather_search.candidates(layer, H200, classes=classes, drained=True) if t.drained]
-    return gather.Choice(rng.choice(every), p, replace(H200, multiprocessors=2), 1e-3, "")
+    return gather.Choice(rng.choice(every), p, replace(H200, multiprocessors=2), Cost(1e-3))
 
 
 def chunks_of_a_cluster(rng: random.Random) -> Any:
     p = Problem.make(2, 128, 16, (4, 16), 3, 1, 1, precision="tf32")
     every = gather_search.candidates(any_size(p), H200, classes=gather_search.classes_of(p))
     tiling = next(t for t in every if t.wgmma and t.chunks > 2 and t.split == 0)
-    return gather.Choice(replace(tiling, cluster=2).checked(H200.shared_bytes), p, H200, 1e-3, "")
+    return gather.Choice(replace(tiling, cluster=2).checked(H200.shared_bytes), p, H200, Cost(1e-3))
 
 
 SELDOM = (stored_by_the_copy_engine, chunks_of_a_cluster)
@@ -177,7 +178,7 @@ FAULTS = {
     "implicit: a stage given back too early": ("implicit", r"wgmma_wait<HOLDS>\(\);", ""),
     "subpixel: a place": ("subpixel", r"tile\.p \+ lane \* ROW_PIXELS", "tile.p + lane * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),
-    "sweep: the first slot": ("sweep", r"int pad_d = (\d+);", r"int pad_d = \1 + 1;"),
+    "sweep: the first slot": ("sweep", r"int first_slot = (-?\d+);", r"int first_slot = \1 + 1;"),
     "gather: no wait for a stage": ("gather", FULL, ""),
     "joined: no wait for a slot": ("joined", r"memory\.slots\.wait_full\(slot\);", ""),
     "joined: a tap's row": ("joined", r"tap / C::kernel_w \* shift_h", "(tap / C::kernel_w + 1) * shift_h"),

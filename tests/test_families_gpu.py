@@ -216,7 +216,7 @@ def test_ieee_errors_are_at_most_twice_pytorchs(name: str, layout: Layout) -> No
     kinds = {(t.wgmma, t.taps_unrolled * t.k_steps): t for t in every}
     assert len(kinds) > 1
     for tiling in kinds.values():
-        prepared = gather.Choice(tiling, p, gpu(0), 0.0, "").prepare(0)
+        prepared = gather.Choice(tiling, p, gpu(0)).prepare(0)
         out = laid_out(torch.full(truth.shape, math.nan), p).cuda()
         prepared.run(x, prepared.pack(w), None, out)
         assert reference.relative_error(out, truth) <= 2 * least, tiling

@@ -18,6 +18,7 @@ from emulator import Emulator, emulator
 from modes import SEEDS, Case, OfCase, OfTiling, few, fewest, having, of_cases, where
 from results import Way, assert_computes, assert_infinities_reach_no_others
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
+from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gemm.tiling import Tiling
@@ -283,7 +284,7 @@ def cases(seed: int) -> Iterator[Case]:
         q = other_size(t, p, rng)
         if serves(t, q) and work(t, q) <= MOST:
             chip = replace(H200, multiprocessors=rng.choice((1, 1, 2, 7, 132)))
-            choice = gather.Choice(t, q, chip, rng.choice((1e-6, 1e-3)), "", general=rng.random() < 0.2)
+            choice = gather.Choice(t, q, chip, Cost(rng.choice((1e-6, 1e-3))), general=rng.random() < 0.2)
             yield Case(choice, drawn_way(choice, rng), work(t, q))
 
 

@@ -17,6 +17,7 @@ from upconv.cuda import launches, recording
 from upconv.cuda import prepared as prepared_module
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit, launch
+from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import H200
 from upconv.cuda.launches import Given, Map, Pointer, Scratch, Zeros
@@ -93,7 +94,7 @@ def test_forwards_take_weights_as_they_lie_unless_they_keep_them(dtype: torch.dt
     backward = gather.choose(p.with_(pass_="grad-input"), H200)
     assert isinstance(backward, gather.Choice) and backward.prepare(0).pack_to_keep(last) is last
     # A kernel that packs leaves them as they lie, too; float32 weights of 16 bits it packs.
-    packing = replace(choice, seconds=1e-5)
+    packing = replace(choice, cost=Cost(1e-5))
     if packing.packs:
         other = packing.prepare(0)
         other.run(x, last, None, out, True, True)
@@ -107,12 +108,12 @@ def test_frozen_weights_are_packed_once_for_all_sizes(stubs: Stubs) -> None:
     p = Problem.make(128, 512, 256, (8, 8), 4, 2, 1, layout="channels_last").with_(precision="tf32")
     choice = gather.choose(p, H200)
     assert isinstance(choice, gather.Choice)
-    short, long = replace(choice, seconds=1e-5), replace(choice, seconds=1e-2)
+    short, long = replace(choice, cost=Cost(1e-5)), replace(choice, cost=Cost(1e-2))
     assert short.boxable and not long.boxable
     assert short.prepare(0).packing == long.prepare(0).packing
 
 
-WIDE = Problem.make(8, 32, 64, (256, 320), 3, 1, 1).with_(precision="tf32")  # 19 tiles for a multiprocessor
+WIDE = Problem.make(16, 32, 64, (256, 320), 3, 1, 1).with_(precision="tf32")  # many tiles for a multiprocessor
 
 
 def test_what_a_kernel_that_claims_is_told(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +190,7 @@ def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monk
 
 FEW_TILES = (
     Problem.make(1, 1024, 512, (8, 8), 4, 2, 1, precision="tf32"),
-    Problem.make(1, 1024, 512, (28, 28), 2, 2, layout="channels_last", pass_="grad-input", precision="tf32"),
+    Problem.make(1, 1024, 512, (16, 16), 2, 2, layout="channels_last", pass_="grad-input", precision="tf32"),
 )
 
 

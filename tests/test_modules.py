@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-import pickle
 import re
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import convert_conv2d_weight_memory_format, fusion, parametrizations, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_nn import NewModuleTest, NNTestCase, get_new_module_tests
@@ -154,16 +152,6 @@ def test_construction_is_torchs(rank: int, kwargs: dict[str, Any]) -> None:
         ours.load_state_dict(type(theirs)(4, 8, 5, **kwargs).state_dict())
 
 
-def test_reset_of_noncontiguous_weights_draws_the_same_numbers() -> None:
-    ours, theirs = pair(2, 4, 6, (3, 5))
-    for module in (ours, theirs):
-        module.to(memory_format=torch.channels_last)
-        torch.manual_seed(5)
-        module.reset_parameters()
-        assert not module.weight.is_contiguous()
-    assert_same_parameters(ours, theirs)
-
-
 def test_iterables_are_taken_as_torch_takes_them() -> None:
     values: tuple[dict[str, Any], ...] = (
         *({"kernel_size": kind((3, 5)), "padding": (1, 0)} for kind in (list, tuple, torch.Size)),
@@ -257,25 +245,6 @@ def test_lazy_layers_become_ours(rank: int, kwargs: dict[str, Any]) -> None:
     assert_same_step(ours, theirs, x)
 
 
-@RANKS
-def test_lazy_state_dicts_load_both_ways(rank: int) -> None:
-    ours, theirs = pair(rank, 6, 3, lazy=True)
-    lazy, full = type(ours), getattr(nn, NAMES[rank - 1])(4, 6, 3)
-    ours.load_state_dict(full.state_dict())
-    theirs.load_state_dict(ours.state_dict())
-    for layer in (ours, theirs):
-        assert_close(layer(image(rank)), full(image(rank)), length=512)
-    fresh = lazy(6, 3)
-    fresh.load_state_dict(pair(rank, 6, 3, lazy=True)[1].state_dict())  # lazy into lazy stays lazy
-    assert fresh.has_uninitialized_params() and type(pickle.loads(pickle.dumps(fresh))) is lazy
-
-
-def test_lazy_errors_are_torchs() -> None:
-    for call in (lambda m: m(torch.randn(4, 5)), lambda m: m.reset_parameters() or m.weight.sum()):
-        found, wanted = (error(partial(call, m)) for m in pair(2, 6, 3, lazy=True))
-        assert found == wanted and isinstance(wanted, tuple)
-
-
 def _positive_bias(layer: Any) -> Any:
     parametrizations.weight_norm(layer)
     nn.utils.parametrize.register_parametrization(layer, "bias", nn.Softplus())
@@ -321,30 +290,6 @@ def test_parametrised_behind_accelerate() -> None:
     assert_close(ours(x), theirs(x), length=512)
     remove_parametrizations(ours, "weight")
     assert not modules.is_ours(ours)
-
-
-def test_channels_last_conversions() -> None:
-    for convert in (
-        lambda m: m.to(memory_format=torch.channels_last),
-        lambda m: convert_conv2d_weight_memory_format(m, torch.channels_last),
-    ):
-        ours, theirs = (convert(nn.Sequential(layer))[0] for layer in pair(2, 4, 6, 3, stride=2, padding=1))
-        assert ours.weight.stride() == theirs.weight.stride() and not ours.weight.is_contiguous()
-        for x in (image(2), image(2).contiguous(memory_format=torch.channels_last)):
-            assert_same_step(ours, theirs, x)
-
-
-@RANKS
-def test_torchs_batchnorm_fusion(rank: int) -> None:
-    norm = getattr(nn, f"BatchNorm{rank}d")(6).eval()
-    norm.running_mean.uniform_(-1, 1)
-    norm.running_var.uniform_(0.5, 2)
-    ours, theirs = (layer.eval() for layer in pair(rank, 4, 6, 3, stride=2))
-    fused = [fusion.fuse_conv_bn_eval(layer, norm, transpose=True) for layer in (ours, theirs)]
-    assert type(fused[0]) is type(ours)
-    x = image(rank)
-    assert_close(fused[0](x), fused[1](x), length=512)
-    assert_close(fused[0](x), norm(ours(x)), length=512)
 
 
 # --- output_size -----------------------------------------------------------------------------------------------------

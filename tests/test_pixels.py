@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, permutations, product
@@ -19,7 +18,7 @@ from emulator import Emulator, emulator
 from results import Way, assert_infinities_reach_no_others, laid_out
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
+from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import A100, B200, H200, Gpu
 from upconv.cuda.pixels import family, implicit, pairs, phases, subpixel, sweep
@@ -143,8 +142,6 @@ DEEP = any_size(parsed("16,16,3", "1x16x8x8x8"))
 UNFIT: list[tuple[Any, str]] = [
     (implicit.Tile(SMALL.with_(layout="channels_last"), 256, 4, True), "sums are more than registers hold"),
     (pairs.Tile(SMALL_BACK, 256, 2, 32, 1), "sums are more than registers hold"),
-    (pairs.Tile(SMALL_BACK, 64, 2, 8, 1, stages=1), "a stage that is read, and one that is filled"),
-    (pairs.Tile(SMALL_BACK, 256, 1, 32, 1, stages=7), "bytes of shared memory, the device has 232448"),
     (pairs.Tile(SMALL_BACK, 64, 4, 8, 1), "64 groups are more than a warp's lanes"),
     (pairs.Tile(SMALL_BACK.with_(kernel=(3, 3)), 64, 1, 32, 1), "no whole channels of 3 taps"),
     (pairs.Tile(SMALL_BACK.with_(kernel=(2, 16), stride=(2, 8)), 64, 1, 32, 1), "more than a box"),
@@ -154,7 +151,6 @@ UNFIT: list[tuple[Any, str]] = [
     (sweep.Tile(DEEP, (9, 16), 1, 8), "9 rows of 18 pixels are more than 128"),
     (sweep.Tile(DEEP, (4, 16), 8, 8), "sums are more than registers hold"),
     (sweep.Tile(DEEP, (4, 16), 2, 16, w_stage=3), "a stage of the ring has parts of taps"),
-    (sweep.Tile(DEEP.with_(layout="channels_last"), (1, 16), 8, 8, w_stage=3), "sums are more than registers hold"),
     (
         sweep.Tile(any_size(parsed("8,8,3", "1x8x4x40x120", **LAST)), (1, 16), 8, 8, w_stage=3),
         "what is read behind the last tile is not all of the kernel's shared memory",
@@ -164,8 +160,7 @@ UNFIT: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("tile", "words"), UNFIT, ids=lambda of: of if isinstance(of, str) else of.mode)
 def test_tiles_that_do_not_fit_say_why(tile: Any, words: str) -> None:
-    with pytest.raises(Unfit, match=re.escape(words)):
-        tile.checked(H200.shared_bytes)
+    assert any(words in fault for fault in tile.faults())
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -30,6 +30,7 @@ MANY: dict[str, tuple[Any, Problem]] = {
     "phases": (phases, Problem.make(3, 48, 16, (67, 144), 3, 2, 1)),
     "subpixel": (subpixel, Problem.make(2, 300, 24, (60, 64), 2, 2)),
     "sweep": (sweep, Problem.make(2, 40, 16, (9, 30, 40), (3, 3, 5))),
+    "sweep dX": (sweep, Problem.make(2, 16, 40, (9, 30, 40), (3, 3, 5), 1, (1, 1, 2), **BACK)),
     "sweep last": (sweep, Problem.make(2, 40, 16, (9, 30, 40), (3, 3, 5), **LAST)),
 }
 

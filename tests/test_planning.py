@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -161,33 +161,27 @@ def test_what_no_table_holds_is_unfit() -> None:
         multiplied(last, (1, 1, 1), 1, 1)
 
 
-@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
 @pytest.mark.parametrize("gpu", [H200, A100], ids=["H200", "A100"])
-def test_the_gather_search_leaves_out_nothing_that_could_be_best(gpu: Gpu, pass_: Pass) -> None:
-    looked = kept = 0
-    for p in suite_layers(13, pass_):
-        if gather.refusal(p, gpu):
+def test_gather_takes_the_cheapest_of_its_tilings(gpu: Gpu) -> None:
+    """All of which fit."""
+    looked = 0
+    for p in chain(suite_layers(13, "fwd"), suite_layers(13, "grad-input")):
+        chosen, every = gather.choose(p, gpu), [] if gather.refusal(p, gpu) else gather_search.considered(p, gpu)
+        if isinstance(chosen, str):
+            assert not every
             continue
-        found = gather_search._every(p, gpu, False)
-        for floor, one in zip(gather_search._floors(found, p, gpu), found):
+        least = min(cost.seconds for cost, _ in every)
+        assert chosen.seconds == least or (chosen.packs and chosen.seconds < least + gather._PACKED_FIRST)
+        for cost, t in every[::5]:
+            assert t.checked(gpu.shared_bytes) is t and 0 < cost.tensor < cost.seconds
             looked += 1
-            for seconds, _, t, _ in gather_search._timed(one, p, gpu, False):
-                assert 0 < floor <= seconds * (1 + 1e-9), f"{t} of {p}"
-        every = gather_search.considered(p, gpu)
-        few = gather_search.considered(p, gpu, slack=1.03)
-        if every:
-            assert min(one[0] for one in few) == min(one[0] for one in every)
-            kept += len(few) < len(every)
-    assert looked > 300 and kept > 3
+    assert looked > 60
 
 
-def test_bounds_know_of_clusters() -> None:
-    """Blocks that share a tile's chunks are faster than the tile alone, and so is the bound."""
+def test_blocks_share_chunks_where_tiles_are_few() -> None:
     p = Problem.make(16, 1024, 512, (2, 2), 4, 2, 1, precision="tf32")
-    every = gather_search.considered(p, H200)
-    best = min(every, key=lambda one: one[0])
-    assert best[2].cluster > 1 and best[2].beside
-    assert min(gather_search.considered(p, H200, slack=1.03), key=lambda one: one[0])[:2] == best[:2]
+    _, best = min(gather_search.considered(p, H200), key=lambda one: one[0].seconds)
+    assert best.cluster > 1 and best.beside
 
 
 @pytest.mark.parametrize("gpu", [H200, A100], ids=["H200", "A100"])
@@ -257,7 +251,7 @@ def test_planning_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ids=str,
 )
 def test_sketches_that_fit_nowhere_do_not_end_a_search(p: Problem) -> None:
-    """Of these, whose halo is large, those of the least bound have no tiling that fits a block's shared memory."""
+    """Of these, whose halo is large, few tilings fit a block's shared memory."""
     chosen = gather.choose(p, H200)
     assert isinstance(chosen, gather.Choice), chosen
-    assert chosen.seconds <= 1.001 * min(seconds for seconds, _, _ in gather_search.considered(p, H200))
+    assert chosen.seconds <= 1.001 * min(cost.seconds for cost, _ in gather_search.considered(p, H200))

@@ -297,9 +297,9 @@ def test_what_is_loaded_of_a_unit(cold: Path, monkeypatch: pytest.MonkeyPatch) -
 CASES = (
     "kb57-tf32-nchw-fwd", "kb57-bf16-channels_last-grad-input", "kb65-tf32-nchw-fwd", "kb69-tf32-channels_last-fwd",
     "kb72-tf32-channels_last-fwd", "kb73-tf32-channels_last-fwd", "kb73-bf16-nchw-fwd", "kb74-bf16-nchw-grad-input",
-    "kb75-bf16-channels_last-grad-input", "dcgan2-bf16-channels_last-grad-input", "kb61-bf16-nchw-grad-input",
+    "kb75-bf16-channels_last-grad-input", "pix8-bf16-channels_last-grad-input", "kb61-bf16-nchw-grad-input",
 )  # fmt: skip
-LAYERS = {case.name: case.problem for case in SUITES["cuda"]}
+LAYERS = {case.name: case.problem for name in ("cuda", "field") for case in SUITES[name]}
 
 
 @cached
@@ -323,7 +323,7 @@ def test_quick_forms_take_what_final_ones_do(case: str) -> None:
         assert getattr(q, key) == getattr(t, key), key
     assert q.arguments(choice.problem) == t.arguments(choice.problem) and not q.straight
     assert q.longest_stretch < t.longest_stretch
-    assert q.rolled == case.startswith("dcgan")  # planes of as many taps each; kb75's are of other numbers
+    assert q.rolled == case.startswith("pix")  # planes of as many taps each; kb75's are of other numbers
     assert [u.entries for u in quick.sources()] == [u.entries for u in choice.sources()]
 
 
@@ -408,7 +408,7 @@ def test_quick_forms_compute_the_same_to_the_last_bit(case: str) -> None:
     weights = [w] if order is None else [w, w.contiguous(memory_format=order)]
     outs: list[list[torch.Tensor]] = []
     for tiling in (found.tiling, found.quick.tiling):
-        choice = gather.Choice(tiling, p, found.gpu, found.seconds, found.bound)
+        choice = gather.Choice(tiling, p, found.gpu, found.cost)
         prepared, results = choice.prepare(0), []
         for weight, packing, claim in product(weights, (False, True), (False, True)):
             if packing and (claim or not choice.packs):

@@ -174,21 +174,6 @@ def test_buffers_that_a_forward_writes_stay(raises: bool) -> None:
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_observers_of_quantisation_see_nothing() -> None:
-    model = nn.Sequential(nn.ConvTranspose2d(3, 3, 3), nn.ReLU())
-    model.qconfig = torch.ao.quantization.get_default_qconfig()  # type: ignore[assignment]
-    model[0].qconfig = torch.ao.quantization.QConfig(
-        torch.ao.quantization.MinMaxObserver, torch.ao.quantization.default_weight_observer
-    )
-    prepared = torch.ao.quantization.prepare(model.eval())
-    before = copy.deepcopy(prepared.state_dict())
-    assert any("observer" in name or "post_process" in name for name in before)
-    upconv.summary(prepared, (1, 3, 8, 8))
-    for name, value in prepared.state_dict().items():
-        assert_equal(value, before[name])
-
-
 def test_what_autograd_saved_does_not_count_as_changed() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(3, 3, 3), nn.BatchNorm2d(3)).eval()
     loss = model(torch.randn(2, 3, 5, 5)).sum() + (model[1].running_var * model[1].weight).square().sum()

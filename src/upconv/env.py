@@ -97,25 +97,21 @@ def _cores() -> Value:
 
 def device(which: torch.device) -> dict[str, Value]:
     """A device as reports name it: the model's name, and what of it a run can use."""
+    common: dict[str, Callable[[], Value]] = {"type": lambda: which.type, "threads": torch.get_num_threads}
     if which.type != "cuda":
-        return _each(
-            {
-                "type": lambda: which.type,
-                "name": _cpu_name,
-                "cores": _cores,
-                "threads": torch.get_num_threads,
-                "capability": torch.backends.cpu.get_cpu_capability,
-            }
-        )
-    properties = probe(lambda: torch.cuda.get_device_properties(which))
+        capability = torch.backends.cpu.get_cpu_capability
+        return _each({**common, "name": _cpu_name, "cores": _cores, "capability": capability})
+
+    def properties() -> Any:
+        return torch.cuda.get_device_properties(which)
+
     return _each(
         {
-            "type": lambda: which.type,
+            **common,
             "name": lambda: torch.cuda.get_device_name(which),
             "capability": lambda: "{}.{}".format(*torch.cuda.get_device_capability(which)),
-            "multiprocessors": lambda: int(properties.multi_processor_count),  # type: ignore[union-attr]
-            "memory_bytes": lambda: int(properties.total_memory),  # type: ignore[union-attr]
-            "threads": torch.get_num_threads,
+            "multiprocessors": lambda: int(properties().multi_processor_count),
+            "memory_bytes": lambda: int(properties().total_memory),
         }
     )
 
@@ -124,21 +120,15 @@ def _devices() -> dict[str, dict[str, Value]]:
     found = {"cpu": device(torch.device("cpu"))}
     count = probe(torch.cuda.device_count)
     for i in range(count if isinstance(count, int) else 0):
-        found[f"cuda:{i}"] = device(torch.device("cuda", i)) | _kernel_facts(i)
-    return found
-
-
-def _kernel_facts(index: int) -> dict[str, Value]:
-    """What the CUDA engine goes by on a device."""
-    found = probe(lambda: gpu.gpu(index))
-    return _each(
-        {
-            "kernels_for": lambda: f"sm_{found.arch}",  # type: ignore[union-attr]
-            "shared_bytes_per_block": lambda: found.shared_bytes,  # type: ignore[union-attr]
-            "copy_bytes_per_s_assumed": lambda: found.bandwidth,  # type: ignore[union-attr]
-            "clock_hz_assumed": lambda: found.clock,  # type: ignore[union-attr]
+        # What the CUDA engine goes by on a device.
+        facts: dict[str, Callable[[], Value]] = {
+            "kernels_for": lambda i=i: f"sm_{gpu.gpu(i).arch}",  # type: ignore[misc]
+            "shared_bytes_per_block": lambda i=i: gpu.gpu(i).shared_bytes,  # type: ignore[misc]
+            "copy_bytes_per_s_assumed": lambda i=i: gpu.gpu(i).bandwidth,  # type: ignore[misc]
+            "clock_hz_assumed": lambda i=i: gpu.gpu(i).clock,  # type: ignore[misc]
         }
-    )
+        found[f"cuda:{i}"] = device(torch.device("cuda", i)) | _each(facts)
+    return found
 
 
 def load_average() -> list[float] | None:

@@ -104,30 +104,17 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def _truth(name: str, p: Problem, given: Operands, budget: int) -> Truth:
-    ins, outs = p.in_channels // p.groups, p.out_channels // p.groups
-    # What one element of each dimension costs, and how much of the dimension a sum needs in whole.
-    pixels = math.prod(p.size)
-    whole_ins, whole_outs = name == "output", name == "grad-input"
-    whole_batch = name in ("grad-weight", "grad-bias")
-    rest = budget // max(1, pixels * p.taps)
-    images = p.batch if whole_batch else 1
-    rest //= images * (ins if whole_ins else 1) * (outs if whole_outs else 1)
-    if not whole_batch:
-        images, rest = _take(rest, min(2, p.batch))
-    groups, rest = _take(rest, min(4, p.groups))
-    n_out, rest = (outs, rest) if whole_outs else _take(rest, outs)
-    n_in, rest = (ins, rest) if whole_ins else _take(rest, ins)
-
-    device = given.input.device
+    images, groups, ins, outs = _counts(name, p, budget)
+    device, of_group = given.input.device, (p.in_channels // p.groups, p.out_channels // p.groups)
 
     def index(values: list[int]) -> Tensor:
         return torch.tensor(values, device=device)
 
-    batch, chosen = index(spread(p.batch, images)), spread(p.groups, groups)
-    in_local, out_local = spread(ins, n_in), spread(outs, n_out)
-    in_channels = index([g * ins + i for g in chosen for i in in_local])
-    out_channels = index([g * outs + o for g in chosen for o in out_local])
-    columns = index(out_local)
+    chosen = spread(p.groups, groups)
+    in_local, out_local = spread(of_group[0], ins), spread(of_group[1], outs)
+    batch, columns = index(spread(p.batch, images)), index(out_local)
+    in_channels = index([g * of_group[0] + i for g in chosen for i in in_local])
+    out_channels = index([g * of_group[1] + o for g in chosen for o in out_local])
 
     def images_and(channels: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda t: t.index_select(0, batch).index_select(1, channels)
@@ -136,22 +123,31 @@ def _truth(name: str, p: Problem, given: Operands, budget: int) -> Truth:
         return t.index_select(0, in_channels).index_select(1, columns)
 
     part = p.with_(batch=images, in_channels=len(in_channels), out_channels=len(out_channels), groups=groups)
-    x, w = images_and(in_channels)(given.input), rows_and_columns(given.weight)
-    cut: Callable[[Tensor], Tensor]
+    x, w, pixels = images_and(in_channels)(given.input), rows_and_columns(given.weight), math.prod(p.size)
     if name == "output":
         b = None if given.bias is None else given.bias[out_channels]
-        cut, value = images_and(out_channels), reference.forward(part, x, w, b)
-        return Truth(name, cut, value, p.output_shape, ins * max(phase.tap_count for phase in p.phases))
+        terms = of_group[0] * max(phase.tap_count for phase in p.phases)
+        return Truth(name, images_and(out_channels), reference.forward(part, x, w, b), p.output_shape, terms)
     assert given.grad is not None
     found = reference.gradients(part, images_and(out_channels)(given.grad), x, w)
     if name == "grad-input":
-        return Truth(name, images_and(in_channels), found[0], p.input_shape, outs * p.taps)
+        return Truth(name, images_and(in_channels), found[0], p.input_shape, of_group[1] * p.taps)
     if name == "grad-weight":
         return Truth(name, rows_and_columns, found[1], p.weight_shape, p.batch * pixels)
     return Truth(name, lambda t: t[out_channels], found[2], (p.out_channels,), p.batch * math.prod(p.out_size))
 
 
-def _take(rest: int, most: int) -> tuple[int, int]:
-    """How many of ``most`` a budget of ``rest`` allows (at least one), and the budget for each of them."""
-    count = max(1, min(most, rest))
-    return count, rest // count
+def _counts(name: str, p: Problem, budget: int) -> tuple[int, int, int, int]:
+    """How many images, groups, and input and output channels of each group a slice has.
+
+    What its sums run over is whole. Of the rest the budget of multiplications is given to images first.
+    """
+    most = {"images": p.batch, "groups": p.groups, "ins": p.in_channels // p.groups, "outs": p.out_channels // p.groups}
+    whole = {"output": "ins", "grad-input": "outs"}.get(name, "images")
+    found = {whole: most.pop(whole)}
+    rest = budget // max(1, math.prod(p.size) * p.taps * found[whole])
+    for what, limit in (("images", 2), ("groups", 4), ("outs", None), ("ins", None)):
+        if what in most:
+            found[what] = max(1, min(most[what], rest, limit or rest))
+            rest //= found[what]
+    return found["images"], found["groups"], found["ins"], found["outs"]

@@ -286,7 +286,7 @@ def judge(file: File, device: torch.device, *, gradients: bool, repeats: Repeats
     library = _library(file.case, theirs, device)
     taken = _times(ours, theirs, library, draw(p.input_shape, device, SEED), precision, repeats)
     for name, side in taken.items():
-        found |= timing.in_ms(name, side)
+        found |= timing.entries(name, side)
     found["warning"] = timing.unsteady({"PyTorch": taken["torch"], "the file": taken["ours"]})
     found |= {"ratio": taken["torch"].median / taken["ours"].median, "library_precision": precision}
     return found | {"runs": repeats.most}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,9 @@ def writable(option: str, text: str, suffixes: Sequence[str] = ()) -> Path:
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if _replaceable(path):
-            handle, name = _beside(Path(os.path.realpath(path)))
-            os.close(handle)
-            Path(name).unlink()
+            temporary = _beside(path)
+            temporary.touch(exist_ok=False)
+            temporary.unlink()
     except OSError as error:
         raise ValueError(f"{option} cannot be written: {error.strerror}; got {text!r}") from None
     return path
@@ -47,38 +49,30 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
     The temporary file ends as ``path`` does. When ``write`` fails it is removed, and ``path`` stays as it was. A link
     stays one. What is no file (a device, a pipe) is written in place.
     """
-    replaceable = _replaceable(path)
-    if replaceable:
-        path = Path(os.path.realpath(path))
-    handle, name = _beside(path) if replaceable else tempfile.mkstemp(suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
+    if not _replaceable(path):
+        with tempfile.TemporaryDirectory() as folder:
+            whole = Path(folder) / f"whole{path.suffix}"
+            write(whole)
+            path.write_bytes(whole.read_bytes())
+        return
+    temporary = _beside(path)
     try:
         write(temporary)
-        if not replaceable:
-            path.write_bytes(temporary.read_bytes())
-            return
-        temporary.chmod(_mode(path))  # mkstemp's file is for its owner alone
-        os.replace(temporary, path)
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, os.path.realpath(path))
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _mode(path: Path) -> int:
-    """A file's permissions; of a new one those that the process gives to new files."""
-    if path.exists():
-        return path.stat().st_mode & 0o777
-    umask = os.umask(0)
-    os.umask(umask)
-    return 0o666 & ~umask
 
 
 def _replaceable(path: Path) -> bool:
     return path.is_file() or not path.exists()
 
 
-def _beside(path: Path) -> tuple[int, str]:
-    return tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:40]}-", suffix=path.suffix)
+def _beside(path: Path) -> Path:
+    """A temporary file in the folder of a file, or of what a link names."""
+    real = Path(os.path.realpath(path))
+    return real.with_name(f".{real.stem[:40]}-{os.getpid()}-{threading.get_ident()}{real.suffix}")
 
 
 def save(found: Mapping[str, Any], path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ import upconv
 from upconv import planner
 from upconv.bench import report
 from upconv.bench.report import Report, Row
-from upconv.bench.timing import Repeats, interleave, quartiles, unsteady
+from upconv.bench.timing import Repeats, entries, interleave, quartiles, unsteady
 from upconv.bench.uncached import no_caches
 from upconv.cuda.compile import provisional
 from upconv.problem import PRECISIONS, Problem, dtype_name
@@ -72,20 +72,12 @@ def _host_row(device: torch.device, dtype: torch.dtype, training: bool, repeats:
     finally:
         if collecting:
             gc.enable()
-    found = {name: quartiles([1e6 * value for value in values]) for name, values in taken.items()}
-    row: Row = {
-        "dtype": dtype_name(dtype),
-        "mode": "training" if training else "no_grad",
-        "engine": _engine(p, device),
-        "ours_us": found["ours"].median,
-        "torch_us": found["torch"].median,
-        "added_us": found["ours"].median - found["torch"].median,
-        "calls": CALLS * len(taken["ours"]),
-        "warning": unsteady({"upconv": found["ours"], "PyTorch": found["torch"]}),
-    }
+    found = {name: quartiles(values) for name, values in taken.items()}
+    row: Row = {"dtype": dtype_name(dtype), "mode": "training" if training else "no_grad", "engine": _engine(p, device)}
     for side, values in found.items():
-        row[f"{side}_lower_us"], row[f"{side}_upper_us"] = values.lower, values.upper
-    return row
+        row |= entries(side, values, "us")
+    row |= {"added_us": row["ours_us"] - row["torch_us"], "calls": CALLS * len(taken["ours"])}
+    return row | {"warning": unsteady({"upconv": found["ours"], "PyTorch": found["torch"]})}
 
 
 def _enqueued(layer: Callable[[], object], device: torch.device, training: bool) -> float:
@@ -114,8 +106,13 @@ SIZES = (
 )  # fmt: skip
 AGAIN = 5
 
-First = tuple[float, float, int | None]
-"""Seconds of the first call, of the median one after it, and the kernels compiled in the first."""
+
+class First(NamedTuple):
+    """Seconds of the first call and of the median one after it, and the kernels compiled in the first."""
+
+    first: float
+    again: float
+    compiled: int | None
 
 
 def shapes(device: torch.device, sizes: tuple[tuple[int, int], ...] = SIZES) -> Report:
@@ -129,33 +126,27 @@ def shapes(device: torch.device, sizes: tuple[tuple[int, int], ...] = SIZES) -> 
 
 
 def _shape_rows(device: torch.device, sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
-    sides = ["ours", "torch", *(("torch-benchmark",) if device.type == "cuda" else ())]
+    sides = ["ours", "torch", *(("torch_benchmark",) if device.type == "cuda" else ())]
     found: dict[str, list[First]] = {}
-    threads = torch.get_num_threads()
-    context = multiprocessing.get_context("spawn")
     for side in sides:
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            found[side] = pool.submit(_first_calls, side, str(device), sizes, threads).result()
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found[side] = pool.submit(_first_calls, side, str(device), sizes, torch.get_num_threads()).result()
     for i, size in enumerate(sizes):
         p = DECODER.with_(size=size)
-        ours, theirs = found["ours"][i], found["torch"][i]
-        tuned = found["torch-benchmark"][i][0] if "torch-benchmark" in found else None
-        yield {
+        row: Row = {
             "shape": "x".join(map(str, p.input_shape)),
             "engine": _engine(p, device),
-            "ours_ms": 1e3 * ours[0],
-            "torch_ms": 1e3 * theirs[0],
-            "torch_benchmark_ms": None if tuned is None else 1e3 * tuned,
-            "ours_again_ms": 1e3 * ours[1],
-            "torch_again_ms": 1e3 * theirs[1],
-            "ours_compiled": ours[2],
+            "torch_benchmark_ms": None,
         }
+        row |= {f"{side}_ms": 1e3 * calls[i].first for side, calls in found.items()}
+        row |= {f"{side}_again_ms": 1e3 * found[side][i].again for side in ("ours", "torch")}
+        yield row | {"ours_compiled": found["ours"][i].compiled}
 
 
 def _first_calls(side: str, where: str, sizes: tuple[tuple[int, int], ...], threads: int) -> list[First]:
     torch.set_num_threads(threads)
     device = torch.device(where)
-    torch.backends.cudnn.benchmark = side == "torch-benchmark"
+    torch.backends.cudnn.benchmark = side == "torch_benchmark"
     package: Any = upconv if side == "ours" else torch.nn
     torch.manual_seed(0)
     p = DECODER
@@ -171,7 +162,7 @@ def _first_calls(side: str, where: str, sizes: tuple[tuple[int, int], ...], thre
             provisional.settle()
             after = _compiled(device)
             again = median(_seconds(layer, x, device) for _ in range(AGAIN))
-            found.append((first, again, None if before is None or after is None else after - before))
+            found.append(First(first, again, None if before is None or after is None else after - before))
     return found
 
 

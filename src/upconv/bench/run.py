@@ -224,7 +224,7 @@ _NAMES = {"ours": "upconv", "torch": "PyTorch", "frozen": "frozen upconv"}
 
 def _set_times(found: Row, of_sides: dict[Side, Quartiles], measured: dict[str, Quartiles]) -> None:
     for side, seconds in of_sides.items():
-        found |= timing.in_ms(side, seconds)
+        found |= timing.entries(side, seconds)
     found["warning"] = timing.unsteady({_NAMES[side]: values for side, values in measured.items()})
     found["ratio"] = found["torch_ms"] / found["ours_ms"]
     if "frozen" in of_sides:

@@ -53,9 +53,11 @@ def _has(key: str) -> Callable[[Sequence[Row]], bool]:
 
 def _number(head: str, key: str, form: str = ".3g", unit: float = 1.0, after: str = "") -> Column:
     """A row's value; the column is left out where no row has one."""
-    return Column(
-        head, lambda row: "" if row[key] is None else f"{row[key] / unit:{form}}{after}", when=_has(key)
-    )  # fmt: skip
+
+    def text(row: Row) -> str:
+        return "" if row[key] is None else f"{row[key] / unit:{form}}{after}"
+
+    return Column(head, text, when=_has(key))
 
 
 def _word(key: str, head: str | None = None) -> Column:

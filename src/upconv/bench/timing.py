@@ -67,9 +67,8 @@ def operands(p: Problem, device: torch.device, seed: int, inputs: Inputs = "norm
 
     def draw(shape: Sequence[int], reach: float | None = None) -> Tensor:
         """``reach``: of ``rand``, values are from -reach to reach."""
-        t = (torch.randn if inputs == "normal" else torch.rand)(
-            shape, generator=generator, dtype=p.dtype, device=device
-        )  # fmt: skip
+        drawn = torch.randn if inputs == "normal" else torch.rand
+        t = drawn(shape, generator=generator, dtype=p.dtype, device=device)
         if reach is not None and inputs == "rand":
             t = t.mul_(2 * reach).sub_(reach)
         return t.contiguous(memory_format=layout) if len(shape) == p.rank + 2 else t
@@ -248,10 +247,10 @@ def quartiles(values: Sequence[float]) -> Quartiles:
     return Quartiles(lower, middle, upper)
 
 
-def in_ms(side: str, found: Quartiles) -> dict[str, float]:
+def entries(side: str, found: Quartiles, unit: str = "ms") -> dict[str, float]:
     """A row's entries for the times of a side."""
-    names = (f"{side}_lower_ms", f"{side}_ms", f"{side}_upper_ms")
-    return {name: 1e3 * seconds for name, seconds in zip(names, found)}
+    names = (f"{side}_lower_{unit}", f"{side}_{unit}", f"{side}_upper_{unit}")
+    return {name: {"ms": 1e3, "us": 1e6}[unit] * seconds for name, seconds in zip(names, found)}
 
 
 def unsteady(sides: Mapping[str, Quartiles]) -> str | None:

@@ -43,6 +43,11 @@ NAMES: dict[Side, str] = {
     "compile": "compiled",
     "compile_ours": "compiled, with upconv",
 }
+RATIOS: dict[str, tuple[Side, Side]] = {
+    "ratio": ("torch", "ours"),
+    "convolutions_ratio": ("torch", "convolutions"),
+    "compile_ratio": ("compile", "compile_ours"),
+}
 REPEATS = Repeats(8.0, 10, 200)
 """Medians of steps that a host bounds differ by 5 % where they are of 60 (DCGAN in float32: 0.97 and 1.05)."""
 RATE = 1e-4
@@ -164,24 +169,21 @@ def _row(run: Run, device: torch.device, repeats: Repeats, compiled: bool, progr
     if compiled:
         torch.compiler.reset()  # Dynamo compiles a model's code for few copies of it, and runs the rest uncompiled
     trainers: dict[Side, Trainer] = {}
-    first: dict[Side, Any] = {}
+    first: dict[Side, list[Found]] = {}
     for side in (*EAGER, *(COMPILED if compiled else ())):
         progress(f"{run.name} {side}")
         try:
             trainer = Trainer(run, side, device)
             first[side] = _first(trainer)
-            trainers[side] = trainer
             row[f"{side}_peak_bytes"] = _peak(trainer, device)
+            trainers[side] = trainer
         except Exception as error:  # a compiler that is not there, say, does not cost the other sides
             if side not in COMPILED:
-                row["failure"] = f"{side}: {type(error).__name__}: {error}".splitlines()[0]
-                return row
-            trainers.pop(side, None)
+                return row | {"failure": f"{side}: {type(error).__name__}: {error}".splitlines()[0]}
     for side in trainers:
         wrong = _wrong(first[side], first["torch"])
         if wrong is not None:
-            row["failure"] = f"wrong: {wrong}" + (f" ({NAMES[side]})" if side in COMPILED else "")
-            return row
+            return row | {"failure": f"wrong: {wrong}" + (f" ({NAMES[side]})" if side in COMPILED else "")}
     progress(f"{run.name} times")
     # A compiled graph's guards hold the flag and its thread's state: it keeps to the one that it was compiled under.
     tuned = [side for side in trainers if side not in COMPILED]
@@ -189,19 +191,19 @@ def _row(run: Run, device: torch.device, repeats: Repeats, compiled: bool, progr
     # A step that waits for its host does so when it trains.
     taken, row["rounds"] = timing.compare(works, device, repeats, tuned, wait=False)
     for side in trainers:
-        row |= timing.in_ms(side, taken[side])
+        row |= timing.entries(side, taken[side])
     row["warning"] = timing.unsteady({NAMES[side]: taken[side] for side in trainers})
-    for ratio, a, b in (
-        ("ratio", "torch", "ours"), ("convolutions_ratio", "torch", "convolutions"),
-        ("compile_ratio", "compile", "compile_ours"),
-    ):  # fmt: skip
+    for ratio, (a, b) in RATIOS.items():
         if a in taken and b in taken:
             row[ratio] = taken[a].median / taken[b].median
     return row
 
 
-def _first(trainer: Trainer) -> list[tuple[str, float, list[Tensor]]]:
-    """What a side's first step or inference found: its name, how far sides may be apart, and values."""
+Found = tuple[str, float, list[Tensor]]
+"""What a side's first step or inference found: its name, how far sides may be apart, and values."""
+
+
+def _first(trainer: Trainer) -> list[Found]:
     found = trainer()
     if trainer.run.mode == "fwd":
         return [("the outputs", WITHIN_OUTPUT, [found[0].float()])]
@@ -209,7 +211,7 @@ def _first(trainer: Trainer) -> list[tuple[str, float, list[Tensor]]]:
     return [("the first losses", WITHIN, found), ("the first gradients' norms", WITHIN_GRADIENT, norms)]
 
 
-def _wrong(ours: list[tuple[str, float, list[Tensor]]], theirs: list[tuple[str, float, list[Tensor]]]) -> str | None:
+def _wrong(ours: list[Found], theirs: list[Found]) -> str | None:
     """What differs by too much from PyTorch's, in words; None for nothing."""
     for (what, limit, mine), (_, _, others) in zip(ours, theirs):
         apart = max(((a - b).norm() / b.norm().clamp(min=1e-9)).item() for a, b in zip(mine, others))

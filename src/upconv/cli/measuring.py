@@ -234,7 +234,10 @@ def _measure_layers(todo: Sequence[Job], device: torch.device, how: How, tell: P
     def say(what: str, job: Job) -> None:
         p = job.problem
         name = f"{job.case} {str(p.dtype).removeprefix('torch.')} {p.layout} {p.pass_}"
-        tell(f"planning {name}") if what == "plan" else tell(name, len(rows), len(todo))
+        if what == "plan":
+            tell(f"planning {name}")
+        else:
+            tell(name, len(rows), len(todo))
 
     try:
         tell("measuring what the machine copies and multiplies", 0, len(todo))

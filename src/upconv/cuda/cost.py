@@ -43,6 +43,8 @@ class Work:
     """Chunks that producers transpose."""
     turned: float = 0.0
     """32 bytes of channels of a pixel, of a producer's thread, that they transpose."""
+    dry: float = 0.0
+    """Clocks in which the tensor cores have no instruction, as between stretches of code."""
     stored: float = 0.0
     """Clocks that stores take with nothing beside them."""
     descriptors: bool = False
@@ -53,6 +55,8 @@ class Work:
     """Clocks of a tile that nothing hides, beside those of every tile."""
     exchanged: float = 0.0
     """Sums of a tile that a cluster's blocks add up."""
+    beside_memory: float = RATES.beside_memory
+    """As `upconv.cuda.gpu.Rates.beside_memory`."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def cost(work: Work, gpu: Gpu) -> Cost:
     of, each = RATES, work.columns / work.instructions / 2
     least = of.descriptor_instruction if work.descriptors else of.register_instruction
     tensor = work.instructions * (max(of.columns * each, least) + of.instruction)
-    tensor += work.steps * of.step + work.loads * of.load
+    tensor += work.steps * of.step + work.loads * of.load + work.dry
     shared = (work.shared + work.fragments) / of.shared
     producers = work.chunks_turned * of.chunk_turned + work.turned * of.unit_turned
     copies = work.lines * of.line + work.boxes * of.box
@@ -121,7 +125,7 @@ def cost(work: Work, gpu: Gpu) -> Cost:
         clocks = waves * tile
     clocks += waves * work.beside
     multiplying, dram = clocks / gpu.clock, work.moved / gpu.bandwidth
-    seconds = max(multiplying, dram) + of.beside_memory * min(multiplying, dram) + of.launch
+    seconds = max(multiplying, dram) + work.beside_memory * min(multiplying, dram) + of.launch
     tiles = waves / gpu.clock
     return Cost(
         seconds,

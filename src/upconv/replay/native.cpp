@@ -160,99 +160,7 @@ class Recording {
   std::vector<Step> steps;
   std::vector<int64_t> results;  // -1: none
 
-  // Allocates and launches on a device's current stream; nothing where the driver refuses a launch. Device -1 is the
-  // CPU, whose "driver" is a test's.
-  std::optional<std::vector<Tensor>> replay(c10::ArrayRef<Tensor> operands, int device, void* stream, void* context) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    c10::impl::ExcludeDispatchKeyGuard autocast(c10::autocast_dispatch_keyset);
-    c10::SmallVector<Tensor, 12> made(buffers.size());
-    c10::SmallVector<char*, 12> addresses(buffers.size(), nullptr);
-    const auto where = device < 0 ? c10::Device(c10::kCPU) : c10::Device(c10::kCUDA, device);
-    for (size_t i = 0; i < buffers.size(); i++) {
-      if (buffers[i].kind >= 0) {
-        made[i] = operands[buffers[i].kind];
-      } else if (buffers[i].kind == ZEROS) {
-        made[i] = zeros(i, stream, where);
-      } else {
-        continue;
-      }
-      addresses[i] = static_cast<char*>(made[i].data_ptr());
-    }
-    auto put = [&](int64_t buffer, Tensor tensor) {
-      addresses[buffer] = static_cast<char*>(tensor.data_ptr());
-      made[buffer] = std::move(tensor);
-    };
-    c10::SmallVector<uint64_t, 96> words;
-    c10::SmallVector<void*, 96> pointers;
-    for (auto& s : steps) {
-      const auto& of = s.buffers;
-      if (s.kind == MAKE) {
-        auto& b = buffers[of[0]];
-        put(of[0], at::empty_strided(b.sizes, b.strides, at::TensorOptions(b.dtype).device(where)));
-      } else if (s.kind == RELEASE) {
-        made[of[0]].reset();
-      } else if (s.kind == SUM) {  // of an output's gradient, for the bias
-        c10::SmallVector<int64_t, 4> over;
-        for (int64_t d = 0; d < made[of[0]].dim(); d++)
-          if (d != 1) over.push_back(d);
-        put(of[1], at::sum(made[of[0]], over, false, buffers[of[1]].dtype));
-      } else if (s.kind == CAST) {
-        put(of[1], made[of[0]].to(buffers[of[1]].dtype));
-        if (!lies(made[of[1]], buffers[of[1]])) return std::nullopt;
-      } else if (s.kind == ADD) {  // a bias
-        c10::SmallVector<int64_t, 5> shape(made[of[0]].dim() - 1, 1);
-        shape[0] = -1;
-        made[of[0]].add_(made[of[1]].view(shape));
-      } else if (s.kind == CONVOLUTION || s.kind == BACKWARD) {  // PyTorch's, of a layer whose other passes are ours
-        const int64_t rank = s.numbers.size() / 3;
-        const int64_t* numbers = s.numbers.data();
-        const c10::IntArrayRef stride(numbers, rank), padding(numbers + rank, rank), dilation(numbers + 2 * rank, rank);
-        const std::vector<int64_t> none(rank, 0);
-        if (s.kind == CONVOLUTION) {
-          std::optional<Tensor> bias;
-          if (of[2] >= 0) bias = made[of[2]];
-          put(of[3], at::convolution(made[of[0]], made[of[1]], bias, stride, padding, dilation, false, none, 1));
-        } else {
-          auto found = at::convolution_backward(
-              made[of[0]], made[of[1]], made[of[2]], std::nullopt, stride, padding, dilation, false, none, 1,
-              {of[3] >= 0, of[4] >= 0, false});
-          if (of[3] >= 0) put(of[3], std::get<0>(found));
-          if (of[4] >= 0) put(of[4], std::get<1>(found));
-        }
-      } else {
-        words.assign(s.words.begin(), s.words.end());
-        for (auto& p : s.places) words[p.word] = reinterpret_cast<uint64_t>(addresses[p.buffer] + p.offset);
-        pointers.resize(words.size() + 1);
-        for (size_t i = 0; i < words.size(); i++) pointers[i] = &words[i];
-        int error = launch(s, stream, pointers.data());
-        if (error == INVALID_CONTEXT && context && !driver.bind(context)) error = launch(s, stream, pointers.data());
-        if (error) return std::nullopt;
-      }
-    }
-    std::vector<Tensor> found;
-    for (auto i : results) found.push_back(i < 0 ? Tensor() : made[i]);
-    return found;
-  }
-
- private:
-  std::mutex mutex_;
-  struct Zeros {
-    size_t buffer;
-    void* stream;
-    Tensor tensor;
-  };
-  std::vector<Zeros> zeros_;
-
-  static int launch(const Step& s, void* stream, void** arguments) {
-    if (s.kind == COOPERATIVE)
-      return driver.cooperative(s.function, s.grid, 1, 1, s.block, 1, 1, s.shared, stream, arguments);
-    if (s.kind == LAUNCH)
-      return driver.launch(s.function, s.grid, 1, 1, s.block, 1, 1, s.shared, stream, arguments, nullptr);
-    Attribute attribute{PROGRAMMATIC_STREAM_SERIALIZATION, {}, {}};
-    attribute.value.allowed = 1;
-    Configuration configuration{{s.grid, 1, 1}, {s.block, 1, 1}, s.shared, stream, &attribute, 1};
-    return driver.extended(&configuration, s.function, arguments, nullptr);
-  }
+  std::optional<std::vector<Tensor>> replay(c10::ArrayRef<Tensor> operands, int device, void* stream, void* context);
 
   // Words that kernels leave zeros; each stream has its own, since kernels of two may run at once.
   Tensor zeros(size_t buffer, void* stream, c10::Device where) {
@@ -264,7 +172,138 @@ class Recording {
     zeros_.push_back({buffer, stream, at::zeros(b.sizes, at::TensorOptions(b.dtype).device(where))});
     return zeros_.back().tensor;
   }
+
+ private:
+  std::mutex mutex_;
+  struct Zeros {
+    size_t buffer;
+    void* stream;
+    Tensor tensor;
+  };
+  std::vector<Zeros> zeros_;
 };
+
+// One replay: the tensors of its buffers, and what it does step by step on a stream.
+class Run {
+ public:
+  Run(Recording& of, c10::ArrayRef<Tensor> operands, c10::Device where, void* stream, void* context)
+      : of_(of), where_(where), stream_(stream), context_(context), made_(of.buffers.size()),
+        addresses_(of.buffers.size(), nullptr) {
+    for (size_t i = 0; i < of.buffers.size(); i++) {
+      const int64_t kind = of.buffers[i].kind;
+      if (kind != MADE) put(i, kind == ZEROS ? of.zeros(i, stream, where) : operands[kind]);
+    }
+  }
+
+  const Tensor& operator[](int64_t buffer) const { return made_[buffer]; }
+
+  // Whether a step was made; else the call is Python's.
+  bool step(const Step& s) {
+    const auto& on = s.buffers;
+    switch (s.kind) {
+      case MAKE: {
+        auto& b = of_.buffers[on[0]];
+        put(on[0], at::empty_strided(b.sizes, b.strides, at::TensorOptions(b.dtype).device(where_)));
+        return true;
+      }
+      case RELEASE:
+        made_[on[0]].reset();
+        return true;
+      case SUM: {  // of an output's gradient, for the bias
+        c10::SmallVector<int64_t, 4> over;
+        for (int64_t d = 0; d < made_[on[0]].dim(); d++)
+          if (d != 1) over.push_back(d);
+        put(on[1], at::sum(made_[on[0]], over, false, of_.buffers[on[1]].dtype));
+        return true;
+      }
+      case CAST:
+        put(on[1], made_[on[0]].to(of_.buffers[on[1]].dtype));
+        return lies(made_[on[1]], of_.buffers[on[1]]);
+      case ADD: {  // a bias
+        c10::SmallVector<int64_t, 5> shape(made_[on[0]].dim() - 1, 1);
+        shape[0] = -1;
+        made_[on[0]].add_(made_[on[1]].view(shape));
+        return true;
+      }
+      case CONVOLUTION:
+      case BACKWARD:
+        convolve(s);
+        return true;
+      default:
+        return launch(s);
+    }
+  }
+
+ private:
+  Recording& of_;
+  const c10::Device where_;
+  void *const stream_, *const context_;
+  c10::SmallVector<Tensor, 12> made_;
+  c10::SmallVector<char*, 12> addresses_;
+  c10::SmallVector<uint64_t, 96> words_;
+  c10::SmallVector<void*, 96> pointers_;
+
+  void put(int64_t buffer, Tensor tensor) {
+    addresses_[buffer] = static_cast<char*>(tensor.data_ptr());
+    made_[buffer] = std::move(tensor);
+  }
+
+  // PyTorch's convolution or its gradients, of a layer whose other passes are ours.
+  void convolve(const Step& s) {
+    const auto& on = s.buffers;
+    const int64_t rank = s.numbers.size() / 3;
+    const int64_t* numbers = s.numbers.data();
+    const c10::IntArrayRef stride(numbers, rank), padding(numbers + rank, rank), dilation(numbers + 2 * rank, rank);
+    const std::vector<int64_t> none(rank, 0);
+    if (s.kind == CONVOLUTION) {
+      std::optional<Tensor> bias;
+      if (on[2] >= 0) bias = made_[on[2]];
+      put(on[3], at::convolution(made_[on[0]], made_[on[1]], bias, stride, padding, dilation, false, none, 1));
+      return;
+    }
+    auto found = at::convolution_backward(
+        made_[on[0]], made_[on[1]], made_[on[2]], std::nullopt, stride, padding, dilation, false, none, 1,
+        {on[3] >= 0, on[4] >= 0, false});
+    if (on[3] >= 0) put(on[3], std::get<0>(found));
+    if (on[4] >= 0) put(on[4], std::get<1>(found));
+  }
+
+  bool launch(const Step& s) {
+    words_.assign(s.words.begin(), s.words.end());
+    for (auto& p : s.places) words_[p.word] = reinterpret_cast<uint64_t>(addresses_[p.buffer] + p.offset);
+    pointers_.resize(words_.size() + 1);
+    for (size_t i = 0; i < words_.size(); i++) pointers_[i] = &words_[i];
+    int error = launch(s, stream_, pointers_.data());
+    if (error == INVALID_CONTEXT && context_ && !driver.bind(context_)) error = launch(s, stream_, pointers_.data());
+    return !error;
+  }
+
+  static int launch(const Step& s, void* stream, void** arguments) {
+    if (s.kind == COOPERATIVE)
+      return driver.cooperative(s.function, s.grid, 1, 1, s.block, 1, 1, s.shared, stream, arguments);
+    if (s.kind == LAUNCH)
+      return driver.launch(s.function, s.grid, 1, 1, s.block, 1, 1, s.shared, stream, arguments, nullptr);
+    Attribute attribute{PROGRAMMATIC_STREAM_SERIALIZATION, {}, {}};
+    attribute.value.allowed = 1;
+    Configuration configuration{{s.grid, 1, 1}, {s.block, 1, 1}, s.shared, stream, &attribute, 1};
+    return driver.extended(&configuration, s.function, arguments, nullptr);
+  }
+};
+
+// Allocates and launches on a device's current stream; nothing where the driver refuses a launch. Device -1 is the CPU,
+// whose "driver" is a test's.
+std::optional<std::vector<Tensor>> Recording::replay(
+    c10::ArrayRef<Tensor> operands, int device, void* stream, void* context) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard autocast(c10::autocast_dispatch_keyset);
+  const auto where = device < 0 ? c10::Device(c10::kCPU) : c10::Device(c10::kCUDA, device);
+  Run run(*this, operands, where, stream, context);
+  for (auto& s : steps)
+    if (!run.step(s)) return std::nullopt;
+  std::vector<Tensor> found;
+  for (auto i : results) found.push_back(i < 0 ? Tensor() : run[i]);
+  return found;
+}
 
 struct Gil {
   const PyGILState_STATE state = PyGILState_Ensure();

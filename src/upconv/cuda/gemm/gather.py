@@ -1,6 +1,6 @@
 """The gather-GEMM family on tensor cores: a choice, made ready for a device.
 
-The tiling's arithmetic is in `tiling`, candidates in `gather_search`, the cost model in `gather_model`, the kernel in
+The tiling's arithmetic is in `tiling`, candidates in `gather_search`, what they cost in `gather_cost`, the kernel in
 ``kernels/gather.cu``. Nothing here is timed at run time: the model chooses.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from operator import attrgetter
@@ -21,8 +21,9 @@ from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Tensor5, channels_last, dense, of_class
 from upconv.cuda.compile.launch import cluster_fits
+from upconv.cuda.cost import Cost
 from upconv.cuda.gemm.gather_constants import constants
-from upconv.cuda.gemm.gather_model import alignment_of
+from upconv.cuda.gemm.gather_cost import alignment_of
 from upconv.cuda.gemm.gather_search import considered, refusal
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import Gpu
@@ -49,8 +50,6 @@ from upconv.problem import Problem
 # Pixels along a side of images that `batches` tries side by side. What tiles of larger ones read comes from many places
 # of the memory, which is slower (docs/experiments.md).
 WIDEST = 16
-# Of clusters that the model has so near, one whatever the size, since each is a kernel to be compiled.
-_ALIKE = 1.03
 # Packing a forward's weights: seconds, bytes a second. And the share of its time by which multiplying them as they lie
 # in TF32 is slower: of one tap, of several (docs/experiments.md).
 _PACKING = 2.5e-6, 0.9e12
@@ -76,10 +75,8 @@ class Choice(PackingLaunch):
     """Of the layer at any size; its own problem's size and batch mean nothing."""
     problem: Problem
     gpu: Gpu
-    seconds: float
+    cost: Cost = field(default_factory=Cost)
     """The model's estimate."""
-    bound: str
-    """What limits it, by the model."""
     flat: bool = False
     """Whether the problem is another's `Problem.flat`."""
     general: bool = False
@@ -103,6 +100,18 @@ class Choice(PackingLaunch):
     @property
     def family(self) -> str:
         return "gather"
+
+    @property
+    def seconds(self) -> float:
+        return self.cost.seconds
+
+    @property
+    def bound(self) -> str:
+        return self.cost.bound
+
+    @property
+    def terms(self) -> str:
+        return self.cost.text
 
     @property
     def packing_seconds(self) -> float:
@@ -427,27 +436,17 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    found = considered(p, gpu, general, _ALIKE)
+    found = considered(p, gpu, general)
     if not found:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
 
-    def made(one: tuple[float, str, Tiling]) -> Choice:
-        seconds, bound, t = one
-        return Choice(t, p, gpu, seconds, bound, general=general)
-
-    def cheapest(of: Iterable[tuple[float, str, Tiling]]) -> Choice:
-        return made(min(of, key=lambda one: one[0]))
+    def cheapest(of: Iterable[tuple[Cost, Tiling]]) -> Choice:
+        cost, t = min(of, key=lambda one: one[0].seconds)
+        return Choice(t, p, gpu, cost, general=general)
 
     best = cheapest(found)
     if best.tiling.cluster > 1:
-        alone = cheapest(one for one in found if one[2].cluster == 1)
+        alone = cheapest(one for one in found if one[1].cluster == 1)
         if alone.packs and not alone.boxable and best.seconds > alone.seconds - _PACKED_FIRST:
             return alone
-        alike = (one for one in found if one[2].cluster > 1 and one[0] <= _ALIKE * best.seconds)
-        return made(min(alike, key=lambda one: _order(one[2])))
     return best
-
-
-def _order(t: Tiling) -> tuple[Any, ...]:
-    """One of tilings, which sizes and batches agree about."""
-    return t.cluster, t.tile, t.sub, t.split, -t.chunk, t.width_subs, t.subs, t.unroll, t.paired, t.planewise, t.beside

@@ -97,77 +97,53 @@ static __device__ __forceinline__ Steps steps_of(const Tile& t) {
 // Weights that do not lie as boxes want them: to [channel of the result][tap][channel of the source], channels-last.
 // =====================================================================================================================
 
-static constexpr int ROW = C::cout * C::taps, SQUARE = 64;
+// A matrix has a row for each channel of the source: a forward's (C::cin, C::cout, kernel) is one, a gradient's (C::cout, C::cin, kernel) one for
+// each channel of the result. A block turns `pack_rows` x `pack_columns` of it in shared memory. The weight is contiguous, or channels-last, whose
+// taps are `tap_step` elements apart.
+static constexpr int MATRIX = C::forward ? C::cout * C::taps : C::taps;  // columns of a matrix
 
-// A forward's (C::cin, C::cout, kernel): a row for each channel of the source, and packed a column. Blocks turn a square of it in shared
-// memory.
-template <class Weight>
-static __device__ __forceinline__ void pack_rows(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  __shared__ u32 square[SQUARE][SQUARE + 1];
-  let_dependent_begin();
-  constexpr int SQUARES = (ROW + SQUARE - 1) / SQUARE;  // of a row
-  const int column = blockIdx.x % SQUARES * SQUARE, channel = blockIdx.x / SQUARES * SQUARE;
-  // A thread's loads are all under way at once: a branch around each would keep them apart. What is not there is loaded from elsewhere.
-  constexpr int ROWS_AT_ONCE = PACK_THREADS / SQUARE, LOADS = SQUARE / ROWS_AT_ONCE;
-  const int within = threadIdx.x % SQUARE, row = threadIdx.x / SQUARE;
-  const int from = min(column + within, ROW - 1);
-  Weight v[LOADS];
+// To shared memory; ALONG: by channels, which lie side by side, else by columns.
+template <bool ALONG, class Weight>
+static __device__ __forceinline__ void bring_weights(u32 (&turned)[C::pack_columns][C::pack_rows + 1], const Weight* from, int channel, int column, int tap_step) {
+  constexpr int COUNT = C::pack_rows * C::pack_columns, LOADS = (COUNT + PACK_THREADS - 1) / PACK_THREADS;
+  Weight v[LOADS];  // all under way at once: a branch around each would keep them apart. What is not there is loaded from elsewhere
 #pragma unroll
-  for (int j = 0; j < LOADS; j++) v[j] = weight[(long long)min(channel + row + j * ROWS_AT_ONCE, C::cin - 1) * ROW + from];
+  for (int j = 0; j < LOADS; j++) {
+    const u32 i = j * PACK_THREADS + threadIdx.x;
+    const int row = min(channel + int(ALONG ? i % C::pack_rows : i / C::pack_columns), C::cin - 1);
+    const int at = min(column + int(ALONG ? i / C::pack_rows : i % C::pack_columns), MATRIX - 1);
+    v[j] = from[ALONG ? at * tap_step + row : (long long)row * MATRIX + at];
+  }
 #pragma unroll
-  for (int j = 0; j < LOADS; j++) square[within][row + j * ROWS_AT_ONCE] = operand<C::precision>(v[j]);
-  __syncthreads();
-#pragma unroll
-  for (int j = 0; j < SQUARE * SQUARE / VEC / PACK_THREADS; j++) {
-    int i = j * PACK_THREADS + threadIdx.x, at = column + i / (SQUARE / VEC), first = i % (SQUARE / VEC) * VEC;
-    if (at >= ROW || channel + first >= C::cin) continue;
-    u32 v[VEC];
-#pragma unroll
-    for (int e = 0; e < VEC; e++) v[e] = square[at - column][first + e];
-    const long long row = tap_step == 1 ? at : at % C::cout * C::taps + at / C::cout;
-    write_operands(packed + (row * C::cin + channel + first) * ELEMENT, v);
+  for (int j = 0; j < LOADS; j++) {
+    const u32 i = j * PACK_THREADS + threadIdx.x;
+    if (i >= COUNT) continue;
+    turned[ALONG ? i / C::pack_rows : i % C::pack_columns][ALONG ? i % C::pack_rows : i / C::pack_columns] = operand<C::precision>(v[j]);
   }
 }
 
-// A gradient's (C::cout, C::cin, kernel): packed, a channel's taps and its channels of the source change places, `pack_channels` of them
-// by a block.
-template <class Weight>
-static __device__ __forceinline__ void pack_taps(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  constexpr int CHANNELS = C::pack_channels, PARTS = (C::cin + CHANNELS - 1) / CHANNELS, PART = CHANNELS * C::taps;
-  __shared__ u32 turned[C::taps][CHANNELS + 1];
-  let_dependent_begin();
-  const int first = blockIdx.x % PARTS * CHANNELS;
-  const long long row = (long long)(blockIdx.x / PARTS) * (C::cin * C::taps);
-  if (tap_step == 1) {                                  // loads as above
-    constexpr int LOADS = (PART + PACK_THREADS - 1) / PACK_THREADS;
-    const int count = min(CHANNELS, C::cin - first) * C::taps;
-    Weight v[LOADS];
-#pragma unroll
-    for (int j = 0; j < LOADS; j++) v[j] = weight[row + first * C::taps + min(j * PACK_THREADS + (int)threadIdx.x, count - 1)];
-#pragma unroll
-    for (int j = 0; j < LOADS; j++) {
-      int i = j * PACK_THREADS + threadIdx.x;
-      if (i < count) turned[i % C::taps][i / C::taps] = operand<C::precision>(v[j]);
-    }
-    __syncthreads();
-  }
-#pragma unroll 4
-  for (int i = threadIdx.x; i < PART / VEC; i += PACK_THREADS) {
-    int tap = i / (CHANNELS / VEC), unit = i % (CHANNELS / VEC) * VEC;
-    if (first + unit >= C::cin) continue;
-    u32 v[VEC];
-#pragma unroll
-    for (int e = 0; e < VEC; e++)
-      v[e] = tap_step == 1 ? turned[tap][unit + e] : operand<C::precision>(weight[row + tap * tap_step + first + unit + e]);
-    write_operands(packed + (row + tap * C::cin + first + unit) * ELEMENT, v);
-  }
-}
-
-// The weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
 template <class Weight>
 static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  if constexpr (C::forward) pack_rows(weight, packed, tap_step);
-  else pack_taps(weight, packed, tap_step);
+  constexpr int ACROSS = (MATRIX + C::pack_columns - 1) / C::pack_columns, DOWN = (C::cin + C::pack_rows - 1) / C::pack_rows;
+  __shared__ u32 turned[C::pack_columns][C::pack_rows + 1];
+  let_dependent_begin();
+  const int part = blockIdx.x / ACROSS, column = blockIdx.x % ACROSS * C::pack_columns, channel = part % DOWN * C::pack_rows, matrix = part / DOWN;
+  const Weight* from = weight + (long long)matrix * (C::cin * MATRIX);
+  if (!C::forward && tap_step != 1) bring_weights<true>(turned, from, channel, column, tap_step);
+  else bring_weights<false>(turned, from, channel, column, tap_step);
+  __syncthreads();
+  constexpr int UNITS = C::pack_rows * C::pack_columns / VEC;
+#pragma unroll
+  for (int j = 0; j < (UNITS + PACK_THREADS - 1) / PACK_THREADS; j++) {
+    const u32 i = j * PACK_THREADS + threadIdx.x;
+    const int of = i / (C::pack_rows / VEC), at = column + of, first = i % (C::pack_rows / VEC) * VEC;
+    if (i >= UNITS || at >= MATRIX || channel + first >= C::cin) continue;
+    u32 v[VEC];
+#pragma unroll
+    for (int e = 0; e < VEC; e++) v[e] = turned[of][first + e];
+    const long long row = C::forward && tap_step != 1 ? at % C::cout * C::taps + at / C::cout : (long long)matrix * MATRIX + at;
+    write_operands(packed + (row * C::cin + channel + first) * ELEMENT, v);
+  }
 }
 
 // =====================================================================================================================

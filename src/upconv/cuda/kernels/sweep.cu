@@ -91,7 +91,7 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   t.step = index - q * steps;
   t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
   t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * segment_of(s) + t.step - (C::slots - 1) + C::pad_d;
+  t.d = q % s.tiles_d * segment_of(s) + t.step - (C::slots - 1) - C::first_slot;
   t.n = q / s.tiles_d;
   return t;
 }
@@ -108,18 +108,19 @@ static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes& s) {
 // =====================================================================================================================
 
 static constexpr int PACK_UNITS = CHUNKS * C::tap_entries * C::b_columns * T::UNITS_PER_ROW;
-static constexpr int SECOND = C::cout, TAPS_IN_ALL = C::slots * C::taps;
+static constexpr int SECOND = C::grad_input ? C::cin : C::cout, TAPS_IN_ALL = C::slots * C::taps;
 
-// [chunk][tap][slot, output channel][channel of the chunk], zeros where there is none of either. The weight is (C::cin, C::cout, kernel).
+// [chunk][tap][slot, output channel][channel of the chunk], zeros where there is none of either. The weight is (C::cin, C::cout, kernel), for a
+// gradient for the input (C::cout, C::cin, kernel).
 template <class Write>
 static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   int unit = i % T::UNITS_PER_ROW, column = i / T::UNITS_PER_ROW % C::b_columns, rest = i / (T::UNITS_PER_ROW * C::b_columns);
   int entry = rest % C::tap_entries, first = rest / C::tap_entries * C::ck + unit * VEC;
   int slot = column / C::slot_columns, cout = column % C::slot_columns;
-  int tap = slot * C::taps + constant_at<C::tap_indices>(entry);
+  int tap = (C::grad_input ? C::slots - 1 - slot : slot) * C::taps + constant_at<C::tap_indices>(entry);
   write((long long)rest * TAP_BYTES + T::unit_at(column, unit), [=](int e) -> WeightAt {
     int cin = first + e;
-    return {cin < C::cin && cout < C::cout, cin, cout, tap};
+    return {cin < C::cin && cout < C::cout, C::grad_input ? cout : cin, C::grad_input ? cin : cout, tap};
   });
 }
 
@@ -287,7 +288,7 @@ static __device__ __forceinline__ void consume(
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
     Tile t = tile_at(index, s);
-    int chunks = end_chunk(t, s), od = t.d - C::pad_d;
+    int chunks = end_chunk(t, s), od = t.d + C::first_slot;
 #pragma unroll
     for (int nb = 0; nb < NB; nb++)
 #pragma unroll

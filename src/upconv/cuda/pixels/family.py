@@ -12,9 +12,9 @@ from upconv.problem import Problem
 
 def modes(p: Problem) -> tuple[ModuleType, ...]:
     """Those for a problem's pass and layout."""
-    if p.pass_ == "fwd":
-        return (implicit, sweep) if p.layout == "channels_last" else (phases, subpixel, sweep)
-    return (implicit,) if p.layout == "channels_last" else (pairs,)
+    if p.layout == "channels_last":
+        return implicit, sweep
+    return (phases, subpixel, sweep) if p.pass_ == "fwd" else (pairs, sweep)
 
 
 def candidate(p: Problem, gpu: Gpu, best: Choice | None = None, general: bool = False) -> Choice | str:

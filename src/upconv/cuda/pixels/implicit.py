@@ -54,7 +54,7 @@ _LONG = 16  # steps of a tile, from which on stores have time
 _PARTIAL = 2.1  # lines of the copy engine for a pixel of a box that reaches beyond the last channel
 _STORE = {"fwd": 1.19, "grad-input": 0.3}  # clocks for 8 results, by pass; twice as many where lanes store 8 bytes
 _FEW = 1.5  # tiles of each phase that a block has
-_SQUARE = 64  # of a forward's weights, which a block of `pack` turns
+_SQUARE = 64  # source channels and columns of a forward's weights, which a block of `pack` turns
 
 
 class Phase(NamedTuple):
@@ -151,16 +151,16 @@ class Tile(Base):
         return math.prod(self.problem.weight_shape) * self.element // 4
 
     @property
-    def pack_blocks(self) -> int:
+    def pack_square(self) -> tuple[int, int]:
+        """Source channels, and columns of the weight, that a block of `pack` turns; a gradient has all taps."""
         if self.forward:
-            channels, columns = self.channels
-            return -(-columns * self.problem.taps // _SQUARE) * -(-channels // _SQUARE)
-        return self.channels[1] * -(-self.channels[0] // self.pack_channels)
+            return _SQUARE, _SQUARE
+        return next(n for n in (64, 32, 16, 8) if n * self.problem.taps <= _SQUARE**2), self.problem.taps
 
     @property
-    def pack_channels(self) -> int:
-        """Source channels of a gradient's weights, all taps of which a block of `pack` turns."""
-        return next(n for n in (64, 32, 16, 8) if n * self.problem.taps <= _SQUARE**2)
+    def pack_blocks(self) -> int:
+        (channels, columns), (of_source, of_result) = self.pack_square, self.channels
+        return -(-of_result * self.problem.taps // columns) * -(-of_source // channels)
 
     @property
     def steps_between(self) -> tuple[Triple, Triple]:
@@ -203,9 +203,9 @@ class Tile(Base):
             "wide_stores": self.wide_stores,
             "taps": self.problem.taps,
             "phases": len(self.phases),
+            "pack_rows": self.pack_square[0],
+            "pack_columns": self.pack_square[1],
         }
-        if not self.forward:
-            found["pack_channels"] = self.pack_channels
         taps = [tap for phase in self.phases for tap in phase.taps]
         of_source, of_result = self.steps_between
         found |= of_axes("step", of_source)

@@ -1,4 +1,4 @@
-"""Forwards of 3-D layers without strides and of few output channels: pixels as rows of M, a walk along D. wgmma only.
+"""3-D layers without strides and of few output channels: pixels as rows of M, a walk along D. wgmma only.
 
 A matrix instruction has 64 rows (M) and any multiple of 8 columns (N). `gather` makes output channels rows, since NCHW
 results then leave by rows, and keeps to it in channels_last; a layer of 24 channels fills them with neighbouring
@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from upconv.cuda.axes import Unfit, any_size
+from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.cost import Work
 from upconv.cuda.gemm import gather
 from upconv.cuda.gemm.gather_constants import Constants, pixel_constants, producer_registers
@@ -42,6 +42,12 @@ _WIDTHS = (16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 100, 104, 112, 120, 1
 """Columns of tiles: few, since each is a kernel."""
 _SUBTILES = range(1, 9)
 _MOST_STAGES = 9
+# Stages in the order in which memory is given to them, by whether layouts are channels-last. With a third tile
+# consumers part: one stores while the other multiplies (docs/experiments.md).
+_STAGES = {
+    True: (("stages", 3), ("stages_w", 4), ("stages", 4), ("stages_w", 6), ("stages", 6)),
+    False: (("stages", 3), ("stages_s", 3), ("stages_w", 4), ("stages_s", 4), ("stages_w", 6)),
+}
 _MOST_SLICES = 2**30 - 1  # of all walks: the kernel counts them in 32 bits
 # Clocks of a consumer: 8 channels of 64 positions in NCDHW, and 32 bytes of stores in channels_last.
 _STORE, _STORE_LAST = 28.0 * 16, 1.44
@@ -68,6 +74,7 @@ class Tile(Base):
     """All weights stay in shared memory."""
 
     mode = file = "sweep"
+    biased = True
     threads = 512
     """Of a block: `gather`'s producers and two consumers'."""
 
@@ -115,12 +122,18 @@ class Tile(Base):
     @property
     def slot_columns(self) -> int:
         """Columns of a slot: the output channels, filled up to a multiple of 8."""
-        return -(-self.problem.out_channels // 8) * 8
+        return -(-self.channels[1] // 8) * 8
 
     @property
     def columns(self) -> int:
         """Columns of a matrix instruction."""
         return self.slots * self.slot_columns
+
+    @property
+    def first_slot(self) -> int:
+        """The output slice that an input slice reaches first, less the input slice."""
+        pad = self.problem.padding[0]
+        return -pad if self.problem.pass_ == "fwd" else pad - (self.slots - 1)
 
     @property
     def entries(self) -> int:
@@ -135,7 +148,7 @@ class Tile(Base):
     @property
     def packed_as(self) -> tuple[Any, ...]:
         p = self.problem
-        return self.chunk, p.precision, self.entries
+        return self.chunk, p.precision, p.pass_, self.entries
 
     @property
     def aligned(self) -> bool:
@@ -152,30 +165,26 @@ class Tile(Base):
         last = max(t.shift(offsets) for blocks in t.entries for block in blocks for offsets, _ in block)
         return (last + self.nb * 128 - t.pixels) * t.row_bytes
 
-    def ring_bytes(self, ring_stages: int) -> int:
-        """Bytes of the weights' ring."""
-        return ring_stages * self.w_stage * self.columns * 32
-
     @property
     def ring_stages(self) -> int:
         return self.pixels.chunks if self.resident else self.stages_w
 
     @property
-    def shared_bytes(self) -> int:
-        return self.shared_of(self.stages, self.stages_s, self.ring_stages)
+    def ring_bytes(self) -> int:
+        """Of weights."""
+        return self.ring_stages * self.w_stage * self.columns * 32
 
-    def shared_of(self, stages_p: int, stages_s: int, ring_stages: int) -> int:
-        """`shared_bytes` of the tile with other stages."""
+    @property
+    def shared_bytes(self) -> int:
         t = self.pixels
         part = -(-t.pixels * t.row_bytes // 1024) * 1024
-        ring = self.ring_bytes(ring_stages)
+        rings = self.stages * (part + 16) + self.ring_bytes + 16 * self.ring_stages
         if self.channels_last:
-            return stages_p * part + ring + 16 * (stages_p + ring_stages)
+            return rings
         units = (self.shape[1] + 2 * t.vec - 2) // t.vec
         lines = (self.nb * 64 + t.pitch - 2) // t.pitch + 1
         buffers = 2 * 8 * (-(-lines * units // 4) * 64 + 16)
-        barriers = 16 * (stages_p + ring_stages + stages_s)
-        return stages_p * part + ring + stages_s * t.slot_bytes + buffers + barriers
+        return rings + self.stages_s * (t.slot_bytes + 16) + buffers
 
     def faults(self) -> Iterator[str]:
         t, (h, w) = self.pixels, self.shape
@@ -193,7 +202,7 @@ class Tile(Base):
             yield f"the tile has {t.pixels} pixels with its halo, more than {MAX_PIXELS}"
         if not t.tensor_map or t.strided_box:
             yield "a tile is several boxes" if self.channels_last else "boxes do not bring these rows"
-        if self.channels_last and self._read_behind > self.ring_bytes(self.ring_stages):
+        if self.channels_last and self._read_behind > self.ring_bytes:
             yield "what is read behind the last tile is not all of the kernel's shared memory"
 
     def constants(self) -> Constants:
@@ -202,9 +211,10 @@ class Tile(Base):
         taps = [tap for blocks in t.entries for block in blocks for tap in block]
         producers = producer_registers(t)
         found: Constants = {
-            "cout": self.problem.out_channels,
+            "cout": self.channels[1],
             "slots": self.slots,
-            "pad_d": self.problem.padding[0],
+            "grad_input": self.problem.pass_ == "grad-input",
+            "first_slot": self.first_slot,
             "slot_columns": self.slot_columns,
             "b_columns": self.columns,
             "taps": t.problem.taps,
@@ -227,17 +237,18 @@ class Tile(Base):
 
     def counts(self, p: Problem, gpu: Gpu) -> tuple[int, int, int, int]:
         """Images, segments of a walk along D, and tiles along H and W."""
-        d, h, w = p.out_size
+        d, h, w = result_shape(p)[2:]
         rows, columns = -(-h // self.shape[0]), -(-w // self.shape[1])
         return p.batch, _segments(p.batch * rows * columns, d, self.slots, gpu.multiprocessors), rows, columns
 
     def walk(self, p: Problem, gpu: Gpu) -> int:
         """Result slices of a walk, which takes a step more for each slot but one."""
-        return -(-p.out_size[0] // self.counts(p, gpu)[1])
+        return -(-result_shape(p)[2] // self.counts(p, gpu)[1])
 
     def tiles(self, p: Problem) -> int:
         """Without segments, which are fewer than slices."""
-        return p.batch * p.out_size[0] * -(-p.out_size[1] // self.shape[0]) * -(-p.out_size[2] // self.shape[1])
+        d, h, w = result_shape(p)[2:]
+        return p.batch * d * -(-h // self.shape[0]) * -(-w // self.shape[1])
 
     def grid(self, p: Problem, gpu: Gpu) -> int:
         """Blocks: one for each multiprocessor."""
@@ -246,7 +257,15 @@ class Tile(Base):
     def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         n, segments, rows, columns = self.counts(p, gpu)
         steps = self.walk(p, gpu) + self.slots - 1
-        return (n, *p.size, *p.out_size, segments, rows, columns, n * segments * rows * columns * steps)
+        return (
+            n,
+            *source_shape(p)[2:],
+            *result_shape(p)[2:],
+            segments,
+            rows,
+            columns,
+            n * segments * rows * columns * steps,
+        )
 
     def arguments(self, p: Problem, gpu: Gpu, given: Given, bias: Pointer, result: Pointer) -> tuple[Argument, ...]:
         pointers = Pointer("source", alignment=16), Pointer("packed"), bias, result
@@ -311,16 +330,16 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "the kernel walks without strides, or a dilation along the depth"
     if p.kernel[0] == 1 or p.padding[0] >= p.kernel[0]:
         return "there is no walk where each output slice has one of the input"
-    if p.out_channels > MOST_COLUMNS:
-        return f"{p.out_channels} output channels are more than the {MOST_COLUMNS} columns of a matrix instruction"
-    if (p.size[-1] if p.layout == "nchw" else p.in_channels) * p.dtype.itemsize % 16:
+    if result_shape(p)[1] > MOST_COLUMNS:
+        return f"{result_shape(p)[1]} output channels are more than the {MOST_COLUMNS} columns of a matrix instruction"
+    if source_shape(p)[-1 if p.layout == "nchw" else 1] * p.dtype.itemsize % 16:
         return "boxes want rows, or pixels, of whole 16 bytes"
     return None
 
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every sweep worth a look for a layer at its own size."""
-    h, w = p.out_size[1:]
+    h, w = result_shape(p)[3:]
     for s in _candidates(any_size(p), gpu):
         rows, width = s.shape
         # In NCHW a second tile's boxes begin at 16 bytes, too.
@@ -333,52 +352,33 @@ def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
 @lru_cache(maxsize=256)
 def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
     """A layer's sweeps for all sizes: searched once, then one millisecond for each size."""
-    chunks = chunk_sizes(layer)
-    found = []
+    chunks, found = chunk_sizes(layer), []
     for nb, width in product(_SUBTILES, _WIDTHS):
         base = Tile(layer, (1, width), nb, chunks[0])
-        if base.columns > MOST_COLUMNS or nb * base.columns // 2 > _MOST_SUMS:
+        if nb * base.columns // 2 > _MOST_SUMS:
             continue
-        # What `checked` would refuse, before there are tiles for it: two thirds of all.
-        short = [c for c in chunks if base.entries * (c * base.pixels.element // 32) * nb <= _MOST_INSTRUCTIONS]
+        # What `faults` would refuse, before there are tiles for it: two thirds of all.
+        short = [c for c in chunks if base.entries * (c * base.element // 32) * nb <= _MOST_INSTRUCTIONS]
         rows = (nb * 128 - width) // base.pixels.pitch + 1 if short else 0
-        if rows < 1:
-            continue
-        for chunk in short:
-            shaped = varied(base, shape=(rows, width), chunk=chunk)
-            if shaped.pixels.pixels > MAX_PIXELS:
-                continue
-            found += [s for resident in (True, False) if (s := _fitted(varied(shaped, resident=resident), gpu))]
+        for chunk in short if rows > 0 else ():
+            one = varied(base, shape=(rows, width), chunk=chunk)
+            found += [s for resident in (True, False) if (s := _fitted(varied(one, resident=resident), gpu))]
     return tuple(found)
 
 
 def _fitted(s: Tile, gpu: Gpu) -> Tile | None:
     """The sweep with as many stages as shared memory allows; None when it does not fit at all."""
-    steps, k_steps = s.chunk_steps, s.pixels.k_steps
-    wanted = max(1, 24 // s.nb)  # instructions of a stage
-    taps = max(1, min(s.entries, wanted // k_steps))
-    w_stage = steps if s.resident else taps * k_steps
-    s = varied(s, w_stage=w_stage, stages=2, stages_s=2, stages_w=3)
-    try:
-        s.checked(gpu.shared_bytes)
-    except Unfit:
+    k_steps = s.pixels.k_steps
+    taps = max(1, min(s.entries, max(1, 24 // s.nb) // k_steps))  # of a stage of the ring: some 24 instructions
+    s = varied(s, w_stage=s.chunk_steps if s.resident else taps * k_steps, stages=2, stages_s=2, stages_w=3)
+    if any(True for _ in s.faults()) or s.shared_bytes > gpu.shared_bytes:
         return None
     every = s.pixels.chunks + 1
-    changes = [{"stages": every}] if s.resident and every <= _MOST_STAGES else []
-    # With a third tile consumers part: one stores while the other multiplies (docs/experiments.md).
-    if s.channels_last:  # what is on its way has no other place
-        changes += [{"stages": 3}, {"stages_w": 4}, {"stages": 4}, {"stages_w": 6}, {"stages": 6}]
-    else:
-        changes += [{"stages": 3}, {"stages_s": 3}, {"stages_w": 4}, {"stages_s": 4}, {"stages_w": 6}]
-    stages = {"stages": 2, "stages_s": 2, "stages_w": 3}
-    for change in changes:
-        if (s.resident and "stages_w" in change) or change.get("stages", math.inf) <= stages["stages"]:
-            continue
-        more = stages | change
-        ring = s.ring_stages if s.resident else more["stages_w"]
-        if s.shared_of(more["stages"], more["stages_s"], ring) <= gpu.shared_bytes:
-            stages = more
-    return varied(s, stages=stages["stages"], stages_s=stages["stages_s"], stages_w=stages["stages_w"])
+    for name, count in (("stages", every if s.resident and every <= _MOST_STAGES else 0), *_STAGES[s.channels_last]):
+        if count > getattr(s, name) and not (s.resident and name == "stages_w"):
+            more = varied(s, **{name: count})
+            s = more if more.shared_bytes <= gpu.shared_bytes else s
+    return s
 
 
 choose = Chooser(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from upconv.cuda.axes import Unfit, result_shape, source_shape
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, dense
 from upconv.cuda.cost import Work
@@ -66,8 +66,7 @@ def of_axes(name: str, values: tuple[int, ...]) -> dict[str, jit.Constant]:
 class Tile:
     """A tile's shape and the kernel's constants for one layer at any size: all but the sizes of input and batch.
 
-    A mode is a subclass. What it says of a size has the problem as an argument. Raises, on `checked`:
-        Unfit: the kernel cannot run it.
+    A mode is a subclass. What it says of a size has the problem as an argument.
     """
 
     problem: Problem
@@ -134,16 +133,6 @@ class Tile:
     def faults(self) -> Iterator[str]:
         """Why the kernel cannot run it on any GPU, whatever its stages."""
         raise NotImplementedError
-
-    def checked(self: T, shared_limit: int) -> T:
-        """This, when the kernel can run it."""
-        for fault in self.faults():
-            raise Unfit(fault)
-        if self.stages < 2:
-            raise Unfit("a ring has a stage that is read, and one that is filled")
-        if self.shared_bytes > shared_limit:
-            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
-        return self
 
     # --- the kernel --------------------------------------------------------------------------------------------------
 

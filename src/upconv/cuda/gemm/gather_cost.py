@@ -1,0 +1,185 @@
+"""What the gather-GEMM's tiles ask for: the counts of `upconv.cuda.cost` for a tiling, and what stores take.
+
+The constants are fitted to an earlier model of five terms, which timed tilings of an H200 had calibrated
+(docs/experiments.md).
+"""
+
+from __future__ import annotations
+
+import math
+
+from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.cost import Cost, Work, cost
+from upconv.cuda.gemm.tiling import Tiling
+from upconv.cuda.gemm.tiling_weights import FRAGMENT
+from upconv.cuda.gpu import RATES, Gpu
+from upconv.problem import Problem
+
+_DRAIN = 407.0  # clocks of tensor cores that run dry behind a stretch of code
+_IEEE = 1.06  # matrix instructions for a fragment of IEEE float32: three for two, of which few wait
+_MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
+_WEIGHT_LINES = 1.17  # a line of weights, which all blocks read, of one of pixels
+_COPY = 271.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
+_OFF_UNITS = 4.0  # times as many where channels are not, since each element is a copy
+_STORED = {"nchw": 20.7, "channels_last": 47.5}  # bytes a clock that an epilogue stores
+_STAGED = 35.7  # the same of results that the copy engine stores
+_FILLED = 28.8  # the same of what is the bias alone
+_FILLED_RUN = {"nchw": 3840.0, "channels_last": 400.0}  # clocks of a run of rows of it, of all of a warp's channels
+_EXPOSED = {"nchw": 0.7, "channels_last": 1.0}  # share of stores that nothing hides where both consumers store
+_BESIDE_MEMORY = {"nchw": 0.19, "channels_last": 0.1}
+_INSTRUCTION = 2.56  # clocks of an epilogue's instruction
+_RUN = 136  # instructions of a run of an epilogue beside its outputs'
+_SECTOR, _SECTORS = 32, 165.0  # bytes; of a run those that the unfilled sectors at its ends cost
+_OFF_SECTORS = 1.25  # bytes of the device memory, where a result's rows do not begin at sectors
+_LINE = 128  # bytes that come from memory together
+_LOST = 0.9, 0.2, 1.2  # share of a line's rest that comes again; bytes of lines in work over the cache's: none, all
+
+
+def estimate(t: Tiling, p: Problem, gpu: Gpu) -> Cost:
+    """What a problem takes by a tiling."""
+    return cost(work(t, p, gpu), gpu)
+
+
+def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
+    """What an average tile asks for."""
+    tapped = [n for n in t.variant_entries if n]
+    chunks = t.chunks_of_block * len(tapped) / len(t.variants)
+    fragments = t.chunks_of_block * t.fragments_of_chunk(sum(tapped)) / len(t.variants)
+    stretches = chunks if t.straight or t.rolled else fragments / t.longest_stretch
+    instructions = fragments * t.nb / (2 if t.wide else 1) * (1 if t.split == 2 else 2)
+    instructions *= (_IEEE if t.parts == 2 else 1.0) / (1.0 if t.wgmma else _MMA_SYNC)
+    columns = instructions * (128 if t.wide else 64)
+    weights = 0.0 if t.resident else fragments * t.wgs_m * FRAGMENT
+    lines, boxes, arriving = _arriving(t)
+    chunks_turned, turned = _turned(t, arriving)
+    tiles = math.prod(t.counts(p)) * t.m_groups
+    blocks = gpu.multiprocessors if t.cluster == 1 else max(1, gpu.clusters(t.cluster))
+    stored, outputs = _stored(t, alignment_of(p))
+    dry = stretches * _DRAIN if t.wgmma else 0.0
+    if not t.channels_last and t.stages_p == 1:  # producers and consumers wait for each other
+        dry += chunks * (chunks_turned * RATES.chunk_turned + turned * RATES.unit_turned)
+    return Work(
+        instructions,
+        columns,
+        waves=-(-tiles // blocks),
+        moved=_moved(t, p, tiles, gpu),
+        steps=chunks,
+        stages=t.stages_p * t.plane_barriers if t.channels_last else t.stages_s + 1,  # slots, and the tile beyond
+        lines=chunks * lines + (weights * _WEIGHT_LINES + outputs) / _LINE,
+        boxes=chunks * boxes,
+        shared=columns * 32 + 2 * fragments * FRAGMENT + chunks * arriving * (1 if t.channels_last else 3),
+        chunks_turned=chunks * chunks_turned,
+        turned=chunks * turned,
+        dry=dry,
+        stored=stored,
+        in_turn=t.split == 2,
+        exchanged=t.sums_bytes / 4 if t.cluster > 1 else 0.0,
+        beside_memory=_BESIDE_MEMORY[p.layout],
+    )
+
+
+def fragment_clocks(t: Tiling) -> float:
+    """Clocks of the tensor cores for a fragment of weights, with the pixels of all consumers that use it."""
+    return t.nb * (32 if t.split == 2 else 64) * (3 if t.parts == 2 else 1) / t.parts
+
+
+def alignment_of(p: Problem) -> int:
+    """Bytes at which rows of an NCHW result begin, up to a sector's."""
+    return math.gcd(result_shape(p)[-1] * p.dtype.itemsize, _SECTOR)
+
+
+# --- pixels and weights on their way ---------------------------------------------------------------------------------
+
+
+def _arriving(t: Tiling) -> tuple[float, int, int]:
+    """Lines, boxes and bytes by which a chunk's pixels come."""
+    if t.channels_last:
+        return t.pixels * max(1.0, t.row_bytes / _LINE), t.plane_count, t.pixels * t.row_bytes
+    if t.whole is not None:
+        boxes = t.whole_pixels // t.box_pixels
+        return t.images * t.chunk * -(-t.whole_pixels * t.element // _LINE), boxes, t.slot_bytes
+    boxes = t.row_classes * t.channel_classes if t.classed else t.row_boxes
+    return t.chunk * t.segments * -(-t.staging_units * 16 // _LINE), boxes, t.slot_bytes
+
+
+def _turned(t: Tiling, arriving: int) -> tuple[float, float]:
+    """Chunks that producers transpose, and units, for a chunk; what they copy themselves as chunks of as much time."""
+    if t.channels_last and t.parts == 1 and t.tensor_map:
+        return 0.0, 0.0
+    producers = 192 if t.wgmma else 128
+    units = -(-t.pixels // producers) * t.k_steps * t.parts
+    turned = 2.26 * units if not t.channels_last else 1.3 * units * (t.parts - 1)
+    if t.tensor_map:
+        return 1.0, turned
+    slower = 1.0 if not t.channels_last or t.aligned_channels else _OFF_UNITS
+    copies = arriving / 16 / producers * _COPY / RATES.chunk_turned
+    return slower * (1.0 + copies), slower * turned
+
+
+def _moved(t: Tiling, p: Problem, tiles: int, gpu: Gpu) -> float:
+    """Bytes of the device memory. Rows, and pixels of channels_last, that no tap reads stay there."""
+    off_sectors = not t.channels_last and alignment_of(p) < _SECTOR
+    written = math.prod(result_shape(p)) * (_OFF_SECTORS if off_sectors else 1.0)
+    read = float(math.prod(source_shape(p)))
+    for axis, (offsets, step) in enumerate(zip(t.offsets, t.in_steps)):
+        if axis < 2 or t.channels_last:
+            read *= len({offset % step for offset in offsets}) / step
+    line = min(_LINE, t.cin_g * t.element)
+    if t.channels_last and line > t.row_bytes:  # a chunk takes a part of a line, whose rest the cache may lose
+        share, none, every = _LOST
+        at_once = min(tiles, gpu.multiprocessors // t.cluster) / (t.m_groups // t.problem.groups)
+        lost = (at_once * t.pixels * line / gpu.cache_bytes - none) / (every - none)
+        read *= 1 + share * (line / t.row_bytes - 1) * min(1.0, max(0.0, lost))
+    return (written + read) * t.element
+
+
+# --- stores ----------------------------------------------------------------------------------------------------------
+
+
+def _stored(t: Tiling, alignment: int) -> tuple[float, float]:
+    """Clocks that a tile's stores take which nothing hides, and their bytes."""
+    channels = min(t.cout_g if t.shuffle is None else t.shuffle.used, t.rows_per_sub * t.wgs_m)
+    columns = t.beside * t.image_columns if t.beside else t.tile[0] * t.tile[3]
+    outputs = math.prod(t.tile[1:3]) * columns * t.width_subs * t.subs * channels * t.element / t.cluster
+    if t.drained:
+        return outputs / _STAGED, outputs
+    layout = t.problem.layout
+    clocks = max(outputs * _unfilled(t, alignment) / _STORED[layout], _INSTRUCTION * _instructions(t, alignment))
+    clocks += _filled(t, channels)
+    return clocks * (1.0 if t.split == 2 else _EXPOSED[layout]), outputs
+
+
+def _filled(t: Tiling, channels: int) -> float:
+    """Clocks in which a tile stores its share of what is the bias alone."""
+    n, d, h, w = t.tile
+    row = n * d * w * t.out_steps[2] * channels * t.element / _FILLED
+    run = n * d * _FILLED_RUN[t.problem.layout]
+    every = 0.0
+    for fill, times in t.fills:
+        rows = (fill.planes * t.out_steps[1] + fill.rows + fill.parts * t.width_subs / t.out_steps[2]) * h
+        every += times * (rows * row + (fill.planes + (fill.runs + fill.parts) * h) * run)
+    return every / (t.subs * len(t.variants))
+
+
+def _unfilled(t: Tiling, alignment: int) -> float:
+    """What stores that do not fill sectors cost, as a factor (docs/design.md, Stores)."""
+    if t.shuffle is not None:
+        return 1.5
+    if t.channels_last:
+        return 1.0 if t.cout_g * t.element % _SECTOR == 0 else 1.5
+    if not t.contiguous:
+        return _SECTOR / (t.element * t.width_subs)
+    return 1.0 if alignment == _SECTOR else 1 + _SECTORS / (t.runs * 8 * t.width_subs * t.element)
+
+
+def _instructions(t: Tiling, alignment: int) -> float:
+    """Of an epilogue, for a warp of each consumer."""
+    outputs = t.runs * 8 * t.width_subs  # of a run
+    if t.channels_last and t.shuffle is None:
+        return t.nb * t.width_subs * (20 * t.element + _RUN / 2)
+    if t.shuffle is not None:
+        lines = t.shuffle.per_slab * (16 + 10 * -(-t.runs * 8 * t.shuffle.inner // 32))
+        return t.nb * 8 / t.runs * (t.runs * 5 + lines + _RUN)
+    unit = t.element if not t.contiguous else 16 if alignment >= 16 or t.beside else min(2 * t.element, alignment)
+    stores = -(-8 * outputs * t.element // unit // 32)
+    return t.nb * 8 / t.runs * 2 * (outputs / 4 + 12 * stores + _RUN) / t.cluster
