@@ -78,7 +78,7 @@ class Launcher:
 
     ``arguments``: the format of `struct` for its arguments, of 8 bytes for each kernel parameter: ``Q`` for an address,
     and for parameters side by side whose bytes are known one string, as looking at each at a launch would cost more.
-    ``cooperative``: its blocks wait for each other, so that all must run at once.
+    ``cooperative``: its blocks wait for each other, so that all must run at once. Errors: ValueError for other formats.
     """
 
     def __init__(
@@ -90,6 +90,8 @@ class Launcher:
         self.shared = shared
         self.cooperative = cooperative
         form = struct.Struct("<" + arguments)
+        if form.size % 8:
+            raise ValueError(f"arguments must be of 8 bytes each; got {arguments!r}")
         self._bytes, self._pack_into = form.size, form.pack_into
         self._local = threading.local()
         self._configurations: dict[tuple[int, Any], Any] = {}
