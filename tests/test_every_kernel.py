@@ -70,8 +70,6 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     ("direct", "80", "fwd", "nchw", 64): 96,
     ("direct", "90a", "fwd", "nchw", 64): 200,
     ("direct", "100a", "fwd", "nchw", 64): 112,
-    # Of 48 registers.
-    ("direct", "120", "grad-input", "nchw", 64): 8,  # kb57, kb71, pix, dcgan1 to dcgan3
     # Why is not known.
     ("direct", "80", "grad-weight", "nchw", 32): 16,  # fsrcnn
     ("direct", "86", "grad-weight", "nchw", 32): 16,
