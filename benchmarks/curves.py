@@ -1,7 +1,6 @@
 """Trains the examples' DCGAN and U-Net with upconv's layers and with PyTorch's, and says how their losses agree.
 
     python benchmarks/curves.py                 trains on a GPU, writes benchmarks/results/h200-curves.json
-    python benchmarks/curves.py --draw          draws docs/training-curves.png from it and prints the figures
     python benchmarks/curves.py --device cpu --steps 20 --small --out curves.json
 
 Seventeen trainings of each model, 300 steps in float32 under PyTorch's default flags: with upconv and with PyTorch from
@@ -35,7 +34,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "benchmarks" / "results" / "h200-curves.json"
-PICTURE = ROOT / "docs" / "training-curves.png"
 SCHEMA = 1
 STEPS = 300
 WINDOW = 20
@@ -138,18 +136,6 @@ def save(found: Curves, path: Path) -> None:
     for run in RUNS:
         text = text.replace(f'"{run}": {{', f'\n"{run}": {{')
     files.publish(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
-
-
-def load(path: Path) -> Curves:
-    """Reads a report. Errors: ValueError where it is none of this schema, or lacks a run."""
-    found: Curves = json.loads(path.read_text(encoding="utf-8"))
-    if found.get("schema") != SCHEMA or "models" not in found:
-        raise ValueError(f"{path} must hold training curves of schema {SCHEMA}, got {found.get('schema')!r}")
-    for name, model in found["models"].items():
-        missing = [run for run in RUNS if run not in model["losses"]]
-        if missing:
-            raise ValueError(f"{path} must have all {len(RUNS)} runs of {name}, it lacks {'; '.join(missing)}")
-    return found
 
 
 # --- how they agree --------------------------------------------------------------------------------------------------
@@ -271,18 +257,12 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to train")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each training")
     parser.add_argument("--small", action="store_true", help="narrow models and small batches, for a CPU")
-    parser.add_argument("--out", type=Path, default=REPORT, help="the report that is written, or with --draw read")
-    parser.add_argument("--draw", action="store_true", help="only draw, from a report that is there")
-    parser.add_argument("--picture", type=Path, default=PICTURE, help="the picture that --draw draws")
+    parser.add_argument("--out", type=Path, default=REPORT, help="the report that is written")
     options = parser.parse_args()
     if options.steps < 1:
         parser.error(f"--steps must be at least 1, got {options.steps}")
-    if not options.draw:
-        save(measure(options.device, options.steps, SMALL if options.small else SIZES), options.out)
-        print(stated(load(options.out)))
-        return 0
-    found = load(options.out)
-    draw(found, options.picture)
+    found = measure(options.device, options.steps, SMALL if options.small else SIZES)
+    save(found, options.out)
     print(stated(found))
     return 0
 

@@ -355,7 +355,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gains": gains, "reports": reports, "layers": layers, "rounding": rounding, "compiled": compiled, "cold": cold,
     "cpu": cpu,
     **{kind: lambda kind=kind: as_shown(f"h200-{kind}") for kind in ("training", "host", "shapes", "exported")},
-    "curves": lambda: curves.stated(curves.load(RESULTS / "h200-curves.json")),
+    "curves": lambda: curves.stated(load("h200-curves")),
 }  # fmt: skip
 
 
@@ -380,7 +380,7 @@ def draw() -> None:
         found["rows"] = [row for row in found["rows"] if row["suite"] == "cuda"]
     plots.plot(shown, ROOT / "docs" / "h200-fwd.png")
     plots.plot([report.load(RESULTS / "cpu-fwd.json")], ROOT / "docs" / "cpu-fwd.png")
-    curves.draw(curves.load(RESULTS / "h200-curves.json"), ROOT / "docs" / "training-curves.png")
+    curves.draw(load("h200-curves"), ROOT / "docs" / "training-curves.png")
 
 
 def main() -> int:

@@ -8,9 +8,11 @@ forward, first and second gradients with the kernels below, chosen for inputs of
 H200 and serve every batch and spatial size.
 
 Constraints:
-- CUDA devices of sm_90a; nvcc, a C++ compiler and ninja at the first call, which takes a minute.
+- Fast are this layer with torch.float32 on CUDA devices of sm_90a. Other arguments, dtypes and devices of sm_70 and
+  later are served by plain kernels.
+- nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
-  where its flags ask for IEEE float32 a call raises.
+  where its flags ask for IEEE float32 the plain kernels do.
 - Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
 - Rows that are no multiple of 4 columns are copied, with zeros behind them.
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
@@ -33,22 +35,33 @@ import hashlib
 import math
 import os
 import shutil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import cpp_extension
 
-# --- the layer that everything here is specialised for ---------------------------------------------------------------
 
-IN_CHANNELS, OUT_CHANNELS, GROUPS = 32, 64, 1
-KERNEL, STRIDE, PADDING = (3, 3, 3), (2, 2, 2), (1, 1, 1)
-OUTPUT_PADDING, DILATION = (0, 0, 0), (2, 2, 2)
+class Arguments(NamedTuple):
+    """Of a transposed convolution, beside its channels and its kernel."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+# --- the layer that the fast kernels are for; the plain ones serve every other ----------------------------------------
+
+WEIGHT = (32, 64, 3, 3, 3)
+LAYER = Arguments(stride=(2, 2, 2), padding=(1, 1, 1), output_padding=(0, 0, 0), dilation=(2, 2, 2), groups=1)
 DTYPE, FORMAT, RANK = torch.float32, torch.contiguous_format, 3
-CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for: sm_90a
+CAPABILITY = (9, 0)  # of the GPUs that they are compiled for: sm_90a
 
-# --- CUDA C++ --------------------------------------------------------------------------------------------------------
+# --- CUDA C++: what both kinds of kernels are launched by -------------------------------------------------------------
 
-CUDA = r"""
+HOST = r"""
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -61,6 +74,375 @@ CUDA = r"""
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+namespace {
+
+// --- launches ----------------------------------------------------------------------------------------------------
+
+// A value as a kernel's parameter: pointers from void*, integers in range, tensor maps and structs bit by bit.
+template <typename To, typename From>
+To parameter(const From& value) {
+  if constexpr (std::is_class_v<To>) {
+    static_assert(sizeof(To) == sizeof(From), "a struct is copied bit by bit");
+    To to;
+    std::memcpy(&to, &value, sizeof(To));
+    return to;
+  } else if constexpr (std::is_integral_v<To>) {
+    const To found = static_cast<To>(value);
+    TORCH_CHECK(found == value, "the tensor is too large: a size or the number of its tiles is ", value);
+    return found;
+  } else {
+    return static_cast<To>(value);
+  }
+}
+
+template <typename... Parameters, typename Values, size_t... I>
+void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, const Values& values,
+           std::index_sequence<I...>) {
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameter<Parameters>(std::get<I>(values))...));
+}
+
+// Launches a kernel on the tensor's device and that device's current stream. The kernel's arguments come as tuples
+// and arrays, which are joined.
+template <auto Kernel, int Threads, int SharedBytes, typename... Arguments>
+void launch(const at::Tensor& on, int64_t blocks, const Arguments&... arguments) {
+  TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: it makes ", blocks, " blocks");
+  const c10::cuda::CUDAGuard guard(on.device());
+  if constexpr (SharedBytes > 48 * 1024) {  // more than the default wants to be asked for, once per device
+    static std::array<std::once_flag, 64> asked;
+    std::call_once(asked.at(on.get_device()), [] {
+      C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes));
+    });
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(Threads);
+  config.dynamicSmemBytes = SharedBytes;
+  config.stream = c10::cuda::getCurrentCUDAStream(on.get_device()).stream();
+  const auto values = std::tuple_cat(arguments...);
+  start(Kernel, config, values, std::make_index_sequence<std::tuple_size_v<decltype(values)>>());
+}
+
+void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : nullptr; }
+
+}  // namespace
+"""
+
+# --- CUDA C++: plain kernels, which state what is computed ------------------------------------------------------------
+
+PLAIN = r"""
+namespace kernels {
+
+// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+// --- numbers ----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 half_bits(float v) {
+  u16 r;
+  asm("cvt.rn.f16.f32 %0, %1;\n" : "=h"(r) : "f"(v));
+  return r;
+}
+__device__ __forceinline__ u32 bfloat_bits(float v) {
+
+  const u32 b = __float_as_uint(v);
+  return (b & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+
+}
+__device__ __forceinline__ float half_value(u32 bits) {
+  float r;
+  asm("cvt.f32.f16 %0, %1;\n" : "=f"(r) : "h"((u16)bits));
+  return r;
+}
+__device__ __forceinline__ float bfloat_value(u32 bits) { return __uint_as_float(bits << 16); }
+
+// How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
+
+enum Precision { TF32, IEEE, FP16, BF16, FP64 };
+
+template <int P>
+struct NumberOf {                                       // float16 and bfloat16
+  static __device__ __forceinline__ u32 bits(float v) { return P == FP16 ? half_bits(v) : bfloat_bits(v); }
+  static __device__ __forceinline__ float value(u32 v) { return P == FP16 ? half_value(v) : bfloat_value(v); }
+};
+struct Float32 {
+};
+template <> struct NumberOf<TF32> : Float32 {};
+template <> struct NumberOf<IEEE> : Float32 {};
+
+// How the kernels for CUDA cores store and sum numbers, by their precision P (number.cuh): `ScalarOf<P>`.
+
+typedef long long i64;
+
+template <class T_, class Acc_>
+struct ScalarTypes {
+    using T = T_;      // of tensors
+    using Acc = Acc_;  // of sums
+};
+
+template <int P>
+struct ScalarOf : ScalarTypes<u16, float> {  // float16 and bfloat16
+    static __device__ __forceinline__ float value(u16 v) { return NumberOf<P>::value(v); }
+    static __device__ __forceinline__ u16 stored(float v) { return NumberOf<P>::bits(v); }
+};
+template <class V>
+struct Unchanged : ScalarTypes<V, V> {
+    static __device__ __forceinline__ V value(V v) { return v; }
+    static __device__ __forceinline__ V stored(V v) { return v; }
+};
+template <> struct ScalarOf<IEEE> : Unchanged<float> {};
+template <> struct ScalarOf<FP64> : Unchanged<double> {};
+
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
+// A transposed convolution and its two gradients, a kernel each: right for every layer, fast for none. The other kernels compute the same.
+//
+//   y[n, o, p]  = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]         where along each axis
+//   dx[n, c, i] =           sum over o, k of dy[n, o, p] * w[c, o, k]        p + padding = i * stride + k * dilation
+//   dw[c, o, k] =           sum over n, i of x[n, c, i] * dy[n, o, p]        and c and o are channels of one group
+//
+// A thread computes an element of y or dx, a block one of dw. Each adds up in an order that is always the same. Sizes are arguments, and so
+// are the elements between neighbours of each tensor: a precision has one binary for every layer in any layout.
+
+struct PlainAxis {
+    i64 in, out, kernel, stride, padding, dilation;
+    i64 phase;  // taps from one that an output meets to the next, stride / gcd(stride, dilation)
+};
+
+struct PlainLayer {
+    i64 batch, groups, cin, cout;  // channels of a group
+    PlainAxis axis[3];             // D, H and W
+    i64 x[5], w[5], y[5];          // elements between images, channels, slices, rows and columns; of w the images are input channels
+};
+
+template <class C>
+struct Plain {
+using Scalar = ScalarOf<C::precision>;
+using T = typename Scalar::T;
+using Acc = typename Scalar::Acc;
+static constexpr int THREADS = C::threads;
+
+// Where an element is: its image, channel and place.
+struct Element { i64 n, c, at[3]; };
+
+// The element `index` of a tensor, whose neighbours are columns of a row, or with `last` channels of a pixel.
+static __device__ __forceinline__ Element element(i64 index, bool last, i64 channels, i64 d, i64 h, i64 w) {
+    Element e;
+    if (last) {
+        e.c = index % channels;
+        index /= channels;
+    }
+    e.at[2] = index % w;
+    index /= w;
+    e.at[1] = index % h;
+    index /= h;
+    e.at[0] = index % d;
+    index /= d;
+    if (!last) {
+        e.c = index % channels;
+        index /= channels;
+    }
+    e.n = index;
+    return e;
+}
+
+static __device__ __forceinline__ i64 offset(const i64 (&steps)[5], i64 n, i64 c, const i64 (&at)[3]) {
+    return n * steps[0] + c * steps[1] + at[0] * steps[2] + at[1] * steps[3] + at[2] * steps[4];
+}
+
+// The taps that output `p` meets, and the input that it meets there, if there is one.
+struct TapsOfOutput {
+    static __device__ __forceinline__ i64 first(const PlainAxis& a, i64 p) {
+        i64 k = 0;
+        while (k < a.kernel && (p + a.padding - k * a.dilation) % a.stride != 0) ++k;
+        return k;
+    }
+    static __device__ __forceinline__ i64 step(const PlainAxis& a) { return a.phase; }
+    static __device__ __forceinline__ bool meets(const PlainAxis& a, i64 p, i64 k, i64& i) {
+        const i64 reach = p + a.padding - k * a.dilation;
+        i = reach / a.stride;
+        return reach >= 0 && i < a.in;
+    }
+};
+
+// The taps of input `i`, which are all, and the output that it meets there, if there is one.
+struct TapsOfInput {
+    static __device__ __forceinline__ i64 first(const PlainAxis&, i64) { return 0; }
+    static __device__ __forceinline__ i64 step(const PlainAxis&) { return 1; }
+    static __device__ __forceinline__ bool meets(const PlainAxis& a, i64 i, i64 k, i64& p) {
+        p = i * a.stride + k * a.dilation - a.padding;
+        return p >= 0 && p < a.out;
+    }
+};
+
+// The sum over all taps and `channels` of what is read times the weight.
+template <class Taps>
+static __device__ __forceinline__ Acc sum_of_taps(const T* from, const i64 (&steps)[5], const T* w, i64 w_step, i64 channels,
+                                                  const i64 (&at)[3], const PlainLayer& l) {
+    const PlainAxis &d = l.axis[0], &h = l.axis[1], &columns = l.axis[2];
+    const i64 first_h = Taps::first(h, at[1]), first_column = Taps::first(columns, at[2]);
+    Acc sum = 0;
+    i64 k[3], met[3];
+    for (k[0] = Taps::first(d, at[0]); k[0] < d.kernel; k[0] += Taps::step(d)) {
+        if (!Taps::meets(d, at[0], k[0], met[0])) continue;
+        for (k[1] = first_h; k[1] < h.kernel; k[1] += Taps::step(h)) {
+            if (!Taps::meets(h, at[1], k[1], met[1])) continue;
+            for (k[2] = first_column; k[2] < columns.kernel; k[2] += Taps::step(columns)) {
+                if (!Taps::meets(columns, at[2], k[2], met[2])) continue;
+                const T *value = from + offset(steps, 0, 0, met), *weight = w + offset(l.w, 0, 0, k);
+                for (i64 c = 0; c < channels; ++c)
+                    sum = multiply_add(Scalar::value(value[c * steps[1]]), Scalar::value(weight[c * w_step]), sum);
+            }
+        }
+    }
+    return sum;
+}
+
+static __device__ __forceinline__ void forward(const T* x, const T* w, const T* bias, T* y, const PlainLayer& l) {
+    const i64 channels = l.groups * l.cout, d = l.axis[0].out, h = l.axis[1].out, columns = l.axis[2].out;
+    const i64 total = l.batch * channels * d * h * columns;
+    for (i64 index = (i64)blockIdx.x * THREADS + threadIdx.x; index < total; index += (i64)gridDim.x * THREADS) {
+        const Element e = element(index, l.y[1] == 1, channels, d, h, columns);
+        const i64 first = e.c / l.cout * l.cin;  // input channel of the group
+        const T *image = x + e.n * l.x[0] + first * l.x[1], *weights = w + first * l.w[0] + e.c % l.cout * l.w[1];
+        Acc sum = sum_of_taps<TapsOfOutput>(image, l.x, weights, l.w[0], l.cin, e.at, l);
+        if (bias) sum += Scalar::value(bias[e.c]);
+        y[offset(l.y, e.n, e.c, e.at)] = Scalar::stored(sum);
+    }
+}
+
+static __device__ __forceinline__ void grad_input(const T* dy, const T* w, T* dx, const PlainLayer& l) {
+    const i64 channels = l.groups * l.cin, d = l.axis[0].in, h = l.axis[1].in, columns = l.axis[2].in;
+    const i64 total = l.batch * channels * d * h * columns;
+    for (i64 index = (i64)blockIdx.x * THREADS + threadIdx.x; index < total; index += (i64)gridDim.x * THREADS) {
+        const Element e = element(index, l.x[1] == 1, channels, d, h, columns);
+        const T* image = dy + e.n * l.y[0] + e.c / l.cin * l.cout * l.y[1];
+        const Acc sum = sum_of_taps<TapsOfInput>(image, l.y, w + e.c * l.w[0], l.w[1], l.cout, e.at, l);
+        dx[offset(l.x, e.n, e.c, e.at)] = Scalar::stored(sum);
+    }
+}
+
+// A thread's share of an element of dw. The block's threads take as many neighbouring columns at once as there are, of several rows.
+static __device__ __forceinline__ Acc sum_of_pixels(const T* x, const T* dy, const i64 (&tap)[3], const PlainLayer& l) {
+    const PlainAxis &d = l.axis[0], &h = l.axis[1], &w = l.axis[2];
+    int columns = 1;
+    while (columns < w.in && columns < THREADS) columns *= 2;
+    Acc sum = 0;
+    for (i64 row = threadIdx.x / columns; row < l.batch * d.in * h.in; row += THREADS / columns) {
+        const i64 n = row / h.in / d.in;
+        i64 i[3] = {row / h.in % d.in, row % h.in}, p[3];
+        if (!TapsOfInput::meets(d, i[0], tap[0], p[0]) || !TapsOfInput::meets(h, i[1], tap[1], p[1])) continue;
+        for (i[2] = threadIdx.x % columns; i[2] < w.in; i[2] += columns) {
+            if (!TapsOfInput::meets(w, i[2], tap[2], p[2])) continue;
+            sum = multiply_add(Scalar::value(x[offset(l.x, n, 0, i)]), Scalar::value(dy[offset(l.y, n, 0, p)]), sum);
+        }
+    }
+    return sum;
+}
+
+static __device__ __forceinline__ void grad_weight(const T* x, const T* dy, T* dw, const PlainLayer& l) {
+    __shared__ Acc sums[THREADS];
+    const i64 kd = l.axis[0].kernel, kh = l.axis[1].kernel, kw = l.axis[2].kernel;
+    for (i64 index = blockIdx.x; index < l.groups * l.cin * l.cout * kd * kh * kw; index += gridDim.x) {
+        const Element e = element(index, false, l.cout, kd, kh, kw);  // e.n is the input channel
+        sums[threadIdx.x] = sum_of_pixels(x + e.n * l.x[1], dy + (e.n / l.cin * l.cout + e.c) * l.y[1], e.at, l);
+        for (int half = THREADS / 2; half > 0; half /= 2) {
+            __syncthreads();
+            if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+        }
+        if (threadIdx.x == 0) dw[offset(l.w, e.n, e.c, e.at)] = Scalar::stored(sums[0]);
+        __syncthreads();
+    }
+}
+};
+
+// Two blocks a multiprocessor: asked for one, the compiler spills registers.
+template <class C>
+__global__ void __launch_bounds__(C::threads, 2)
+    plain_forward(const typename Plain<C>::T* __restrict__ x, const typename Plain<C>::T* __restrict__ w,
+                  const typename Plain<C>::T* __restrict__ bias, typename Plain<C>::T* __restrict__ y, PlainLayer layer) {
+    Plain<C>::forward(x, w, bias, y, layer);
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::threads, 2)
+    plain_grad_input(const typename Plain<C>::T* __restrict__ dy, const typename Plain<C>::T* __restrict__ w,
+                     typename Plain<C>::T* __restrict__ dx, PlainLayer layer) {
+    Plain<C>::grad_input(dy, w, dx, layer);
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::threads, 2)
+    plain_grad_weight(const typename Plain<C>::T* __restrict__ x, const typename Plain<C>::T* __restrict__ dy,
+                      typename Plain<C>::T* __restrict__ dw, PlainLayer layer) {
+    Plain<C>::grad_weight(x, dy, dw, layer);
+}
+
+template <int P>
+struct PlainOf {
+  static constexpr int precision = P, threads = 256;
+};
+
+}  // namespace kernels
+
+namespace {
+
+template <class F>
+void by_dtype(const at::Tensor& t, const F& run) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return run(kernels::PlainOf<kernels::IEEE>());
+    case at::kHalf: return run(kernels::PlainOf<kernels::FP16>());
+    case at::kBFloat16: return run(kernels::PlainOf<kernels::BF16>());
+    case at::kDouble: return run(kernels::PlainOf<kernels::FP64>());
+    default: TORCH_CHECK(false, "tensors must be floating; got ", t.scalar_type());
+  }
+}
+
+// Blocks for so many results, which take further ones in turn.
+int64_t blocks(int64_t results) { return std::min<int64_t>(results, 1 << 20); }
+
+}  // namespace
+
+void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+             const at::Tensor& y, const std::array<int64_t, 40>& layer) {
+  by_dtype(x, [&](auto of) {
+    launch<kernels::plain_forward<decltype(of)>, 256, 0>(x, blocks((y.numel() + 255) / 256),
+        std::make_tuple(x.data_ptr(), weight.data_ptr(), address(bias), y.data_ptr(), layer));
+  });
+}
+
+void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
+                const std::array<int64_t, 40>& layer) {
+  by_dtype(grad, [&](auto of) {
+    launch<kernels::plain_grad_input<decltype(of)>, 256, 0>(grad, blocks((out.numel() + 255) / 256),
+        std::make_tuple(grad.data_ptr(), weight.data_ptr(), out.data_ptr(), layer));
+  });
+}
+
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 const std::array<int64_t, 40>& layer) {
+  by_dtype(x, [&](auto of) {
+    launch<kernels::plain_grad_weight<decltype(of)>, 256, 0>(x, blocks(out.numel()),
+        std::make_tuple(x.data_ptr(), grad.data_ptr(), out.data_ptr(), layer));
+  });
+}
+"""
+
+PLAIN_DECLARATIONS = r"""
+#include <array>
+#include <optional>
+void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+             const at::Tensor& y, const std::array<int64_t, 40>& layer);
+void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
+                const std::array<int64_t, 40>& layer);
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 const std::array<int64_t, 40>& layer);
+"""
+
+# --- CUDA C++: fast kernels -------------------------------------------------------------------------------------------
+
+FAST = r"""
 namespace kernels {
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
@@ -125,8 +507,6 @@ __device__ __forceinline__ void named_sync(int id, int threads) {
 __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
-
-// --- clusters: blocks that read each other's shared memory -------------------------------------------------------------
 
 // --- copies into shared memory ----------------------------------------------------------------------------------------
 
@@ -1241,8 +1621,6 @@ struct Producer<K, false, true> {
 };
 
 // Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
-
-// --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
 
 // --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
 
@@ -2460,8 +2838,6 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
   }
 }
 
-// --- g: from its place `at` and output channel `channel` on ---
-
 // --- a chunk ---
 
 // Bytes that `load` brings.
@@ -2932,10 +3308,6 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
 }
 
 // =====================================================================================================================
-// What becomes of a block's sums, where they are no slice (WgradSlice)
-// =====================================================================================================================
-
-// =====================================================================================================================
 // A block
 // =====================================================================================================================
 
@@ -3226,54 +3598,6 @@ struct GradWeight {
 
 namespace {
 
-// --- launches ----------------------------------------------------------------------------------------------------
-
-// A value as a kernel's parameter: pointers from void*, integers in range, tensor maps bit by bit.
-template <typename To, typename From>
-To parameter(const From& value) {
-  if constexpr (std::is_class_v<To>) {
-    static_assert(sizeof(To) == sizeof(From), "a struct is copied bit by bit");
-    To to;
-    std::memcpy(&to, &value, sizeof(To));
-    return to;
-  } else if constexpr (std::is_integral_v<To>) {
-    const To found = static_cast<To>(value);
-    TORCH_CHECK(found == value, "the tensor is too large: a size or the number of its tiles is ", value);
-    return found;
-  } else {
-    return static_cast<To>(value);
-  }
-}
-
-template <typename... Parameters, typename Values, size_t... I>
-void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, const Values& values,
-           std::index_sequence<I...>) {
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameter<Parameters>(std::get<I>(values))...));
-}
-
-// Launches a kernel on the tensor's device and that device's current stream. The kernel's arguments come as tuples
-// and arrays, which are joined.
-template <auto Kernel, int Threads, int SharedBytes, typename... Arguments>
-void launch(const at::Tensor& on, int64_t blocks, const Arguments&... arguments) {
-  TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: it makes ", blocks, " blocks");
-  const c10::cuda::CUDAGuard guard(on.device());
-  if constexpr (SharedBytes > 48 * 1024) {  // more than the default wants to be asked for, once per device
-    static std::array<std::once_flag, 64> asked;
-    std::call_once(asked.at(on.get_device()), [] {
-      C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes));
-    });
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(Threads);
-  config.dynamicSmemBytes = SharedBytes;
-  config.stream = c10::cuda::getCurrentCUDAStream(on.get_device()).stream();
-  const auto values = std::tuple_cat(arguments...);
-  start(Kernel, config, values, std::make_index_sequence<std::tuple_size_v<decltype(values)>>());
-}
-
-void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : nullptr; }
-
 // --- tensor maps: what the tensor copy engine must know of a tensor ----------------------------------------------
 
 // The driver's function, found at run time so that nothing links libcuda.
@@ -3355,7 +3679,7 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
 }
 """
 
-DECLARATIONS = r"""
+FAST_DECLARATIONS = r"""
 #include <array>
 #include <optional>
 void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
@@ -3368,10 +3692,10 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
 
 
 @functools.cache
-def build():
-    """Compiles the kernels and loads them; PyTorch keeps what is compiled in its folder for extensions.
+def build(fast: bool = True):
+    """Compiles the fast or the plain kernels and loads them; PyTorch keeps what is compiled in its extensions' folder.
 
-    The first call of ModelNew does it by itself; it takes a minute or two.
+    The first call of ModelNew does it by itself; it takes a minute or two. Plain ones are for the GPU that there is.
 
     Raises:
         RuntimeError: one sentence on what is missing, or the compiler's messages.
@@ -3384,13 +3708,14 @@ def build():
         raise RuntimeError("ModelNew compiles its kernels with ninja, which is missing: pip install ninja")
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none; set CXX")
-    digest = hashlib.sha256((CUDA + DECLARATIONS).encode()).hexdigest()
+    code, declarations = (FAST, FAST_DECLARATIONS) if fast else (PLAIN, PLAIN_DECLARATIONS)
+    digest = hashlib.sha256((HOST + code + declarations).encode()).hexdigest()
     return cpp_extension.load_inline(
         name=f"conv_transpose_{digest[:16]}",
-        cpp_sources=DECLARATIONS,
-        cuda_sources=CUDA,
+        cpp_sources=declarations,
+        cuda_sources=HOST + code,
         functions=["forward", "grad_input", "grad_weight"],
-        extra_cuda_cflags=["-O3", "-gencode=arch=compute_90a,code=sm_90a"],
+        extra_cuda_cflags=["-O3", *(["-gencode=arch=compute_90a,code=sm_90a"] if fast else [])],
     )
 
 
@@ -3402,9 +3727,9 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def output_size(size):
+def output_size(size, kernel, given: Arguments):
     """Of every spatial dimension."""
-    axes = zip(size, KERNEL, STRIDE, PADDING, OUTPUT_PADDING, DILATION)
+    axes = zip(size, kernel, *given[:4])
     return tuple((n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, more, d in axes)
 
 
@@ -3441,23 +3766,41 @@ def grad_weight_launch(batch, source, result, processors):
 
 @functools.cache
 def processors(device: int) -> int:
-    """Multiprocessors of a CUDA device, after a look whether the kernels run there."""
+    """Multiprocessors of a CUDA device that runs the fast kernels; 0 of another."""
     properties = torch.cuda.get_device_properties(device)
     have = properties.major, properties.minor
-    if not (have == CAPABILITY):
-        raise RuntimeError(
-            f"ModelNew's kernels are compiled for sm_90a; got cuda:{device} ({properties.name}) of compute "
-            f"capability {have[0]}.{have[1]}"
-        )
-    return properties.multi_processor_count
+    return properties.multi_processor_count if have == CAPABILITY else 0
+
+
+def plain_layer(x: Tensor, weight: Tensor, y: Tensor, given: Arguments):
+    """The numbers of the plain kernels' PlainLayer."""
+    lack = 3 - RANK
+    sizes = zip(x.shape[2:], y.shape[2:], weight.shape[2:], given.stride, given.padding, given.dilation)
+    axes = [number for n, o, k, s, p, d in sizes for number in (n, o, k, s, p, d, s // math.gcd(s, d))]
+    steps = [step for t in (x, weight, y) for step in (*t.stride()[:2], *(0,) * lack, *t.stride()[2:])]
+    channels = [x.shape[0], given.groups, weight.shape[0] // given.groups, weight.shape[1]]
+    return [*channels, *(1, 1, 1, 1, 0, 1, 1) * lack, *axes, *steps]
 
 
 # --- the three passes on tensors -------------------------------------------------------------------------------------
 
 
+def rounds_to_tf32() -> bool:
+    """Whether PyTorch's flags have float32 rounded to TF32, as it is by default."""
+    cudnn = torch.backends.cudnn
+    precision = cudnn.conv.fp32_precision if hasattr(cudnn, "conv") else "tf32" if cudnn.allow_tf32 else "ieee"
+    return precision == "tf32" and cudnn.enabled
+
+
+def is_fast(x: Tensor, shape, given: Arguments) -> bool:
+    """Whether the fast kernels serve a layer with weights of this shape."""
+    fitting = tuple(shape) == WEIGHT and given == LAYER and x.dtype == DTYPE and rounds_to_tf32()
+    return fitting and processors(x.get_device()) > 0
+
+
 def dense(t: Tensor, multiple: int = 1) -> Tensor:
-    """The tensor in the kernels' memory format, beginning at 16 bytes; with zeros at the end of each row, so that its
-    columns are a multiple, where rows must begin at 16 bytes, too: they add nothing to any sum."""
+    """The tensor in the fast kernels' memory format, beginning at 16 bytes; with zeros at the end of each row, so that
+    its columns are a multiple, where rows must begin at 16 bytes, too: they add nothing to any sum."""
     more = -t.shape[-1] % multiple
     if more:
         wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + more))
@@ -3467,35 +3810,48 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size)). Weights are packed at each call."""
-    shape = (x.shape[0], OUT_CHANNELS, *output_size(x.shape[2:]))
-    out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
-    if out.numel():
-        x, bias = dense(x, 4), None if bias is None else bias.contiguous()
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
+    """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
+    shape = (x.shape[0], weight.shape[1] * given.groups, *output_size(x.shape[2:], weight.shape[2:], given))
+    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=FORMAT)
+    if out.numel() == 0:
+        return out
+    bias = None if bias is None else bias.contiguous()
+    if is_fast(x, weight.shape, given):
+        x = dense(x, 4)
         launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
-        build().forward(x, weight.contiguous(), bias, out, *launch)
+        build(True).forward(x, weight.contiguous(), bias, out, *launch)
+    else:
+        build(False).forward(x, weight, bias, out, plain_layer(x, weight, out, given))
     return out
 
 
-def grad_input(grad: Tensor, weight: Tensor, size) -> Tensor:
-    """(batch, OUT_CHANNELS, *output_size(size)) -> (batch, IN_CHANNELS, *size)."""
-    shape = (grad.shape[0], IN_CHANNELS, *size)
-    out = torch.empty(shape, dtype=DTYPE, device=grad.device, memory_format=FORMAT)
-    if out.numel():
+def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
+    """(batch, other channels, *output_size) -> (batch, channels, *size)."""
+    shape = (grad.shape[0], weight.shape[0], *size)
+    out = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=FORMAT)
+    if out.numel() == 0:
+        return out
+    if is_fast(grad, weight.shape, given):
         grad = dense(grad)
         launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
-        build().grad_input(grad, weight.contiguous(), out, *launch)
+        build(True).grad_input(grad, weight.contiguous(), out, *launch)
+    else:
+        build(False).grad_input(grad, weight, out, plain_layer(out, weight, grad, given))
     return out
 
 
-def grad_weight(x: Tensor, grad: Tensor) -> Tensor:
-    """Inputs and gradients of the outputs -> (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)."""
-    out = torch.zeros((IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL), dtype=DTYPE, device=x.device)
-    if x.numel():
+def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
+    """Inputs and gradients of the outputs -> (channels, other channels // groups, *kernel), which is the shape."""
+    out = torch.zeros(shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return out
+    if is_fast(x, shape, given):
         x, grad = dense(x, 4), dense(grad)
         launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
-        build().grad_weight(x, grad, out, *launch)
+        build(True).grad_weight(x, grad, out, *launch)
+    else:
+        build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
     return out
 
 
@@ -3504,101 +3860,84 @@ def grad_weight(x: Tensor, grad: Tensor) -> Tensor:
 
 class ForwardFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx, x, weight, bias, given):
         ctx.save_for_backward(x, weight)
-        return forward(x, weight, bias)
+        ctx.given = given
+        return forward(x, weight, bias, given)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        by_x, by_weight, by_bias = ctx.needs_input_grad
+        by_x, by_weight, by_bias, _ = ctx.needs_input_grad
         return (
-            GradInputFunction.apply(grad, weight, x.shape[2:]) if by_x else None,
-            GradWeightFunction.apply(x, grad) if by_weight else None,
+            GradInputFunction.apply(grad, weight, x.shape[2:], ctx.given) if by_x else None,
+            GradWeightFunction.apply(x, grad, weight.shape, ctx.given) if by_weight else None,
             grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
+            None,
         )
 
 
 class GradInputFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, grad, weight, size):
+    def forward(ctx, grad, weight, size, given):
         ctx.save_for_backward(grad, weight)
-        return grad_input(grad, weight, size)
+        ctx.given = given
+        return grad_input(grad, weight, size, given)
 
     @staticmethod
     def backward(ctx, other):  # of the input's shape
         grad, weight = ctx.saved_tensors
-        by_grad, by_weight, _ = ctx.needs_input_grad
+        by_grad, by_weight, *_ = ctx.needs_input_grad
         return (
-            ForwardFunction.apply(other, weight, None) if by_grad else None,
-            GradWeightFunction.apply(other, grad) if by_weight else None,
+            ForwardFunction.apply(other, weight, None, ctx.given) if by_grad else None,
+            GradWeightFunction.apply(other, grad, weight.shape, ctx.given) if by_weight else None,
+            None,
             None,
         )
 
 
 class GradWeightFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, grad):
+    def forward(ctx, x, grad, shape, given):
         ctx.save_for_backward(x, grad)
-        return grad_weight(x, grad)
+        ctx.given = given
+        return grad_weight(x, grad, shape, given)
 
     @staticmethod
     def backward(ctx, other):  # of the weight's shape
         x, grad = ctx.saved_tensors
-        by_x, by_grad = ctx.needs_input_grad
+        by_x, by_grad, *_ = ctx.needs_input_grad
         return (
-            GradInputFunction.apply(grad, other, x.shape[2:]) if by_x else None,
-            ForwardFunction.apply(x, other, None) if by_grad else None,
+            GradInputFunction.apply(grad, other, x.shape[2:], ctx.given) if by_x else None,
+            ForwardFunction.apply(x, other, None, ctx.given) if by_grad else None,
+            None,
+            None,
         )
 
 
 # --- the module ------------------------------------------------------------------------------------------------------
 
 
-def check_precision() -> None:
-    """These kernels round float32 to TF32, as PyTorch does unless it is told not to."""
-    cudnn = torch.backends.cudnn
-    precision = cudnn.conv.fp32_precision if hasattr(cudnn, "conv") else "tf32" if cudnn.allow_tf32 else "ieee"
-    if precision != "tf32" or not cudnn.enabled:
-        raise RuntimeError(
-            "ModelNew multiplies in TF32, and torch.backends.cudnn (conv.fp32_precision, allow_tf32, enabled) now asks "
-            f"for IEEE float32; got {precision!r}"
-        )
-
-
-def check(x: Tensor, weight: Tensor) -> None:
-    """Raises ValueError, in a sentence, for an input that the kernels cannot take."""
+def check(x: Tensor, weight: Tensor, given: Arguments) -> None:
+    """Raises ValueError, in a sentence, for an input that no kernel can take."""
     if x.dim() != RANK + 2:
         shapes = "(batch, channels, depth, height, width), batched or not"
         raise ValueError(f"ModelNew takes inputs {shapes}; got shape {tuple(x.shape)}")
-    if x.shape[1] != IN_CHANNELS:
-        raise ValueError(f"ModelNew takes inputs of {IN_CHANNELS} channels; got shape {tuple(x.shape)}")
-    if min(x.shape[2:]) < 1 or min(output_size(x.shape[2:])) < 1:
+    if x.shape[1] != weight.shape[0]:
+        raise ValueError(f"ModelNew takes inputs of {weight.shape[0]} channels; got shape {tuple(x.shape)}")
+    if min(x.shape[2:]) < 1 or min(output_size(x.shape[2:], weight.shape[2:], given)) < 1:
         raise ValueError(f"ModelNew takes inputs that leave an output; got shape {tuple(x.shape)}")
-    if x.dtype != DTYPE or weight.dtype != DTYPE:
-        raise ValueError(f"ModelNew takes inputs and weights of {DTYPE}; got {x.dtype} and {weight.dtype}")
+    if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        raise ValueError(f"ModelNew takes inputs of its weights' floating dtype; got {x.dtype} and {weight.dtype}")
     if not x.is_cuda or x.device != weight.device:
         raise ValueError(f"ModelNew takes inputs and weights on one CUDA device; got {x.device} and {weight.device}")
-    check_precision()
-
-
-EXPECTED = {
-    "in_channels": 32,
-    "out_channels": 64,
-    "kernel_size": (3, 3, 3),
-    "stride": (2, 2, 2),
-    "padding": (1, 1, 1),
-    "output_padding": (0, 0, 0),
-    "dilation": (2, 2, 2),
-    "groups": 1,
-}
 
 
 class Layer(nn.Module):
     """The parameters of the original's layer, drawn as PyTorch draws them; the arguments are torch.nn's.
 
     Raises:
-        ValueError: for another layer than the one that the kernels are specialised for.
+        ValueError: for arguments that PyTorch refuses, too.
     """
 
     def __init__(
@@ -3614,16 +3953,19 @@ class Layer(nn.Module):
         dilation=1,
     ) -> None:
         super().__init__()
-        sizes = {"kernel_size": kernel_size, "stride": stride, "padding": padding}
-        sizes |= {"output_padding": output_padding, "dilation": dilation}
-        given = {name: (value,) * RANK if isinstance(value, int) else tuple(value) for name, value in sizes.items()}
-        given |= {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
-        for name, value in EXPECTED.items():
-            if given[name] != value:
-                raise ValueError(f"ModelNew is specialised for {name}={value!r}; got {given[name]!r}")
-        self.weight = nn.Parameter(torch.empty(IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL))
+        values = (kernel_size, stride, padding, output_padding, dilation)
+        kernel, *sizes = ((v,) * RANK if isinstance(v, int) else tuple(v) for v in values)
+        self.given = Arguments(*sizes, groups)
+        stride, padding, output_padding, dilation, _ = self.given
+        if groups < 1 or in_channels % groups or out_channels % groups:
+            raise ValueError(f"channels must be a multiple of groups; got {in_channels}, {out_channels} and {groups}")
+        if min(*kernel, *stride, *dilation, 1) < 1 or min(*padding, *output_padding, 0) < 0:
+            raise ValueError(f"sizes must be positive and paddings not negative; got {kernel} and {self.given}")
+        if any(more >= max(s, d) for more, s, d in zip(output_padding, stride, dilation)):
+            raise ValueError(f"output_padding must be smaller than stride or dilation; got {output_padding}")
+        self.weight = nn.Parameter(torch.empty(in_channels, out_channels // groups, *kernel))
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        self.register_parameter("bias", nn.Parameter(torch.empty(OUT_CHANNELS)) if bias else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_channels)) if bias else None)
         if bias:
             bound = 1 / math.sqrt(self.weight[0].numel())
             nn.init.uniform_(self.bias, -bound, bound)
@@ -3660,9 +4002,9 @@ class ModelNew(nn.Module):
             x = x.unsqueeze(0)
         layer = self.conv_transpose3d
         weight, bias = layer.weight, layer.bias
-        check(x, weight)
+        check(x, weight, layer.given)
         if torch.is_grad_enabled():
-            out = ForwardFunction.apply(x, weight, bias)
+            out = ForwardFunction.apply(x, weight, bias, layer.given)
         else:
-            out = forward(x, weight, bias)
+            out = forward(x, weight, bias, layer.given)
         return out.squeeze(0) if single else out

@@ -135,11 +135,8 @@ def _shared_memory_of_nans(request: pytest.FixtureRequest, monkeypatch: pytest.M
     def filler(device: int) -> tuple[launch.Launcher, int, int]:
         chip = gpu(device)
         kernel = jit.kernel(NANS, "nans", chip.arch, "NaNs")
-        return (
-            launch.Launcher(kernel, device, 512, chip.shared_bytes, "i"),
-            chip.multiprocessors,
-            chip.shared_bytes // 4,
-        )
+        fill = launch.Launcher(kernel, device, 512, chip.shared_bytes, "q")
+        return fill, chip.multiprocessors, chip.shared_bytes // 4
 
     def behind_nans(
         self: launch.Launcher, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False

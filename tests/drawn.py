@@ -14,7 +14,7 @@ import torch
 
 from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.cost import Cost
-from upconv.cuda.direct import direct, direct_grad, plain, staged, staged_tiles, tiles, walks
+from upconv.cuda.direct import direct, plain, staged, staged_tiles, tiles, walks
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import H200, Gpu
@@ -156,8 +156,6 @@ def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
 
 
 def direct_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    if p.pass_ == "grad-input":
-        return direct_grad.Choice(1e-5, "", "", p, rng.choice((1, 2, 4, 8)))
     kinds = [every for every in (list(tiles.tiles(p)), list(walks.walks(p))) if every]
     tile: Any = rng.choice(rng.choice(kinds))
     choice = direct.Choice(1e-5, "", "", p, tile)
@@ -268,11 +266,11 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
         lambda rng, p, gpu: wgrad_choice(rng, p, gpu, WarpgroupTiling),
     ),
     "direct": (
-        Layers(FORWARD_LIKE, SCALAR, inputs=(1, 3, 4, 8, 16), outputs=(1, 2, 3, 4, 9, 17), groups=(1, 1, 2, 3, 8),
+        Layers(("fwd",), SCALAR, inputs=(1, 3, 4, 8, 16), outputs=(1, 2, 3, 4, 9, 17), groups=(1, 1, 2, 3, 8),
                widths=(1, 3, 4, 8, 12, 16, 20, 33)),
         direct_choice,
     ),
-    "direct walks": (Layers(("fwd",), SCALAR, ranks=(1, 2, 2), inputs=(1, 2, 3, 4, 8, 16)), walk_choice),
+    "direct walks": (Layers(("fwd",), SCALAR, ("nchw",), ranks=(1, 2, 2), inputs=(1, 2, 3, 4, 8, 16)), walk_choice),
     "staged": (
         Layers(GRADIENTS, SCALAR, inputs=(1, 2, 3, 8), outputs=(1, 2, 3, 5), groups=(1, 2, 3)), staged_choice,
     ),

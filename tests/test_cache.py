@@ -145,16 +145,6 @@ def test_any_damage_to_an_entry_is_noticed(folder: Path, data: st.DataObject) ->
     assert cache._open(bad, KEY, "80") is None or bad == whole
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no tail"])
-def test_a_damaged_library_is_deleted(folder: Path, damage: str) -> None:
-    path = cache.keep_library(KEY, b"code" * 99)
-    assert path is not None and cache.kept_library(KEY) == path
-    whole = path.read_bytes()
-    damaged = {"empty": b"", "cut": whole[:-9], "flipped": b"x" + whole[1:], "no tail": b"code" * 99}
-    path.write_bytes(damaged[damage])
-    assert cache.kept_library(KEY) is None and not path.exists()
-
-
 # --- the limit -------------------------------------------------------------------------------------------------------
 
 

@@ -195,7 +195,6 @@ FAULTS = {
     "plain: a remainder": ("plain", r"% a\.stride != 0\) \+\+k;", "% a.stride < 0) ++k;"),
     "plain: a border": ("plain", r"return p >= 0 && p < a\.out;", "return p < a.out;"),
     "plain: no barrier between sums": ("plain", r"half /= 2\) \{\s*__syncthreads\(\);", "half /= 2) {"),
-    "direct_grad: a border": ("direct", r"if \(\(u32\)w >= \(u32\)s\.out_w\) continue;", "if (w >= s.out_w) continue;"),
     "direct_walk: a row of the window": ("direct walks", r"window\[r \+ 1\]\[c\];", "window[r][c];"),
     "staged: no barrier ahead of a tile": (
         "staged",

@@ -58,7 +58,7 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     ("gather", "100a", "fwd", "nchw", 32): 16,  # kb69 and kb79 in IEEE; kb64, kb74 8
     ("gather", "100a", "grad-input", "nchw", 32): 16,  # kb79 in IEEE; kb69 8
     ("gather", "120", "grad-input", "nchw", 32): 8,  # hifigan in IEEE
-    # Around a tile's stores (test_pairs.py).
+    # Around a tile's stores.
     ("pixels", "90a", "grad-input", "nchw", 16): 8,  # unet1
     # fsrcnn in IEEE, of which a thread has 3 x 24 outputs.
     ("direct", "80", "fwd", "nchw", 32): 8,
@@ -70,8 +70,6 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     ("direct", "80", "fwd", "nchw", 64): 96,
     ("direct", "90a", "fwd", "nchw", 64): 200,
     ("direct", "100a", "fwd", "nchw", 64): 112,
-    # Of 48 registers.
-    ("direct", "120", "grad-input", "nchw", 64): 8,  # kb57, kb71, pix, dcgan1 to dcgan3
     # Why is not known.
     ("direct", "80", "grad-weight", "nchw", 32): 16,  # fsrcnn
     ("direct", "86", "grad-weight", "nchw", 32): 16,

@@ -34,6 +34,7 @@ from upconv.export import (
     check,
     command,
     cpp,
+    device,
     gpu_of,
     kernelbench,
     kernelbench_problem,
@@ -125,11 +126,13 @@ def test_constructors_are_kernelbenchs(number: int) -> None:
     assert found == CONSTRUCTORS[number]
 
 
-def test_another_layer_than_the_exported_one_is_refused() -> None:
+def test_arguments_that_pytorch_refuses_are_refused() -> None:
     model: Any = names(57)["ModelNew"]
-    assert model(64, 64, 3, bias=True).conv_transpose2d.bias is not None  # kernels add a bias where there is one
-    for arguments, word in (((64, 64, 5), "kernel_size"), ((64, 32, 3), "out_channels"), ((64, 64, 3, 2), "stride")):
-        with pytest.raises(ValueError, match=rf"specialised for {word}=.*; got"):
+    for arguments, words in (
+        ((64, 65, 3, 1, 0, 0, 2), "multiple of groups"), ((64, 64, 3, 0), "positive"), ((64, 64, 3, 1, -1), "negative"),
+        ((64, 64, 3, 2, 0, 2), "output_padding must be smaller"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
             model(*arguments)
 
 
@@ -145,7 +148,7 @@ def test_inputs_are_checked_in_a_sentence() -> None:
     for shape, words in cases.items():
         with pytest.raises(ValueError, match=re.escape(words)):
             model(torch.zeros(shape))
-    with pytest.raises(ValueError, match=r"torch.float32; got torch.float16"):
+    with pytest.raises(ValueError, match=r"got torch.float16 and torch.float32"):
         model(torch.zeros(1, 64, 8, 8, dtype=torch.float16))
 
 
@@ -155,33 +158,40 @@ def test_what_is_missing_to_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     module = load(exported(72))
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(RuntimeError, match="PyTorch with CUDA"):
-        module["build"]()
+        module["build"](True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
     with pytest.raises(RuntimeError, match="nvcc"):
-        module["build"]()
+        module["build"](True)
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/nowhere")
     monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: False)
     with pytest.raises(RuntimeError, match="ninja"):
-        module["build"]()
+        module["build"](True)
     monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: True)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"C\+\+ compiler"):
-        module["build"]()
+        module["build"](True)
     given: dict[str, Any] = {}
     monkeypatch.setenv("CXX", sys.executable)
     monkeypatch.setattr(cpp_extension, "load_inline", lambda **arguments: given.update(arguments) or given)
-    assert module["build"]() is given and module["build"]() is given
+    assert module["build"](True) is given and module["build"](True) is given
     assert "-gencode=arch=compute_90a,code=sm_90a" in given["extra_cuda_cflags"]
+    assert module["build"](False)["extra_cuda_cflags"] == ["-O3"]  # for whatever GPU there is
 
 
-def test_flags_that_ask_for_ieee_are_not_answered_in_tf32() -> None:
-    look = names(57)["check_precision"]
-    with precision_flags("tf32"):
-        look()
-    with precision_flags("ieee"), pytest.raises(RuntimeError, match="got 'ieee'"):
-        look()
-    assert "check_precision" not in names(72)  # IEEE kernels are right under every flag
+def test_flags_that_ask_for_ieee_are_not_answered_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load(exported(57))
+    module["processors"] = lambda device: 132
+    x, shape, given = torch.zeros(1, 64, 8, 8), module["WEIGHT"], module["LAYER"]
+    for flags, fast in (("tf32", True), ("ieee", False)):
+        with precision_flags(flags):
+            assert module["is_fast"](x, shape, given) is fast
+    assert not module["is_fast"](x.double(), shape, given)
+    assert not module["is_fast"](x, (64, 32, 3, 3), given)
+    assert not module["is_fast"](x, shape, given._replace(stride=(1, 2)))
+    module["processors"] = lambda device: 0  # of another device
+    assert not module["is_fast"](x, shape, given)
+    assert "rounds_to_tf32" not in names(72)  # IEEE kernels are right under every flag
 
 
 # --- launches: the file's arithmetic against the library's -----------------------------------------------------------
@@ -337,15 +347,52 @@ class FakeExtension:
         return call(x, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation)  # type: ignore[no-any-return]
 
 
+class PlainExtension:
+    """Computes plain passes with PyTorch, by the numbers that the kernels are given."""
+
+    @staticmethod
+    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, numbers: list[int]) -> Tensor:
+        rank = x.dim() - 2
+        (batch, groups, cin, cout), steps = numbers[:4], [numbers[i : i + 5] for i in (25, 30, 35)]
+        axes = [numbers[i : i + 7] for i in range(4, 25, 7)][3 - rank :]
+        assert (batch, groups * cin, cin, cout) == (x.shape[0], x.shape[1], weight.shape[0] // groups, weight.shape[1])
+        for t, of in zip((x, weight, y), steps):
+            assert t.stride() == (*of[:2], *of[5 - rank :])
+        sizes, outs, kernel, stride, padding, dilation, phases = zip(*axes)
+        assert (sizes, outs, kernel) == (x.shape[2:], y.shape[2:], weight.shape[2:])
+        assert all(n * math.gcd(s, d) == s for n, s, d in zip(phases, stride, dilation))
+        more = [
+            o - ((n - 1) * s - 2 * p + d * (k - 1) + 1)
+            for n, o, k, s, p, d in zip(sizes, outs, kernel, stride, padding, dilation)
+        ]
+        call: Any = getattr(nn.functional, f"conv_transpose{rank}d")
+        return call(x, weight, bias, stride, padding, more, groups, dilation)  # type: ignore[no-any-return]
+
+    @classmethod
+    def forward(cls, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, numbers: list[int]) -> None:
+        out.copy_(cls.convolve(x, weight, bias, out, numbers))
+
+    @classmethod
+    def grad_input(cls, grad: Tensor, weight: Tensor, out: Tensor, numbers: list[int]) -> None:
+        like = torch.zeros_like(out)
+        FakeExtension.derive(out, like, lambda x: cls.convolve(x, weight, None, grad, numbers), grad)
+
+    @classmethod
+    def grad_weight(cls, x: Tensor, grad: Tensor, out: Tensor, numbers: list[int]) -> None:
+        FakeExtension.derive(out, torch.zeros_like(out), lambda w: cls.convolve(x, w, None, grad, numbers), grad)
+
+
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem], dict[str, Any]]:
     """Loads a file whose kernels are PyTorch's, to run on the CPU."""
-    monkeypatch.setattr(program, "cuda", lambda *given: "")
+    monkeypatch.setattr(program, "fast", lambda *given: "")
+    monkeypatch.setattr(device, "plain", lambda: "")
 
     def make(p: Problem) -> dict[str, Any]:
         found = load(source(p, "90a"))
         fake = FakeExtension(p)
-        found.update(build=lambda: fake, processors=lambda device: 132, check=lambda x, weight: None)
+        found.update(build=lambda fast: fake if fast else PlainExtension, processors=lambda device: 132)
+        found.update(check=lambda *given: None, fake=fake)
         return found
 
     return make
@@ -405,9 +452,9 @@ def test_rows_of_every_width_are_served(width: int, faked: Callable[[Problem], d
         def checked(*given: Any, whole: Any = whole, of: Any = of, tensors: int = tensors) -> None:
             columns = [t.shape[-1] for t in ([given[0], given[1]] if tensors == 2 else given[:1])]
             assert all(n % m == 0 for n, m in zip(columns, of))
-            whole(module["build"](), *given)
+            whole(module["fake"], *given)
 
-        setattr(module["build"](), name, checked)
+        setattr(module["fake"], name, checked)
     model = module["ModelNew"]()
     x = torch.randn(2, 32, 12, width, requires_grad=True)
     theirs = nn.ConvTranspose2d(32, 48, (3, 4), (1, 2), 1)
@@ -421,11 +468,43 @@ def test_rows_of_every_width_are_served(width: int, faked: Callable[[Problem], d
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+OTHERS = {
+    1: ("6,4,5,stride=3,padding=1,output_padding=2,dilation=2,groups=2", "3x6x11"),
+    2: ("4,6,(2,3),stride=(2,1),dilation=(1,3),bias=False", "2x4x7x5"),
+    3: ("3,3,(1,2,3),stride=(1,2,1),padding=(0,1,1),groups=3", "2x3x4x3x5"),
+}
+
+
+@pytest.mark.parametrize("rank", OTHERS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_other_layers_are_served_by_the_plain_kernels(
+    rank: int, dtype: torch.dtype, faked: Callable[[Problem], dict[str, Any]]
+) -> None:
+    """Whatever a file is for; first and second gradients."""
+    text, shape = OTHERS[rank]
+    p = parse_layer(text, shape)
+    bias = p.bias
+    module = faked(parse_layer(",".join(["8,4", str((3,) * rank)]), "x".join(["2", "8", *["16"] * rank])))
+    arguments = (p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, p.output_padding, p.groups, bias)
+    torch.manual_seed(7)
+    model = module["ModelNew"](*arguments, p.dilation).to(dtype)
+    torch.manual_seed(7)
+    theirs = getattr(nn, f"ConvTranspose{rank}d")(*arguments, p.dilation).to(dtype)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), theirs.parameters(), strict=True))
+    x = torch.randn(p.input_shape, dtype=dtype, requires_grad=True)
+    found, wanted = model(x), theirs(x)
+    torch.testing.assert_close(found, wanted)
+    for y, layer_ in ((found, model), (wanted, theirs)):
+        layer_.grads = torch.autograd.grad(y.square().sum(), (x, *layer_.parameters()), create_graph=True)
+        layer_.second = torch.autograd.grad(layer_.grads[0].square().sum() + layer_.grads[1].square().sum(), x)
+    torch.testing.assert_close((model.grads, model.second), (theirs.grads, theirs.second), rtol=1e-4, atol=1e-4)
+
+
 def test_a_changed_weight_is_seen(faked: Callable[[Problem], dict[str, Any]]) -> None:
     """Also by a change which PyTorch does not count."""
     p = parse_layer("4,6,3,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
     module = faked(p)
-    model, extension = module["ModelNew"]().double(), module["build"]()
+    model, extension = module["ModelNew"]().double(), module["build"](True)
     x = torch.randn(p.input_shape, dtype=torch.float64)
     weight = model.conv_transpose2d.weight
     for change in (lambda: weight.data.mul_(2), lambda: weight.detach().numpy().fill(0.5), lambda: None):
@@ -441,13 +520,13 @@ def test_a_check_tells_right_from_wrong(
     p = parse_layer("4,6,3,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
     module = faked(p)
     if wrong is not None:
-        whole = getattr(module["build"](), wrong)
+        whole = getattr(module["fake"], wrong)
 
         def spoiled(*given: Any) -> None:
             whole(*given)
             given[3 if wrong == "forward" else 2].mul_(1.01)  # the result
 
-        setattr(module["build"](), wrong, spoiled)
+        setattr(module["fake"], wrong, spoiled)
     monkeypatch.setattr(check, "load", lambda text: module)
     monkeypatch.setattr(timing, "SWEEP", timing.Repeats(0.0, 3, 3))
     found = check.compare("", p, "conv_transpose2d", (), torch.device("cpu"))
@@ -594,7 +673,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
         p = p.with_(dtype=dtype, precision=precision)
         path = folder / f"{len(running)}.py"
         path.write_text(source(p), encoding="utf-8")
-        code = f"names = {{}}; exec(open({str(path)!r}).read(), names); names['build']()"
+        code = f"names = {{}}; exec(open({str(path)!r}).read(), names); names['build'](True)"
         running.append((name, path, subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)))
     for name, path, process in running:
         _, errors = process.communicate(timeout=550)
@@ -655,6 +734,32 @@ class TestOnGpu:
             assert torch.equal(model(x[0]), model(x[:1])[0])
             away = torch.empty(x.numel() + 1, device="cuda", dtype=dtype)[1:].view_as(x).copy_(x.detach())
             assert torch.equal(model(away), y)
+
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16, torch.float64))
+    def test_other_layers(self, dtype: torch.dtype, built: Callable[[str], dict[str, Any]]) -> None:
+        """By the plain kernels, which are in every file."""
+        bounds = {torch.float32: 1e-6, torch.float64: 1e-13, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+        for rank, name in ((2, "tensor cores"), (3, "3-D")):
+            p = parse_layer(*OTHERS[rank])
+            arguments = (p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, p.output_padding, p.groups, True)
+            model = built(name)["ModelNew"](*arguments, p.dilation).to("cuda", dtype)
+            x = torch.randn(p.input_shape, device="cuda", dtype=dtype, requires_grad=True)
+            y = model(x)
+            grad = torch.randn_like(y)
+            found = (y, *torch.autograd.grad(y, (x, *model.parameters()), grad))
+            assert all(_relative(a, b) < bounds[dtype] for a, b in zip(found, _truth(p, model, x, grad), strict=True))
+            with torch.no_grad():
+                assert torch.equal(model(x), y)
+
+    def test_float32_as_ieee(self, built: Callable[[str], dict[str, Any]]) -> None:
+        p = parse_layer(*ON_GPU["tensor cores"][:2])
+        model = built("tensor cores")["ModelNew"](bias=True).cuda()
+        x = torch.randn(p.input_shape, device="cuda", requires_grad=True)
+        with precision_flags("ieee"):
+            y = model(x)
+            grad = torch.randn_like(y)
+            found = (y, *torch.autograd.grad(y, (x, *model.parameters()), grad))
+        assert all(_relative(a, b) < 2e-6 for a, b in zip(found, _truth(p, model, x, grad)))
 
     def test_changed_weights_are_packed_again(self, built: Callable[[str], dict[str, Any]]) -> None:
         model = built("tensor cores")["ModelNew"](bias=False).cuda()

@@ -380,6 +380,12 @@ def test_arguments_that_do_not_fit_are_not_launched(driver: Driver, args: tuple[
     assert driver.launches == []
 
 
+@pytest.mark.parametrize("arguments", ["i", "Qi", "129s"])
+def test_arguments_have_8_bytes_each(driver: Driver, arguments: str) -> None:
+    with pytest.raises(ValueError, match=f"^arguments must be of 8 bytes each; got '{arguments}'$"):
+        Launcher(Kernel("f", 77, 32, 0, 512), 0, 128, 0, arguments)
+
+
 @pytest.mark.parametrize("argument", [Int(2**31), Int(-(2**31) - 1), Long(2**63)], ids=repr)
 def test_a_records_values_fit(argument: Int | Long) -> None:
     with pytest.raises(OverflowError):

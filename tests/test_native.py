@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +30,9 @@ from conftest import BARE, assert_equal, needs_gxx
 from situations.observers import Listing as Dispatch
 from situations.observers import Names as Function
 from situations.processes import in_threads
-from standins import Kernels, StandIn, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
-from upconv import autograd, convolutions, dispatch, freezing, modules, ops, reference
+from standins import H200, Kernels, StandIn, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
+from upconv import autograd, convolutions, dispatch, freezing, modules, ops, planner, reference
+from upconv.compiler import recorded
 from upconv.cuda import launches, prepared, recording, weights
 from upconv.cuda.compile import cache
 from upconv.cuda.compile import driver as driver_module
@@ -426,15 +428,35 @@ def test_replayed_calls_are_what_they_were(
     for _ in range(4):
         layers.alike(x)
     kernels.log.clear()
+    machine.launched.clear()
     out = layers.replayed(x.requires_grad_())
     assert is_replayed(out)
     out.sum().backward()  # an expanded gradient, which is made dense
     assert kernels.log == [], "Python computed none of it"
+    hows = [how for how, _, _ in machine.launched]
+    assert hows == ["ordinary", "dependent", "cooperative", "ordinary", "dependent"]
     for _ in range(3):
         x = torch.randn(size).contiguous(memory_format=order if last else torch.contiguous_format)
         layers.alike(x, torch.randn(out.shape))
-    hows = {how for how, _, _ in machine.launched}
-    assert hows == {"ordinary", "dependent", "cooperative"}
+
+
+@needs_gxx
+@pytest.mark.parametrize("dense", (True, False))
+def test_a_compiled_graphs_gradients(machine: Machine, kernels: Kernels, module: Any, dense: bool) -> None:
+    """Those of an output's gradient that is not dense stay in Python, which copies it."""
+    p = Problem.make(2, 4, 3, (5, 6), 3)
+    plan, x, w = planner.plan(p, H200), torch.randn(p.input_shape), torch.randn(p.weight_shape)
+    grad = torch.randn(2, 3, 8, 7).mT
+    grad = grad.contiguous() if dense else grad
+    wanted = reference.gradients(p, grad, x, w)
+    for mask, times in product(((True, True, False), (False, True, False)), range(5)):
+        kernels.log.clear()
+        found = recorded.compute(plan, mask, (grad, x, w))
+        for a, b, asked in zip(found, wanted, mask):
+            assert (a is not None) == asked
+            if a is not None:
+                torch.testing.assert_close(a.double(), b)
+        assert (kernels.log == []) == (dense and times >= replays.CALLS)
 
 
 @needs_gxx

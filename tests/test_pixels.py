@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from conftest import EVERY, Stubs, needs_gxx, off_16_bytes
 from drawn import DTYPES, FAMILIES, choices
 from emulator import Emulator, emulator
-from results import Way, assert_infinities_reach_no_others, laid_out
+from results import Way, assert_computes, assert_infinities_reach_no_others, laid_out
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import A100, B200, H200, Gpu
+from upconv.cuda.launches import Given
 from upconv.cuda.pixels import family, implicit, pairs, phases, subpixel, sweep
 from upconv.cuda.pixels.choice import TileChoice
 from upconv.problem import Precision, Problem
@@ -364,6 +365,14 @@ def test_a_view_off_16_bytes_gets_the_output(mode: str, p: Problem, aligned: boo
         assert (to.data_ptr() in stubs.pop()[3]) == (to is out or not aligned)
 
 
+def test_long_kernels_do_not_begin_beside_their_packing() -> None:
+    """Of blocks that read the same pixels and weights (docs/experiments.md)."""
+    many = Problem.make(100, 256, 256, (56, 56), 2, 2, precision="tf32", **LAST)
+    for module, p, beside in ((implicit, many, False), (pairs, SMALL_BACK, True)):
+        choice = module.choose(p, H200)
+        assert choice.launches(Given("contiguous"))[-1].dependent == beside == (choice.seconds < 40e-6)
+
+
 def last_weights(p: Problem) -> torch.Tensor:
     return torch.randn(p.weight_shape, dtype=p.dtype).contiguous(memory_format=torch.channels_last)
 
@@ -398,6 +407,16 @@ def test_channels_last_weights_are_read_in_place(pass_: Any, precision: Precisio
     off = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride(), 1)
     prepared.run(off, packed, None, out, fresh=True)
     assert stubs.pop()[2] is False, "it does not begin beside the copy"
+
+
+@needs_gxx
+def test_a_forwards_weights_are_right_where_they_lie(emulator: Emulator) -> None:
+    """Channels-last ones of 16 bits, whose rows the tensor cores turn; of random layers few have them."""
+    p = Problem.make(2, 72, 128, (5, 7), 3, 2, 1, dtype=torch.bfloat16, precision="bf16", bias=True, **LAST)
+    for t in {t.columns: t for t in implicit.alone(any_size(p), H200)}.values():
+        assert t.turnable
+        for seed in (0, 1):
+            assert_computes(TileChoice(t, p, H200, Cost(1e-5)), emulator, seed, Way(last=True))
 
 
 # --- infinities ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ LAUNCH = dedent(
     """\
     // --- launches ----------------------------------------------------------------------------------------------------
 
-    // A value as a kernel's parameter: pointers from void*, integers in range, tensor maps bit by bit.
+    // A value as a kernel's parameter: pointers from void*, integers in range, tensor maps and structs bit by bit.
     template <typename To, typename From>
     To parameter(const From& value) {
       if constexpr (std::is_class_v<To>) {
@@ -119,6 +119,68 @@ TENSOR_MAP = dedent(
 )
 
 
+_PLAIN_LAYER = "const std::array<int64_t, 40>& layer"
+_PLAIN = {
+    "forward": (
+        f"void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,\n"
+        f"             const at::Tensor& y, {_PLAIN_LAYER})"
+    ),
+    "grad_input": (
+        f"void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,\n"
+        f"                {_PLAIN_LAYER})"
+    ),
+    "grad_weight": (
+        f"void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,\n"
+        f"                 {_PLAIN_LAYER})"
+    ),
+}
+PLAIN_DECLARATIONS = "".join(f"{text};\n" for text in _PLAIN.values()).rstrip()
+PLAIN = dedent(
+    """\
+    namespace {
+
+    template <class F>
+    void by_dtype(const at::Tensor& t, const F& run) {
+      switch (t.scalar_type()) {
+        case at::kFloat: return run(kernels::PlainOf<kernels::IEEE>());
+        case at::kHalf: return run(kernels::PlainOf<kernels::FP16>());
+        case at::kBFloat16: return run(kernels::PlainOf<kernels::BF16>());
+        case at::kDouble: return run(kernels::PlainOf<kernels::FP64>());
+        default: TORCH_CHECK(false, "tensors must be floating; got ", t.scalar_type());
+      }
+    }
+
+    // Blocks for so many results, which take further ones in turn.
+    int64_t blocks(int64_t results) { return std::min<int64_t>(results, 1 << 20); }
+
+    }  // namespace
+
+    @forward@ {
+      by_dtype(x, [&](auto of) {
+        launch<kernels::plain_forward<decltype(of)>, 256, 0>(x, blocks((y.numel() + 255) / 256),
+            std::make_tuple(x.data_ptr(), weight.data_ptr(), address(bias), y.data_ptr(), layer));
+      });
+    }
+
+    @grad_input@ {
+      by_dtype(grad, [&](auto of) {
+        launch<kernels::plain_grad_input<decltype(of)>, 256, 0>(grad, blocks((out.numel() + 255) / 256),
+            std::make_tuple(grad.data_ptr(), weight.data_ptr(), out.data_ptr(), layer));
+      });
+    }
+
+    @grad_weight@ {
+      by_dtype(x, [&](auto of) {
+        launch<kernels::plain_grad_weight<decltype(of)>, 256, 0>(x, blocks(out.numel()),
+            std::make_tuple(x.data_ptr(), grad.data_ptr(), out.data_ptr(), layer));
+      });
+    }
+    """
+)
+for _name, _text in _PLAIN.items():
+    PLAIN = PLAIN.replace(f"@{_name}@", _text)
+
+
 def includes() -> str:
     """The headers of the host code."""
     standard = ("algorithm", "array", "cstring", "mutex", "optional", "tuple", "type_traits", "utility")
@@ -131,11 +193,15 @@ def includes() -> str:
     return "\n".join(lines)
 
 
+def host() -> str:
+    """What all launches share."""
+    return f"namespace {{\n\n{LAUNCH}\n}}  // namespace\n"
+
+
 def helpers(found: Sequence[Kernel]) -> str:
-    """What the launch functions share."""
-    every = [one for k in found for launch in launches(k) for one in launch.arguments]
-    text = f"{LAUNCH}\n{TENSOR_MAP}" if any(isinstance(one, Map) for one in every) else LAUNCH
-    return f"namespace {{\n\n{text}\n}}  // namespace\n"
+    """What the fast kernels' launches share."""
+    every = (one for k in found for launch in launches(k) for one in launch.arguments)
+    return f"namespace {{\n\n{TENSOR_MAP}\n}}  // namespace\n" if any(isinstance(one, Map) for one in every) else ""
 
 
 def launches(k: Kernel) -> tuple[Launch, ...]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.scalars import PRECISIONS
 from upconv.export import shake
 from upconv.export.passes import Kernel
 
@@ -26,16 +28,8 @@ def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
 
 
 def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
-    """What the kernels need of their files; where NVRTC is missing, or if that compiled to something else, all."""
-    files: dict[str, str] = {}
-    for k in found:
-        _add(jit.parts_of(k.unit.source)[1], files)
-    whole = re.sub(r"\n{3,}", "\n\n", "\n".join(shake.stripped(text) for text in files.values())).strip() + "\n"
-    if nvrtc.unavailable() is not None:
-        return whole
-    needed = _needed(found, files, gpu)
-    same = all(_ptx(k, needed, gpu) == _ptx(k, whole, gpu) for k in found)
-    return needed if same else whole
+    """What the kernels need of their files."""
+    return _shaken([_unit(k) for k in found], gpu.arch)
 
 
 def constants(k: Kernel, templates: str) -> str:
@@ -54,6 +48,29 @@ def spaced(*parts: str) -> str:
     return _SPACES.format("\n".join(parts))
 
 
+@lru_cache(maxsize=1)
+def plain() -> str:
+    """The plain kernels, for the oldest GPUs too, and their constants for a precision."""
+    return spaced(_shaken([("plain", _PLAIN, _PLAIN_ENTRIES, "plain.cu")], "75"), _PLAIN)
+
+
+_PLAIN = "template <int P>\nstruct PlainOf {\n  static constexpr int precision = P, threads = 256;\n};\n"
+_PLAIN_ENTRIES = tuple(
+    f"plain_{name}<PlainOf<{p}>>"
+    for name in ("forward", "grad_input", "grad_weight")
+    for p in sorted(set(PRECISIONS.values()))
+)
+
+_Unit = tuple[str, str, Sequence[str], str]
+"""A label, what stands ahead of the templates, the kernels, and their file."""
+
+
+def _unit(k: Kernel) -> _Unit:
+    head = "".join(f"#include <{name}>\n" for name in includes([k])) + jit.parts_of(k.unit.source)[0]
+    entries = [one for one in jit.entries_of(k.unit.source) if "_float<" not in one]
+    return k.unit.label, head, entries, jit.parts_of(k.unit.source)[1]
+
+
 def _add(file: str, files: dict[str, str]) -> None:
     """Adds a file of ``kernels`` behind those that it includes."""
     if file not in files:
@@ -63,25 +80,28 @@ def _add(file: str, files: dict[str, str]) -> None:
         files[file] = text
 
 
-def _needed(found: Sequence[Kernel], files: dict[str, str], gpu: Gpu) -> str:
-    prepared = {name: shake.prepared(text, gpu.capability[0] * 10 + gpu.capability[1]) for name, text in files.items()}
+def _shaken(units: Sequence[_Unit], arch: str) -> str:
+    """What the units' kernels need of their files; all without NVRTC, or if that compiled to something else."""
+    files: dict[str, str] = {}
+    for *_, file in units:
+        _add(file, files)
+    whole = re.sub(r"\n{3,}", "\n\n", "\n".join(shake.stripped(text) for text in files.values())).strip() + "\n"
+    if nvrtc.unavailable() is not None:
+        return whole
+    prepared = {name: shake.prepared(text, int(arch.rstrip("af"))) for name, text in files.items()}
     places: list[shake.Places] = []
-    for k in found:
+    for unit in units:
         mine: dict[str, str] = {}
-        _add(jit.parts_of(k.unit.source)[1], mine)
+        _add(unit[-1], mine)
         text = "\n".join(f'#line 1 "{name}"\n{prepared[name]}' for name in mine)
-        places += shake.places(_compiled(k, text, gpu, "-G"))
-    words = {word for k in found for entry in k.entries for word in re.findall(r"\w+", entry)}
-    return shake.shaken(prepared, places, words)
+        places += shake.places(_compiled(unit, text, arch, "-G"))
+    words = {word for unit in units for entry in unit[2] for word in re.findall(r"\w+", entry)}
+    needed = shake.shaken(prepared, places, words)
+    same = all(_DEAD.sub("", _compiled(u, needed, arch)) == _DEAD.sub("", _compiled(u, whole, arch)) for u in units)
+    return needed if same else whole
 
 
-def _ptx(k: Kernel, text: str, gpu: Gpu) -> str:
-    return _DEAD.sub("", _compiled(k, text, gpu))
-
-
-def _compiled(k: Kernel, text: str, gpu: Gpu, *flags: str) -> str:
-    """PTX of a pass' kernels, with the templates of a text."""
-    head = "".join(f"#include <{name}>\n" for name in includes([k]))
-    entries = [one for one in jit.entries_of(k.unit.source) if "_float<" not in one]
-    source = f"{head}{jit.parts_of(k.unit.source)[0]}\n{text}"
-    return nvrtc.build(source, gpu.arch, k.unit.label, entries, ptx=True, flags=flags).ptx
+def _compiled(unit: _Unit, text: str, arch: str, *flags: str) -> str:
+    """PTX of a unit's kernels, with the templates of a text."""
+    label, head, entries, _ = unit
+    return nvrtc.build(f"{head}\n{text}", arch, label, entries, ptx=True, flags=flags).ptx

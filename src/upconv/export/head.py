@@ -15,7 +15,7 @@ WIDTH = 120
 _MULTIPLIED = {
     "tf32": (
         "float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it; where"
-        " its flags ask for IEEE float32 a call raises"
+        " its flags ask for IEEE float32 the plain kernels do"
     ),
     "ieee": (
         "float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps float32's"
@@ -47,7 +47,9 @@ def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[Kernel, ...]) 
         f" computes forward, first and second gradients with the kernels below, chosen for inputs of {shape} on"
         f" an {gpu.name} and serve every batch and spatial size.",
         "Constraints:",
-        f"- CUDA devices of sm_{gpu.arch}; nvcc, a C++ compiler and ninja at the first call, which takes a minute.",
+        f"- Fast are this layer with {p.dtype} on CUDA devices of sm_{gpu.arch}. Other arguments, dtypes and devices of"
+        " sm_70 and later are served by plain kernels.",
+        "- nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.",
         f"- Values: {multiplied}.",
         f"- Tensors in other than the {layout} memory format are copied to it first; results are {layout}.",
         *widths,

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from upconv.cuda.compile import jit
-from upconv.cuda.direct import direct, direct_grad, plain, staged
+from upconv.cuda.direct import direct, plain, staged
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Unit
@@ -16,7 +16,7 @@ from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 
-Choice = gather.Choice | direct.Choice | direct_grad.Choice | plain.Choice | wgrad.Choice | staged.Choice
+Choice = gather.Choice | direct.Choice | plain.Choice | wgrad.Choice | staged.Choice
 
 NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "grad_input", "grad-weight": "grad_weight"}
 

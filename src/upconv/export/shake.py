@@ -29,6 +29,7 @@ _FUNCTION = re.compile(r"__(?:device|global)__[^(=]*?\b(\w+)\(")
 _DEFINED = re.compile(r"\busing (\w+) =|(\w+)(?:<[^=;]*>)?(?:\[[^\]]*\])*\s*=[^=]|\btypedef .* (\w+);")
 _CALL = re.compile(r"[A-Z_]+\(.*\)$")
 _ASSERT = re.compile(r"^[ \t]*static_assert\(.*\);.*\n", re.MULTILINE)
+_SECTIONS = ("// ---", "// ===")
 _IF = re.compile(r"\bif (constexpr )?\(")
 
 
@@ -311,6 +312,8 @@ def _kept(source: _Source, items: list[_Item]) -> Iterator[str]:
     comments: list[str] = []
     for item in items:
         if item.kind == "comment":
+            if item.text.lstrip().startswith(_SECTIONS):  # the one before is empty
+                comments = [one for one in comments if not one.lstrip().startswith(_SECTIONS)]
             comments.append(item.text)
         elif item.kept:
             yield "".join(comments)

@@ -20,8 +20,6 @@ class Signature:
     """Name, type and default of each; an empty default for none."""
     handed: tuple[tuple[str, str], ...]
     """Argument and value of torch.nn's layer, behind the two channels."""
-    expected_: tuple[tuple[str, Any], ...]
-    """Attributes of torch.nn's layer that the kernels are specialised for."""
     doc: str
     title: str
     """What the file is, to begin its first sentence."""
@@ -32,11 +30,6 @@ class Signature:
     def attribute(self) -> str:
         """The attribute that holds the layer."""
         return _ATTRIBUTES[self.rank]
-
-    def expected(self) -> str:
-        """The attributes as a dict's source."""
-        body = "".join(f"    {name!r}: {value!r},\n" for name, value in self.expected_)
-        return "{\n" + body.replace("'", '"') + "}"
 
     def model(self) -> str:
         """The class up to the layer, as source."""
@@ -52,19 +45,6 @@ class Signature:
             f"        self.{self.attribute} = Layer(\n"
             f"            in_channels,\n            out_channels,\n{handed}        )\n"
         )
-
-
-def _expected(p: Problem) -> tuple[tuple[str, Any], ...]:
-    return (
-        ("in_channels", p.in_channels),
-        ("out_channels", p.out_channels),
-        ("kernel_size", p.kernel),
-        ("stride", p.stride),
-        ("padding", p.padding),
-        ("output_padding", p.output_padding),
-        ("dilation", p.dilation),
-        ("groups", p.groups),
-    )
 
 
 # (whether sizes are tuples: "int", "tuple", or "kernel" for the kernel's alone; the arguments behind kernel_size)
@@ -118,7 +98,7 @@ def kernelbench(number: int, p: Problem) -> Signature:
         )
     measured = "upconv bench --suite kernelbench --as-exported --device cuda"
     title = f"KernelBench level 1, problem {number}"
-    return Signature(p.rank, tuple(parameters), tuple(handed), _expected(p), doc, title, measured)
+    return Signature(p.rank, tuple(parameters), tuple(handed), doc, title, measured)
 
 
 def init_arguments(number: int, p: Problem) -> tuple[Any, ...]:
@@ -155,4 +135,4 @@ def layer(p: Problem) -> Signature:
     handed = tuple((name, name) for name, _, _ in values[2:])
     doc = f"torch.nn.ConvTranspose{p.rank}d's arguments; the defaults are the layer's."
     measured = 'upconv export --layer "..." --check'
-    return Signature(p.rank, parameters, handed, _expected(p), doc, str(p).split(" on ")[0], measured)
+    return Signature(p.rank, parameters, handed, doc, str(p).split(" on ")[0], measured)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from textwrap import dedent
 
-from upconv.cuda.direct import direct, direct_grad, plain, staged, staged_costs, staged_tiles
+from upconv.cuda.direct import direct, plain, staged, staged_costs, staged_tiles
 from upconv.cuda.direct.cells import axes
 from upconv.cuda.direct.walks import Walk
 from upconv.cuda.gemm import gather
@@ -40,13 +40,8 @@ _BODIES = {
     "direct_walk": '''
         """(blocks, sizes): a thread goes down a strip of cells, the results between two strides."""
         runs, strips = ceil(result[2], {run}), ceil(result[1], {strip_rows})
-        threads = batch * {channels} * {of_channel}
+        threads = batch * {channels} * ceil(runs * strips, 128) * 128
         return ceil(threads, 128), (*source[1:], *result[1:], runs, strips, {strip}, threads)
-        ''',
-    "direct_grad": '''
-        """(blocks, sizes): a thread takes some input channels of a pixel."""
-        threads = batch * math.prod(result){groups}
-        return ceil(threads, 256), (batch, *result, *source, threads)
         ''',
     "staged_input": '''
         """(blocks, sizes): a block takes a tile, and what it needs of the output's gradient."""
@@ -96,8 +91,6 @@ def _values(k: Kernel, gpu: Gpu) -> tuple[str, dict[str, object]]:
         return "wgrad", _wgrad(c, gpu)
     if isinstance(c, plain.Choice):
         return "plain", _plain(k, c)
-    if isinstance(c, direct_grad.Choice):
-        return "direct_grad", {"groups": _times(c.channel_blocks)}
     if isinstance(c, staged.Choice):
         return "staged_input" if k.pass_ == "grad-input" else "staged_weight", _staged(k, c, gpu)
     return _direct(c)
@@ -191,10 +184,9 @@ def _direct(c: direct.Choice) -> tuple[str, dict[str, object]]:
     p, tile = c.problem, c.tile
     _, h, w = axes(p)
     if isinstance(tile, Walk):
-        of_channel = "runs * strips" if p.layout == "channels_last" else "ceil(runs * strips, 128) * 128"
         return "direct_walk", {
             "run": w.stride * tile.cells, "strip_rows": h.stride * tile.strip, "strip": tile.strip,
-            "channels": p.groups, "of_channel": of_channel,
+            "channels": p.groups,
         }  # fmt: skip
     blocks = -(-p.groups // tile.slots) * -(-p.out_channels // p.groups // tile.co)
     rows, columns = h.stride * tile.block_h, w.stride * tile.cells * tile.block_x

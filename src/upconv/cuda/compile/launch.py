@@ -36,9 +36,7 @@ def bind(device: int) -> None:
     A thread in which PyTorch has called nothing yet (as those that run backward) has none; PyTorch's own calls would
     make it. Errors: those of `driver.drive`.
     """
-    cuda = driver.bindings()
-    context = driver.drive(cuda.cuDevicePrimaryCtxRetain, driver.drive(cuda.cuDeviceGet, device))
-    driver.drive(cuda.cuCtxSetCurrent, context)
+    driver.drive(driver.bindings().cuCtxSetCurrent, driver.context(device))
 
 
 @lru_cache(maxsize=_STREAMS)
@@ -78,7 +76,7 @@ class Launcher:
 
     ``arguments``: the format of `struct` for its arguments, of 8 bytes for each kernel parameter: ``Q`` for an address,
     and for parameters side by side whose bytes are known one string, as looking at each at a launch would cost more.
-    ``cooperative``: its blocks wait for each other, so that all must run at once.
+    ``cooperative``: its blocks wait for each other, so that all must run at once. Errors: ValueError for other formats.
     """
 
     def __init__(
@@ -90,6 +88,8 @@ class Launcher:
         self.shared = shared
         self.cooperative = cooperative
         form = struct.Struct("<" + arguments)
+        if form.size % 8:
+            raise ValueError(f"arguments must be of 8 bytes each; got {arguments!r}")
         self._bytes, self._pack_into = form.size, form.pack_into
         self._local = threading.local()
         self._configurations: dict[tuple[int, Any], Any] = {}

@@ -1,6 +1,6 @@
 """Forwards on CUDA cores, for few channels per group and for float64.
 
-``kernels/direct.cu`` and, for depthwise layers, ``direct_walk_nchw.cu`` and ``direct_walk.cu`` say how a block works.
+``kernels/direct.cu`` and, for depthwise layers in NCHW, ``direct_walk.cu`` say how a block works.
 Here is the choice among their configurations, and its launch.
 """
 
@@ -38,11 +38,7 @@ from upconv.problem import Problem
 _PACK_THREADS = 256
 _BLOCKS = 8  # of a kind of thread whose chunks are all estimated
 MARGIN = 1.1  # `Choice.margin`
-_PACKING = {
-    "direct": "WeightRows",
-    "direct_walk": "DirectWalk",
-    "direct_walk_nchw": "DirectWalkNchw",
-}
+_PACKING = {"direct": "WeightRows", "direct_walk": "DirectWalk"}
 """What packs the weights of each kernel."""
 
 
@@ -79,9 +75,7 @@ class Choice(PacksWeights, family.Defaults):
     @property
     def entry(self) -> str:
         """The kernel's name, and its file's."""
-        if isinstance(self.tile, Walk):
-            return "direct_walk" if self.problem.layout == "channels_last" else "direct_walk_nchw"
-        return "direct"
+        return "direct_walk" if isinstance(self.tile, Walk) else "direct"
 
     @property
     def threads(self) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from upconv.cuda.direct import direct, direct_grad, plain, staged
+from upconv.cuda.direct import direct, plain, staged
 from upconv.cuda.family import Choice, best_of, weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Pass, Problem
 
 MODES: dict[Pass, tuple[ModuleType, ...]] = {
     "fwd": (direct,),
-    "grad-input": (direct_grad, staged),
+    "grad-input": (staged,),
     "grad-weight": (staged,),
 }
 """Those of a pass, beside `plain`, which serves every layer."""

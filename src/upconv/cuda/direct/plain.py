@@ -58,7 +58,7 @@ class Choice(family.Defaults):
     @property
     def margin(self) -> float:
         """So rough a model has to promise much."""
-        return 4.0
+        return 2.0
 
     @property
     def packing(self) -> tuple[str, Pass]:

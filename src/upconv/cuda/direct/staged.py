@@ -1,8 +1,7 @@
 """Gradients on CUDA cores from tiles in shared memory. The kernels are ``staged.cu``.
 
 Depthwise layers, small groups and few channels: a tile of the output's gradient is read once, in whole units, and its
-taps meet it in shared memory. (`upconv.cuda.direct.direct_grad` reads every tap through the first-level cache: a stride
-of 8 makes each such load eight.)
+taps meet it in shared memory. Read through the first-level cache, a stride of 8 would make each load eight.
 
 `choose` tries every tile of a small grid; the cost model counts what a multiprocessor issues, what its shared memory
 serves and what the memories bring.
@@ -19,7 +18,6 @@ import torch
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.direct.direct_grad import full
 from upconv.cuda.direct.staged_costs import cost, least_seconds
 from upconv.cuda.direct.staged_tiles import Tile, fitting, weight_blocks, whole_units
 from upconv.cuda.gpu import Gpu
@@ -66,7 +64,7 @@ class Choice(family.Defaults):
         (unit,), p, t = self.sources(), self.problem, self.tile
         tiles_h, tiles_w, tiles = t.blocks_of(p)
         units = given.aligned and t.vector > 1 and whole_units(p, t)
-        sizes = ints((p.batch, *full(p.size), *full(p.out_size), tiles_h, tiles_w, int(units)))
+        sizes = ints((p.batch, *_full(p.size), *_full(p.out_size), tiles_h, tiles_w, int(units)))
         if not t.weight:
             pointers = Pointer("source"), Pointer("weight"), Pointer("result")
             grid = tiles * t.channel_blocks
@@ -81,6 +79,11 @@ class Choice(family.Defaults):
             Launch(unit, "grad_weight", grid, t.threads, t.shared_bytes, arguments),
             Launch(unit, "reduce_staged", -(-count // _REDUCE_THREADS), _REDUCE_THREADS, 0, to),
         )
+
+
+def _full(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes along D, H and W of those along the last axes."""
+    return (1,) * (3 - len(values)) + values
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

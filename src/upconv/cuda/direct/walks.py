@@ -1,4 +1,4 @@
-"""Walks, the depthwise forwards of ``direct_walk_nchw.cu`` and ``direct_walk.cu``: a thread's work and its cost."""
+"""Walks, the depthwise forwards of ``direct_walk.cu`` in NCHW: a thread's work and its cost."""
 
 from __future__ import annotations
 
@@ -32,18 +32,7 @@ class Walk:
 @lru_cache(maxsize=1024)
 def constants(p: Problem, walk: Walk) -> dict[str, int]:
     """Of a depthwise kernel for a problem; no size of the image is among them."""
-    found = {**cells.constants(p), **cells.window(p), "threads": THREADS, "cells": walk.cells}
-    if p.layout == "nchw":
-        return {**found, "min_blocks": 4}
-    return {**found, "min_blocks": max(1, min(cells.resident(THREADS, _registers(p, walk)), 16))}
-
-
-def _registers(p: Problem, walk: Walk) -> int:
-    """Registers per thread in channels_last: weights, window, the next row, a row of sums."""
-    _, h, w = axes(p)
-    words = 2 if p.dtype == torch.float64 else 1
-    need = h.kernel * w.kernel + (h.span + 2) * (walk.cells + w.span) + walk.cells * w.stride
-    return cells.rounded(words * need + 48)
+    return {**cells.constants(p), **cells.window(p), "threads": THREADS, "cells": walk.cells, "min_blocks": 4}
 
 
 def packed_words(p: Problem) -> int:
@@ -52,13 +41,10 @@ def packed_words(p: Problem) -> int:
 
 
 def grid(p: Problem, walk: Walk) -> tuple[int, int, int]:
-    """Runs along W, strips along H, threads in all (NCHW: with those that make whole blocks of a channel's)."""
+    """Runs along W, strips along H, threads in all with those that make whole blocks of a channel's."""
     _, h, w = axes(p)
     runs, strips = -(-w.cells // walk.cells), -(-h.cells // walk.strip)
-    of_channel = runs * strips
-    if p.layout != "channels_last":
-        of_channel = -(-of_channel // THREADS) * THREADS
-    return runs, strips, p.batch * p.groups * of_channel
+    return runs, strips, p.batch * p.groups * (-(-(runs * strips) // THREADS) * THREADS)
 
 
 # --- which are worth a try -------------------------------------------------------------------------------------------
@@ -67,12 +53,12 @@ def grid(p: Problem, walk: Walk) -> tuple[int, int, int]:
 def walks(p: Problem) -> Iterator[Walk]:
     """Every configuration of the depthwise kernels that is worth a try for a problem; none for other layers."""
     _, h, _ = axes(p)
-    if p.rank > 2 or p.in_channels != p.groups or p.out_channels != p.groups or h.stride > 16:
+    if p.layout != "nchw" or p.rank > 2 or p.in_channels != p.groups or p.out_channels != p.groups or h.stride > 16:
         return
     if not all(axis.countable for axis in axes(p)):
         return
     for width in _widths(p):
-        for strip in (1, 4, 8, 16, 32, 64) if p.layout == "channels_last" else (1, 2, 3, 4, 6, 8, 12, 16, 32):
+        for strip in (1, 2, 3, 4, 6, 8, 12, 16, 32):
             if strip > 1 and strip >= 2 * h.cells:
                 continue
             walk = Walk(width, strip)
@@ -83,23 +69,12 @@ def walks(p: Problem) -> Iterator[Walk]:
 def _widths(p: Problem) -> Iterator[int]:
     """Their cells along W."""
     w, words = axes(p)[2], 2 if p.dtype == torch.float64 else 1
-    fits = _fits_last if p.layout == "channels_last" else _fits_nchw
     for width in (1, 2, 4, 8):
-        if (width == 1 or width < 2 * w.cells) and fits(p, Walk(width, 1), words):
+        if (width == 1 or width < 2 * w.cells) and _fits(p, Walk(width, 1), words):
             yield width
 
 
-def _fits_last(p: Problem, walk: Walk, words: int) -> bool:
-    """Whether weights and window are few enough for registers."""
-    _, h, w = axes(p)
-    unrolled = (h.span + 1) * p.taps * walk.cells
-    ring = (h.span + 2) * (walk.cells + w.span)
-    if unrolled > MAX_UNROLLED or words * max(p.taps, ring) > 80:
-        return False
-    return _registers(p, walk) <= 168
-
-
-def _fits_nchw(p: Problem, walk: Walk, words: int) -> bool:
+def _fits(p: Problem, walk: Walk, words: int) -> bool:
     """Whether window and a row of outputs fit in 128 registers; several cells only as one vector (others spilled)."""
     _, h, w = axes(p)
     run = walk.cells * w.stride
@@ -120,12 +95,9 @@ def _vector(run: int, item: int) -> int:
 
 
 def cost(p: Problem, walk: Walk, gpu: Gpu) -> Cost:
-    """The model's time of a depthwise kernel."""
-    return _cost_last(p, walk, gpu) if p.layout == "channels_last" else _cost_nchw(p, walk, gpu)
+    """The model's time of a depthwise kernel.
 
-
-def _cost_nchw(p: Problem, walk: Walk, gpu: Gpu) -> Cost:
-    """Fitted to 12 layers and dtypes on an H200, 8 strips and up to 3 widths each.
+    Fitted to 12 layers and dtypes on an H200, 8 strips and up to 3 widths each.
 
     It chooses what takes 1% longer than a layer's best; times are off by 6%.
     """
@@ -154,36 +126,3 @@ def _cost_nchw(p: Problem, walk: Walk, gpu: Gpu) -> Cost:
     # Blocks of many rows write at many places at once, which is slow in float32.
     far = (0.002 if half else 0.014) * walk.strip * p.bytes / gpu.bandwidth
     return Cost(_LAUNCH + body + far, bound, blocks, resident)
-
-
-def _cost_last(p: Problem, walk: Walk, gpu: Gpu) -> Cost:
-    _, h, w = axes(p)
-    item, half, double = p.dtype.itemsize, p.dtype.itemsize == 2, p.dtype == torch.float64
-    threads = grid(p, walk)[2]
-    blocks = -(-threads // THREADS)
-    warps = threads / 32
-    resident = min(
-        cells.resident(THREADS, _registers(p, walk)), threads_per_sm(gpu) // THREADS, 32
-    )  # blocks per multiprocessor
-    run, columns, steps = walk.cells * w.stride, walk.cells + w.span, min(walk.strip, h.cells)
-    fmas = steps * p.taps * walk.cells
-    loads = (steps + h.span) * columns
-    issues = fmas + loads * (3 + half) + steps * h.stride * (run * 2 + run * half + 6) + p.taps * 2 + 60
-    # Rows that two strips read, columns that two threads read: mostly from the first-level cache.
-    read = math.prod(p.input_shape) * item * (steps + h.span) / steps * (1 + 0.5 * w.span / walk.cells)
-    l2 = read + math.prod(p.output_shape) * item + warps * p.taps * 128 * 0.5
-    clocks = gpu.multiprocessors * gpu.clock
-    in_flight = min(blocks, gpu.multiprocessors * resident)
-    busy = min(1.0, in_flight * THREADS / 32 / gpu.multiprocessors / 12)
-    terms = {
-        "bytes": p.bytes / gpu.bandwidth,
-        "L2 traffic": l2 / (1.4 * gpu.bandwidth),
-        "FMA throughput": warps * fmas * 32 / (fma_lanes(gpu, double) * clocks * 0.85 * busy),
-        "instruction issue": warps * issues / (4 * clocks * 0.8 * busy),
-        "latency": blocks * (steps + 4) * 0.7e-6 / in_flight,
-    }
-    bound = max(terms, key=lambda name: terms[name])
-    body = terms[bound] + 0.2 * (sum(terms.values()) - terms[bound])
-    waves = blocks / (gpu.multiprocessors * resident)
-    balance = math.ceil(waves) / waves if waves > 1 else 1.0
-    return Cost(_LAUNCH + (steps + 4) * 0.3e-6 + body * balance, bound, blocks, resident)
