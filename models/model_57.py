@@ -20,8 +20,8 @@ Constraints:
 Kernels:
 - forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 6 x 6
   fragments, 191 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights
-  ring of 2 x 6 fragments, 220 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
+  weights ring of 2 x 6 fragments, 216 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
   (NxDxHxW of q), K in 132 slices, 204 KB shared.
 
@@ -936,7 +936,6 @@ struct Walk {
 
 // What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
 
-template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
 // A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
@@ -1838,39 +1837,6 @@ static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, 
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
   multiply_stretch<0>(variant, acc, weights, pixels, behind, lane);
-}
-};
-
-// Many steps: a loop over stretches of some taps of a block.
-
-// C::taps_unrolled taps from `entry` on, in one product each; `StretchOf<C, 2>` has IEEE's three.
-template <class C, int PARTS>
-struct StretchOf : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums&, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 a[C::fragment_sets][4];
-  weights.load(a[0], 0);
-  const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
-#pragma unroll
-  for (int i = 0; i < G::LONGEST_STRETCH; i++) S::step(acc, a, weights, pixels, taps[i / G::STEPS_PER_TAP], i, G::LONGEST_STRETCH, lane);
-  weights.end_stretch(G::LONGEST_STRETCH);
-}
-};
-
-template <class C, int PARTS>
-struct ChunkOf<C, LOOPED, PARTS> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-using Sums = float[G::MB][G::NB][32];
-
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, u32, int lane) {
-#pragma unroll
-  for (int b = 0; b < G::MB; b++) {
-    int e = G::first_entry(variant, b), last = G::end_entry(variant, b);
-#pragma unroll 1
-    for (; e + C::taps_unrolled <= last; e += C::taps_unrolled) StretchOf<C, PARTS>::multiply(acc[b], sum[b], weights, pixels, e, lane);
-  }
 }
 };
 
@@ -3363,8 +3329,8 @@ struct Forward {
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights
-// ring of 2 x 6 fragments, 220 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
+// weights ring of 2 x 6 fragments, 216 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -3373,11 +3339,11 @@ struct GradInput {
   static constexpr bool channels_last = false;
   static constexpr int cin = 64;
   static constexpr int cin_g = 64;
-  static constexpr int ck = 32;
+  static constexpr int ck = 16;
   static constexpr int tile_n = 1;
   static constexpr int tile_d = 1;
   static constexpr int tile_h = 8;
-  static constexpr int tile_w = 32;
+  static constexpr int tile_w = 64;
   static constexpr int in_step_d = 1;
   static constexpr int in_step_h = 1;
   static constexpr int in_step_w = 1;
@@ -3388,8 +3354,8 @@ struct GradInput {
   static constexpr int offsets_d[1] = {0};
   static constexpr int offsets_h[10] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
   static constexpr int first_w = 0;
-  static constexpr int columns = 34;
-  static constexpr int plane = 34;
+  static constexpr int columns = 66;
+  static constexpr int plane = 66;
   static constexpr int planes = 1;
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
@@ -3403,9 +3369,9 @@ struct GradInput {
   static constexpr int out_step_d = 1;
   static constexpr int out_step_h = 1;
   static constexpr int out_step_w = 1;
-  static constexpr int sub_h = 8;
-  static constexpr int sub_w = 8;
-  static constexpr int split = 2;
+  static constexpr int sub_h = 1;
+  static constexpr int sub_w = 64;
+  static constexpr int split = 0;
   static constexpr bool paired = false;
   static constexpr bool wide = false;
   static constexpr int mb = 1;
@@ -3419,13 +3385,15 @@ struct GradInput {
   static constexpr int subs_h[1] = {0};
   static constexpr int subs_w[1] = {0};
   static constexpr int blocks_of_w[1] = {0};
-  static constexpr int steps = 2;
-  static constexpr int taps_unrolled = 3;
+  static constexpr int steps = 0;
+  static constexpr int taps_unrolled = 9;
   static constexpr int fragment_sets = 3;
   static constexpr bool continued = false;
   static constexpr int entries[2] = {0, 9};
-  static constexpr int tap_rows[9] = {0, 1, 2, 34, 35, 36, 68, 69, 70};
+  static constexpr int tap_rows[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134};
   static constexpr int tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8};
+  static constexpr int stretches = 1;
+  static constexpr int first_of_stretches[1] = {0};
   static constexpr bool resident = false;
   static constexpr int stages_w = 2;
   static constexpr int w_stage = 6;
@@ -3433,7 +3401,7 @@ struct GradInput {
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
-  static constexpr int run_groups = 4;
+  static constexpr int run_groups = 8;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
@@ -3573,7 +3541,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({147456}, weight.options().dtype(at::kByte));
   launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 96,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
-  launch<kernels::gather<kernels::GradInput>, 512, 225384>(grad, blocks,
+  launch<kernels::gather<kernels::GradInput>, 512, 221288>(grad, blocks,
       std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr()), sizes);
 }
 
@@ -3657,8 +3625,8 @@ def forward_launch(batch, source, result, processors):
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x32 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 8, 32))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x64 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 8, 64))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

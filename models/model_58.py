@@ -18,10 +18,10 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 2 x 7
-  fragments, 224 KB shared.
-- gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 3 x 7 fragments, 222 KB shared.
+- forward: wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 5 x 4
+  fragments, 225 KB shared.
+- gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 3 x 7 fragments, 222 KB shared.
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x16 channels x 1x5x7 taps a block, chunks of 1x1x4x64
   (NxDxHxW of q), K in 44 slices, 166 KB shared.
 
@@ -3179,8 +3179,8 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 2 x 7
-// fragments, 224 KB shared.
+// Forward: wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 5 x 4
+// fragments, 225 KB shared.
 // =====================================================================================================================
 
 struct Forward {
@@ -3193,35 +3193,35 @@ struct Forward {
   static constexpr int tile_n = 1;
   static constexpr int tile_d = 1;
   static constexpr int tile_h = 8;
-  static constexpr int tile_w = 24;
+  static constexpr int tile_w = 16;
   static constexpr int in_step_d = 2;
-  static constexpr int in_step_h = 1;
+  static constexpr int in_step_h = 2;
   static constexpr int in_step_w = 1;
   static constexpr int rows_d = 4;
-  static constexpr int rows_h = 12;
+  static constexpr int rows_h = 20;
   static constexpr int row_step_d = 2;
-  static constexpr int row_step_h = 1;
+  static constexpr int row_step_h = 2;
   static constexpr int offsets_d[4] = {-2, -1, 0, 1};
-  static constexpr int offsets_h[12] = {-4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  static constexpr int offsets_h[20] = {-4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   static constexpr int first_w = -6;
-  static constexpr int columns = 30;
-  static constexpr int plane = 30;
+  static constexpr int columns = 22;
+  static constexpr int plane = 22;
   static constexpr int planes = 1;
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
-  static constexpr int stages_p = 2;
+  static constexpr int stages_p = 1;
   static constexpr int stages_s = 2;
   static constexpr int fetch = 1;
   static constexpr int first_d = -2;
   static constexpr int first_h = -4;
-  static constexpr int box_units = 8;
+  static constexpr int box_units = 6;
   static constexpr int column_pad = 2;
   static constexpr bool grad_input = false;
   static constexpr int cout = 16;
   static constexpr int cout_g = 16;
   static constexpr int taps = 105;
   static constexpr int out_step_d = 2;
-  static constexpr int out_step_h = 1;
+  static constexpr int out_step_h = 2;
   static constexpr int out_step_w = 1;
   static constexpr int sub_h = 8;
   static constexpr int sub_w = 8;
@@ -3229,31 +3229,31 @@ struct Forward {
   static constexpr bool paired = false;
   static constexpr bool wide = false;
   static constexpr int mb = 1;
-  static constexpr int subs = 2;
-  static constexpr int rows_per_sub = 32;
+  static constexpr int subs = 4;
+  static constexpr int rows_per_sub = 16;
   static constexpr int w_subs = 1;
   static constexpr int variants = 1;
   static constexpr int cout_blocks = 1;
   static constexpr int m_groups = 1;
-  static constexpr int subs_d[2] = {0, 1};
-  static constexpr int subs_h[2] = {0, 0};
+  static constexpr int subs_d[4] = {0, 0, 1, 1};
+  static constexpr int subs_h[4] = {0, 1, 0, 1};
   static constexpr int subs_w[1] = {0};
   static constexpr int blocks_of_w[1] = {0};
   static constexpr int steps = 2;
-  static constexpr int taps_unrolled = 20;
+  static constexpr int taps_unrolled = 24;
   static constexpr int fragment_sets = 3;
   static constexpr bool continued = false;
-  static constexpr int entries[2] = {0, 140};
-  static constexpr int tap_rows[140] = {0, 1, 2, 3, 4, 5, 6, 30, 31, 32, 33, 34, 35, 36, 60, 61, 62, 63, 64, 65, 66, 90, 91, 92, 93, 94, 95, 96, 120, 121, 122, 123, 124, 125, 126, 360, 361, 362, 363, 364, 365, 366, 390, 391, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 425, 426, 450, 451, 452, 453, 454, 455, 456, 480, 481, 482, 483, 484, 485, 486, 720, 721, 722, 723, 724, 725, 726, 750, 751, 752, 753, 754, 755, 756, 780, 781, 782, 783, 784, 785, 786, 810, 811, 812, 813, 814, 815, 816, 840, 841, 842, 843, 844, 845, 846, 1080, 1081, 1082, 1083, 1084, 1085, 1086, 1110, 1111, 1112, 1113, 1114, 1115, 1116, 1140, 1141, 1142, 1143, 1144, 1145, 1146, 1170, 1171, 1172, 1173, 1174, 1175, 1176, 1200, 1201, 1202, 1203, 1204, 1205, 1206};
-  static constexpr int tap_indices[280] = {104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, -1, 96, -1, 95, -1, 94, -1, 93, -1, 92, -1, 91, -1, 90, -1, 89, -1, 88, -1, 87, -1, 86, -1, 85, -1, 84, -1, 83, -1, 82, -1, 81, -1, 80, -1, 79, -1, 78, -1, 77, -1, 76, -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70, -1, 69, 104, 68, 103, 67, 102, 66, 101, 65, 100, 64, 99, 63, 98, 62, 97, 61, 96, 60, 95, 59, 94, 58, 93, 57, 92, 56, 91, 55, 90, 54, 89, 53, 88, 52, 87, 51, 86, 50, 85, 49, 84, 48, 83, 47, 82, 46, 81, 45, 80, 44, 79, 43, 78, 42, 77, 41, 76, 40, 75, 39, 74, 38, 73, 37, 72, 36, 71, 35, 70, 34, 69, 33, 68, 32, 67, 31, 66, 30, 65, 29, 64, 28, 63, 27, 62, 26, 61, 25, 60, 24, 59, 23, 58, 22, 57, 21, 56, 20, 55, 19, 54, 18, 53, 17, 52, 16, 51, 15, 50, 14, 49, 13, 48, 12, 47, 11, 46, 10, 45, 9, 44, 8, 43, 7, 42, 6, 41, 5, 40, 4, 39, 3, 38, 2, 37, 1, 36, 0, 35, -1, 34, -1, 33, -1, 32, -1, 31, -1, 30, -1, 29, -1, 28, -1, 27, -1, 26, -1, 25, -1, 24, -1, 23, -1, 22, -1, 21, -1, 20, -1, 19, -1, 18, -1, 17, -1, 16, -1, 15, -1, 14, -1, 13, -1, 12, -1, 11, -1, 10, -1, 9, -1, 8, -1, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0};
+  static constexpr int entries[2] = {0, 168};
+  static constexpr int tap_rows[168] = {0, 1, 2, 3, 4, 5, 6, 22, 23, 24, 25, 26, 27, 28, 44, 45, 46, 47, 48, 49, 50, 66, 67, 68, 69, 70, 71, 72, 88, 89, 90, 91, 92, 93, 94, 110, 111, 112, 113, 114, 115, 116, 440, 441, 442, 443, 444, 445, 446, 462, 463, 464, 465, 466, 467, 468, 484, 485, 486, 487, 488, 489, 490, 506, 507, 508, 509, 510, 511, 512, 528, 529, 530, 531, 532, 533, 534, 550, 551, 552, 553, 554, 555, 556, 880, 881, 882, 883, 884, 885, 886, 902, 903, 904, 905, 906, 907, 908, 924, 925, 926, 927, 928, 929, 930, 946, 947, 948, 949, 950, 951, 952, 968, 969, 970, 971, 972, 973, 974, 990, 991, 992, 993, 994, 995, 996, 1320, 1321, 1322, 1323, 1324, 1325, 1326, 1342, 1343, 1344, 1345, 1346, 1347, 1348, 1364, 1365, 1366, 1367, 1368, 1369, 1370, 1386, 1387, 1388, 1389, 1390, 1391, 1392, 1408, 1409, 1410, 1411, 1412, 1413, 1414, 1430, 1431, 1432, 1433, 1434, 1435, 1436};
+  static constexpr int tap_indices[672] = {104, -1, -1, -1, 103, -1, -1, -1, 102, -1, -1, -1, 101, -1, -1, -1, 100, -1, -1, -1, 99, -1, -1, -1, 98, -1, -1, -1, 97, 104, -1, -1, 96, 103, -1, -1, 95, 102, -1, -1, 94, 101, -1, -1, 93, 100, -1, -1, 92, 99, -1, -1, 91, 98, -1, -1, 90, 97, -1, -1, 89, 96, -1, -1, 88, 95, -1, -1, 87, 94, -1, -1, 86, 93, -1, -1, 85, 92, -1, -1, 84, 91, -1, -1, 83, 90, -1, -1, 82, 89, -1, -1, 81, 88, -1, -1, 80, 87, -1, -1, 79, 86, -1, -1, 78, 85, -1, -1, 77, 84, -1, -1, 76, 83, -1, -1, 75, 82, -1, -1, 74, 81, -1, -1, 73, 80, -1, -1, 72, 79, -1, -1, 71, 78, -1, -1, 70, 77, -1, -1, -1, 76, -1, -1, -1, 75, -1, -1, -1, 74, -1, -1, -1, 73, -1, -1, -1, 72, -1, -1, -1, 71, -1, -1, -1, 70, -1, -1, 69, -1, 104, -1, 68, -1, 103, -1, 67, -1, 102, -1, 66, -1, 101, -1, 65, -1, 100, -1, 64, -1, 99, -1, 63, -1, 98, -1, 62, 69, 97, 104, 61, 68, 96, 103, 60, 67, 95, 102, 59, 66, 94, 101, 58, 65, 93, 100, 57, 64, 92, 99, 56, 63, 91, 98, 55, 62, 90, 97, 54, 61, 89, 96, 53, 60, 88, 95, 52, 59, 87, 94, 51, 58, 86, 93, 50, 57, 85, 92, 49, 56, 84, 91, 48, 55, 83, 90, 47, 54, 82, 89, 46, 53, 81, 88, 45, 52, 80, 87, 44, 51, 79, 86, 43, 50, 78, 85, 42, 49, 77, 84, 41, 48, 76, 83, 40, 47, 75, 82, 39, 46, 74, 81, 38, 45, 73, 80, 37, 44, 72, 79, 36, 43, 71, 78, 35, 42, 70, 77, -1, 41, -1, 76, -1, 40, -1, 75, -1, 39, -1, 74, -1, 38, -1, 73, -1, 37, -1, 72, -1, 36, -1, 71, -1, 35, -1, 70, 34, -1, 69, -1, 33, -1, 68, -1, 32, -1, 67, -1, 31, -1, 66, -1, 30, -1, 65, -1, 29, -1, 64, -1, 28, -1, 63, -1, 27, 34, 62, 69, 26, 33, 61, 68, 25, 32, 60, 67, 24, 31, 59, 66, 23, 30, 58, 65, 22, 29, 57, 64, 21, 28, 56, 63, 20, 27, 55, 62, 19, 26, 54, 61, 18, 25, 53, 60, 17, 24, 52, 59, 16, 23, 51, 58, 15, 22, 50, 57, 14, 21, 49, 56, 13, 20, 48, 55, 12, 19, 47, 54, 11, 18, 46, 53, 10, 17, 45, 52, 9, 16, 44, 51, 8, 15, 43, 50, 7, 14, 42, 49, 6, 13, 41, 48, 5, 12, 40, 47, 4, 11, 39, 46, 3, 10, 38, 45, 2, 9, 37, 44, 1, 8, 36, 43, 0, 7, 35, 42, -1, 6, -1, 41, -1, 5, -1, 40, -1, 4, -1, 39, -1, 3, -1, 38, -1, 2, -1, 37, -1, 1, -1, 36, -1, 0, -1, 35, -1, -1, 34, -1, -1, -1, 33, -1, -1, -1, 32, -1, -1, -1, 31, -1, -1, -1, 30, -1, -1, -1, 29, -1, -1, -1, 28, -1, -1, -1, 27, 34, -1, -1, 26, 33, -1, -1, 25, 32, -1, -1, 24, 31, -1, -1, 23, 30, -1, -1, 22, 29, -1, -1, 21, 28, -1, -1, 20, 27, -1, -1, 19, 26, -1, -1, 18, 25, -1, -1, 17, 24, -1, -1, 16, 23, -1, -1, 15, 22, -1, -1, 14, 21, -1, -1, 13, 20, -1, -1, 12, 19, -1, -1, 11, 18, -1, -1, 10, 17, -1, -1, 9, 16, -1, -1, 8, 15, -1, -1, 7, 14, -1, -1, 6, 13, -1, -1, 5, 12, -1, -1, 4, 11, -1, -1, 3, 10, -1, -1, 2, 9, -1, -1, 1, 8, -1, -1, 0, 7, -1, -1, -1, 6, -1, -1, -1, 5, -1, -1, -1, 4, -1, -1, -1, 3, -1, -1, -1, 2, -1, -1, -1, 1, -1, -1, -1, 0};
   static constexpr bool resident = false;
-  static constexpr int stages_w = 2;
-  static constexpr int w_stage = 7;
-  static constexpr int ring_fragments = 14;
+  static constexpr int stages_w = 5;
+  static constexpr int w_stage = 4;
+  static constexpr int ring_fragments = 20;
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
-  static constexpr int run_groups = 3;
+  static constexpr int run_groups = 2;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
@@ -3264,8 +3264,8 @@ struct Forward {
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
-// of 3 x 7 fragments, 222 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 3 x 7 fragments, 222 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -3306,7 +3306,7 @@ struct GradInput {
   static constexpr int out_step_w = 1;
   static constexpr int sub_h = 8;
   static constexpr int sub_w = 8;
-  static constexpr int split = 2;
+  static constexpr int split = 0;
   static constexpr bool paired = false;
   static constexpr bool wide = false;
   static constexpr int mb = 1;
@@ -3458,13 +3458,13 @@ CUtensorMap tensor_map(const at::Tensor& t, bool channels_last, bool second, CUt
 
 void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
              int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  const at::Tensor packed = at::empty({1146880}, weight.options().dtype(at::kByte));
+  const at::Tensor packed = at::empty({1376256}, weight.options().dtype(at::kByte));
   launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 432,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
-  launch<kernels::gather<kernels::Forward>, 512, 229664>(x, blocks,
+  launch<kernels::gather<kernels::Forward>, 512, 230848>(x, blocks,
       std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {32, 12, 4, 8, 1}, {1, 1, 1, 1, 1},
+      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {24, 20, 4, 8, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
@@ -3550,8 +3550,8 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x24 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 8, 24))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x16 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 16, 16))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

@@ -18,10 +18,10 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 5
-  x 5 fragments, 196 KB shared.
-- gradient for the input: wgmma tf32, tile 1x2x8x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 3 x 5 fragments, 226 KB shared.
+- forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 8 x 5
+  fragments, 192 KB shared.
+- gradient for the input: wgmma tf32, tile 1x4x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 4 x 5 fragments, 208 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 48x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
   (NxDxHxW of q), K in 44 slices, 172 KB shared.
 
@@ -2226,6 +2226,10 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
+    if constexpr (C::continued) {
+      wgmma_wait<0>();
+      Chunk::give_back(behind, lane);
+    }
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
@@ -3235,8 +3239,8 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 5 x
-// 5 fragments, 196 KB shared.
+// Forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 8 x 5
+// fragments, 192 KB shared.
 // =====================================================================================================================
 
 struct Forward {
@@ -3247,17 +3251,17 @@ struct Forward {
   static constexpr int cin_g = 48;
   static constexpr int ck = 8;
   static constexpr int tile_n = 1;
-  static constexpr int tile_d = 2;
+  static constexpr int tile_d = 1;
   static constexpr int tile_h = 8;
   static constexpr int tile_w = 24;
   static constexpr int in_step_d = 1;
   static constexpr int in_step_h = 1;
   static constexpr int in_step_w = 1;
-  static constexpr int rows_d = 4;
+  static constexpr int rows_d = 3;
   static constexpr int rows_h = 10;
   static constexpr int row_step_d = 1;
   static constexpr int row_step_h = 1;
-  static constexpr int offsets_d[4] = {-2, -1, 0, 1};
+  static constexpr int offsets_d[3] = {-2, -1, 0};
   static constexpr int offsets_h[10] = {-2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
   static constexpr int first_w = -2;
   static constexpr int columns = 26;
@@ -3281,7 +3285,7 @@ struct Forward {
   static constexpr int out_step_w = 1;
   static constexpr int sub_h = 8;
   static constexpr int sub_w = 8;
-  static constexpr int split = 0;
+  static constexpr int split = 2;
   static constexpr bool paired = false;
   static constexpr bool wide = false;
   static constexpr int mb = 1;
@@ -3298,15 +3302,15 @@ struct Forward {
   static constexpr int steps = 1;
   static constexpr int taps_unrolled = 9;
   static constexpr int fragment_sets = 3;
-  static constexpr bool continued = false;
+  static constexpr bool continued = true;
   static constexpr int entries[2] = {0, 27};
   static constexpr int tap_rows[27] = {0, 1, 2, 26, 27, 28, 52, 53, 54, 260, 261, 262, 286, 287, 288, 312, 313, 314, 520, 521, 522, 546, 547, 548, 572, 573, 574};
   static constexpr int tap_indices[27] = {26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
   static constexpr int round_shifts[9] = {0, 1, 2, 26, 27, 28, 52, 53, 54};
   static constexpr bool resident = false;
-  static constexpr int stages_w = 5;
+  static constexpr int stages_w = 8;
   static constexpr int w_stage = 5;
-  static constexpr int ring_fragments = 25;
+  static constexpr int ring_fragments = 40;
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
@@ -3321,8 +3325,8 @@ struct Forward {
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x2x8x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 3 x 5 fragments, 226 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x4x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 4 x 5 fragments, 208 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -3333,21 +3337,21 @@ struct GradInput {
   static constexpr int cin_g = 48;
   static constexpr int ck = 8;
   static constexpr int tile_n = 1;
-  static constexpr int tile_d = 2;
+  static constexpr int tile_d = 4;
   static constexpr int tile_h = 8;
-  static constexpr int tile_w = 32;
+  static constexpr int tile_w = 16;
   static constexpr int in_step_d = 1;
   static constexpr int in_step_h = 1;
   static constexpr int in_step_w = 1;
-  static constexpr int rows_d = 4;
+  static constexpr int rows_d = 6;
   static constexpr int rows_h = 10;
   static constexpr int row_step_d = 1;
   static constexpr int row_step_h = 1;
-  static constexpr int offsets_d[4] = {0, 1, 2, 3};
+  static constexpr int offsets_d[6] = {0, 1, 2, 3, 4, 5};
   static constexpr int offsets_h[10] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
   static constexpr int first_w = 0;
-  static constexpr int columns = 34;
-  static constexpr int plane = 34;
+  static constexpr int columns = 18;
+  static constexpr int plane = 18;
   static constexpr int planes = 1;
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
@@ -3382,17 +3386,17 @@ struct GradInput {
   static constexpr int fragment_sets = 3;
   static constexpr bool continued = false;
   static constexpr int entries[2] = {0, 27};
-  static constexpr int tap_rows[27] = {0, 1, 2, 34, 35, 36, 68, 69, 70, 340, 341, 342, 374, 375, 376, 408, 409, 410, 680, 681, 682, 714, 715, 716, 748, 749, 750};
+  static constexpr int tap_rows[27] = {0, 1, 2, 18, 19, 20, 36, 37, 38, 180, 181, 182, 198, 199, 200, 216, 217, 218, 360, 361, 362, 378, 379, 380, 396, 397, 398};
   static constexpr int tap_indices[27] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26};
-  static constexpr int round_shifts[9] = {0, 1, 2, 34, 35, 36, 68, 69, 70};
+  static constexpr int round_shifts[9] = {0, 1, 2, 18, 19, 20, 36, 37, 38};
   static constexpr bool resident = false;
-  static constexpr int stages_w = 3;
+  static constexpr int stages_w = 4;
   static constexpr int w_stage = 5;
-  static constexpr int ring_fragments = 15;
+  static constexpr int ring_fragments = 20;
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
-  static constexpr int run_groups = 4;
+  static constexpr int run_groups = 2;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
@@ -3520,10 +3524,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 168,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
   const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
-  launch<kernels::gather<kernels::Forward>, 512, 201200>(x, blocks,
+  launch<kernels::gather<kernels::Forward>, 512, 197624>(x, blocks,
       std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), zeros.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {28, 10, 4, 8, 1}, {1, 1, 1, 1, 1},
+      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {28, 10, 3, 8, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
@@ -3532,7 +3536,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({331776}, weight.options().dtype(at::kByte));
   launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 168,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
-  launch<kernels::gather<kernels::GradInput>, 512, 231664>(grad, blocks,
+  launch<kernels::gather<kernels::GradInput>, 512, 213328>(grad, blocks,
       std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr()), sizes);
 }
 
@@ -3609,15 +3613,15 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x2x8x24 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 8, 24))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x24 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 8, 24))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x2x8x32 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 8, 32))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x4x8x16 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (4, 8, 16))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

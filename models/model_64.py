@@ -21,7 +21,7 @@ Kernels:
 - forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output channels halved,
   weights ring of 3 x 4 fragments, 214 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output
-  channels halved, weights ring of 4 x 4 fragments, 214 KB shared.
+  channels halved, weights ring of 3 x 4 fragments, 214 KB shared.
 - gradient for the weight: wgmma tf32, 128x64 channels x 1x1x3 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K
   in 66 slices, 198 KB shared.
 
@@ -3313,7 +3313,7 @@ struct Forward {
 
 // =====================================================================================================================
 // Gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output channels
-// halved, weights ring of 4 x 4 fragments, 214 KB shared.
+// halved, weights ring of 3 x 4 fragments, 214 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -3378,13 +3378,13 @@ struct GradInput {
   static constexpr int stretches = 1;
   static constexpr int first_of_stretches[1] = {0};
   static constexpr bool resident = false;
-  static constexpr int stages_w = 4;
+  static constexpr int stages_w = 3;
   static constexpr int w_stage = 4;
-  static constexpr int ring_fragments = 16;
+  static constexpr int ring_fragments = 12;
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 3;
-  static constexpr int run_groups = 8;
+  static constexpr int run_groups = 16;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
@@ -3524,7 +3524,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({196608}, weight.options().dtype(at::kByte));
   launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 128,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
-  launch<kernels::gather<kernels::GradInput>, 512, 219236>(grad, blocks,
+  launch<kernels::gather<kernels::GradInput>, 512, 219220>(grad, blocks,
       std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr()), sizes);
 }
 

@@ -18,8 +18,8 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x16x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-  fragments, 147 KB shared.
+- forward: wgmma tf32, tile 1x1x16x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of
+  3 x 7 fragments, 141 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
   weights ring of 3 x 7 fragments, 151 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x2 taps a block, chunks of 1x1x2x64
@@ -2229,10 +2229,6 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    if constexpr (C::continued) {
-      wgmma_wait<0>();
-      Chunk::give_back(behind, lane);
-    }
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
@@ -3242,8 +3238,8 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x16x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-// fragments, 147 KB shared.
+// Forward: wgmma tf32, tile 1x1x16x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 3 x
+// 7 fragments, 141 KB shared.
 // =====================================================================================================================
 
 struct Forward {
@@ -3256,7 +3252,7 @@ struct Forward {
   static constexpr int tile_n = 1;
   static constexpr int tile_d = 1;
   static constexpr int tile_h = 16;
-  static constexpr int tile_w = 16;
+  static constexpr int tile_w = 32;
   static constexpr int in_step_d = 1;
   static constexpr int in_step_h = 1;
   static constexpr int in_step_w = 1;
@@ -3267,8 +3263,8 @@ struct Forward {
   static constexpr int offsets_d[1] = {0};
   static constexpr int offsets_h[18] = {-2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   static constexpr int first_w = -6;
-  static constexpr int columns = 22;
-  static constexpr int plane = 22;
+  static constexpr int columns = 38;
+  static constexpr int plane = 38;
   static constexpr int planes = 1;
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
@@ -3277,7 +3273,7 @@ struct Forward {
   static constexpr int fetch = 1;
   static constexpr int first_d = 0;
   static constexpr int first_h = -2;
-  static constexpr int box_units = 6;
+  static constexpr int box_units = 10;
   static constexpr int column_pad = 2;
   static constexpr bool grad_input = false;
   static constexpr int cout = 64;
@@ -3288,7 +3284,7 @@ struct Forward {
   static constexpr int out_step_w = 1;
   static constexpr int sub_h = 8;
   static constexpr int sub_w = 8;
-  static constexpr int split = 2;
+  static constexpr int split = 0;
   static constexpr bool paired = false;
   static constexpr bool wide = false;
   static constexpr int mb = 1;
@@ -3305,20 +3301,20 @@ struct Forward {
   static constexpr int steps = 0;
   static constexpr int taps_unrolled = 21;
   static constexpr int fragment_sets = 3;
-  static constexpr bool continued = true;
+  static constexpr bool continued = false;
   static constexpr int entries[2] = {0, 21};
-  static constexpr int tap_rows[21] = {0, 1, 2, 3, 4, 5, 6, 22, 23, 24, 25, 26, 27, 28, 44, 45, 46, 47, 48, 49, 50};
+  static constexpr int tap_rows[21] = {0, 1, 2, 3, 4, 5, 6, 38, 39, 40, 41, 42, 43, 44, 76, 77, 78, 79, 80, 81, 82};
   static constexpr int tap_indices[21] = {20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
   static constexpr int stretches = 1;
   static constexpr int first_of_stretches[1] = {0};
   static constexpr bool resident = false;
-  static constexpr int stages_w = 6;
+  static constexpr int stages_w = 3;
   static constexpr int w_stage = 7;
-  static constexpr int ring_fragments = 42;
+  static constexpr int ring_fragments = 21;
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
-  static constexpr int run_groups = 2;
+  static constexpr int run_groups = 4;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
@@ -3529,10 +3525,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 192,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
   const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
-  launch<kernels::gather<kernels::Forward>, 512, 150952>(x, blocks,
+  launch<kernels::gather<kernels::Forward>, 512, 144760>(x, blocks,
       std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), zeros.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {24, 18, 1, 8, 1}, {1, 1, 1, 1, 1},
+      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {40, 18, 1, 8, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
@@ -3618,8 +3614,8 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x16x16 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 16, 16))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x16x32 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 16, 32))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

@@ -18,10 +18,10 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-  fragments, 202 KB shared.
-- gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 3 x 6 fragments, 226 KB shared.
+- forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
+  fragments, 221 KB shared.
+- gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 3 x 6 fragments, 226 KB shared.
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x64 channels x 3x5x1 taps a block, chunks of 1x4x2x16
   (NxDxHxW of q), K in 79 slices, 216 KB shared.
 
@@ -2970,8 +2970,8 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-// fragments, 202 KB shared.
+// Forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
+// fragments, 221 KB shared.
 // =====================================================================================================================
 
 struct Forward {
@@ -2982,21 +2982,21 @@ struct Forward {
   static constexpr int cin_g = 32;
   static constexpr int ck = 8;
   static constexpr int tile_n = 1;
-  static constexpr int tile_d = 4;
+  static constexpr int tile_d = 1;
   static constexpr int tile_h = 8;
-  static constexpr int tile_w = 8;
+  static constexpr int tile_w = 24;
   static constexpr int in_step_d = 1;
   static constexpr int in_step_h = 1;
   static constexpr int in_step_w = 1;
-  static constexpr int rows_d = 6;
+  static constexpr int rows_d = 3;
   static constexpr int rows_h = 12;
   static constexpr int row_step_d = 1;
   static constexpr int row_step_h = 1;
-  static constexpr int offsets_d[6] = {-2, -1, 0, 1, 2, 3};
+  static constexpr int offsets_d[3] = {-2, -1, 0};
   static constexpr int offsets_h[12] = {-4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
   static constexpr int first_w = -4;
-  static constexpr int columns = 12;
-  static constexpr int plane = 12;
+  static constexpr int columns = 28;
+  static constexpr int plane = 28;
   static constexpr int planes = 1;
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
@@ -3005,7 +3005,7 @@ struct Forward {
   static constexpr int fetch = 1;
   static constexpr int first_d = -2;
   static constexpr int first_h = -4;
-  static constexpr int box_units = 3;
+  static constexpr int box_units = 7;
   static constexpr int column_pad = 0;
   static constexpr bool grad_input = false;
   static constexpr int cout = 64;
@@ -3035,7 +3035,7 @@ struct Forward {
   static constexpr int fragment_sets = 3;
   static constexpr bool continued = false;
   static constexpr int entries[2] = {0, 75};
-  static constexpr int tap_rows[75] = {0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 144, 145, 146, 147, 148, 156, 157, 158, 159, 160, 168, 169, 170, 171, 172, 180, 181, 182, 183, 184, 192, 193, 194, 195, 196, 288, 289, 290, 291, 292, 300, 301, 302, 303, 304, 312, 313, 314, 315, 316, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340};
+  static constexpr int tap_rows[75] = {0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338, 339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672, 673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787, 788};
   static constexpr int tap_indices[75] = {74, 73, 72, 71, 70, 69, 68, 67, 66, 65, 64, 63, 62, 61, 60, 59, 58, 57, 56, 55, 54, 53, 52, 51, 50, 49, 48, 47, 46, 45, 44, 43, 42, 41, 40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
   static constexpr bool resident = false;
   static constexpr int stages_w = 6;
@@ -3044,7 +3044,7 @@ struct Forward {
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
-  static constexpr int run_groups = 1;
+  static constexpr int run_groups = 3;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
@@ -3055,8 +3055,8 @@ struct Forward {
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
-// of 3 x 6 fragments, 226 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 3 x 6 fragments, 226 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -3101,7 +3101,7 @@ struct GradInput {
   static constexpr int out_step_w = 1;
   static constexpr int sub_h = 8;
   static constexpr int sub_w = 8;
-  static constexpr int split = 2;
+  static constexpr int split = 0;
   static constexpr bool paired = false;
   static constexpr bool wide = false;
   static constexpr int mb = 1;
@@ -3257,10 +3257,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 304,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
   const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
-  launch<kernels::gather<kernels::Forward>, 512, 207488>(x, blocks,
+  launch<kernels::gather<kernels::Forward>, 512, 226800>(x, blocks,
       std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), zeros.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {12, 12, 6, 8, 1}, {1, 1, 1, 1, 1},
+      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {28, 12, 3, 8, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
@@ -3352,8 +3352,8 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x4x8x8 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (4, 8, 8))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x24 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 8, 24))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

@@ -20,8 +20,8 @@ Constraints:
 Kernels:
 - forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 8 x 5
   fragments, 161 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x16x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
-  weights ring of 4 x 5 fragments, 213 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
+  weights ring of 3 x 5 fragments, 219 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 64x128 channels x 1x3x1 taps a block, chunks of 1x1x2x32
   (NxDxHxW of q), K in 26 slices, 204 KB shared.
 
@@ -3075,8 +3075,8 @@ struct Forward {
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x16x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
-// weights ring of 4 x 5 fragments, 213 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
+// weights ring of 3 x 5 fragments, 219 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -3088,20 +3088,20 @@ struct GradInput {
   static constexpr int ck = 16;
   static constexpr int tile_n = 1;
   static constexpr int tile_d = 1;
-  static constexpr int tile_h = 16;
-  static constexpr int tile_w = 32;
+  static constexpr int tile_h = 8;
+  static constexpr int tile_w = 64;
   static constexpr int in_step_d = 1;
   static constexpr int in_step_h = 1;
   static constexpr int in_step_w = 1;
   static constexpr int rows_d = 1;
-  static constexpr int rows_h = 18;
+  static constexpr int rows_h = 10;
   static constexpr int row_step_d = 1;
   static constexpr int row_step_h = 1;
   static constexpr int offsets_d[1] = {0};
-  static constexpr int offsets_h[18] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17};
+  static constexpr int offsets_h[10] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
   static constexpr int first_w = 0;
-  static constexpr int columns = 36;
-  static constexpr int plane = 36;
+  static constexpr int columns = 68;
+  static constexpr int plane = 68;
   static constexpr int planes = 1;
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
@@ -3110,7 +3110,7 @@ struct GradInput {
   static constexpr int fetch = 1;
   static constexpr int first_d = 0;
   static constexpr int first_h = 0;
-  static constexpr int box_units = 9;
+  static constexpr int box_units = 17;
   static constexpr int column_pad = 0;
   static constexpr bool grad_input = true;
   static constexpr int cout = 64;
@@ -3119,8 +3119,8 @@ struct GradInput {
   static constexpr int out_step_d = 1;
   static constexpr int out_step_h = 1;
   static constexpr int out_step_w = 1;
-  static constexpr int sub_h = 8;
-  static constexpr int sub_w = 8;
+  static constexpr int sub_h = 1;
+  static constexpr int sub_w = 64;
   static constexpr int split = 0;
   static constexpr bool paired = false;
   static constexpr bool wide = false;
@@ -3140,17 +3140,17 @@ struct GradInput {
   static constexpr int fragment_sets = 5;
   static constexpr bool continued = false;
   static constexpr int entries[2] = {0, 15};
-  static constexpr int tap_rows[15] = {0, 1, 2, 3, 4, 36, 37, 38, 39, 40, 72, 73, 74, 75, 76};
+  static constexpr int tap_rows[15] = {0, 1, 2, 3, 4, 68, 69, 70, 71, 72, 136, 137, 138, 139, 140};
   static constexpr int tap_indices[15] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14};
   static constexpr int round_shifts[5] = {0, 1, 2, 3, 4};
   static constexpr bool resident = false;
-  static constexpr int stages_w = 4;
+  static constexpr int stages_w = 3;
   static constexpr int w_stage = 5;
-  static constexpr int ring_fragments = 20;
+  static constexpr int ring_fragments = 15;
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
-  static constexpr int run_groups = 4;
+  static constexpr int run_groups = 8;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
@@ -3291,10 +3291,10 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 256,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
   const at::Tensor zeros = at::zeros({2}, grad.options().dtype(at::kInt));
-  launch<kernels::gather<kernels::GradInput>, 512, 218504>(grad, blocks,
+  launch<kernels::gather<kernels::GradInput>, 512, 224600>(grad, blocks,
       std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr(), zeros.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {36, 18, 1, 16, 1}, {1, 1, 1, 1, 1},
+      tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {68, 10, 1, 16, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
@@ -3380,8 +3380,8 @@ def forward_launch(batch, source, result, processors):
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x16x32 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 16, 32))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x64 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 8, 64))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

@@ -20,8 +20,8 @@ Constraints:
 Kernels:
 - forward: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 6
   fragments, 225 KB shared.
-- gradient for the input: wgmma tf32, tile 1x2x8x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 3 x 5 fragments, 226 KB shared.
+- gradient for the input: wgmma tf32, tile 1x4x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 4 x 5 fragments, 208 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 48x32 channels x 2x3x3 taps a block, chunks of 1x2x2x32
   (NxDxHxW of q), K in 66 slices, 162 KB shared.
 
@@ -3353,8 +3353,8 @@ struct Forward {
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x2x8x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 3 x 5 fragments, 226 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x4x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 4 x 5 fragments, 208 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -3365,21 +3365,21 @@ struct GradInput {
   static constexpr int cin_g = 24;
   static constexpr int ck = 8;
   static constexpr int tile_n = 1;
-  static constexpr int tile_d = 2;
+  static constexpr int tile_d = 4;
   static constexpr int tile_h = 8;
-  static constexpr int tile_w = 32;
+  static constexpr int tile_w = 16;
   static constexpr int in_step_d = 1;
   static constexpr int in_step_h = 1;
   static constexpr int in_step_w = 1;
-  static constexpr int rows_d = 4;
+  static constexpr int rows_d = 6;
   static constexpr int rows_h = 10;
   static constexpr int row_step_d = 1;
   static constexpr int row_step_h = 1;
-  static constexpr int offsets_d[4] = {0, 1, 2, 3};
+  static constexpr int offsets_d[6] = {0, 1, 2, 3, 4, 5};
   static constexpr int offsets_h[10] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
   static constexpr int first_w = 0;
-  static constexpr int columns = 34;
-  static constexpr int plane = 34;
+  static constexpr int columns = 18;
+  static constexpr int plane = 18;
   static constexpr int planes = 1;
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
@@ -3414,17 +3414,17 @@ struct GradInput {
   static constexpr int fragment_sets = 3;
   static constexpr bool continued = false;
   static constexpr int entries[2] = {0, 27};
-  static constexpr int tap_rows[27] = {0, 1, 2, 34, 35, 36, 68, 69, 70, 340, 341, 342, 374, 375, 376, 408, 409, 410, 680, 681, 682, 714, 715, 716, 748, 749, 750};
+  static constexpr int tap_rows[27] = {0, 1, 2, 18, 19, 20, 36, 37, 38, 180, 181, 182, 198, 199, 200, 216, 217, 218, 360, 361, 362, 378, 379, 380, 396, 397, 398};
   static constexpr int tap_indices[27] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26};
-  static constexpr int round_shifts[9] = {0, 1, 2, 34, 35, 36, 68, 69, 70};
+  static constexpr int round_shifts[9] = {0, 1, 2, 18, 19, 20, 36, 37, 38};
   static constexpr bool resident = false;
-  static constexpr int stages_w = 3;
+  static constexpr int stages_w = 4;
   static constexpr int w_stage = 5;
-  static constexpr int ring_fragments = 15;
+  static constexpr int ring_fragments = 20;
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
-  static constexpr int run_groups = 4;
+  static constexpr int run_groups = 2;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
@@ -3564,7 +3564,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({165888}, weight.options().dtype(at::kByte));
   launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 84,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
-  launch<kernels::gather<kernels::GradInput>, 512, 231664>(grad, blocks,
+  launch<kernels::gather<kernels::GradInput>, 512, 213328>(grad, blocks,
       std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr()), sizes);
 }
 
@@ -3648,8 +3648,8 @@ def forward_launch(batch, source, result, processors):
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x2x8x32 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 8, 32))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x4x8x16 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (4, 8, 16))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

@@ -18,10 +18,10 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights resident, 219
-  KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
-  ring of 3 x 8 fragments, 226 KB shared.
+- forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 2 x 8
+  fragments, 219 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 3 x 6 fragments, 211 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x3 taps a block, chunks of 2x1x2x64
   (NxDxHxW of q), K in 132 slices, 204 KB shared.
 
@@ -1102,40 +1102,27 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
   using W = WeightsOf<C>;
   constexpr int STEP_BYTES = G::WGS_M * G::FRAGMENT;
   wait_for_results();                                   // of `pack`
-  if constexpr (C::resident) {
-    if (blockIdx.x >= s.tiles) return;
-    const typename G::Tile t = G::tile_at(blockIdx.x, s);
+  typename G::AloneOrder order(s);
+  CursorOf<C::stages_w> cursor = {0, 1};
+#pragma unroll 1
+  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+    const typename G::Tile t = G::tile_at(index, s);
     typename W::Source from = W::source_of(memory, t);
-    u32 bytes = G::entries_of(t.variant) * G::STEPS_PER_TAP * STEP_BYTES;
-    if (bytes == 0) return;
 #pragma unroll 1
-    for (int chunk = 0; chunk < G::CHUNKS; chunk++) {
+    for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
       W::begin_chunk(from, t, chunk);
-      W::bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
-    }
-  } else {
-    typename G::AloneOrder order(s);
-    CursorOf<C::stages_w> cursor = {0, 1};
 #pragma unroll 1
-    for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-      const typename G::Tile t = G::tile_at(index, s);
-      typename W::Source from = W::source_of(memory, t);
+      for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
+        int left = G::steps_of(t.variant, b);
 #pragma unroll 1
-      for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
-        W::begin_chunk(from, t, chunk);
+        while (left > 0) {
+          int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
+          left -= stretch;
 #pragma unroll 1
-        for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
-          int left = G::steps_of(t.variant, b);
-#pragma unroll 1
-          while (left > 0) {
-            int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
-            left -= stretch;
-#pragma unroll 1
-            for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-              u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
-              barrier_wait(empty + cursor.stage * 8, cursor.parity);
-              W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
-            }
+          for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
+            u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
           }
         }
       }
@@ -1157,27 +1144,6 @@ __device__ __forceinline__ void begin_chunk(int) {}
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int) {}
-};
-
-template <class C>
-struct Fragments<C, true, true> {                       // resident
-using G = GatherWork<C>;
-using W = WeightsOf<C>;
-u32 ring, full;                                         // this thread's part of its first fragment; barriers
-u32 at;                                                 // of the stretch's first fragment
-bool first;                                             // the first tile waits for the weights
-
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), first(true) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) { at = ring; }
-__device__ __forceinline__ void begin_chunk(int chunk) {
-  if (first) barrier_wait(full + chunk * 8, 0);
-}
-__device__ __forceinline__ void load(u32 (&a)[4], int i) { W::load(a, at, i); }
-__device__ __forceinline__ void end_stretch(int steps) { at += steps * (G::WGS_M * G::FRAGMENT); }
-__device__ __forceinline__ void end() { first = false; }
-__device__ __forceinline__ void skip(int) {}
-// The barrier of the stage in hand.
-__device__ __forceinline__ u32 in_hand() const { return 0; }
 };
 
 template <class C>
@@ -2260,8 +2226,10 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    wgmma_wait<0>();
-    Chunk::give_back(behind, lane);
+    if constexpr (C::continued) {
+      wgmma_wait<0>();
+      Chunk::give_back(behind, lane);
+    }
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
@@ -3271,8 +3239,8 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights resident, 219 KB
-// shared.
+// Forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 2 x 8
+// fragments, 219 KB shared.
 // =====================================================================================================================
 
 struct Forward {
@@ -3281,7 +3249,7 @@ struct Forward {
   static constexpr bool channels_last = false;
   static constexpr int cin = 32;
   static constexpr int cin_g = 32;
-  static constexpr int ck = 8;
+  static constexpr int ck = 16;
   static constexpr int tile_n = 1;
   static constexpr int tile_d = 1;
   static constexpr int tile_h = 4;
@@ -3302,7 +3270,7 @@ struct Forward {
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
   static constexpr int stages_p = 2;
-  static constexpr int stages_s = 3;
+  static constexpr int stages_s = 2;
   static constexpr int fetch = 1;
   static constexpr int first_d = 0;
   static constexpr int first_h = -2;
@@ -3340,10 +3308,10 @@ struct Forward {
   static constexpr int tap_indices[24] = {8, -1, 7, -1, 6, -1, 5, 8, 4, 7, 3, 6, 2, 5, 1, 4, 0, 3, -1, 2, -1, 1, -1, 0};
   static constexpr int stretches = 1;
   static constexpr int first_of_stretches[1] = {0};
-  static constexpr bool resident = true;
-  static constexpr int stages_w = 4;
-  static constexpr int w_stage = 6;
-  static constexpr int ring_fragments = 48;
+  static constexpr bool resident = false;
+  static constexpr int stages_w = 2;
+  static constexpr int w_stage = 8;
+  static constexpr int ring_fragments = 16;
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
@@ -3358,8 +3326,8 @@ struct Forward {
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
-// ring of 3 x 8 fragments, 226 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 3 x 6 fragments, 211 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -3368,11 +3336,11 @@ struct GradInput {
   static constexpr bool channels_last = false;
   static constexpr int cin = 32;
   static constexpr int cin_g = 32;
-  static constexpr int ck = 16;
+  static constexpr int ck = 8;
   static constexpr int tile_n = 1;
   static constexpr int tile_d = 1;
   static constexpr int tile_h = 8;
-  static constexpr int tile_w = 32;
+  static constexpr int tile_w = 64;
   static constexpr int in_step_d = 1;
   static constexpr int in_step_h = 2;
   static constexpr int in_step_w = 1;
@@ -3383,8 +3351,8 @@ struct GradInput {
   static constexpr int offsets_d[1] = {0};
   static constexpr int offsets_h[18] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17};
   static constexpr int first_w = 0;
-  static constexpr int columns = 34;
-  static constexpr int plane = 34;
+  static constexpr int columns = 66;
+  static constexpr int plane = 66;
   static constexpr int planes = 1;
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
@@ -3398,9 +3366,9 @@ struct GradInput {
   static constexpr int out_step_d = 1;
   static constexpr int out_step_h = 2;
   static constexpr int out_step_w = 1;
-  static constexpr int sub_h = 8;
-  static constexpr int sub_w = 8;
-  static constexpr int split = 2;
+  static constexpr int sub_h = 1;
+  static constexpr int sub_w = 64;
+  static constexpr int split = 0;
   static constexpr bool paired = false;
   static constexpr bool wide = false;
   static constexpr int mb = 1;
@@ -3417,20 +3385,20 @@ struct GradInput {
   static constexpr int steps = 0;
   static constexpr int taps_unrolled = 12;
   static constexpr int fragment_sets = 3;
-  static constexpr bool continued = true;
+  static constexpr bool continued = false;
   static constexpr int entries[2] = {0, 12};
-  static constexpr int tap_rows[12] = {0, 1, 2, 34, 35, 36, 68, 69, 70, 102, 103, 104};
+  static constexpr int tap_rows[12] = {0, 1, 2, 66, 67, 68, 132, 133, 134, 198, 199, 200};
   static constexpr int tap_indices[24] = {0, -1, 1, -1, 2, -1, 3, 0, 4, 1, 5, 2, 6, 3, 7, 4, 8, 5, -1, 6, -1, 7, -1, 8};
   static constexpr int stretches = 1;
   static constexpr int first_of_stretches[1] = {0};
   static constexpr bool resident = false;
   static constexpr int stages_w = 3;
-  static constexpr int w_stage = 8;
-  static constexpr int ring_fragments = 24;
+  static constexpr int w_stage = 6;
+  static constexpr int ring_fragments = 18;
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
-  static constexpr int run_groups = 4;
+  static constexpr int run_groups = 8;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
@@ -3558,10 +3526,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 48,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
   const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
-  launch<kernels::gather<kernels::Forward>, 512, 225400>(x, blocks,
+  launch<kernels::gather<kernels::Forward>, 512, 224584>(x, blocks,
       std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), zeros.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {68, 10, 1, 8, 1}, {1, 1, 1, 1, 1},
+      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {68, 10, 1, 16, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
@@ -3570,7 +3538,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({98304}, weight.options().dtype(at::kByte));
   launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 48,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
-  launch<kernels::gather<kernels::GradInput>, 512, 231576>(grad, blocks,
+  launch<kernels::gather<kernels::GradInput>, 512, 216216>(grad, blocks,
       std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr()), sizes);
 }
 
@@ -3654,8 +3622,8 @@ def forward_launch(batch, source, result, processors):
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x32 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 16, 32))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x64 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 16, 64))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

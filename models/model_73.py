@@ -18,10 +18,10 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x2x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
-  6 x 6 fragments, 201 KB shared.
-- gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 8 x 3 fragments, 212 KB shared.
+- forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
+  6 x 6 fragments, 211 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+  ring of 8 x 5 fragments, 212 KB shared.
 - gradient for the weight: wgmma of up to 2 rows tf32, 32x32 channels x 3x3x3 taps a block, chunks of 1x2x2x16
   (NxDxHxW of q), K in 132 slices, 204 KB shared.
 
@@ -2279,6 +2279,10 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
+    if constexpr (C::continued) {
+      wgmma_wait<0>();
+      Chunk::give_back(behind, lane);
+    }
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
@@ -3288,8 +3292,8 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x2x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of 6 x
-// 6 fragments, 201 KB shared.
+// Forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of 6 x
+// 6 fragments, 211 KB shared.
 // =====================================================================================================================
 
 struct Forward {
@@ -3300,18 +3304,18 @@ struct Forward {
   static constexpr int cin_g = 32;
   static constexpr int ck = 8;
   static constexpr int tile_n = 1;
-  static constexpr int tile_d = 2;
-  static constexpr int tile_h = 2;
+  static constexpr int tile_d = 1;
+  static constexpr int tile_h = 4;
   static constexpr int tile_w = 64;
   static constexpr int in_step_d = 1;
   static constexpr int in_step_h = 1;
   static constexpr int in_step_w = 1;
-  static constexpr int rows_d = 3;
-  static constexpr int rows_h = 3;
+  static constexpr int rows_d = 2;
+  static constexpr int rows_h = 5;
   static constexpr int row_step_d = 1;
   static constexpr int row_step_h = 1;
-  static constexpr int offsets_d[3] = {0, 1, 2};
-  static constexpr int offsets_h[3] = {0, 1, 2};
+  static constexpr int offsets_d[2] = {0, 1};
+  static constexpr int offsets_h[5] = {0, 1, 2, 3, 4};
   static constexpr int first_w = 0;
   static constexpr int columns = 65;
   static constexpr int plane = 65;
@@ -3353,7 +3357,7 @@ struct Forward {
   static constexpr int fragment_sets = 3;
   static constexpr bool continued = false;
   static constexpr int entries[6] = {0, 2, 6, 6, 10, 18};
-  static constexpr int tap_rows[18] = {0, 65, 0, 1, 65, 66, 0, 65, 195, 260, 0, 1, 65, 66, 195, 196, 260, 261};
+  static constexpr int tap_rows[18] = {0, 65, 0, 1, 65, 66, 0, 65, 325, 390, 0, 1, 65, 66, 325, 326, 390, 391};
   static constexpr int tap_indices[36] = {13, 16, -1, 10, 14, 17, 12, 15, -1, 11, -1, 9, 22, 25, -1, 19, 4, 7, -1, 1, 23, 26, 21, 24, -1, 20, -1, 18, 5, 8, 3, 6, -1, 2, -1, 0};
   static constexpr int stretches = 2;
   static constexpr int first_of_stretches[2] = {0, 1};
@@ -3375,8 +3379,8 @@ struct Forward {
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
-// of 8 x 3 fragments, 212 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
+// of 8 x 5 fragments, 212 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -3387,17 +3391,17 @@ struct GradInput {
   static constexpr int cin_g = 32;
   static constexpr int ck = 8;
   static constexpr int tile_n = 1;
-  static constexpr int tile_d = 2;
+  static constexpr int tile_d = 1;
   static constexpr int tile_h = 8;
   static constexpr int tile_w = 8;
   static constexpr int in_step_d = 2;
   static constexpr int in_step_h = 2;
   static constexpr int in_step_w = 2;
-  static constexpr int rows_d = 5;
+  static constexpr int rows_d = 3;
   static constexpr int rows_h = 17;
   static constexpr int row_step_d = 2;
   static constexpr int row_step_h = 2;
-  static constexpr int offsets_d[5] = {-1, 0, 1, 2, 3};
+  static constexpr int offsets_d[3] = {-1, 0, 1};
   static constexpr int offsets_h[17] = {-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   static constexpr int first_w = -1;
   static constexpr int columns = 17;
@@ -3405,7 +3409,7 @@ struct GradInput {
   static constexpr int planes = 2;
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
-  static constexpr int stages_p = 1;
+  static constexpr int stages_p = 2;
   static constexpr int stages_s = 2;
   static constexpr int fetch = 0;
   static constexpr bool grad_input = true;
@@ -3434,15 +3438,15 @@ struct GradInput {
   static constexpr int steps = 1;
   static constexpr int taps_unrolled = 9;
   static constexpr int fragment_sets = 3;
-  static constexpr bool continued = false;
+  static constexpr bool continued = true;
   static constexpr int entries[2] = {0, 27};
   static constexpr int tap_rows[27] = {0, 9, 1, 18, 27, 19, 36, 45, 37, 306, 315, 307, 324, 333, 325, 342, 351, 343, 612, 621, 613, 630, 639, 631, 648, 657, 649};
   static constexpr int tap_indices[27] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26};
   static constexpr int round_shifts[9] = {0, 9, 1, 18, 27, 19, 36, 45, 37};
   static constexpr bool resident = false;
   static constexpr int stages_w = 8;
-  static constexpr int w_stage = 3;
-  static constexpr int ring_fragments = 24;
+  static constexpr int w_stage = 5;
+  static constexpr int ring_fragments = 40;
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
@@ -3574,10 +3578,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 112,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
   const at::Tensor zeros = at::zeros({3}, x.options().dtype(at::kInt));
-  launch<kernels::gather<kernels::Forward>, 512, 206612>(x, blocks,
+  launch<kernels::gather<kernels::Forward>, 512, 217240>(x, blocks,
       std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), zeros.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {68, 3, 3, 8, 1}, {1, 1, 1, 1, 1},
+      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {68, 5, 2, 8, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
@@ -3586,7 +3590,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({221184}, weight.options().dtype(at::kByte));
   launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 112,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
-  launch<kernels::gather<kernels::GradInput>, 512, 217828>(grad, blocks,
+  launch<kernels::gather<kernels::GradInput>, 512, 217196>(grad, blocks,
       std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr()), sizes);
 }
 
@@ -3663,15 +3667,15 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x2x2x64 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (4, 4, 128))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x4x64 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 8, 128))]
     tiles = batch * math.prod(counts) * 2
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x2x8x8 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 8, 8))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x8 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 8, 8))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

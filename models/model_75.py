@@ -19,8 +19,8 @@ Constraints:
 
 Kernels:
 - forward: 4x256 cells x 8 channels, 256 threads x 8x2x12 outputs, 1 stages of 8 channels, 4224 blocks.
-- gradient for the input: wgmma ieee, tile 1x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 2 x 6 fragments, 218 KB shared.
+- gradient for the input: tiles of 32x32 positions in 27 KB, lanes are columns, a thread takes 4 rows x 8 input
+  channels.
 - gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K
   in 132 slices, 171 KB shared.
 
@@ -451,58 +451,6 @@ typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
-__device__ __forceinline__ void let_dependent_begin() {
-
-  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-
-}
-// And waits for what that one wrote.
-__device__ __forceinline__ void wait_for_results() {
-
-  asm volatile("griddepcontrol.wait;\n" ::: "memory");
-
-}
-
-// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
-}
-// What was initialised is seen by copies and, in a cluster, by other blocks.
-__device__ __forceinline__ void barriers_begun() {
-
-  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
-}
-// One thread arrives, and the phase waits for so many bytes of copies too.
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
-  u32 done;
-
-  asm volatile(
-      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-
-  return done;
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  while (!barrier_done(barrier, parity)) {}
-}
-template <int ID, int THREADS_OF>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory"); }
-__device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-
 // --- copies into shared memory ----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
@@ -521,76 +469,10 @@ __device__ __forceinline__ void copy_word(u32 to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes));
 }
 
-// --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
-
-// Whole 16 bytes.
-__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-// What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
-__device__ __forceinline__ void fence_async_shared() {
-
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-
-}
-
-// --- loads and stores -------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 load_shared_u32(u32 a) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
-  return v;
-}
-__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
-  u32 v = 0;
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a), "r"((u32)ok) : "memory");
-  return v;
-}
-__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
-}
-__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
-  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
-}
-__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
-  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
-}
-
-// Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
-__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
-}
-
 // --- the compiler and registers ---------------------------------------------------------------------------------------
 
-// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
-// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
-__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
 // Integers. Macros, since by references the compiler keeps variables in another order.
 #define OPAQUE(a) asm volatile("" : "+r"(a))
-// A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
-template <int REGISTERS>
-__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
-template <int REGISTERS>
-__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
-// a * b + c by one instruction, where the compiler of (long long)a * b + c takes the product apart.
-__device__ __forceinline__ u64 multiply_add_wide(int a, int b, u64 c) {
-  u64 r;
-  asm("mad.wide.s32 %0, %1, %2, %3;\n" : "=l"(r) : "r"(a), "r"(b), "l"(c));
-  return r;
-}
 
 // --- numbers ----------------------------------------------------------------------------------------------------------
 
@@ -613,12 +495,6 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
-// --- matrix instructions ----------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
-
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 
 enum Precision { TF32, IEEE, FP16, BF16, FP64 };
@@ -634,7 +510,6 @@ struct Float32 {
   using Bits = u32;
   static constexpr int SIZE = 4;
   static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
-  static __device__ __forceinline__ float value(float v) { return v; }
 };
 template <> struct NumberOf<TF32> : Float32 {};
 template <> struct NumberOf<IEEE> : Float32 {};
@@ -1127,1552 +1002,284 @@ __global__ void __launch_bounds__(C::threads, C::min_blocks)
     Direct<C>::run(x, weight, bias, out, {d, h, w, od_size, oh_size, ow_size, tiles_h, tiles_w}, shared);
 }
 
-// A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
-
-template <int STAGES>
-struct CursorOf {                                       // a place in the ring, and the parity of its phase
-  u32 stage, parity;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void move(u32 by) {
-    u32 at = stage + by;
-    stage = at % STAGES;
-    parity ^= at / STAGES & 1;
-  }
-};
-
-// Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
-// the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
-// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
+// Gradients on CUDA cores from tiles in shared memory: depthwise layers, small groups and few channels.
 //
-// STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
+//   grad_input   gi[n, ci, q] = sum over co of the group and taps of g[n, co, q * stride + tap * dilation - padding] * w[ci, co, tap]
+//   grad_weight  dW[ci, co, tap] = sum over n and q of x[n, ci, q] * g[n, co, q * stride + tap * dilation - padding]
 //
-// `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
-// are done. Null: tiles are dealt out evenly.
+// A block brings what tile_h x tile_w positions q need of one slice of g (an image's, at a depth) into shared memory, in whole
+// units and once; taps read it there. A thread takes `rows` positions, one below the other.
+//   Lanes are columns: those of g lie in stride_w planes of equal residue, so that lanes read neighbours at any stride.
+//   lanes_are_channels (depthwise, channels_last): a pixel's channels are neighbours as they are in memory.
+// grad_weight's warps divide a tile's taps (TAP_GROUPS) and its positions (POSITION_GROUPS). Its blocks take a range of tiles
+// each and write partial sums; `reduce` adds them in the order of their index, so that every run gives the same bits. Positions of
+// a tile beyond the image are zeros of x that meet g where it is: an infinity there makes NaN of that tap's sum.
 
-constexpr int CLAIMS = 16;                       // places of the ring
-constexpr int CLAIMS_BYTES = CLAIMS * 12;        // of shared memory: barriers, then tiles
-
-// Others: warps, or (ALONE) single threads.
-template <bool ALONE>
-struct ClaimsOf {
-  u32 ring;
-  CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ ClaimsOf(u32 ring) : ring(ring), cursor({0, 0}) {}
-};
-
-// Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
-// variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
-template <class T, int N>
-struct Table {
-  T at[N];
-  __device__ constexpr const T& operator[](int i) const { return at[i]; }
-};
-
-template <class T, int N>
-__device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
-  Table<T, N> found = {};
-  for (int i = 0; i < N; i++) found.at[i] = of[i];
-  return found;
-}
-
-// A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
-
-// How a chunk's pixels come. By threads, at any alignment; or by the tensor copy engine, with one instruction for each box, zeros beyond the
-// borders included, which wants row pitches of whole 16 bytes: where rows do not all begin at the same place of such a unit, those of a class,
-// which do, are a tensor and a box. Of small images all pixels come, without a halo: of a tile's images, or of some that lie side by side along
-// its width. (Bulk copies of single rows cost too many clocks each.)
-enum Fetch { BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE };
-
-template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
-template <class C> __constant__ const auto ROW_H = table_of<int>(C::offsets_h);
-
-// Tensor maps of the input.
-template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
-template <class C> constexpr int MAPS_OF<C, BY_CLASSES> = C::row_classes * C::channel_classes;
+template <bool IN_WORDS, class T> struct StagedWord { using Type = T; };
+template <class T> struct StagedWord<true, T> { using Type = u32; };
 
 template <class C_>
-struct PixelTile {
+struct Staged {
 using C = C_;
-using Number = NumberOf<C::precision>;
+using Scalar = ScalarOf<C::precision>;
+using T = typename Scalar::T;
+using Acc = typename Scalar::Acc;
+using Pack = typename Scalar::Pack;
+static constexpr int VEC = Scalar::VEC;
+static constexpr int ELEMENT = sizeof(T);
+static constexpr bool BY_CHANNELS = C::lanes_are_channels;
 
-// --- pixels -----------------------------------------------------------------------------------------------------------
+static constexpr int CIN_G = C::cin_g, COUT_G = C::cout_g, CIN = C::groups * CIN_G, COUT = C::groups * COUT_G;
+static constexpr int CHANNELS = C::channels, CI_TILE = C::ci_tile, ROWS = C::rows;
+static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, SPAN_H = C::span_h, SPAN_W = C::span_w, SHIFT = C::shift;
+static constexpr int KERNEL_H = C::kernel_h, KERNEL_W = C::kernel_w, TAPS = C::kernel_d * KERNEL_H * KERNEL_W;
+static constexpr int STRIDE_H = C::stride_h, STRIDE_W = C::stride_w;
+static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector, BATCH = C::batch;
+static constexpr int G_COLUMN = C::channels_last ? COUT : 1;  // elements from one column of g to the next
+static constexpr int CHANNEL_BLOCKS = BY_CHANNELS ? (CIN + CHANNELS - 1) / CHANNELS : (CIN_G + CI_TILE - 1) / CI_TILE;  // there of a group
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr int PARTS = C::precision == IEEE ? 2 : 1;  // of an operand
-static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
-static constexpr int ROW_BYTES = C::ck * ELEMENT;       // a pixel's row in a tile: 32, 64 or 128
-static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
-static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
-static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
-static constexpr int SEGMENTS = C::tile_n * C::rows_d * C::rows_h;
-// Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
-// some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
-static constexpr int PITCH = C::strided_box ? C::plane : C::planes * C::plane;  // pixel rows from a segment to the next
-static constexpr int PLANE_PITCH = C::strided_box ? (SEGMENTS * C::plane + 7) / 8 * 8 : C::plane;  // the swizzle's pattern begins every 8 rows
-static constexpr int PIXELS = C::strided_box ? C::planes * PLANE_PITCH : SEGMENTS * PITCH;
-static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
-static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-
-static __device__ __forceinline__ int column_of(int within) {
-  return within % C::plane * C::in_step_w + within / C::plane;
+// Words of shared memory from row to row of g's tile, and where a column of it lies.
+static constexpr int ROW_PITCH = BY_CHANNELS ? SPAN_W * CHANNELS : STRIDE_W * C::plane_pitch;
+static constexpr int G_WORDS = (SPAN_H * ROW_PITCH + 3) / 4 * 4;
+static __device__ __forceinline__ constexpr int column_at(int c) {
+  return BY_CHANNELS ? c * CHANNELS : c % STRIDE_W * C::plane_pitch + c / STRIDE_W;
 }
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-static __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = ROW_BYTES == 32 ? (p >> 2) & 1 : ROW_BYTES == 64 ? (p >> 1) & 3 : p & 7;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
-
-// --- roles ------------------------------------------------------------------------------------------------------------
-
-static constexpr int CONSUMERS = 2;
-static constexpr int CONSUMER_THREADS = CONSUMERS * 128;
-// C::wgmma: two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
-// one loads the weights. Else no warpgroup can give its registers away.
-static constexpr int PRODUCER_THREADS = C::wgmma ? 192 : 128;
-static constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
-static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
-static constexpr int FIRST_CONSUMER = C::wgmma ? 2 : 1;
-static constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-static constexpr bool BOX = C::fetch != BY_THREADS;
-// The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way.
-// IEEE needs both parts.
-static constexpr bool DIRECT_BOX = BOX && C::channels_last && C::precision != IEEE;
-
-// --- what kernels are told --------------------------------------------------------------------------------------------
 
 struct Sizes {
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
-  int tiles;                                           // all of them, times M-groups
-  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
-  u32* counters;                                       // claims.cuh's
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_h, tiles_w;
 };
 
-// --- where a tile's chunk lies in the input ---------------------------------------------------------------------------
+struct Tile { int n, d, h, w; };           // first position
 
-struct Source {
-  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
-  int channel, left;                                   // first channel, channels left in the group
-};
-
-template <class Tile>
-static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * C::in_step_d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
-}
-
-// A segment's offsets from there, in a word of shared memory: image, D and H.
-static __device__ __forceinline__ int pack_segment(int i) {
-  return (i / (C::rows_h * C::rows_d)) << 24 | (ROW_D<C>[i / C::rows_h % C::rows_d] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
-}
-static __device__ __forceinline__ int offset_d(int packed) { return (packed << 8) >> 20; }
-static __device__ __forceinline__ int offset_h(int packed) { return (packed << 20) >> 20; }
-
-// The segment's (n, d, h), and whether that row of the input exists.
-static __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int packed, int& n, int& d, int& h) {
-  n = at.n + (packed >> 24);
-  d = at.d + offset_d(packed);
-  h = at.h + offset_h(packed);
-  return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
-}
-};
-
-// Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
-template <class C>
-__device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
-  using T = PixelTile<C>;
-  u32 hi[4];
-#pragma unroll
-  for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
-  store_shared_128(to, hi[0], hi[1], hi[2], hi[3]);
-  u32 low[4];
-#pragma unroll
-  for (int e = 0; e < 4; e++) low[e] = low_part(__uint_as_float(v[e]), hi[e]);
-  store_shared_128(to + T::PART_BYTES, low[0], low[1], low[2], low[3]);
-}
-
-// A block's tiles, and a walk over their chunks.
-
-// An order says which tile is a block's first, and which follows one; the loader also when others may be told, and when it is done. A kernel K
-// has an `Order` for warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
-//
-// Tiles that are dealt out evenly.
-template <class Sizes>
-struct DealtOut {
-  __device__ __forceinline__ explicit DealtOut(const Sizes&) {}
-  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
-  __device__ __forceinline__ int next(int index, const Sizes&) const { return index + gridDim.x; }
-  __device__ __forceinline__ void end() {}
-};
-
-// Where tiles are few, CLUSTER blocks have one together, each a share of its chunks, and add up their sums in shared memory. They are
-// neighbours, and have no other tile.
-template <class Sizes, int CLUSTER>
-struct OneTogether {
-  __device__ __forceinline__ explicit OneTogether(const Sizes&) {}
-  __device__ __forceinline__ void end() {}
-};
-template <int CLUSTER>
-__device__ __forceinline__ int rank_in_cluster() { return (int)(blockIdx.x % CLUSTER); }
-
-// Tiles that are claimed.
-template <class Sizes, bool ALONE>
-struct Told {
-  ClaimsOf<ALONE> claims;
-  __device__ __forceinline__ explicit Told(const Sizes& s) : claims(s.claims) {}
-};
-
-// A walk over (tile, chunk) in the order in which consumers take them. K has `tile_at`, a tile's chunks, `first_chunk` to `end_chunk`, and SHARES,
-// the blocks that share these.
-template <class K, class Order = typename K::Order>
-struct Walk {
-  using Sizes = typename K::Sizes;
-  Order order;
-  int index, chunk;
-  typename K::Tile tile;
-
-  __device__ __forceinline__ explicit Walk(const Sizes& s) : order(s) {}
-  __device__ __forceinline__ void begin(const Sizes& s) {
-    index = order.first(s);
-    chunk = K::first_chunk();
-    if constexpr (K::SHARES > 1) {}
-    else settle(s);
-  }
-  __device__ __forceinline__ bool live(const Sizes& s) const {
-    if constexpr (K::SHARES > 1) {}
-    else return index < s.tiles;
-  }
-  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
-    while (index < s.tiles) {
-      tile = K::tile_at(index, s);
-      if (chunk < K::end_chunk(tile, s)) return;
-      index = order.next(index, s);
-      chunk = 0;
-    }
-  }
-  __device__ __forceinline__ void next(const Sizes& s) {
-    if (++chunk >= K::CHUNKS) settle(s);
-  }
-};
-
-// What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
-
-template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
-template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
-
-// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, ROLLED, LOOPED };
-
-// How results are stored: NCHW rows or channels-last pixels; of rows of M that are phases; or NCHW by the tensor copy engine.
-enum Stores { STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES };
-
-// The orders of a block's roles, see gather_walk.cuh.
-template <class C, class Sizes, bool CLAIMED = C::claimed, bool TOGETHER = (C::cluster > 1)>
-struct Orders {
-  using Order = DealtOut<Sizes>;
-  using AloneOrder = Order;
-};
-template <class C, class Sizes>
-struct Orders<C, Sizes, false, true> {
-  using Order = OneTogether<Sizes, C::cluster>;
-  using AloneOrder = Order;
-};
-template <class C, class Sizes>
-struct Orders<C, Sizes, true, false> {
-  using Order = Told<Sizes, false>;
-  using AloneOrder = Told<Sizes, true>;
-};
-
-template <class C_>
-struct GatherWork : PixelTile<C_>, Orders<C_, typename PixelTile<C_>::Sizes> {
-using C = C_;
-using T = PixelTile<C>;
-using Sizes = typename T::Sizes;
-
-static constexpr int MB = C::mb;                        // blocks of 64 rows of an M-group
-static constexpr int W_SUBTILES = C::tile_w / C::sub_w;
-static constexpr int H_SUBTILES = C::tile_h / C::sub_h;
-static constexpr int SUBTILES = C::tile_n * C::tile_d * H_SUBTILES * W_SUBTILES;  // of 64 pixels
-static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consumer's
-static constexpr int WGS_M = C::split == 1 ? 2 : 1;
-static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
-static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
-static constexpr int STEPS_PER_TAP = T::K_STEPS * T::PARTS;
-static constexpr int LONGEST_STRETCH = C::taps_unrolled * STEPS_PER_TAP;  // where not STRAIGHT
-
-struct Tile {
-  int group, cout_block, variant;                      // M-group
-  int n, d, h, w;                                      // first q
-};
-
-static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
   Tile t;
-  int m = index % C::m_groups, q = index / C::m_groups;
-  // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
-  if (!C::resident && C::variants > 1) m = (m + q) % C::m_groups;
-  t.variant = m % C::variants;
-  t.cout_block = m / C::variants % C::cout_blocks;
-  t.group = m / (C::variants * C::cout_blocks);
-  t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
-  t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * C::tile_d;
-  t.n = q / s.tiles_d * C::tile_n;
+  t.w = index % s.tiles_w * TILE_W;  index /= s.tiles_w;
+  t.h = index % s.tiles_h * TILE_H;  index /= s.tiles_h;
+  t.d = index % s.in_d;
+  t.n = index / s.in_d;
   return t;
 }
 
-static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (MB + 1) + block]; }
-static __device__ __forceinline__ int end_entry(int variant, int block = MB - 1) { return ENTRY<C>[variant * (MB + 1) + block + 1]; }
-static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
-// Of block b, or, STRAIGHT, of all of them.
-static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (C::steps == STRAIGHT ? entries_of(variant) : end_entry(variant, b) - first_entry(variant, b)) * STEPS_PER_TAP;
-}
-static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
-
-// A block's chunks of a tile: all, or a share.
-static constexpr int SHARES = C::cluster;
-static __device__ __forceinline__ int rank() { return rank_in_cluster<SHARES>(); }
-static __device__ __forceinline__ int first_chunk() { return SHARES > 1 ? rank() * T::CHUNKS / SHARES : 0; }
-static __device__ __forceinline__ int end_chunk(int variant) {
-  if constexpr (SHARES > 1) {}
-  else return chunks_of(variant);
-}
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
-};
-
-// Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
-
-constexpr int PACK_THREADS = 256;
-
-// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
-template <class K>
-__global__ void __launch_bounds__(PACK_THREADS)
-pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  K::pack_weights(weight, packed, tap_step);
+// The thread's index, anew: else every place of a batch, the same for all tiles, would be kept in registers between them.
+static __device__ __forceinline__ int thread_index() {
+  int index = threadIdx.x;
+  OPAQUE(index);
+  return index;
 }
 
-// Weights, from memory to a consumer's registers: fragments in the order in which they are used.
+// Elements that are stored together.
+template <int WIDTH>
+struct alignas(WIDTH * sizeof(T)) Unit { T v[WIDTH]; };
 
-// Packed; or by boxes of a tensor (channels, taps, channels), whose rows of channels lie along K (of a gradient for the input) or along M (of a
-// forward).
-enum WeightsAs { PACKED, ROWS_ALONG_K, ROWS_ALONG_M };
-
-// Blocks of `pack` that share a part's taps. If they are many, a warp's lanes read the table at different places, which constant memory serves in turn.
-template <class C> constexpr int PACK_SPLITS = (C::taps + C::pack_taps - 1) / C::pack_taps;
-// [variant, block, tap][subs]: the kernel's tap, -1 for none.
-template <class C> __constant__ const auto TAP_INDEX = table_of<short>(C::tap_indices);
-// Whether some entry has no tap for a sub-position.
-template <class C>
-__host__ __device__ constexpr bool lacks_taps() {
-  for (int tap : C::tap_indices)
-    if (tap < 0) return true;
-  return false;
-}
-template <class C>
-__device__ __forceinline__ int tap_index(int i) {
-  return TAP_INDEX<C>[i];
+// Elements that are loaded together, in words where there are some.
+static constexpr bool IN_WORDS = ELEMENT == 2 && VECTOR > 1;
+struct alignas(VECTOR * ELEMENT) Loaded { typename StagedWord<IN_WORDS, T>::Type v[IN_WORDS ? VECTOR / 2 : VECTOR]; };
+static __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
+  return Scalar::value(unit.v[k]);
 }
 
-template <class C>
-constexpr int WEIGHTS_OF = !C::boxed ? PACKED : C::grad_input ? ROWS_ALONG_K : ROWS_ALONG_M;
+// Units of a row of g's tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's channels of columns. As many
+// rows as they fit into the threads are loaded at a time; a thread has the same columns of all.
+static constexpr int ROW_UNITS = (BY_CHANNELS ? SPAN_W * CHANNELS : SPAN_W) / VECTOR;
+static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS;
+static constexpr int ROWS_AT_ONCE = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
+static constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 
-template <class C>
-__device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t) {
-  using G = GatherWork<C>;
-  constexpr int EACH = G::CHUNKS * G::STEPS_PER_TAP;    // of an entry
-  long long before = (long long)(t.group * C::cout_blocks + t.cout_block) * (G::end_entry(C::variants - 1) * EACH);
-  return packed + (before + G::first_entry(t.variant) * EACH) * (G::WGS_M * G::FRAGMENT);
+// Where an element of a row is in one of g's rows, and whether g has it; `left`: channels from the tile's first on.
+struct Place { i64 offset; bool in; };
+static __device__ __forceinline__ Place place_in_row(int at, int w, int left, i64 line, const Sizes& s) {
+  return {(i64)(w + at) * G_COLUMN, (u32)(w + at) < (u32)s.out_w};
 }
 
-// --- the ring's stages, by the way that weights come ------------------------------------------------------------------
-
-// A thread's `Source` of a tile's weights is brought to the ring in pieces, by `bring`. A consumer's thread has `part_of` a piece's first fragment, and
-// loads fragment i of those that begin there.
-template <class C, int = WEIGHTS_OF<C>>
-struct WeightsOf;
-
-template <class C>
-struct WeightsOf<C, PACKED> {
-using G = GatherWork<C>;
-using Memory = const char*;
-using Source = const char*;                             // chunks lie one behind the other
-
-static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile& t) {
-  return fragments_of<C>(packed, t) + (long long)G::first_chunk() * G::entries_of(t.variant) * G::STEPS_PER_TAP * (G::WGS_M * G::FRAGMENT);
+// A unit's elements to shared memory, from that of element `at` of a row on.
+static __device__ __forceinline__ void store_unit(Acc* to, const Loaded& unit, int at) {
+  constexpr bool EVEN = STRIDE_W % VECTOR == 0 || VECTOR % STRIDE_W == 0;
+#pragma unroll
+  for (int k = 0; k < VECTOR; k++) to[BY_CHANNELS ? k : EVEN ? column_at(k) : column_at(at + k) - column_at(at)] = element(unit, k);
 }
-static __device__ __forceinline__ void begin_chunk(Source&, const typename G::Tile&, int) {}
-static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
-  expect_bytes(barrier, bytes);
-  copy_bulk(to, from, bytes, barrier);
-  from += bytes;
-}
-static __device__ __forceinline__ u32 part_of(int wg, int thread) { return (C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16; }
-static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * (G::WGS_M * G::FRAGMENT)); }
-};
 
-// --- one thread fills the ring ----------------------------------------------------------------------------------------
-
-// A stage of the ring holds C::w_stage fragments of a stretch, its last one what is left, so that the code knows where stages begin.
-// C::resident: a chunk is a stage, one behind the other, loaded once; else every tile's weights stream through.
-template <class C>
-__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
-  using G = GatherWork<C>;
-  using W = WeightsOf<C>;
-  constexpr int STEP_BYTES = G::WGS_M * G::FRAGMENT;
-  wait_for_results();                                   // of `pack`
-  typename G::AloneOrder order(s);
-  CursorOf<C::stages_w> cursor = {0, 1};
+// What the taps of slice `kd` meet of g's channels from `channel` on to shared memory, zeros beyond the borders; false where the
+// whole slice lies beyond them. Units are whole where g lies and its rows end at their multiples; else elements are loaded.
+static __device__ __forceinline__ bool stage_gradient(Acc* tile, const T* g, const Tile& t, int kd, int channel, bool whole, const Sizes& s) {
+  const int d = t.d * C::stride_d + kd * C::dilation_d - C::padding_d, h = t.h * STRIDE_H - C::padding_h, w = t.w * STRIDE_W - C::padding_w - SHIFT, left = COUT - channel;
+  if ((u32)d >= (u32)s.out_d) return false;
+  const i64 pixels = (i64)s.out_d * s.out_h * s.out_w, slice = (i64)d * s.out_h * s.out_w, line = (i64)s.out_w * G_COLUMN;
+  const T* from = g + (C::channels_last ? (t.n * pixels + slice) * COUT + channel : ((i64)t.n * COUT + channel) * pixels + slice);
+  const int thread = thread_index(), first = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
+  if (ROW_UNITS < THREADS && first >= ROWS_AT_ONCE) return true;  // the others have nothing to do
 #pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-    const typename G::Tile t = G::tile_at(index, s);
-    typename W::Source from = W::source_of(memory, t);
+  for (int round = 0; round < ROUNDS_W; round++) {
+    const int at = (ROW_UNITS < THREADS ? thread % ROW_UNITS : thread + round * THREADS) * VECTOR;  // element of a row
+    if (ROW_UNITS > THREADS && at >= ROW_UNITS * VECTOR) break;
+    if (VECTOR == 1 || whole) {
+      const Place in_row = place_in_row(at, w, left, line, s);
+      Acc* to = tile + first * ROW_PITCH + (BY_CHANNELS ? at : column_at(at));
+      int row = h + first;
 #pragma unroll 1
-    for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
-      W::begin_chunk(from, t, chunk);
-#pragma unroll 1
-      for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
-        int left = G::steps_of(t.variant, b);
-#pragma unroll 1
-        while (left > 0) {
-          int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
-          left -= stretch;
-#pragma unroll 1
-          for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-            u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
-            barrier_wait(empty + cursor.stage * 8, cursor.parity);
-            W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
-          }
+      for (int i = 0; i < PASSES_H; i += BATCH, row += BATCH * ROWS_AT_ONCE, to += BATCH * ROWS_AT_ONCE * ROW_PITCH) {
+        const T* place = from + row * line + in_row.offset;
+        Loaded unit[BATCH];                // all loads come first: a block waits for memory once in BATCH
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+          unit[b] = {};
+          if (in_row.in && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.out_h) unit[b] = *(const Loaded*)(place + b * ROWS_AT_ONCE * line);
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+          if ((SPAN_H % ROWS_AT_ONCE || PASSES_H % BATCH) && row + b * ROWS_AT_ONCE >= h + SPAN_H) break;
+          store_unit(to + b * ROWS_AT_ONCE * ROW_PITCH, unit[b], at);
         }
       }
-    }
-  }
-}
-
-// --- the consumers' side ----------------------------------------------------------------------------------------------
-
-// All ways have `begin` (a tile), `begin_chunk`, `load` (fragment i of a stretch), `end_stretch`, `end` and `skip` (a tile).
-template <class C, bool RING = C::wgmma, bool RESIDENT = C::resident>
-struct Fragments {                                      // before sm_90: straight from memory
-using G = GatherWork<C>;
-int part;                                               // this thread's of a fragment
-const char* from;
-
-__device__ __forceinline__ Fragments(u32, u32, u32, int wg, int thread) : part((C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16) {}
-__device__ __forceinline__ void begin_chunk(int) {}
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
-__device__ __forceinline__ void skip(int) {}
-};
-
-template <class C>
-struct Fragments<C, true, false> {                      // from the ring
-using G = GatherWork<C>;
-using W = WeightsOf<C>;
-u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
-CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
-u32 at;                                                 // of the first fragment of the stage in hand
-u32 done;                                               // the barrier that says that it is free
-
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32 empty, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), empty(empty), cursor({0, 0}) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {}
-__device__ __forceinline__ void begin_chunk(int) {}
-// A stage is waited for with its first fragment.
-__device__ __forceinline__ void load(u32 (&a)[4], int i) {
-  if (i % C::w_stage == 0) {
-    barrier_wait(full + cursor.stage * 8, cursor.parity);
-    at = ring + cursor.stage * (C::w_stage * G::WGS_M * G::FRAGMENT);
-    done = empty + cursor.stage * 8;
-    cursor.next();
-  }
-  W::load(a, at, i % C::w_stage);
-}
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
-__device__ __forceinline__ void skip(int variant) {
-  constexpr bool ONE = C::steps == STRAIGHT;
-  constexpr int OF_TAP = (G::STEPS_PER_TAP + C::w_stage - 1) / C::w_stage;  // stages of a tap that is left over
-  int stages = 0;                                       // of a chunk
-  for (int b = 0; b < (ONE ? 1 : G::MB); b++) {
-    int left = G::steps_of(variant, b), longest = ONE ? left : G::LONGEST_STRETCH, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest / G::STEPS_PER_TAP * OF_TAP);
-  }
-  cursor.move(G::chunks_of(variant) * stages);
-}
-__device__ __forceinline__ u32 in_hand() const { return done; }
-};
-
-// Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
-// [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane].
-
-// A part is 16 rows of M, those of a warp, for one step of K and C::pack_taps taps. A block brings its weights to shared
-// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
-//
-// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-template <class C_>
-struct GatherPack {
-using C = C_;
-using G = GatherWork<C>;
-using Number = typename G::Number;
-using Type = typename Number::Type;
-static constexpr int ELEMENT = G::ELEMENT, TAPS = C::pack_taps;
-static constexpr int SPLITS = PACK_SPLITS<C>;
-static constexpr int PITCH = TAPS | 1;                  // odd, so that a warp's rows and channels meet different banks
-static constexpr int K = 32 / ELEMENT;                  // input channels of a step
-static constexpr int OUTER = C::grad_input ? 16 : K;    // of a block along the weight's first dimension
-static constexpr int INNER = C::grad_input ? K : 16;    // and along its second
-static constexpr int PLANE = (C::grad_input ? C::cin_g : C::cout_g) * C::taps;  // elements from one index of its first dimension to the next
-static constexpr int QUARTER = G::FRAGMENT / 4 / 4;     // words
-static constexpr int TILE = 16 * K * PITCH;             // elements of a block's weights, [row of M][channel][tap]
-static constexpr int WARPS = PACK_THREADS / 32;
-
-// Of 16 bits weights may be float32, rounded on their way.
-static __device__ __forceinline__ Type as_element(Type v) { return v; }
-
-// Where the tile has an index of the weight's first dimension and one of its second.
-static __device__ __forceinline__ Type* place_in(Type* tile, int o, int i, int tap) { return tile + (C::grad_input ? o * K + i : i * K + o) * PITCH + tap; }
-
-// A block's weights to the tile; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
-// with taps `tap_step` apart.
-template <bool LAST, class Weight>
-static __device__ __forceinline__ void bring(Type* tile, const Weight* __restrict__ from, int outer, int inner, int taps, int tap_step, int thread) {
-  constexpr int COUNT = INNER * TAPS;
+    } else {
+#pragma unroll 1
+      for (int row = first; row < SPAN_H; row += ROWS_AT_ONCE)
 #pragma unroll
-  for (int j = 0; j < OUTER / WARPS; j++) {
-    int o = thread / 32 + j * WARPS;
-#pragma unroll 16  // loads in flight
-    for (int k = 0; k < (COUNT + 31) / 32; k++) {
-      int e = thread % 32 + k * 32, i = LAST ? e % INNER : e / TAPS, tap = LAST ? e / INNER : e % TAPS;
-      if (COUNT % 32 && e >= COUNT) break;
-      bool exists = o < outer && i < inner && (C::taps % TAPS == 0 || tap < taps);
-      *place_in(tile, o, i, tap) = exists ? as_element(from[o * PLANE + (LAST ? i + tap * tap_step : i * C::taps + tap)]) : 0;
-    }
-  }
-}
-
-static __device__ __forceinline__ void sync() {
-  __syncthreads();
-}
-
-struct Part { int begin, warp, wg, k_step, chunk, block, cout, cin; };  // first tap; the fragments'; first channels in the group
-
-static __device__ __forceinline__ Part part_at(int rest) {
-  Part p;
-  p.begin = rest % SPLITS * TAPS;  rest /= SPLITS;
-  p.warp = rest % 4;  rest /= 4;
-  p.wg = rest % G::WGS_M;  rest /= G::WGS_M;
-  p.k_step = rest % G::K_STEPS;  rest /= G::K_STEPS;
-  p.chunk = rest % G::CHUNKS, p.block = rest / G::CHUNKS;
-  p.cout = (p.block % C::cout_blocks * G::WGS_M + p.wg) * C::rows_per_sub + p.warp * 16 % C::rows_per_sub, p.cin = p.chunk * C::ck + p.k_step * K;
-  return p;
-}
-
-template <class Weight>
-static __device__ __forceinline__ void bring_part(Type* tile, const Weight* __restrict__ weight, int tap_step, const Part& p, int thread) {
-  constexpr int OF_FIRST = C::grad_input ? C::cout_g : C::cin_g, OF_SECOND = C::grad_input ? C::cin_g : C::cout_g;  // of the weight's dimensions, in a group
-    int group = p.block / C::cout_blocks, outer = C::grad_input ? p.cout : p.cin, inner = C::grad_input ? p.cin : p.cout;
-    const Weight* from = weight + (long long)(group * OF_FIRST + outer) * PLANE;
-    int outer_left = OF_FIRST - outer, inner_left = OF_SECOND - inner, taps_left = C::taps - p.begin;
-    if (tap_step == 1) bring<false>(tile, from + (inner * C::taps + p.begin), outer_left, inner_left, taps_left, 1, thread);
-    else bring<true>(tile, from + (inner + p.begin * tap_step), outer_left, inner_left, taps_left, tap_step, thread);
-}
-
-template <class Weight>
-static __device__ __forceinline__ void pack_part(Type* tile, const Weight* __restrict__ weight, u32* __restrict__ packed, int tap_step, int part, int thread) {
-  const Part p = part_at(part);
-  bring_part(tile, weight, tap_step, p, thread);
-  sync();
-  int sub = p.warp * 16 / C::rows_per_sub, entries = G::end_entry(C::variants - 1);
-  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
-  const Type* own = tile + (((lane >> 2) + (r & 1) * 8) * K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PITCH;
-  constexpr bool LACKS = lacks_taps<C>();               // -1: zeros, by the first of the blocks
-  auto here = [&](int tap) { return SPLITS == 1 || (LACKS && tap < 0 ? p.begin == 0 : (u32)(tap - p.begin) < TAPS); };
-  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
-    int of = G::entries_of(variant), before = G::first_entry(variant);
-    int fragment = ((p.block * entries + before) * G::CHUNKS + p.chunk * of + e) * G::K_STEPS + p.k_step;
-    u32* to = packed + (long long)((fragment * G::PARTS * G::WGS_M + p.wg) * 4 + p.warp) * QUARTER + word;
-    const Type* at = own + (tap - p.begin);
-    if constexpr (ELEMENT == 4) {
-      float v = LACKS && tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
-      if (G::PARTS == 2) to[G::WGS_M * (G::FRAGMENT / 4)] = low_part(v, high);
-    }
-  };
-  if constexpr (SPLITS > 8) {} else {
-#pragma unroll 1
-    for (int variant = 0; variant < C::variants; variant++) {
-      int of = G::entries_of(variant), before = G::first_entry(variant);
-#pragma unroll 4
-      for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-        int tap = tap_index<C>((before + e) * C::subs + sub);
-        if (here(tap)) write(variant, e, tap);
-      }
-    }
-  }
-}
-
-// --- by a kernel of its own: `pack` and `pack_float` of packing.cuh ---------------------------------------------------
-
-template <class Weight>
-static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  __shared__ Type tile[TILE];
-  let_dependent_begin();                                // `gather`
-  pack_part(tile, weight, (u32*)packed, tap_step, blockIdx.x, threadIdx.x);
-}
-};
-
-// NCHW: staging slots, in which a chunk's pixels lie as they come from memory, in a way for each `Fetch`.
-
-struct SlotPlace { u32 from; bool exists; };            // of a pixel in a slot, in bytes; the upper 8 bits are its row's phase, see below
-
-// What ways have in common. A slot has BOXES boxes (what threads copy is one): `corner` says where the tensor `map` has box r. `place` says where
-// the first channel of a pixel is in the slot, by the segment (of an image) and the column that have it.
-template <class C, int CHANNEL, int COPIED, int COUNT>
-struct SlotOf {
-static constexpr int CHANNEL_BYTES = CHANNEL;           // from a channel to the next
-static constexpr int BOXES = COUNT;
-static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
-static constexpr int BYTES = BOXES * BOX_BYTES;
-static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
-// Where rows begin at any element of a unit: what a channel is ahead of the one before, in elements, and how many channels ahead of the first
-// channel c is. All have one phase where they are `aligned`.
-static __device__ __forceinline__ u32 plane_of(const typename PixelTile<C>::Sizes&) { return 0; }
-static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
-static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
-};
-
-template <class C, int = C::fetch>
-struct Slot;
-
-// --- rows by threads --------------------------------------------------------------------------------------------------
-
-// A slot is [image][channel][row][column], in the units that hold a row, whatever its alignment.
-template <class C>
-struct CopiedRows {
-static constexpr int UNITS = (C::columns + 2 * PixelTile<C>::VEC - 2) / PixelTile<C>::VEC;  // of 16 bytes, of a segment
-static constexpr int CHANNEL = C::rows_d * C::rows_h * UNITS * 16;
-using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, 1>;
-};
-
-template <class C>
-struct Slot<C, BY_THREADS> : CopiedRows<C>::Of {
-using T = PixelTile<C>;
-static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
-static __device__ __forceinline__ u32 plane_of(const typename T::Sizes& s) { return (u32)s.in_d * s.in_h * s.in_w; }
-static __device__ __forceinline__ SlotPlace place(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int segment, int image, int column, u32 plane) {
-  u32 from = (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * CopiedRows<C>::UNITS * 16 + column * T::ELEMENT;
-  int n, d, h;
-  bool in = T::row_of(at, s, segments[segment], n, d, h) && column < C::columns && (u32)(at.w + column) < (u32)s.in_w;
-  u32 first = ((u32)n * C::cin + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / T::ELEMENT);
-  return {from | (first & (T::VEC - 1)) << 24, in};
-}
-};
-
-// NCHW: from memory to staging slots where threads copy, and from slots to a tile: pixels' channels become rows, rounded to TF32.
-
-// Copies C::ck channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
-// served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
-template <class C>
-__device__ __forceinline__ void stage_rows(const char* __restrict__ x, const typename PixelTile<C>::Sizes& s, const typename PixelTile<C>::Source& at, u32 slot, int thread) {
-  using T = PixelTile<C>;
-  constexpr int UNITS = CopiedRows<C>::UNITS, CHANNEL_BYTES = Slot<C>::CHANNEL_BYTES;
-  long long slice = (long long)s.in_h * s.in_w * T::ELEMENT, plane = slice * s.in_d;
-  const char* corner = x + ((long long)at.n * C::cin + at.channel) * plane + (long long)at.w * T::ELEMENT;
-  // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
-  // what would take the time. Where rows are short, threads share them out.
-  constexpr int PLACES = C::ck * UNITS, SHARES = PLACES < T::PRODUCER_THREADS ? T::PRODUCER_THREADS / PLACES : 1;
-  constexpr int SLICES = C::tile_n * C::rows_d, BY_SLICE = SLICES >= SHARES ? SHARES : 1, BY_ROW = BY_SLICE > 1 ? 1 : SHARES;
-  constexpr int ROWS_AT_ONCE = C::rows_h % 5 == 0 ? 5 : C::rows_h % 4 == 0 ? 4 : C::rows_h % 3 == 0 ? 3 : 2;
-  int share = SHARES > 1 ? thread / PLACES : 0, place_of = SHARES > 1 ? thread % PLACES : thread;
-  if (share >= SHARES) return;
-#pragma unroll 1
-  for (int unit = place_of % UNITS, c = place_of / UNITS; c < C::ck;) {
-    if (C::cin_g % C::ck == 0 || c < at.left) {
-      const char* place = corner + c * plane + unit * 16;
-      int column = at.w + unit * T::VEC;                // of the unit's first element, were the row aligned
-      u32 to = slot + c * CHANNEL_BYTES + unit * 16;
-#pragma unroll 1
-      for (int r = BY_SLICE > 1 ? share : 0; r < SLICES; r += BY_SLICE) {
-        int image = r / C::rows_d, d = at.d + ROW_D<C>[r % C::rows_d];
-        bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
-        const char* line = place + image * (C::cin * plane) + d * slice;
-#pragma unroll ROWS_AT_ONCE
-        for (int j = BY_ROW > 1 ? share : 0; j < C::rows_h; j += BY_ROW) {
-          int h = at.h + ROW_H<C>[j];
-          u64 p = multiply_add_wide(h, s.in_w * T::ELEMENT, (u64)line);
-          int first = column - (int)(p & 15) / T::ELEMENT;
-          if (exists && (u32)h < (u32)s.in_h && first + T::VEC > 0 && first < s.in_w)
-            copy16(to + image * (C::ck - 1) * CHANNEL_BYTES + (r * C::rows_h + j) * (UNITS * 16), (const char*)(p & ~15ull));
+        for (int k = 0; k < VECTOR; k++) {
+          const int column = w + (BY_CHANNELS ? (at + k) / CHANNELS : at + k), ch = BY_CHANNELS ? (at + k) % CHANNELS : 0;
+          const bool in = (u32)(h + row) < (u32)s.out_h && (u32)column < (u32)s.out_w && ch < left;
+          tile[row * ROW_PITCH + (BY_CHANNELS ? at + k : column_at(at + k))] = in ? Scalar::value(from[(h + row) * line + (i64)column * G_COLUMN + ch]) : 0;
         }
-      }
-    }
-    if (SHARES > 1) break;
-    unit += T::PRODUCER_THREADS % UNITS;
-    c += T::PRODUCER_THREADS / UNITS;
-    if (unit >= UNITS) {
-      unit -= UNITS;
-      c++;
     }
   }
-}
-
-// A thread's pixels of a tile: where they lie in a slot and whether they are in the image. Found once a tile, not a chunk.
-template <class C>
-struct OwnPixels {
-using T = PixelTile<C>;
-static constexpr int COUNT = (T::PIXELS + T::PRODUCER_THREADS - 1) / T::PRODUCER_THREADS;
-
-u32 from[COUNT], ok;                                    // of the places in a slot the low 24 bits; above: the phase
-u32 plane;                                              // channel c of a row begins at (phase + c * plane) % VEC of a unit
-
-// The pixel row of pixel i: rows in their order, or, where the columns of neighbouring rows lie a multiple of four
-// apart, so that lanes would meet few banks, columns in theirs.
-static __device__ __forceinline__ int pixel_row(int i) {
-  // Rows first: an image's lie together in a slot, where columns of several images would meet few banks.
-  return i;
-}
-
-__device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int thread) {
-  plane = Slot<C>::plane_of(s);
-  ok = 0;
-#pragma unroll
-  for (int k = 0; k < COUNT; k++) {
-    int p = pixel_row(thread + k * T::PRODUCER_THREADS), segment = p / T::PITCH, within = p % T::PITCH;
-    int column = T::column_of(within), image = segment / (C::rows_d * C::rows_h);
-    if (thread + k * T::PRODUCER_THREADS >= T::PIXELS) break;
-    const SlotPlace place = Slot<C>::place(x, s, at, segments, segment, image, column, plane);
-    from[k] = place.from;
-    ok |= (u32)place.exists << k;
-  }
-}
-};
-
-// A slot's pixels to rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
-template <class C, bool ALIGNED>                        // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int channel, int left, u32 slot, u32 tile, int thread) {
-  using T = PixelTile<C>;
-#pragma unroll
-  for (int k = 0; k < OwnPixels<C>::COUNT; k++) {
-    int p = OwnPixels<C>::pixel_row(thread + k * T::PRODUCER_THREADS);
-    if (T::PIXELS % T::PRODUCER_THREADS && thread + k * T::PRODUCER_THREADS >= T::PIXELS) break;
-    bool ok = exist >> k & 1;
-    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * T::ELEMENT : 0);
-#pragma unroll 2  // more of them spill
-    for (int unit = 0; unit < T::UNITS_PER_ROW; unit++) {
-      u32 v[T::VEC];
-#pragma unroll
-      for (int e = 0; e < T::VEC; e++) {
-        int c = unit * T::VEC + e;
-        bool have = ok && (C::cin_g % C::ck == 0 || c < left);
-        u32 a = from + Slot<C>::channel_at(c);
-        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * own.plane) & (T::VEC - 1)) * T::ELEMENT;
-        v[e] = have ? load_shared_u32(a) : 0;
-      }
-      store_parts<C>(tile + T::unit_at(p, unit), v);
-    }
-  }
-}
-
-// Producers: from slots, or from memory, to the tiles that consumers read. One way for each layout and whoever brings pixels.
-
-struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
-
-// The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-  fence_async_shared();
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
-template <class C>
-__device__ __forceinline__ void turn_chunk(const OwnPixels<C>& own, int w, int chunk, u32 slot, u32 tile, int thread) {
-  int channel = chunk * C::ck;
-  u32 exist = Slot<C>::existing(own.ok, w);
-  if (Slot<C>::aligned(own.plane)) turn<C, true>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
-  else turn<C, false>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
-}
-
-template <class K, bool CHANNELS_LAST = K::C::channels_last, bool BOX = K::BOX>
-struct Producer;
-
-// NCHW, threads: they copy a chunk ahead of the one that they turn.
-template <class K>
-struct Producer<K, false, false> {
-  using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
-    constexpr int SLOT_BYTES = Slot<C>::BYTES;
-    int lane = thread & 31;
-    OwnPixels<C> own;
-    Walk<K> now(s), ahead(s);
-    CursorOf<C::stages_p> tile = {0, 1};
-    CursorOf<C::stages_s> slot = {0, 0};
-    ahead.begin(s);
-    u32 next_slot = 0;
-#pragma unroll 1
-    for (int i = 0; i < C::stages_s - 1; i++) {
-      if (ahead.live(s)) {
-        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots + i * SLOT_BYTES, thread);
-        ahead.next(s);
-      }
-      copy_commit();
-    }
-    next_slot = C::stages_s - 1;
-#pragma unroll 1
-    for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      if (now.chunk == K::first_chunk()) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
-      copy_wait<C::stages_s - 2>();
-      named_sync<1, K::PRODUCER_THREADS>();             // everyone's copies have landed, and everyone has left the next slot
-      if (ahead.live(s)) {
-        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots + next_slot * SLOT_BYTES, thread);
-        ahead.next(s);
-      }
-      if (++next_slot == C::stages_s) next_slot = 0;
-      copy_commit();
-      barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
-    }
-  }
-};
-
-// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
-
-// --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
-
-#define MMA_OF(shape, types) \
-  asm volatile("mma.sync.aligned." shape ".row.col.f32." types ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-
-// Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
-template <int P>
-__device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-  MMA_OF("m16n8k8", "tf32.tf32");
-}
-
-// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
-
-// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
-// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
-template <int N> struct WgmmaOf;
-
-#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
-#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
-#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
-  template <> struct WgmmaOf<n> { \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
-      if constexpr (P < FP16) asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
-      else if constexpr (P == FP16) asm volatile(WGMMA_TEXT(#n, "k16.f32.f16.f16", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1, " x6) : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS), "n"(B_TURNED)); \
-      else asm volatile(WGMMA_TEXT(#n, "k16.f32.bf16.bf16", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1, " x6) : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS), "n"(B_TURNED)); \
-    } \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
-      if constexpr (P < FP16) asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
-      else if constexpr (P == FP16) asm volatile(WGMMA_TEXT(#n, "k16.f32.f16.f16", sums, x0, x1, x2 ", 1, 1, " x3 ", " x4) : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS), "n"(A_TURNED), "n"(B_TURNED)); \
-      else asm volatile(WGMMA_TEXT(#n, "k16.f32.bf16.bf16", sums, x0, x1, x2 ", 1, 1, " x3 ", " x4) : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS), "n"(A_TURNED), "n"(B_TURNED)); \
-    } \
-  };
-#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
-#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-WGMMA_WIDTH(56, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27", "%28", "%29", "%30", "%31", "%32", "%33", "%34", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20), FOUR_SUMS(24))
-WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
-
-// A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
-
-template <class C>
-struct Columns {
-using G = GatherWork<C>;
-static constexpr int NB = G::NB;
-
-struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
-
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
-static __device__ __forceinline__ constexpr Place place_of(int subtile) {
-  constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
-  return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
-}
-static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
-  Place p = place_of(subtile);
-  return ((p.n * C::rows_d + p.d * C::row_step_d) * C::rows_h + p.h * C::row_step_h) * G::PITCH + p.w;
-}
-static constexpr int SUBTILES_AT_ONCE = C::wide ? 2 : 1;  // that a matrix instruction takes; groups of columns lie evenly over both
-static constexpr int GROUP_ROWS = C::sub_h == 8 ? C::row_step_h * G::PITCH : 8;  // pixel rows from one group of eight columns to the next
-
-// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
-static __device__ __forceinline__ constexpr bool halves_alike() {
-  for (int nb = 1; C::split == 0 && nb < NB; nb++)
-    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
   return true;
 }
-static __device__ __forceinline__ int rows_to(int nb, int first) {
-  constexpr bool alike = halves_alike();
-  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+
+// =====================================================================================================================
+// The gradient for the input
+// =====================================================================================================================
+
+// A tap's weights, for the lanes' channels or a thread's; those of one channel lie by columns of taps, so that four are one load.
+static constexpr bool ONE_CHANNEL = !BY_CHANNELS && CI_TILE == 1;
+static constexpr int WEIGHTS = BY_CHANNELS ? CHANNELS : ONE_CHANNEL ? 1 : (CI_TILE + VEC - 1) / VEC * VEC;
+static __device__ __forceinline__ constexpr int tap_at(int kh, int kw) {
+  return ONE_CHANNEL ? kw * ((KERNEL_H + VEC - 1) / VEC * VEC) + kh : (kw * KERNEL_H + kh) * WEIGHTS;
+}
+static constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;
+static constexpr int TAP_BATCH = (TAP_WORDS + THREADS - 1) / THREADS;
+
+// What a block computes: channels (lanes_are_channels: from `ci` on; else of `group`) of a tile.
+struct Item {
+  Tile tile;
+  int group, ci;
+};
+
+static __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
+  Item item;
+  const int block = index % CHANNEL_BLOCKS;  index /= CHANNEL_BLOCKS;
+  // A channel's tiles are neighbours: what their halos share comes from L2.
+  item.ci = block * CI_TILE;
+  const u32 tiles = s.tiles_w * s.tiles_h * s.in_d;
+  item.group = index / tiles % C::groups;
+  item.tile = tile_of(index % tiles, s);
+  item.tile.n = index / tiles / C::groups;
+  return item;
 }
 
-// Where they lie in a tile. `start`: of the consumer's first subtile; wgmma: the lower half of its descriptor, the same in all
-// threads; mma.sync: the tile's address.
-u32 start;
-int first;                                              // its first subtile
-u32 full, empty, parity;                                // of planes that come one by one: the barriers of the first
-
-__device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0), empty(0), parity(0) {
-  // By a shuffle, so that ptxas counts in uniform registers.
-  start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
-}
-__device__ __forceinline__ Columns shifted(int rows) const {
-  Columns found = *this;
-  found.start += rows * (G::ROW_BYTES / 16);
-  return found;
-}
-
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
-template <bool FRESH>
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part, int lane) const {
-  multiply_by_descriptor<!FRESH>(acc, a, shift, k_step, part);
-}
-
-template <bool ADDS>
-__device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
-  const u64 upper = ((u64)(GROUP_ROWS * G::ROW_BYTES >> 4) << 32) | ((u64)(G::ROW_BYTES == 32 ? 3 : G::ROW_BYTES == 64 ? 2 : 1) << 62);
+// A slice's weights.
+static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int co, int kd) {
+  const int thread = thread_index();
 #pragma unroll
-  for (int nb = 0; nb < NB; nb += SUBTILES_AT_ONCE) {
-    u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
-    using Sums = float[SUBTILES_AT_ONCE * 32];
-    WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[nb], a, b);
+  for (int b = 0; b < TAP_BATCH; b++) {
+    int i = thread + b * THREADS, c = i % WEIGHTS, tap = kd * (KERNEL_H * KERNEL_W) + i / WEIGHTS;
+    bool in = BY_CHANNELS ? item.ci + c < CIN : c < CI_TILE && item.ci + c < CIN_G;
+    const i64 row = BY_CHANNELS ? (i64)(item.ci + c) : (i64)(item.group * CIN_G + item.ci + c) * COUT_G + co;
+    const T* from = weight + row * TAPS + tap;
+    v[b] = 0;
+    if (i < TAP_WORDS && in) v[b] = *from;
   }
 }
-};
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
-
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
-template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
-struct ChunkOf;
-
-template <class C>
-struct StepOf {
-using G = GatherWork<C>;
-using Weights = Fragments<C>;
-using Pixels = Columns<C>;
-using Sums = float[G::NB][32];
-using Sets = u32[C::fragment_sets][4];
-
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
-static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
-}
-
-// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
-// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
-  constexpr int SETS = C::fragment_sets;
-  if constexpr (C::wgmma) {
-    wgmma_fence();
-    pixels.template multiply<false>(acc, a[i % SETS], shift, i % G::K_STEPS, 0, lane);
-    wgmma_commit();
-    u32 done = weights.in_hand();
-    if (i + 1 < steps) {
-      weights.load(a[(i + 1) % SETS], i + 1);
-      wgmma_wait<1>();
-    } else if (C::steps == ROLLED) {
-      weights.end_stretch(steps);
-      if (left) weights.load(a[0], 0);
-      wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
-    }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
-  } else {
-    weights.load(a[i % SETS], i);
-    pixels.template multiply<false>(acc, a[i % SETS], shift, i % G::K_STEPS, 0, lane);
+static __device__ __forceinline__ void store_weights(Acc* weights, const T (&v)[TAP_BATCH]) {
+  const int thread = thread_index();
+#pragma unroll
+  for (int b = 0; b < TAP_BATCH; b++) {
+    int i = thread + b * THREADS, tap = i / WEIGHTS;
+    if (i < TAP_WORDS) weights[tap_at(tap / KERNEL_W, tap % KERNEL_W) + i % WEIGHTS] = Scalar::value(v[b]);
   }
 }
-};
 
-// Many steps: a loop over stretches of some taps of a block.
-
-// C::taps_unrolled taps from `entry` on, in one product each; `StretchOf<C, 2>` has IEEE's three.
-template <class C, int PARTS>
-struct StretchOf : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-};
-
-// The products of IEEE's parts. Tensor cores truncate as they add, by an error in proportion to the sum: so all corrections of a
-// stretch, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take C::fragment_sets sets
-// of registers in turn, high ones keep theirs to the end.
-template <class C>
-struct StretchOf<C, 2> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-static constexpr int STEPS = C::taps_unrolled * G::K_STEPS;  // of two fragments
-static constexpr int SETS = C::fragment_sets;
-
-// The error also grows with the length of a sum. So sums are kept short, and added with rounding.
-static __device__ __forceinline__ void promote(typename S::Sums& acc, typename S::Sums& sum) {
-#pragma unroll
-  for (int nb = 0; nb < G::NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      if (!C::wgmma) acc[nb][i] = 0.f;                  // wgmma begins a stretch's sums anew
-    }
+// What a thread takes: `rows` positions from (ty, tx) on, and where their first word of g's tile lies.
+struct Own { int tx, ty, at, mine; };      // mine: its channel, of those of a block
+static __device__ __forceinline__ Own own_of(int place, int lane) {
+  const int tx = place % TILE_W, ty = place / TILE_W * ROWS, mine = CHANNELS < 32 && lane >= CHANNELS ? CHANNELS - 1 : lane;
+  return {tx, ty, ty * STRIDE_H * ROW_PITCH + (BY_CHANNELS ? tx * STRIDE_W * CHANNELS + mine : tx), mine};
 }
 
-static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 high[STEPS][4], low[SETS][4];
-  const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
-  weights.load(high[0], 0);
-  weights.load(low[0], 1);
+// A tap's weights of a thread.
+static __device__ __forceinline__ void read_weights(Acc (&w)[C::weights_read], const Acc* from, int mine) {
+  #pragma unroll
+  for (int i = 0; i < C::weights_read; i += VEC) {
+    Pack pack = *(const Pack*)(from + i);
 #pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    int shift = taps[i / G::K_STEPS], k_step = i % G::K_STEPS;
-    u32 done = 0;
-    wgmma_fence();
-    if (i == 0) pixels.template multiply<true>(acc, high[0], shift, k_step, 1, lane);
-    else pixels.template multiply<false>(acc, high[i], shift, k_step, 1, lane);
-    pixels.template multiply<false>(acc, low[i % SETS], shift, k_step, 0, lane);
-    wgmma_commit();
-    done = weights.in_hand();
-    if (i + 1 < STEPS) {
-      weights.load(high[i + 1], 2 * i + 2);
-      weights.load(low[(i + 1) % SETS], 2 * i + 3);
-    }
-    if (i + 1 < STEPS) wgmma_wait<1>();
-      if (!C::resident && (i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) S::give_back_weights(done, lane);
+    for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
   }
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) pixels.template multiply<false>(acc, high[i], taps[i / G::K_STEPS], i % G::K_STEPS, 0, lane);
-  wgmma_commit();
-  wgmma_wait<0>();
-  weights.end_stretch(2 * STEPS);
-  promote(acc, sum);
 }
-};
 
-template <class C, int PARTS>
-struct ChunkOf<C, LOOPED, PARTS> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-using Sums = float[G::MB][G::NB][32];
+// A position's sums; `q`: the position in its image.
+static __device__ __forceinline__ void store_sums(T* gi, const Acc (&acc)[CI_TILE], const Item& item, i64 q, int lane, bool whole_stores, const Sizes& s) {
+  const i64 pixels = (i64)s.in_d * s.in_h * s.in_w;
+  const int n = item.tile.n;
+  #pragma unroll
+    for (int i = 0; i < CI_TILE; i++)
+      if (CIN_G % CI_TILE == 0 || item.ci + i < CIN_G) gi[((i64)n * CIN + item.group * CIN_G + item.ci + i) * pixels + q] = Scalar::stored(acc[i]);
+}
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, u32, int lane) {
-#pragma unroll
-  for (int b = 0; b < G::MB; b++) {
-    int e = G::first_entry(variant, b), last = G::end_entry(variant, b);
+static __device__ __forceinline__ void grad_input(unsigned char* memory, const T* __restrict__ g, const T* __restrict__ weight, T* __restrict__ gi, const Sizes& s, int whole_units) {
+  Acc *tile = (Acc*)memory, *weights = tile + G_WORDS;
+  const int lane = threadIdx.x & 31;
+  const Own own = own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
+  const Item item = item_of(blockIdx.x, s);
+  Acc acc[ROWS][CI_TILE] = {};
 #pragma unroll 1
-    for (; e + C::taps_unrolled <= last; e += C::taps_unrolled) StretchOf<C, PARTS>::multiply(acc[b], sum[b], weights, pixels, e, lane);
-  }
-}
-};
-
-// Sums to memory: what all ways to store share. The ways are gather_store_rows.cuh, gather_store_pixels.cuh, gather_store_phases.cuh and
-// gather_store_boxes.cuh; gather_fill.cuh stores outputs without taps.
-
-// `Epilogue<C>::store` stores a consumer's sums of a tile, by way of BUFFER_BYTES of shared memory for each warp. Results are a `Result`: a pointer or
-// a tensor map.
-template <class C, int = C::store>
-struct Epilogue;
-
-// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
-// RUN x C::w_subs consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of C::rows_per_sub channels, through one
-// of all warps that hold these.
-template <class C>
-struct Runs : Columns<C> {
-using G = GatherWork<C>;
-using P = Columns<C>;
-using Number = typename G::Number;
-static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
-static constexpr int GROUPS = C::run_groups;
-static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
-static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
-
-// Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
-
-// Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
-static __device__ __forceinline__ bool others(int r, int i) {
-  return false;
-}
-
-// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
-// after unrolling, and until then the compiler keeps all sums in memory.
-static __device__ __forceinline__ constexpr u64 packed_blocks() {
-  u64 packed = 0;
-  for (int u = 0; u < C::w_subs; u++) packed |= (u64)(C::blocks_of_w[u] + 1) << 4 * u;
-  return packed;
-}
-static_assert(G::MB < 15, "four bits name a block");
-static __device__ __forceinline__ constexpr int block_of_w(int u) {
-  if constexpr (C::w_subs <= 16) {
-    constexpr u64 packed = packed_blocks();
-    return (int)(packed >> 4 * u & 15) - 1;
-  } else {
-    constexpr auto blocks = table_of<signed char>(C::blocks_of_w);
-    return blocks[u];
-  }
-}
-// Of W sub-position u the sum `e` of a subtile; where there are no taps, `without`.
-static __device__ __forceinline__ float sum_of(const float (&acc)[G::MB][G::NB][32], int u, int nb, int e, float without) {
-  return block_of_w(u) < 0 ? without : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][e];
-}
-};
-
-// A warp's 16 rows of M are output channels of one (d, h) sub-position (C::rows_per_sub is 64, 32 or 16).
-struct Slab {
-  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
-  int od, oh;                                           // offsets of the sub-position
-};
-
-template <class C> __constant__ const auto SUB_D = table_of<short>(C::subs_d);  // [variant][subs]: output offset of an M-row's sub-position
-template <class C> __constant__ const auto SUB_H = table_of<short>(C::subs_h);
-template <class C> __constant__ const auto U_W = table_of<short>(C::subs_w);    // [variant]: first W sub-position
-
-template <class C>
-__device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, int cout_block, int warp) {
-  Slab slab;
-  int sub = warp * 16 / C::rows_per_sub;
-  slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
-  slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[t.variant * C::subs + sub];
-  slab.oh = SUB_H<C>[t.variant * C::subs + sub];
-  return slab;
-}
-
-// The biases of a thread's rows g and g + 8 of a slab, or zeros; `first` is the slab's first channel.
-template <class C>
-__device__ __forceinline__ void load_bias(float (&b)[2], const typename GatherWork<C>::Number::Type* bias, const Slab& slab, int first, int g) {
+  for (int slice = 0; slice < COUT_G * C::kernel_d; slice++) {
+    const int co = slice / C::kernel_d, kd = slice % C::kernel_d;
+    T taps[TAP_BATCH];
+    load_weights(taps, weight, item, co, kd);
+    if (slice) __syncthreads();            // the slice before has been read
+    if (!stage_gradient(tile, g, item.tile, kd, BY_CHANNELS ? item.ci : item.group * COUT_G + co, whole_units, s)) continue;
+    store_weights(weights, taps);
+    __syncthreads();
+#pragma unroll C::unroll_w
+    for (int kw = 0; kw < KERNEL_W; kw++) {
+      const Acc* column = tile + own.at + column_at(SHIFT + kw * C::dilation_w);
+#pragma unroll C::unroll_h
+      for (int kh = 0; kh < KERNEL_H; kh++) {
+        Acc w[C::weights_read];
+        read_weights(w, weights + tap_at(kh, kw), own.mine);
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    b[h] = 0.f;
-    if (bias && g + 8 * h < slab.couts) b[h] = GatherWork<C>::Number::value(bias[first + g + 8 * h]);
-  }
-}
-
-// A thread's biases, on all of its sums.
-template <class C>
-__device__ __forceinline__ void add_bias(float (&acc)[GatherWork<C>::MB][GatherWork<C>::NB][32], const float (&b)[2]) {
+        for (int r = 0; r < ROWS; r++) {
+          Acc v = column[(r * STRIDE_H + kh * C::dilation_h) * ROW_PITCH];
 #pragma unroll
-  for (int m = 0; m < GatherWork<C>::MB; m++)
-#pragma unroll
-    for (int nb = 0; nb < GatherWork<C>::NB; nb++)
-#pragma unroll
-      for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
-}
-
-// Stores NCHW rows, by runs of eight channels.
-
-// Bytes of a row of a warp's buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
-template <class C>
-constexpr int RUN_PITCH = (C::run_groups * 8 * C::w_subs * PixelTile<C>::ELEMENT + 127) / 128 * 128 + (PixelTile<C>::ELEMENT == 4 ? 32 : 48);
-
-template <int UNIT>
-__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
-  u32 v[4];
-  if constexpr (UNIT == 16) load_shared_128(v, from);
-  else load_shared_64(v, from);
-  if constexpr (UNIT == 16) store_global_128_if(to, v, ok);
-  else store_global_64_if(to, v, ok);
-}
-
-// How eight rows of OUTPUTS leave a warp's buffer. `to` is the first row's first output, rows lie `plane` bytes apart; `rows` of them exist.
-template <class C>
-struct RowStores {
-using T = PixelTile<C>;
-static constexpr int ELEMENT = T::ELEMENT;
-static constexpr int OUTPUTS = C::run_groups * 8 * C::w_subs;  // of a row of a run
-static constexpr int PITCH = RUN_PITCH<C>;
-static constexpr bool WHOLE_SLABS = C::cout_g % 16 == 0;  // all rows exist
-
-// In units: an instruction stores 32 of them, of several rows if they are short; `end` bytes of each.
-template <int UNIT>
-static __device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
-#pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;  // rows: the first lane's, and how many on
-    // Compared, not divided, where rows are long.
-    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
-    int r = first + more, at = (index - r * PER_ROW) * UNIT;
-    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * PITCH + at : buffer, in && at < end && (WHOLE_SLABS || r < rows));
-  }
-}
-
-// Of float32, beginning anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
-// of rows by themselves, as below, is slower for float32.
-static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int ROWS = C::store_unit == ELEMENT ? 8 : 4;  // at a time: of kernels that have other ways beside, eight spill
-#pragma unroll
-  for (int from_row = 0; from_row < 8; from_row += ROWS) {
-    char* row[ROWS];
-    u32 from[ROWS];
-    int at[ROWS];                                       // the lane's first output of each row; some are before or behind it
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-      int r = from_row + k;
-      char* first = to + r * plane;
-      at[k] = lane * 4 - ((int)(u64)first & 31);
-      row[k] = first + at[k], from[k] = buffer + r * PITCH + at[k];
-      if (!WHOLE_SLABS && r >= rows) at[k] = 1 << 20;
-    }
-    // What follows of a row is at known distances. A place for each output takes a third more instructions.
-#pragma unroll
-    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-      u32 v[ROWS];
-      bool in[ROWS];
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) {
-        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
-        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
-    }
-  }
-}
-};
-
-template <class C>
-struct Epilogue<C, STORE_ROWS> : Runs<C> {
-using G = GatherWork<C>;
-using R = Runs<C>;
-using Number = typename G::Number;
-using Result = char*;
-using Rows = RowStores<C>;
-static constexpr int ELEMENT = G::ELEMENT;
-static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
-
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-static __device__ __forceinline__ constexpr bool shifted(int unit) { return ELEMENT == 2 && unit == 2; }  // rows lie in the buffer as they do in their first sector
-static __device__ __forceinline__ constexpr int together(int unit) { return shifted(unit) ? 1 : 2; }  // outputs that a thread stores to the buffer together
-
-// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
-// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 w_subs.
-template <int UNIT>
-static __device__ __forceinline__ int order_of(int g, int q) {
-  if (ELEMENT == 2) return C::w_subs % 2 == 0 ? (g & 1) << 1 : 0;
-  int by_column = C::w_subs % 4 == 0 ? q << 1 : C::w_subs % 2 == 0 ? q & 2 : 0;
-  return together(UNIT) == 2 ? by_column : by_column | g >> 2;
-}
-
-// One thread's 2 w_subs neighbouring outputs to the buffer.
-template <int UNIT>
-static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, int order) {
-  constexpr int TOGETHER = together(UNIT);
-#pragma unroll
-  for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
-#pragma unroll
-    for (int i = 0; i < 2 * C::w_subs; i++) {
-      if (i & bit) continue;
-      float low = v[i], high = v[i ^ bit];
-      v[i] = order & bit ? high : low;
-      v[i ^ bit] = order & bit ? low : high;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2 * C::w_subs; i += TOGETHER) {
-    u32 to = at + (i ^ order) * ELEMENT;
-    if (TOGETHER == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
-      else store_shared_f32(to, v[i]);
-  }
-}
-
-// Rows h * 8 ... of run i of subtiles first_of(r) ...: a thread's outputs of its row to the buffer.
-template <int UNIT>
-static __device__ __forceinline__ void put_rows(float (&acc)[G::MB][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
-#pragma unroll
-  for (int k = 0; k < R::GROUPS; k++) {
-    const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
-    float v[2 * C::w_subs];
-#pragma unroll
-    for (int c = 0; c < 2; c++)
-#pragma unroll
-      for (int u = 0; u < C::w_subs; u++) v[c * C::w_subs + u] = R::sum_of(acc, u, nb, 4 * j + 2 * h + c, bias);
-    put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * ELEMENT, order);
-  }
-}
-
-// Eight rows (output channels) of a run by way of the buffer to memory: `end` bytes of each.
-template <int UNIT>
-static __device__ __forceinline__ void pass_rows(float (&acc)[G::MB][G::NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
-  __syncwarp();
-  if constexpr (UNIT == 4 && ELEMENT == 4) Rows::store_sectors(to, plane, rows, end, buffer, lane);
-  else Rows::template store_units<UNIT>(to, plane, rows, end, buffer, lane);
-}
-
-// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
-// branches, take longer and compile no faster.
-static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  OPAQUE(lane);                                         // what follows from it is found here, not kept from tile to tile (spills)
-  int g = lane >> 2;
-  Slab slab = slab_of<C>(t, cout_block, warp);
-  if (slab.couts <= 0) return;
-  int channel = t.group * C::cout_g + slab.cout;
-  float b[2];
-  load_bias<C>(b, bias, slab, channel, g);
-  if (bias) add_bias<C>(acc, b);
-  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
-#pragma unroll
-  for (int r = 0; r < R::COUNT; r++) {
-    typename R::Place place = R::place_of(first_subtile + R::first_of(r));
-    int n = t.n + place.n, od = C::out_step_d * (t.d + place.d) + slab.od;
-    bool image = n < s.batch && od < s.out_d;
-#pragma unroll
-    for (int i = 0; i < R::OF_SUBTILE; i++) {
-      int oh = C::out_step_h * (t.h + place.h + (R::TALL ? i : 0)) + slab.oh;
-      int ow = C::out_step_w * (t.w + place.w + (R::TALL ? 0 : i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
-      if (!image || oh >= s.out_h || left <= 0) continue;
-      if (R::others(r, i)) continue;
-      char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
-      int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * ELEMENT;
-      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        char* first = to + h * 8 * plane;
-        int rows = C::cout_g % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
-        u32 row = buffer + g * Rows::PITCH;
-        if (is_at<16>(misaligned)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else if (is_at<2 * ELEMENT>(misaligned)) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else pass_rows<ELEMENT>(acc, b[h], r, i, h, row + (shifted(ELEMENT) ? (u32)(u64)(first + g * plane) & 31 : 0), first, plane, rows, end, buffer, lane);
-        __syncwarp();
-      }
-    }
-  }
-}
-
-// Whether all rows begin and end at multiples of UNIT bytes, as C::store_unit says, or 0, the addresses.
-template <int UNIT>
-static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || (C::store_unit != ELEMENT && (misaligned & (UNIT - 1)) == 0); }
-};
-
-// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
-// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
-// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, `cin` its channels, `out` the input's.
-//
-// Work of a block (persistent, `for tile`): tile_n x tile_d x tile_h x tile_w positions q times one M-group. An M-group is
-// mb blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
-// W sub-position. K is input channels x taps, in chunks of ck channels.
-//
-// Roles:
-//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
-//              stages_s - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of ck
-//              channels and rounds to TF32. Channels-last: copies straight to those rows.
-//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
-//              pixels are B, rows of ck channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
-//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
-//   one thread streams the weights' fragments through a ring (or loads all of them once: `resident`).
-// `split` 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
-// so that one stores while the other multiplies.
-//
-// Constants are Gather's C (cuda/gemm/tiling.py computes them and explains each); sizes of the input are arguments.
-
-template <class C, bool CHANNELS_LAST = C::channels_last> constexpr int SLOTS_BYTES = C::stages_s * Slot<C>::BYTES;
-template <class C> constexpr int SLOTS_BYTES<C, true> = 0;
-
-template <class C_>
-struct Gather {
-using C = C_;
-using G = GatherWork<C>;
-using Sizes = typename G::Sizes;
-using Type = typename G::Number::Type;
-using Chunk = ChunkOf<C>;
-using Weights = Fragments<C>;
-using Store = Epilogue<C>;
-using Result = typename Store::Result;
-static constexpr bool IN_TURN = C::split == 2;
-static constexpr bool DRAINED = C::store == STORE_BOXES;
-
-// --- shared memory ----------------------------------------------------------------------------------------------------
-
-static constexpr int TILES_AT = 0;
-static constexpr int RING_AT = TILES_AT + C::stages_p * G::STAGE_BYTES;
-static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::WGS_M * G::FRAGMENT;
-static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
-static constexpr int BUFFERS_AT = DRAINED ? (SLOTS_END + 1023) / 1024 * 1024 : SLOTS_END;  // where boxes' swizzle begins
-static constexpr int BARRIERS_AT = BUFFERS_AT + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
-static constexpr int PIXEL_BARRIERS = C::stages_p * C::plane_barriers;
-static constexpr int SLOT_BARRIERS = G::BOX ? (C::channels_last ? C::stages_p : C::stages_s) : 0;
-static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + C::stages_w + SLOT_BARRIERS);
-static constexpr int SEGMENTS_AT = CLAIMS_AT + (C::claimed ? CLAIMS_BYTES : 0);
-
-// --- consumers --------------------------------------------------------------------------------------------------------
-
-static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside the stores of outputs without taps that makes some
-  // kernels slower.
-  constexpr bool PLAIN = C::bare && (G::ELEMENT == 2 || C::channels_last);
-  int warp = PLAIN ? thread >> 5 : __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int first_subtile = C::split == 0 ? wg * G::NB : 0;
-  u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
-  CursorOf<C::stages_p> cursor = {0, 0};
-  int turn = 0;
-  typename G::Order order(s);
-  if (IN_TURN && wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
-  constexpr bool EARLY = C::claimed && !IN_TURN;        // asks for the next tile ahead of the stores, which hide the wait
-  int following = 0;
-#pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = EARLY ? following : order.next(index, s), turn++) {
-    const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(t.variant) - G::first_chunk();
-    if (IN_TURN && (turn & 1) != wg) {
-      cursor.move(chunks);
-      weights.skip(t.variant);
-      continue;
-    }
-    float acc[G::MB][G::NB][32], sum[G::MB][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
-#pragma unroll
-    for (int b = 0; b < G::MB; b++)
-#pragma unroll
-      for (int nb = 0; nb < G::NB; nb++)
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-          acc[b][nb][i] = 0.f;
-          opaque(acc[b][nb][i]);
-          if (G::PARTS == 2) sum[b][nb][i] = 0.f;
+          for (int i = 0; i < CI_TILE; i++) acc[r][i] = multiply_add(v, w[i], acc[r][i]);
         }
-    if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
-    weights.begin(packed, t);
-    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
-      u32 last = empty + cursor.stage * 8;
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      }
     }
-    weights.end();
-    if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    if (EARLY) following = order.next(index, s);
-    auto& sums = G::PARTS == 2 ? sum : acc;
-    Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
+  }
+  const Tile& t = item.tile;
+  if (t.w + own.tx >= s.in_w || (BY_CHANNELS && (lane >= CHANNELS || item.ci + lane >= CIN))) return;
+  const bool whole_stores = C::channels_last && !BY_CHANNELS && (i64)gi % (C::stored * ELEMENT) == 0;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    if (t.h + own.ty + r >= s.in_h) break;
+    store_sums(gi, acc[r], item, ((i64)t.d * s.in_h + t.h + own.ty + r) * s.in_w + t.w + own.tx, lane, whole_stores, s);
   }
 }
 
-// --- a block ----------------------------------------------------------------------------------------------------------
+// =====================================================================================================================
+// The gradient for the weight
+// =====================================================================================================================
 
-// What a kernel is given beside the sizes. Where it packs the weights itself `packed` is written first: from weights as they are, with
-// elements between taps, zeros, and whether they are float32.
-struct Given {
-  const char* x;
-  const char* packed;
-  const Type* bias;
-  char* y;
-  u32* counters;
-  const void* weight;
-  int tap_step, single;
+static constexpr int LANES = BY_CHANNELS ? CHANNELS : 1;  // sums of a warp are those of so many channels
+static constexpr int X_TILE = TILE_H * TILE_W;
+static constexpr int STRIPS = X_TILE / ROWS / (BY_CHANNELS ? 1 : 32);  // a warp takes a column of `rows` positions, or 32 of them
 };
 
-static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
-  for (int i = 0; i < PIXEL_BARRIERS; i++) {
-    barrier_init(pixels.full + 8 * i, G::DIRECT_BOX ? 1 : G::PRODUCER_WARPS);
-    barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);
-  }
-  for (int i = 0; i < C::stages_w; i++) {
-    barrier_init(full_w + 8 * i, 1);
-    barrier_init(empty_w + 8 * i, G::RELEASES * 4);
-  }
-  for (int i = 0; i < SLOT_BARRIERS; i++) {
-    barrier_init(pixels.landed + 8 * i, 1);
-    barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);
-  }
-}
-
-// All warps but the consumers'.
-template <class Maps>
-static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const int* segments, u32 base, const PixelBarriers& barriers, u32 full_w, u32 empty_w) {
-  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), thread = threadIdx.x & 127;
-  if (warp < G::PRODUCER_WARPS) {
-    Producer<G>::produce(given.x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-  } else if (G::BOX && warp == G::LOADER_WARP && (thread & 31) == 0) {
-    ;
-  } else if (C::wgmma && !C::packs && warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
-    stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
-  }
-}
-
-template <class Maps>
-static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, unsigned char* memory) {
-  u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS, empty_w = full_w + 8 * C::stages_w;
-  const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + SLOT_BARRIERS)};
-  int* segments = (int*)(memory + SEGMENTS_AT);
-  s.claims = base + CLAIMS_AT, s.counters = given.counters;
-  if (threadIdx.x == 0) {
-    init_barriers(barriers, full_w, empty_w);
-    barriers_begun();
-  }
-  for (int i = threadIdx.x; i < G::SEGMENTS; i += G::THREADS) segments[i] = G::pack_segment(i);
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < G::FIRST_CONSUMER) {
-    fewer_registers<C::producer_registers>();
-    bring(given, maps, s, segments, base, barriers, full_w, empty_w);
-  } else {
-    wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
-    more_registers<C::consumer_registers>();
-    int wg = role - G::FIRST_CONSUMER;
-    Weights weights(base + RING_AT, full_w, empty_w, wg, thread);
-    consume(given.packed, given.bias, given.y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, wg, thread);
-  }
-}
-};
-
-// --- the kernel, whose parameters depend on its constants -------------------------------------------------------------
-
-enum Kinds { POINTERS, MAPS, CLAIMING, PACKING, PACKING_MAPS, CLUSTER, CLUSTER_MAPS };
 template <class C>
-constexpr int KIND_OF = C::claimed ? CLAIMING : (C::packs ? PACKING : C::cluster > 1 ? CLUSTER : POINTERS) + (C::fetch != BY_THREADS);
-
-template <class C, int KIND, bool = KIND_OF<C> == KIND> struct OnlyIf {};
-template <class C, int KIND> struct OnlyIf<C, KIND, true> { using Kernel = void; };
-struct NoMaps {};
-
-template <class C>
-__global__ typename OnlyIf<C, POINTERS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles) {
+__global__ void __launch_bounds__(Staged<C>::THREADS, C::min_blocks)
+grad_input(const typename Staged<C>::T* __restrict__ g, const typename Staged<C>::T* __restrict__ weight, typename Staged<C>::T* __restrict__ gi, int batch, int in_d, int in_h, int in_w,
+           int out_d, int out_h, int out_w, int tiles_h, int tiles_w, int whole_units) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
+  Staged<C>::grad_input(memory, g, weight, gi, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_h, tiles_w}, whole_units);
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
@@ -2925,6 +1532,20 @@ template <class K>
 __global__ void __launch_bounds__(32 * WGRAD_RUNS)
 reduce(const float* __restrict__ partial, typename K::Number::Bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
   K::Slices::add(partial, out, slices, {stride_ci, stride_co, stride_tap});
+}
+
+// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
+
+// --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
+
+#define MMA_OF(shape, types) \
+  asm volatile("mma.sync.aligned." shape ".row.col.f32." types ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+// Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
+template <int P>
+__device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+  MMA_OF("m16n8k8", "tf32.tf32");
 }
 
 // Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
@@ -3239,84 +1860,46 @@ struct Forward {
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma ieee, tile 1x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
-// of 2 x 6 fragments, 218 KB shared.
+// Gradient for the input: tiles of 32x32 positions in 27 KB, lanes are columns, a thread takes 4 rows x 8 input
+// channels.
 // =====================================================================================================================
 
 struct GradInput {
+  static constexpr int kernel_d = 1;
+  static constexpr int kernel_h = 3;
+  static constexpr int kernel_w = 5;
+  static constexpr int stride_d = 1;
+  static constexpr int stride_h = 2;
+  static constexpr int stride_w = 3;
+  static constexpr int dilation_d = 1;
+  static constexpr int dilation_h = 2;
+  static constexpr int dilation_w = 1;
+  static constexpr int padding_d = 0;
+  static constexpr int padding_h = 1;
+  static constexpr int padding_w = 2;
   static constexpr int precision = 1;
-  static constexpr bool wgmma = true;
   static constexpr bool channels_last = false;
-  static constexpr int cin = 64;
-  static constexpr int cin_g = 16;
-  static constexpr int ck = 8;
-  static constexpr int tile_n = 1;
-  static constexpr int tile_d = 1;
-  static constexpr int tile_h = 8;
-  static constexpr int tile_w = 8;
-  static constexpr int in_step_d = 1;
-  static constexpr int in_step_h = 8;
-  static constexpr int in_step_w = 3;
-  static constexpr int rows_d = 1;
-  static constexpr int rows_h = 34;
-  static constexpr int row_step_d = 1;
-  static constexpr int row_step_h = 4;
-  static constexpr int offsets_d[1] = {0};
-  static constexpr int offsets_h[34] = {-1, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63, 65};
-  static constexpr int first_w = -2;
-  static constexpr int columns = 26;
-  static constexpr int plane = 9;
-  static constexpr int planes = 3;
-  static constexpr bool strided_box = false;
-  static constexpr int plane_barriers = 1;
-  static constexpr int stages_p = 2;
-  static constexpr int stages_s = 2;
-  static constexpr int fetch = 0;
-  static constexpr bool grad_input = true;
-  static constexpr int cout = 32;
-  static constexpr int cout_g = 8;
-  static constexpr int taps = 15;
-  static constexpr int out_step_d = 1;
-  static constexpr int out_step_h = 4;
-  static constexpr int out_step_w = 1;
-  static constexpr int sub_h = 8;
-  static constexpr int sub_w = 8;
-  static constexpr int split = 2;
-  static constexpr bool paired = false;
-  static constexpr bool wide = false;
-  static constexpr int mb = 1;
-  static constexpr int subs = 4;
-  static constexpr int rows_per_sub = 16;
-  static constexpr int w_subs = 1;
-  static constexpr int variants = 1;
-  static constexpr int cout_blocks = 1;
-  static constexpr int m_groups = 4;
-  static constexpr int subs_d[4] = {0, 0, 0, 0};
-  static constexpr int subs_h[4] = {0, 1, 2, 3};
-  static constexpr int subs_w[1] = {0};
-  static constexpr int blocks_of_w[1] = {0};
-  static constexpr int steps = 2;
-  static constexpr int taps_unrolled = 6;
-  static constexpr int fragment_sets = 3;
-  static constexpr bool continued = false;
-  static constexpr int entries[2] = {0, 30};
-  static constexpr int tap_rows[30] = {0, 9, 18, 1, 10, 27, 36, 45, 28, 37, 54, 63, 72, 55, 64, 81, 90, 99, 82, 91, 108, 117, 126, 109, 118, 135, 144, 153, 136, 145};
-  static constexpr int tap_indices[120] = {0, -1, -1, -1, 1, -1, -1, -1, 2, -1, -1, -1, 3, -1, -1, -1, 4, -1, -1, -1, 5, 0, -1, -1, 6, 1, -1, -1, 7, 2, -1, -1, 8, 3, -1, -1, 9, 4, -1, -1, 10, 5, 0, -1, 11, 6, 1, -1, 12, 7, 2, -1, 13, 8, 3, -1, 14, 9, 4, -1, -1, 10, 5, 0, -1, 11, 6, 1, -1, 12, 7, 2, -1, 13, 8, 3, -1, 14, 9, 4, -1, -1, 10, 5, -1, -1, 11, 6, -1, -1, 12, 7, -1, -1, 13, 8, -1, -1, 14, 9, -1, -1, -1, 10, -1, -1, -1, 11, -1, -1, -1, 12, -1, -1, -1, 13, -1, -1, -1, 14};
-  static constexpr bool resident = false;
-  static constexpr int stages_w = 2;
-  static constexpr int w_stage = 6;
-  static constexpr int ring_fragments = 12;
-  static constexpr bool boxed = false;
-  static constexpr bool packs = false;
-  static constexpr int pack_taps = 4;
-  static constexpr int run_groups = 1;
-  static constexpr bool bare = false;
-  static constexpr int store = 0;
-  static constexpr int store_unit = 0;
-  static constexpr int cluster = 1;
-  static constexpr bool claimed = false;
-  static constexpr int producer_registers = 96;
-  static constexpr int consumer_registers = 160;
+  static constexpr bool lanes_are_channels = false;
+  static constexpr int channels = 1;
+  static constexpr int groups = 4;
+  static constexpr int cin_g = 8;
+  static constexpr int cout_g = 16;
+  static constexpr int tile_h = 32;
+  static constexpr int tile_w = 32;
+  static constexpr int rows = 4;
+  static constexpr int ci_tile = 8;
+  static constexpr int span_h = 67;
+  static constexpr int span_w = 98;
+  static constexpr int shift = 0;
+  static constexpr int plane_pitch = 34;
+  static constexpr int vector = 2;
+  static constexpr int batch = 14;
+  static constexpr int threads = 256;
+  static constexpr int min_blocks = 2;
+  static constexpr int weights_read = 8;
+  static constexpr int stored = 4;
+  static constexpr int unroll_h = 3;
+  static constexpr int unroll_w = 1;
 };
 
 // =====================================================================================================================
@@ -3376,12 +1959,9 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
 }
 
 void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
-                int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  const at::Tensor packed = at::empty({983040}, weight.options().dtype(at::kByte));
-  launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 128,
-      std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
-  launch<kernels::gather<kernels::GradInput>, 512, 223432>(grad, blocks,
-      std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr()), sizes);
+                int64_t blocks, const std::array<int64_t, 10>& sizes) {
+  launch<kernels::grad_input<kernels::GradInput>, 256, 27824>(grad, blocks,
+      std::make_tuple(grad.data_ptr(), weight.data_ptr(), out.data_ptr()), sizes);
 }
 
 void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
@@ -3400,7 +1980,7 @@ FAST_DECLARATIONS = r"""
 void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
              int64_t blocks, const std::array<int64_t, 8>& sizes);
 void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
-                int64_t blocks, const std::array<int64_t, 11>& sizes);
+                int64_t blocks, const std::array<int64_t, 10>& sizes);
 void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
                  int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes);
 """
@@ -3460,10 +2040,10 @@ def forward_launch(batch, source, result, processors):
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x8 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 32, 8))]
-    tiles = batch * math.prod(counts) * 4
-    return min(tiles, processors), (batch, *source, *result, *counts, tiles)
+    """(blocks, sizes): a block takes a tile, and what it needs of the output's gradient."""
+    rows, columns = ceil(result[1], 32), ceil(result[2], 32)  # of blocks
+    blocks = batch * result[0] * rows * columns * 4
+    return blocks, (batch, *result, *source, rows, columns, int(source[2] % 2 == 0))
 
 
 def grad_weight_launch(batch, source, result, processors):

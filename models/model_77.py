@@ -20,8 +20,8 @@ Constraints:
 Kernels:
 - forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 3 x 5
   fragments, 221 KB shared.
-- gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 7 x 6 fragments, 222 KB shared.
+- gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 7 x 6 fragments, 222 KB shared.
 - gradient for the weight: wgmma tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x2x4x16 (NxDxHxW of q), K in
   33 slices, 164 KB shared.
 
@@ -3451,8 +3451,8 @@ struct Forward {
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
-// of 7 x 6 fragments, 222 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 7 x 6 fragments, 222 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -3494,7 +3494,7 @@ struct GradInput {
   static constexpr int out_step_w = 1;
   static constexpr int sub_h = 8;
   static constexpr int sub_w = 8;
-  static constexpr int split = 2;
+  static constexpr int split = 0;
   static constexpr bool paired = false;
   static constexpr bool wide = false;
   static constexpr int mb = 1;

@@ -18,10 +18,10 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-  fragments, 191 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 6 x 7 fragments, 191 KB shared.
+- forward: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
+  fragments, 221 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+  ring of 6 x 7 fragments, 221 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x7 taps a block, chunks of 2x1x2x64
   (NxDxHxW of q), K in 132 slices, 204 KB shared.
 
@@ -1505,10 +1505,11 @@ template <int N> struct WgmmaOf;
 #define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NUMBERS_2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-WGMMA_WIDTH(56, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27", "%28", "%29", "%30", "%31", "%32", "%33", "%34", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20), FOUR_SUMS(24))
-WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
+#define NUMBERS_3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 WGMMA_WIDTH(88, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43", "%44", "%45", "%46", "%47", "%48", "%49", "%50", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32), FOUR_SUMS(36), FOUR_SUMS(40))
 WGMMA_WIDTH(96, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2, "%48", "%49", "%50", "%51", "%52", "%53", "%54", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32))
+WGMMA_WIDTH(120, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59", "%60", "%61", "%62", "%63", "%64", "%65", "%66", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48), FOUR_SUMS(52), FOUR_SUMS(56))
+WGMMA_WIDTH(128, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48))
 
 // A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
 
@@ -2984,8 +2985,8 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-// fragments, 191 KB shared.
+// Forward: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
+// fragments, 221 KB shared.
 // =====================================================================================================================
 
 struct Forward {
@@ -2997,20 +2998,20 @@ struct Forward {
   static constexpr int ck = 8;
   static constexpr int tile_n = 1;
   static constexpr int tile_d = 1;
-  static constexpr int tile_h = 4;
-  static constexpr int tile_w = 64;
+  static constexpr int tile_h = 2;
+  static constexpr int tile_w = 128;
   static constexpr int in_step_d = 1;
   static constexpr int in_step_h = 2;
   static constexpr int in_step_w = 1;
   static constexpr int rows_d = 1;
-  static constexpr int rows_h = 10;
+  static constexpr int rows_h = 6;
   static constexpr int row_step_d = 1;
   static constexpr int row_step_h = 2;
   static constexpr int offsets_d[1] = {0};
-  static constexpr int offsets_h[10] = {-1, 0, 1, 2, 3, 4, 5, 6, 7, 8};
+  static constexpr int offsets_h[6] = {-1, 0, 1, 2, 3, 4};
   static constexpr int first_w = -3;
-  static constexpr int columns = 70;
-  static constexpr int plane = 70;
+  static constexpr int columns = 134;
+  static constexpr int plane = 134;
   static constexpr int planes = 1;
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
@@ -3019,7 +3020,7 @@ struct Forward {
   static constexpr int fetch = 1;
   static constexpr int first_d = 0;
   static constexpr int first_h = -1;
-  static constexpr int box_units = 18;
+  static constexpr int box_units = 34;
   static constexpr int column_pad = 1;
   static constexpr bool grad_input = false;
   static constexpr int cout = 32;
@@ -3032,7 +3033,7 @@ struct Forward {
   static constexpr int sub_w = 64;
   static constexpr int split = 2;
   static constexpr bool paired = false;
-  static constexpr bool wide = false;
+  static constexpr bool wide = true;
   static constexpr int mb = 1;
   static constexpr int subs = 2;
   static constexpr int rows_per_sub = 32;
@@ -3049,9 +3050,9 @@ struct Forward {
   static constexpr int fragment_sets = 7;
   static constexpr bool continued = true;
   static constexpr int entries[2] = {0, 28};
-  static constexpr int tap_rows[28] = {0, 1, 2, 3, 4, 5, 6, 70, 71, 72, 73, 74, 75, 76, 140, 141, 142, 143, 144, 145, 146, 210, 211, 212, 213, 214, 215, 216};
+  static constexpr int tap_rows[28] = {0, 1, 2, 3, 4, 5, 6, 134, 135, 136, 137, 138, 139, 140, 268, 269, 270, 271, 272, 273, 274, 402, 403, 404, 405, 406, 407, 408};
   static constexpr int tap_indices[56] = {20, -1, 19, -1, 18, -1, 17, -1, 16, -1, 15, -1, 14, -1, 13, 20, 12, 19, 11, 18, 10, 17, 9, 16, 8, 15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0};
-  static constexpr int round_shifts[14] = {0, 1, 2, 3, 4, 5, 6, 70, 71, 72, 73, 74, 75, 76};
+  static constexpr int round_shifts[14] = {0, 1, 2, 3, 4, 5, 6, 134, 135, 136, 137, 138, 139, 140};
   static constexpr bool resident = false;
   static constexpr int stages_w = 6;
   static constexpr int w_stage = 7;
@@ -3059,19 +3060,19 @@ struct Forward {
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
-  static constexpr int run_groups = 8;
+  static constexpr int run_groups = 16;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
   static constexpr int cluster = 1;
   static constexpr bool claimed = true;
-  static constexpr int producer_registers = 48;
-  static constexpr int consumer_registers = 208;
+  static constexpr int producer_registers = 56;
+  static constexpr int consumer_registers = 200;
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-// ring of 6 x 7 fragments, 191 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+// ring of 6 x 7 fragments, 221 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -3083,20 +3084,20 @@ struct GradInput {
   static constexpr int ck = 8;
   static constexpr int tile_n = 1;
   static constexpr int tile_d = 1;
-  static constexpr int tile_h = 4;
-  static constexpr int tile_w = 64;
+  static constexpr int tile_h = 2;
+  static constexpr int tile_w = 128;
   static constexpr int in_step_d = 1;
   static constexpr int in_step_h = 2;
   static constexpr int in_step_w = 1;
   static constexpr int rows_d = 1;
-  static constexpr int rows_h = 10;
+  static constexpr int rows_h = 6;
   static constexpr int row_step_d = 1;
   static constexpr int row_step_h = 2;
   static constexpr int offsets_d[1] = {0};
-  static constexpr int offsets_h[10] = {-1, 0, 1, 2, 3, 4, 5, 6, 7, 8};
+  static constexpr int offsets_h[6] = {-1, 0, 1, 2, 3, 4};
   static constexpr int first_w = -3;
-  static constexpr int columns = 70;
-  static constexpr int plane = 70;
+  static constexpr int columns = 134;
+  static constexpr int plane = 134;
   static constexpr int planes = 1;
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
@@ -3105,7 +3106,7 @@ struct GradInput {
   static constexpr int fetch = 1;
   static constexpr int first_d = 0;
   static constexpr int first_h = -1;
-  static constexpr int box_units = 18;
+  static constexpr int box_units = 34;
   static constexpr int column_pad = 1;
   static constexpr bool grad_input = true;
   static constexpr int cout = 32;
@@ -3118,7 +3119,7 @@ struct GradInput {
   static constexpr int sub_w = 64;
   static constexpr int split = 2;
   static constexpr bool paired = false;
-  static constexpr bool wide = false;
+  static constexpr bool wide = true;
   static constexpr int mb = 1;
   static constexpr int subs = 2;
   static constexpr int rows_per_sub = 32;
@@ -3135,9 +3136,9 @@ struct GradInput {
   static constexpr int fragment_sets = 7;
   static constexpr bool continued = true;
   static constexpr int entries[2] = {0, 28};
-  static constexpr int tap_rows[28] = {0, 1, 2, 3, 4, 5, 6, 70, 71, 72, 73, 74, 75, 76, 140, 141, 142, 143, 144, 145, 146, 210, 211, 212, 213, 214, 215, 216};
+  static constexpr int tap_rows[28] = {0, 1, 2, 3, 4, 5, 6, 134, 135, 136, 137, 138, 139, 140, 268, 269, 270, 271, 272, 273, 274, 402, 403, 404, 405, 406, 407, 408};
   static constexpr int tap_indices[56] = {0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15, 8, 16, 9, 17, 10, 18, 11, 19, 12, 20, 13, -1, 14, -1, 15, -1, 16, -1, 17, -1, 18, -1, 19, -1, 20};
-  static constexpr int round_shifts[14] = {0, 1, 2, 3, 4, 5, 6, 70, 71, 72, 73, 74, 75, 76};
+  static constexpr int round_shifts[14] = {0, 1, 2, 3, 4, 5, 6, 134, 135, 136, 137, 138, 139, 140};
   static constexpr bool resident = false;
   static constexpr int stages_w = 6;
   static constexpr int w_stage = 7;
@@ -3145,14 +3146,14 @@ struct GradInput {
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 4;
-  static constexpr int run_groups = 8;
+  static constexpr int run_groups = 16;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
   static constexpr int cluster = 1;
   static constexpr bool claimed = true;
-  static constexpr int producer_registers = 48;
-  static constexpr int consumer_registers = 208;
+  static constexpr int producer_registers = 56;
+  static constexpr int consumer_registers = 200;
 };
 
 // =====================================================================================================================
@@ -3273,10 +3274,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 96,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
   const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
-  launch<kernels::gather<kernels::Forward>, 512, 195976>(x, blocks,
+  launch<kernels::gather<kernels::Forward>, 512, 226680>(x, blocks,
       std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), zeros.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {72, 10, 1, 8, 1}, {1, 1, 1, 1, 1},
+      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {136, 6, 1, 8, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
@@ -3286,10 +3287,10 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 96,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
   const at::Tensor zeros = at::zeros({2}, grad.options().dtype(at::kInt));
-  launch<kernels::gather<kernels::GradInput>, 512, 195976>(grad, blocks,
+  launch<kernels::gather<kernels::GradInput>, 512, 226680>(grad, blocks,
       std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr(), zeros.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {72, 10, 1, 8, 1}, {1, 1, 1, 1, 1},
+      tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {136, 6, 1, 8, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
@@ -3368,15 +3369,15 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x4x64 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 8, 64))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x2x128 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 4, 128))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x4x64 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 8, 64))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x2x128 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 4, 128))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

@@ -18,10 +18,10 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x1x192 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 208
+- forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 223
   KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn,
-  weights ring of 3 x 6 fragments, 218 KB shared.
+  weights resident, 213 KB shared.
 - gradient for the weight: wgmma tf32, 32x64 channels x 1x1x3 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K in
   132 slices, 166 KB shared.
 
@@ -951,19 +951,16 @@ enum Stores { STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES };
 template <class C, class Sizes, bool CLAIMED = C::claimed, bool TOGETHER = (C::cluster > 1)>
 struct Orders {
   using Order = DealtOut<Sizes>;
-  using AloneOrder = Order;
   using LoaderOrder = Order;
 };
 template <class C, class Sizes>
 struct Orders<C, Sizes, false, true> {
   using Order = OneTogether<Sizes, C::cluster>;
-  using AloneOrder = Order;
   using LoaderOrder = Order;
 };
 template <class C, class Sizes>
 struct Orders<C, Sizes, true, false> {
   using Order = Told<Sizes, false>;
-  using AloneOrder = Told<Sizes, true>;
   using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
 };
 
@@ -982,7 +979,6 @@ static constexpr int WGS_M = C::split == 1 ? 2 : 1;
 static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int STEPS_PER_TAP = T::K_STEPS * T::PARTS;
-static constexpr int LONGEST_STRETCH = C::taps_unrolled * STEPS_PER_TAP;  // where not STRAIGHT
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -1104,8 +1100,7 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
   using W = WeightsOf<C>;
   constexpr int STEP_BYTES = G::WGS_M * G::FRAGMENT;
   wait_for_results();                                   // of `pack`
-  if constexpr (C::resident) {
-    if (blockIdx.x >= s.tiles) return;
+  if (blockIdx.x >= s.tiles) return;
     const typename G::Tile t = G::tile_at(blockIdx.x, s);
     typename W::Source from = W::source_of(memory, t);
     u32 bytes = G::entries_of(t.variant) * G::STEPS_PER_TAP * STEP_BYTES;
@@ -1115,34 +1110,6 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
       W::begin_chunk(from, t, chunk);
       W::bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
     }
-  } else {
-    typename G::AloneOrder order(s);
-    CursorOf<C::stages_w> cursor = {0, 1};
-#pragma unroll 1
-    for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-      const typename G::Tile t = G::tile_at(index, s);
-      typename W::Source from = W::source_of(memory, t);
-#pragma unroll 1
-      for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
-        W::begin_chunk(from, t, chunk);
-#pragma unroll 1
-        for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
-          int left = G::steps_of(t.variant, b);
-#pragma unroll 1
-          while (left > 0) {
-            int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
-            left -= stretch;
-#pragma unroll 1
-            for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-              u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
-              barrier_wait(empty + cursor.stage * 8, cursor.parity);
-              W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
-            }
-          }
-        }
-      }
-    }
-  }
 }
 
 // --- the consumers' side ----------------------------------------------------------------------------------------------
@@ -1180,43 +1147,6 @@ __device__ __forceinline__ void end() { first = false; }
 __device__ __forceinline__ void skip(int) {}
 // The barrier of the stage in hand.
 __device__ __forceinline__ u32 in_hand() const { return 0; }
-};
-
-template <class C>
-struct Fragments<C, true, false> {                      // from the ring
-using G = GatherWork<C>;
-using W = WeightsOf<C>;
-u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
-CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
-u32 at;                                                 // of the first fragment of the stage in hand
-u32 done;                                               // the barrier that says that it is free
-
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32 empty, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), empty(empty), cursor({0, 0}) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {}
-__device__ __forceinline__ void begin_chunk(int) {}
-// A stage is waited for with its first fragment.
-__device__ __forceinline__ void load(u32 (&a)[4], int i) {
-  if (i % C::w_stage == 0) {
-    barrier_wait(full + cursor.stage * 8, cursor.parity);
-    at = ring + cursor.stage * (C::w_stage * G::WGS_M * G::FRAGMENT);
-    done = empty + cursor.stage * 8;
-    cursor.next();
-  }
-  W::load(a, at, i % C::w_stage);
-}
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
-__device__ __forceinline__ void skip(int variant) {
-  constexpr bool ONE = C::steps == STRAIGHT;
-  constexpr int OF_TAP = (G::STEPS_PER_TAP + C::w_stage - 1) / C::w_stage;  // stages of a tap that is left over
-  int stages = 0;                                       // of a chunk
-  for (int b = 0; b < (ONE ? 1 : G::MB); b++) {
-    int left = G::steps_of(variant, b), longest = ONE ? left : G::LONGEST_STRETCH, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest / G::STEPS_PER_TAP * OF_TAP);
-  }
-  cursor.move(G::chunks_of(variant) * stages);
-}
-__device__ __forceinline__ u32 in_hand() const { return done; }
 };
 
 // Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
@@ -1688,8 +1618,6 @@ template <int N> struct WgmmaOf;
 #define NUMBERS_3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 WGMMA_WIDTH(24, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11", "%12", "%13", "%14", "%15", "%16", "%17", "%18", FOUR_SUMS(0), FOUR_SUMS(4), FOUR_SUMS(8))
 WGMMA_WIDTH(32, NUMBERS_0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SUMS_FROM(0))
-WGMMA_WIDTH(56, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27", "%28", "%29", "%30", "%31", "%32", "%33", "%34", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20), FOUR_SUMS(24))
-WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
 WGMMA_WIDTH(120, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59", "%60", "%61", "%62", "%63", "%64", "%65", "%66", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48), FOUR_SUMS(52), FOUR_SUMS(56))
 WGMMA_WIDTH(128, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48))
 
@@ -3269,7 +3197,7 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x1x192 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 208 KB
+// Forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 223 KB
 // shared.
 // =====================================================================================================================
 
@@ -3283,7 +3211,7 @@ struct Forward {
   static constexpr int tile_n = 1;
   static constexpr int tile_d = 1;
   static constexpr int tile_h = 1;
-  static constexpr int tile_w = 192;
+  static constexpr int tile_w = 256;
   static constexpr int in_step_d = 1;
   static constexpr int in_step_h = 1;
   static constexpr int in_step_w = 1;
@@ -3294,18 +3222,18 @@ struct Forward {
   static constexpr int offsets_d[1] = {0};
   static constexpr int offsets_h[1] = {0};
   static constexpr int first_w = -1;
-  static constexpr int columns = 194;
-  static constexpr int plane = 194;
+  static constexpr int columns = 258;
+  static constexpr int plane = 258;
   static constexpr int planes = 1;
   static constexpr int residues[1] = {0};
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
   static constexpr int stages_p = 2;
-  static constexpr int stages_s = 4;
+  static constexpr int stages_s = 3;
   static constexpr int fetch = 1;
   static constexpr int first_d = 0;
   static constexpr int first_h = 0;
-  static constexpr int box_units = 50;
+  static constexpr int box_units = 33;
   static constexpr int column_pad = 3;
   static constexpr bool grad_input = false;
   static constexpr int cout = 64;
@@ -3318,7 +3246,7 @@ struct Forward {
   static constexpr int sub_w = 64;
   static constexpr int split = 2;
   static constexpr bool paired = false;
-  static constexpr bool wide = false;
+  static constexpr bool wide = true;
   static constexpr int mb = 1;
   static constexpr int subs = 1;
   static constexpr int rows_per_sub = 64;
@@ -3358,7 +3286,7 @@ struct Forward {
 
 // =====================================================================================================================
 // Gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
-// ring of 3 x 6 fragments, 218 KB shared.
+// resident, 213 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -3389,7 +3317,7 @@ struct GradInput {
   static constexpr bool strided_box = false;
   static constexpr int plane_barriers = 1;
   static constexpr int stages_p = 2;
-  static constexpr int stages_s = 4;
+  static constexpr int stages_s = 3;
   static constexpr int fetch = 0;
   static constexpr bool grad_input = true;
   static constexpr int cout = 32;
@@ -3423,14 +3351,14 @@ struct GradInput {
   static constexpr int tap_indices[3] = {0, 1, 2};
   static constexpr int stretches = 1;
   static constexpr int first_of_stretches[1] = {0};
-  static constexpr bool resident = false;
-  static constexpr int stages_w = 3;
+  static constexpr bool resident = true;
+  static constexpr int stages_w = 4;
   static constexpr int w_stage = 6;
-  static constexpr int ring_fragments = 18;
+  static constexpr int ring_fragments = 24;
   static constexpr bool boxed = false;
   static constexpr bool packs = false;
   static constexpr int pack_taps = 3;
-  static constexpr int run_groups = 8;
+  static constexpr int run_groups = 16;
   static constexpr bool bare = false;
   static constexpr int store = 0;
   static constexpr int store_unit = 0;
@@ -3558,10 +3486,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   launch<kernels::pack<kernels::GatherPack<kernels::Forward>>, 256, 0>(weight, 16,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
   const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
-  launch<kernels::gather<kernels::Forward>, 512, 213300>(x, blocks,
+  launch<kernels::gather<kernels::Forward>, 512, 228644>(x, blocks,
       std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), zeros.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {200, 1, 1, 32, 1}, {1, 1, 1, 1, 1},
+      tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {132, 1, 1, 32, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
 }
 
@@ -3570,7 +3498,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({49152}, weight.options().dtype(at::kByte));
   launch<kernels::pack<kernels::GatherPack<kernels::GradInput>>, 256, 0>(weight, 32,
       std::make_tuple(weight.data_ptr(), packed.data_ptr(), 1));
-  launch<kernels::gather<kernels::GradInput>, 512, 223316>(grad, blocks,
+  launch<kernels::gather<kernels::GradInput>, 512, 218724>(grad, blocks,
       std::make_tuple(grad.data_ptr(), packed.data_ptr(), nullptr, out.data_ptr()), sizes);
 }
 
@@ -3647,8 +3575,8 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x1x192 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 1, 384))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x1x256 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 1, 512))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

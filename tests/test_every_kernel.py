@@ -58,7 +58,7 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     ("gather", "100a", "fwd", "nchw", 32): 16,  # kb69 and kb79 in IEEE; kb64, kb74 8
     ("gather", "100a", "grad-input", "nchw", 32): 16,  # kb79 in IEEE; kb69 8
     ("gather", "120", "grad-input", "nchw", 32): 8,  # hifigan in IEEE
-    # Around a tile's stores (test_pairs.py).
+    # Around a tile's stores.
     ("pixels", "90a", "grad-input", "nchw", 16): 8,  # unet1
     # fsrcnn in IEEE, of which a thread has 3 x 24 outputs.
     ("direct", "80", "fwd", "nchw", 32): 8,

@@ -74,16 +74,18 @@ def last(p: Problem) -> Problem:
     return p.with_(layout="channels_last", dtype=torch.bfloat16, precision="bf16")
 
 
-AT_ONCE: dict[str, tuple[Callable[[], Any], str]] = {
+AT_ONCE: dict[str, tuple[Callable[[], Any], Callable[[Any], bool]]] = {
     "weights packed by the kernel": (
-        lambda: gather.choose(Problem.make(9, 64, 48, (40, 36), 4, 2, 1, precision="tf32"), gpu(0)), "packs",
+        lambda: gather.choose(Problem.make(9, 64, 48, (40, 36), 4, 2, 1, precision="tf32"), gpu(0)),
+        lambda choice: choice.packs,
     ),
     "tiles claimed": (
-        lambda: gather.choose(Problem.make(16, 32, 64, (256, 320), 3, 1, 1, precision="tf32"), gpu(0)), "claimed",
+        lambda: gather.choose(Problem.make(16, 32, 64, (256, 320), 3, 1, 1, precision="tf32"), gpu(0)),
+        lambda choice: choice.claimed,
     ),
     "blocks that add up": (
         lambda: wgrad.choose(last(Problem.make(16, 256, 128, (16, 16), 4, 2, 1, pass_="grad-weight")), gpu(0)),
-        "together",
+        lambda choice: choice.ending == "together",
     ),
 }  # fmt: skip
 
@@ -91,10 +93,10 @@ AT_ONCE: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("what", AT_ONCE)
 def test_calls_on_streams_at_once(what: str) -> None:
     """Each stream has counters of its own, which are left zero; the bits are those of a call that leaves nothing."""
-    choose, mode = AT_ONCE[what]
+    choose, has_mode = AT_ONCE[what]
     choice = choose()
     p, prepared = choice.problem, choice.prepare(0)
-    assert getattr(choice, mode), "the mode is another layer's by now"
+    assert has_mode(choice), "the mode is another layer's by now"
     of_weight = p.pass_ == "grad-weight"
 
     def operands() -> tuple[Tensor, Tensor]:
@@ -106,7 +108,7 @@ def test_calls_on_streams_at_once(what: str) -> None:
         out = laid_out(torch.full(shape, math.nan, dtype=p.dtype), p).cuda()
         if of_weight:
             prepared.run(*given, out, lasting)
-        elif mode == "packs" and lasting:
+        elif lasting and choice.packs:
             prepared.run(*given, None, out, True, True)
         else:
             prepared.run(given[0], prepared.pack(given[1]), None, out, lasting=lasting)

@@ -152,12 +152,10 @@ def layer(
 
 def _context(index: int) -> int:
     """A device's primary context, for a thread in which PyTorch has called nothing yet; 0 where there is none."""
+    from upconv.cuda.compile import driver
 
     try:
-        from upconv.cuda.compile import driver
-
-        cuda = driver.bindings()
-        return int(driver.drive(cuda.cuDevicePrimaryCtxRetain, driver.drive(cuda.cuDeviceGet, index)))
+        return int(driver.context(index))
     except Exception:  # each release of the bindings has its own for a driver that is not there
         return 0
 

@@ -28,6 +28,12 @@ def drive(call: Callable[..., Any], *arguments: Any) -> Any:
     return results[0] if results else None
 
 
+def context(device: int) -> Any:
+    """A device's primary context. Errors: those of `drive`."""
+    cuda = bindings()
+    return drive(cuda.cuDevicePrimaryCtxRetain, drive(cuda.cuDeviceGet, device))
+
+
 @contextmanager
 def _uncaptured(driver: Any) -> Iterator[None]:
     """Lets this thread load code while it captures a graph: nothing here is an operation of a stream."""
@@ -66,7 +72,7 @@ class Kernel:
         with _uncaptured(driver):
             ordinal = drive(driver.cuDeviceGet, device)
             if not int(drive(driver.cuCtxGetCurrent)):  # a thread in which PyTorch has called nothing yet
-                drive(driver.cuCtxSetCurrent, drive(driver.cuDevicePrimaryCtxRetain, ordinal))
+                drive(driver.cuCtxSetCurrent, context(device))
             most = drive(
                 driver.cuDeviceGetAttribute, attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, ordinal
             )

@@ -36,9 +36,7 @@ def bind(device: int) -> None:
     A thread in which PyTorch has called nothing yet (as those that run backward) has none; PyTorch's own calls would
     make it. Errors: those of `driver.drive`.
     """
-    cuda = driver.bindings()
-    context = driver.drive(cuda.cuDevicePrimaryCtxRetain, driver.drive(cuda.cuDeviceGet, device))
-    driver.drive(cuda.cuCtxSetCurrent, context)
+    driver.drive(driver.bindings().cuCtxSetCurrent, driver.context(device))
 
 
 @lru_cache(maxsize=_STREAMS)

@@ -23,7 +23,7 @@ from upconv.cuda.cost import Work
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choice import Chooser, TileChoice
-from upconv.cuda.pixels.tile import PRECISIONS, moved
+from upconv.cuda.pixels.tile import MOST_COUNTED, PRECISIONS, moved, triple
 from upconv.cuda.pixels.tile import Tile as Base
 from upconv.problem import Problem
 
@@ -41,7 +41,6 @@ _RINGS = (4, 6), (4, 4), (3, 2), (2, 2)
 _MOST_COLUMNS = 256  # of rows that are joined
 _SPAN = 64  # columns of a box in 16 bits
 _WIDTHS = 16  # kernels are for rows of up to a multiple of so many columns
-_MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
 _STORE = 0.41  # clocks for 32 bytes of stores
 _TURNED = 264  # places whose transposition counts as a chunk's and a pixel's
 _OFF_SECTORS, _SECTOR = 1.2, 32  # what lines of results cost that do not begin in whole sectors
@@ -98,8 +97,7 @@ class Tile(Base):
     @property
     def dilation(self) -> tuple[int, int, int]:
         """Along D, H, W."""
-        d = (1,) * (3 - self.problem.rank) + self.problem.dilation
-        return d[0], d[1], d[2]
+        return triple(self.problem.dilation)
 
     @property
     def taps(self) -> int:
@@ -341,7 +339,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return f"rows of {width} columns begin off 16 bytes, where no box does"
     if plane(p) % 2:
         return "slices of the result of an odd number begin off pairs, which the kernel stores together"
-    if max(math.prod(result_shape(p)[2:]) + 2**12, math.prod(p.weight_shape) * 4, p.batch) >= _MOST_COUNTED:
+    if max(math.prod(result_shape(p)[2:]) + 2**12, math.prod(p.weight_shape) * 4, p.batch) >= MOST_COUNTED:
         return "the kernel counts a channel's results, and packed weights, in 32 bits"
     return None
 
@@ -374,7 +372,7 @@ def _candidates(layer: Problem, width: int, gpu: Gpu) -> tuple[Tile, ...]:
 choose = Chooser(
     Choice,
     refusal,
-    lambda p, gpu: (t for t in candidates(p, gpu) if t.packed_words * 4 < _MOST_COUNTED),
+    lambda p, gpu: (t for t in candidates(p, gpu) if t.packed_words * 4 < MOST_COUNTED),
     general="joined rows serve one class of lengths of rows, not every size",
     none="no tile fits shared memory, or there are more than the kernel counts in 32 bits",
 )

@@ -110,14 +110,14 @@ def _chunk(t: AnyTiling, straddling: float) -> dict[str, float]:
     return _warpgroup_chunk(t, straddling) | {"beside": _CHUNK}
 
 
-def chunk_clocks(t: AnyTiling, straddling: float = 1.0) -> float:
+def _chunk_clocks(t: AnyTiling, straddling: float) -> float:
     """Clocks of a chunk on its multiprocessor."""
     work: Any = _chunk(t, straddling)
     found = cost(Work(**work, waves=1, moved=0.0), H200)
     return (found.seconds - found.launch) * H200.clock - RATES.tile
 
 
-def block_seconds(gpu: Gpu) -> float:
+def _block_seconds(gpu: Gpu) -> float:
     """What a block takes beside its chunks."""
     return (_BLOCK + RATES.tile) / gpu.clock
 
@@ -134,14 +134,14 @@ def fastest(t: AnyTiling, p: Problem, gpu: Gpu, general: bool = False) -> tuple[
     """Seconds of a problem, in so many splits of K, of which it takes the fewest. ``general``: of an exported file's
     kernel, which has two steps, at any size."""
     chunks = t.chunks(p)
-    clocks = chunk_clocks(t, 1.0 if general else _straddling(p))
+    clocks = _chunk_clocks(t, 1.0 if general else _straddling(p))
     memory = _moved(t, p) / gpu.bandwidth
     most = max(1, min(chunks, _MAX_SLICE_BYTES // (4 * math.prod(p.weight_shape) * t.k_slices)))
     found = math.inf, 1
     for splits in sorted({min(most, max(1, gpu.multiprocessors * k // t.tiles)) for k in (1, 2, 3, 4)} | {1}):
         each = -(-chunks // splits)
         splits = -(-chunks // each)
-        work = _waves(t, splits, gpu) * (each * clocks / gpu.clock + block_seconds(gpu))
+        work = _waves(t, splits, gpu) * (each * clocks / gpu.clock + _block_seconds(gpu))
         seconds = max(work, memory) + RATES.beside_memory * min(work, memory) + RATES.launch
         found = min(found, (seconds + _ending_seconds(t, p, splits, gpu, general), splits))
     return found
@@ -151,7 +151,7 @@ def estimate(t: AnyTiling, p: Problem, gpu: Gpu, splits: int, general: bool = Fa
     """The terms of `fastest`. A chunk is a tile of the model; what a block takes is spread over its chunks."""
     each = -(-t.chunks(p) // splits)
     work: Any = _chunk(t, 1.0 if general else _straddling(p))
-    work["beside"] += block_seconds(gpu) * gpu.clock / each - RATES.tile
+    work["beside"] += _block_seconds(gpu) * gpu.clock / each - RATES.tile
     found = cost(Work(**work, waves=_waves(t, splits, gpu) * each, moved=_moved(t, p)), gpu)
     added = _ending_seconds(t, p, splits, gpu, general)
     return replace(found, seconds=found.seconds + added, store=found.store + added)

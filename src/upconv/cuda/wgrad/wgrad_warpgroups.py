@@ -159,9 +159,8 @@ class WarpgroupTiling(Tiling):
         """Whether rows and channels of a fragment are in a class known beforehand, and a box brings all of a class."""
         rows, channels = self.classes
         # A class's rows begin early, which shows to the left of the image.
-        few = rows * channels <= MAX_CLASSES and self.padding[2] == 0
         known = (rows == 1 or self.stacked) and self.block[1] // channels >= 16
-        return few and known and self._g_whole_box is not None and self._g_row_steps[1] == 1
+        return self.padding[2] == 0 and known and self._g_whole_box is not None and self._g_row_steps[1] == 1
 
     @derived
     def g_width(self) -> int:
