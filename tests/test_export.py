@@ -25,6 +25,7 @@ from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
+from upconv.cuda.compile import nvrtc
 from upconv.cuda.direct import plain, staged, staged_costs
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
@@ -50,6 +51,7 @@ from upconv.export.passes import Kernel
 from upconv.planner import Device, plan
 from upconv.problem import Pass, Problem
 
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason="what files leave out NVRTC says")
 MODELS = Path(__file__).parent.parent / "models"
 NUMBERS = signatures.KERNELBENCH
 # Layers whose passes are served by every kernel family and by both of a family's alignments.
@@ -95,7 +97,8 @@ def test_the_suite_and_the_constructors_name_the_same_problems() -> None:
     assert {f.name for f in MODELS.glob("*.py")} == {f"model_{n}.py" for n in NUMBERS}
 
 
-@pytest.mark.parametrize("number", by_turns(NUMBERS, 3))  # 4 s each
+@needs_nvrtc
+@pytest.mark.parametrize("number", by_turns(NUMBERS, 3))  # 15 s each
 def test_models_are_what_the_export_writes(number: int) -> None:
     if exported(number) != kernelbench(number):  # without a diff, which would take pytest a minute
         pytest.fail(f"models/model_{number}.py is stale: python -m upconv.export models")
@@ -608,6 +611,7 @@ def test_examples_decide_layout_and_size() -> None:
     assert gpu_of("80") == A100
 
 
+@needs_nvrtc
 def test_the_command_writes_models(tmp_path: Path) -> None:
     out = tmp_path / "model.py"
     run = CliRunner().invoke(app, ["export", "--kernelbench", "72", "--arch", "90a", "-o", str(out)])

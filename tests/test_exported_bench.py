@@ -214,7 +214,11 @@ def test_a_report_survives_its_file_and_shows_what_failed(tmp_path: Path) -> Non
     assert "build failed: no nvcc" in text and "1.03x" in text and "grad-input" not in text
     assert "2 of 3 files correct, geometric mean 2.00x over PyTorch; 1 within 5% of upconv's layer" in text
     shown = tables.columns(report(row("kb57", **TIMED, grad_input_error=1e-4, grad_weight_error=2e-4)))
-    assert [column.head for column in shown][-2:] == ["grad-input error", "grad-weight error"]
+    assert [column.head for column in shown][-3:] == ["grad-input error", "grad-weight error", "build s"]
+    assert [column.head for column in tables.columns(report(row("kb57", **TIMED, lines=1200)))][-2:] == [
+        "lines",
+        "build s",
+    ]
 
 
 def test_the_command_needs_a_gpu_and_the_files(tmp_path: Path) -> None:

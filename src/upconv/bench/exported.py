@@ -244,7 +244,7 @@ def _rows(
         seconds, failure = built[file.path]
         row: Row = dict.fromkeys(report.KEYS["exported"])
         row |= {"case": file.case.name, "file": file.path.name, "layer": file.case.problem.layer}
-        row["build_s"] = round(seconds, 1)
+        row |= {"build_s": round(seconds, 1), "lines": len(file.path.read_text(encoding="utf-8").splitlines())}
         if failure:
             row["failure"] = f"build failed: {failure.splitlines()[-1]}"
         else:

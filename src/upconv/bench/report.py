@@ -74,7 +74,7 @@ _LATER: dict[str, tuple[str, ...]] = {
         "pass", "layout", "convolutions_ms", "compile_ours_ms", "convolutions_ratio", "compile_ratio",
         "convolutions_peak_bytes", "compile_ours_peak_bytes", *_spread(TRAINING_SIDES), "warning",
     ),
-    "exported": (*_spread(("torch", "ours", "library")), "warning"),
+    "exported": ("lines", *_spread(("torch", "ours", "library")), "warning"),
 }  # fmt: skip
 """The keys that older reports may lack."""
 KEYS = {kind: (*needed, *_LATER.get(kind, ())) for kind, needed in _NEEDED.items()}

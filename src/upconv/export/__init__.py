@@ -1,8 +1,8 @@
 """One layer -> one self-contained Python file: ``ModelNew`` with its CUDA kernels inline.
 
 The file imports torch and the standard library alone. Its kernels are those which the planner chooses for the layer on
-a GPU (`upconv.export.device`), with host code of its own (`upconv.export.host`) in the
-frame of `upconv.export.program`. They serve every batch and spatial size.
+a GPU (`upconv.export.passes`), at every batch and spatial size, and plain ones for all other layers. `device` prints
+their templates, `cpp` their launches, `sizes` what those depend on, and `program` puts all into the `template`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from upconv.cuda.scalars import PRECISIONS, geometry
 from upconv.derived import derived
 from upconv.problem import Problem
 
+LAUNCH = 2e-6  # seconds
 _MAX_INT = 2**30  # sizes and geometry of the kernels are int32 with room for a halo
 
 

@@ -25,7 +25,6 @@ from upconv.cuda.direct.tiles import (
 from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.problem import Problem
 
-_LAUNCH = 2e-6  # seconds
 _OVERLAP = 0.2  # of what does not limit, beside what does
 
 
@@ -188,7 +187,7 @@ def cost(p: Problem, tile: Tile, facts: Facts, gpu: Gpu) -> Cost | None:
     waves = blocks / gpu.multiprocessors
     balance = math.ceil(waves) / waves if waves > 1 else 1 / max(waves, 0.05)
     body = terms[bound] + _OVERLAP * (sum(terms.values()) - terms[bound])
-    seconds = _LAUNCH + (body * min(balance, 4.0) if bound != "bytes" else body)
+    seconds = cells.LAUNCH + (body * min(balance, 4.0) if bound != "bytes" else body)
     return Cost(seconds, bound, blocks, resident)
 
 
@@ -209,7 +208,7 @@ def least(p: Problem, kind: Kind, gpu: Gpu) -> float:
         work.passes / (clocks * 0.9),
         work.issues / (4 * clocks * 0.8),
     )
-    return (_LAUNCH + max(terms) + _OVERLAP * (sum(terms) - max(terms))) * (1.0 - 1e-9)
+    return (cells.LAUNCH + max(terms) + _OVERLAP * (sum(terms) - max(terms))) * (1.0 - 1e-9)
 
 
 def _longest_phase(h: Axis) -> float:

@@ -16,7 +16,6 @@ from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.problem import Problem
 
 THREADS = 128
-_LAUNCH = 2e-6  # seconds
 
 
 @dataclass(frozen=True)
@@ -125,4 +124,4 @@ def cost(p: Problem, walk: Walk, gpu: Gpu) -> Cost:
     body = terms[bound] + 0.18 * (sum(terms.values()) - terms[bound])
     # Blocks of many rows write at many places at once, which is slow in float32.
     far = (0.002 if half else 0.014) * walk.strip * p.bytes / gpu.bandwidth
-    return Cost(_LAUNCH + body + far, bound, blocks, resident)
+    return Cost(cells.LAUNCH + body + far, bound, blocks, resident)

@@ -23,6 +23,7 @@ from upconv.cuda.wgrad import wgrad
 from upconv.problem import Problem
 
 Inner = gather.Choice | TileChoice | wgrad.Choice
+THREADS = 256  # of a block that copies
 _GAIN = 5e-6  # at least: three or four launches stand against one or two, each some 10 us of a host's training step
 
 

@@ -22,9 +22,9 @@ from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Launch, Operand, Pointer, Scratch, Unit, ints
 from upconv.cuda.rearrange import rearranged
+from upconv.cuda.rearrange.rearranged import THREADS
 from upconv.problem import Problem
 
-THREADS = 256
 # Elements that a block copies, by their bytes.
 _TILE = {2: 16384, 4: 4096}
 _SMALL = 64  # pixels of an image, up to which a block copies those of several; each number of them is a kernel

@@ -23,9 +23,9 @@ from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Int, Launch, Operand, Pointer, Scratch, Unit, five_strides, ints
 from upconv.cuda.rearrange import rearranged
+from upconv.cuda.rearrange.rearranged import THREADS
 from upconv.problem import Problem
 
-THREADS = 256
 _MOST_CHANNELS = 64  # of output channels and phases: beyond, the strided layer has channels enough of its own
 # But layers that no tensor cores take as they are have no choice, and of many taps these take longer.
 _MANY_TAPS = 256
