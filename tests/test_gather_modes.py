@@ -359,7 +359,6 @@ DRAINED: OfTiling = {
     "pairs": lambda t: t.paired,
     "channels halved": lambda t: t.split == 1,
     "images": lambda t: t.tile[0] > 1,
-    "short runs": lambda t: t.sub == (1, 64) and t.runs < 8,
     "rows of two runs": lambda t: t.sub == (1, 64) and t.nb > 1,
 }
 
