@@ -147,7 +147,7 @@ def test_phases_without_taps_are_stored_once(seed: int) -> None:
         assert m.counts == tuple(sum(map(len, blocks)) for blocks in m.entries)
         assert m.lengths == {len(block) for blocks in m.entries for block in blocks if block}
         fills = [(fill.planes + fill.runs + fill.parts) * times for fill, times in m.fills]
-        assert sum(fills) == sum(map(len, m.bare)) and sum(times for _, times in m.repeats) == len(m.variants)
+        assert sum(fills) == sum(map(len, m.bare))
 
 
 def test_what_no_table_holds_is_unfit() -> None:
@@ -232,7 +232,7 @@ def test_planning_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = tmp_path / "planning.json"
     assert planning.main(["--random", "3", "--suites", "", "--out", str(out), "--most", "60"]) == 0
     report = json.loads(out.read_text())
-    assert set(report) >= {"commit", "date", "python", "torch", "upconv", "cpu", "seed", "sets"}
+    assert set(report) >= {"commit", "date", "versions", "device", "seed", "sets"}
     for pass_ in planning.PASSES:
         row = report["sets"]["random"][pass_]
         assert row["rows"] == 3 and 0 <= row["median_s"] <= row["p95_s"] and row["max_s"] > 0

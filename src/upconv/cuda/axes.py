@@ -203,13 +203,8 @@ class Multiplied:
         return tuple(map(sum, self._blocks))
 
     @derived
-    def repeats(self) -> tuple[tuple[int, int], ...]:
-        """Each of these numbers, and how many variants have it."""
-        return tuple(Counter(self.counts).items())
-
-    @derived
     def fills(self) -> tuple[tuple[Fill, int], ...]:
-        """As `repeats`, of what a variant's `bare` has; empty where no variant has any."""
+        """What a variant's `bare` has, and how many variants have as much; empty where no variant has any."""
         return tuple(Counter(map(Fill.of, self.bare)).items())
 
     @derived

@@ -16,8 +16,7 @@ from upconv.cuda.cost import Cost
 from upconv.cuda.gemm.gather_cost import estimate, fragment_clocks
 from upconv.cuda.gemm.shuffle import Shuffle, Triple, countable, ways
 from upconv.cuda.gemm.tiling import Tiling
-from upconv.cuda.gemm.tiling_pixels import narrow_source, whole_source
-from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.derived import settled, varied
 from upconv.problem import Problem
 
@@ -29,6 +28,10 @@ _PROMISING = 24  # tilings with clusters that are looked at
 _JOINING = 0.6e-6  # seconds that a cluster takes longer for each block, roughly
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
+_WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
+_MAX_WHOLE = 1024  # pixels
+_NARROW = (1, 2, 3, 4, 6, 8, 16)  # sizes of images that may lie side by side, few again
+_GROUP = 8  # columns, which images of two dimensions and more fill in tiles of their own
 _TAPS = "problem", "unroll", "subs", "w_subs"
 _ROW, _STRIP = (1, 64), (8, 8)
 
@@ -277,6 +280,30 @@ def drains(p: Problem) -> bool:
         return False
     h, w = result_shape(p)[2:]
     return w % 8 == 0 and h % p.stride[0] == 0
+
+
+def whole_source(p: Problem) -> Triple | None:
+    """The source's size (D, H, W) where tiles may hold whole images; the leading axes of 1-D and 2-D problems are 1."""
+    return _small_source(p, _WHOLE, _MAX_WHOLE)
+
+
+def narrow_source(p: Problem) -> Triple | None:
+    """The source's size (D, H, W) where a forward's images may lie side by side in a tile."""
+    if p.pass_ != "fwd" or (p.rank > 1 and p.size[-1] >= _GROUP):
+        return None
+    return _small_source(p, _NARROW, MAX_BOX)
+
+
+def _small_source(p: Problem, sizes: tuple[int, ...], most: int) -> Triple | None:
+    """The size of an NCHW source of such sizes and so many pixels at most, whose channels boxes bring."""
+    size = source_shape(p)[2:]
+    pixels = math.prod(size)
+    if p.layout == "channels_last" or any(n not in sizes for n in size) or pixels > most:
+        return None
+    if pixels * p.dtype.itemsize % 16:  # the tensor copy engine's pitch of channels
+        return None
+    d, h, w = (1,) * (3 - p.rank) + size
+    return d, h, w
 
 
 def considered(p: Problem, gpu: Gpu, general: bool = False) -> list[tuple[Cost, Tiling]]:

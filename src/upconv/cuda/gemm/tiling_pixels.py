@@ -19,34 +19,6 @@ MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _MAX_ROW_BOXES = 8
 _MAX_PLANES = 32
 _MAX_CLASSES = 8  # of rows and channels; each has a tensor map of 128 bytes among the kernel's arguments
-_WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
-_MAX_WHOLE = 1024  # pixels
-_NARROW = (1, 2, 3, 4, 6, 8, 16)  # sizes of images that may lie side by side, few again
-_GROUP = 8  # columns, which images of two dimensions and more fill in tiles of their own
-
-
-def whole_source(p: Problem) -> Triple | None:
-    """The source's size (D, H, W) where tiles may hold whole images; the leading axes of 1-D and 2-D problems are 1."""
-    return _small_source(p, _WHOLE, _MAX_WHOLE)
-
-
-def narrow_source(p: Problem) -> Triple | None:
-    """The source's size (D, H, W) where a forward's images may lie side by side in a tile."""
-    if p.pass_ != "fwd" or (p.rank > 1 and p.size[-1] >= _GROUP):
-        return None
-    return _small_source(p, _NARROW, MAX_BOX)
-
-
-def _small_source(p: Problem, sizes: tuple[int, ...], most: int) -> Triple | None:
-    """The size of an NCHW source of such sizes and so many pixels at most, whose channels boxes bring."""
-    size = source_shape(p)[2:]
-    pixels = math.prod(size)
-    if p.layout == "channels_last" or any(n not in sizes for n in size) or pixels > most:
-        return None
-    if pixels * p.dtype.itemsize % 16:  # the tensor copy engine's pitch of channels
-        return None
-    d, h, w = (1,) * (3 - p.rank) + size
-    return d, h, w
 
 
 of_taps = derived_from("problem", "unroll", "subs", "w_subs")

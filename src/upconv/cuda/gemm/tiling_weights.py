@@ -141,11 +141,6 @@ class TiledWeights(TiledPixels):
         return self._multiplied.counts
 
     @property
-    def repeated_entries(self) -> tuple[tuple[int, int], ...]:
-        """Each of these numbers, and how many variants have it."""
-        return self._multiplied.repeats
-
-    @property
     def fills(self) -> tuple[tuple[Fill, int], ...]:
         """What `bare` has of each variant, and how many variants have as much; empty where no variant has any."""
         return self._multiplied.fills
