@@ -1,7 +1,7 @@
 """The FLOPs of our operators, which ``FlopCounterMode`` counts by PyTorch's formulas for transposed convolutions.
 
 Of calls of our functions a counter sees PyTorch's own operator anyway; these are for the operators themselves, as a
-compiled graph has them. A counter copies PyTorch's formulas when it is made, so ours are given to active ones.
+compiled graph has them. A counter copies PyTorch's formulas when it is made, so ours are given to active ones too.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from upconv.compiler.arguments import arguments_of
 
 
 def teach() -> None:
-    """Has the active counters know our operators. They count what a call finds, so a call itself may tell them."""
+    """Has the active counters know our operators, and those made from now on.
+
+    They count what a call finds, so a call itself may tell them; but one in inference mode, which comes by no key of
+    autograd's. Those of a compiled graph know by when it was traced.
+    """
     counter = sys.modules.get("torch.utils.flop_counter")  # importing it takes 20 to 30 ms
     if counter is None:
         return
+    if torch.ops.upconv.conv_transpose_forward not in counter.flop_registry:
+        counter.flop_registry.update(_formulas(counter))
     for mode in _get_current_dispatch_mode_stack():
         active = getattr(mode, "counter", None)
         if isinstance(active, counter.FlopCounterMode):

@@ -319,7 +319,7 @@ def _kinds(p: Problem, gpu: Gpu, general: bool) -> list[Kind]:
     """What to search for a problem."""
     fast = gpu.arch == "90a"
     classes = classes_of(p, general) if p.layout == "nchw" else (1, 1)
-    shuffles = ways(any_size(p)) if countable(p) and not p.batch_as_width else ()
+    shuffles = ways(any_size(p)) if countable(p) else ()
     kinds = [Kind(fast, classes, shuffle=shuffle) for shuffle in (None, *shuffles)]
     if not general and not shuffles and fast and drains(p):
         kinds.append(Kind(fast, classes, drained=True))

@@ -29,22 +29,21 @@ template <class K, class Maps>
 __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, u32 to, u32 landed, u32 left) {
   using C = typename K::C;
   using Boxes = BoxesOf<C>;
-  constexpr int BARRIERS = C::plane_barriers;           // of a stage
   Walk<K, typename K::LoaderOrder> walk(s);
   CursorOf<C::channels_last ? C::stages_p : C::stages_s> cursor = {0, 1};  // all are free at first
 #pragma unroll 1
   for (walk.begin(s); walk.live(s); walk.next(s), cursor.next()) {
     const auto at = K::source_of(walk.tile, walk.chunk);
     u32 barrier = landed + cursor.stage * 8;
-    if constexpr (BARRIERS == 1) {
+    if constexpr (C::plane_barriers == 1) {
       barrier_wait(left + cursor.stage * 8, cursor.parity);
       expect_bytes(barrier, Boxes::BOXES * Boxes::COPIED_BYTES);
     }
 #pragma unroll
     for (int r = 0; r < Boxes::BOXES; r++) {
-      if constexpr (BARRIERS > 1) {
-        barrier = landed + (cursor.stage * BARRIERS + r) * 8;
-        barrier_wait(left + (cursor.stage * BARRIERS + r) * 8, cursor.parity);
+      if constexpr (C::plane_barriers > 1) {
+        barrier = landed + (cursor.stage * C::plane_barriers + r) * 8;
+        barrier_wait(left + (cursor.stage * C::plane_barriers + r) * 8, cursor.parity);
         expect_bytes(barrier, Boxes::COPIED_BYTES);
       }
       const Corner corner = Boxes::corner(at, s, r);
