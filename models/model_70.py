@@ -1409,7 +1409,6 @@ template <class K, class Maps>
 __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, u32 to, u32 landed, u32 left) {
   using C = typename K::C;
   using Boxes = BoxesOf<C>;
-  constexpr int BARRIERS = C::plane_barriers;           // of a stage
   Walk<K, typename K::LoaderOrder> walk(s);
   CursorOf<C::channels_last ? C::stages_p : C::stages_s> cursor = {0, 1};  // all are free at first
 #pragma unroll 1
