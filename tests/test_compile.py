@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
@@ -175,6 +176,33 @@ def test_graphs_have_the_flops_of_torchs(rank: int, needed: tuple[bool, ...] | N
                 out.sum().backward()
             totals[-1].append(counter.get_total_flops())
     assert totals[0] == totals[1] and len(totals[0]) == (3 if needed else 1) and all(totals[0])
+
+
+def test_a_graph_has_the_flops_of_torchs_in_inference_mode(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of our operator, too, whose calls in inference mode reach a counter at once."""
+    for name in ("conv_transpose_forward", "conv_transpose_backward"):  # as in a process that has traced nothing yet
+        monkeypatch.delitem(flop_counter.flop_registry, getattr(torch.ops.upconv, name), raising=False)
+    given = make_call((2, 4, 5, 4), (4, 3, 3, 2), stride=2, padding=1)
+    totals = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            with FlopCounterMode(display=False) as counter:
+                out = graph(*arguments)
+            totals.append(counter.get_total_flops())
+            return out
+
+        return make_boxed_func(run)
+
+    for home in (torch.nn.functional, upconv):
+
+        def call(x: Tensor, w: Tensor, b: Tensor, function: Any = home.conv_transpose2d) -> Tensor:
+            return function(x, w, b, **given.kwargs)
+
+        compiled = torch.compile(call, backend=aot_autograd(fw_compiler=counted), fullgraph=True)
+        with torch.inference_mode():
+            compiled(*given.operands)
+    assert totals[0] == totals[1] > 0
 
 
 def test_delegated_dtypes_and_transforms_compile(engine: str) -> None:

@@ -19,8 +19,8 @@ from upconv.compiler.arguments import arguments_of
 def teach() -> None:
     """Has the active counters know our operators, and those made from now on.
 
-    They count what a call finds, so a call itself may tell them; but one in inference mode, which comes by no key of
-    autograd's. Those of a compiled graph know by when it was traced.
+    A counter counts what a call finds, so a call itself may tell it. In inference mode a call of an operator comes by
+    no key of autograd's, and tells nobody; counters know of a compiled graph's since it was traced.
     """
     counter = sys.modules.get("torch.utils.flop_counter")  # importing it takes 20 to 30 ms
     if counter is None:
