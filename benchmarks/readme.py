@@ -102,8 +102,9 @@ class Line:
 
 
 def lines() -> Iterator[Line]:
-    """Every report that compares speeds and names its commit."""
-    for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("c*/*.json")], key=_order):
+    """Every report that compares speeds with PyTorch's and names its commit."""
+    paths = (path for folder in ("", "cpu/", "compiled/") for path in RESULTS.glob(f"{folder}*.json"))
+    for path in sorted(paths, key=_order):
         found, stem = json.loads(path.read_text(encoding="utf-8")), str(path.relative_to(RESULTS).with_suffix(""))
         rows = found.get("rows")
         if found.get("commit") and isinstance(rows, list) and "ratio" in rows[0]:
@@ -168,7 +169,8 @@ def _title(rows: Sequence[Row]) -> str:
 def _name(row: Row, rows: Sequence[Row]) -> str:
     """A row's case; with what tells it from its report's other rows of that case."""
     differ = [key for key in ("layout", "mode") if len({other.get(key) for other in rows}) > 1]
-    return " ".join([row["case"] if "case" in row else row["model"], *(row[key] for key in differ)])
+    case: str = row["case"] if "case" in row else row["model"]
+    return " ".join([case, *(row[key] for key in differ if row[key] not in case)])
 
 
 def _where(found: Mapping[str, Any]) -> str:

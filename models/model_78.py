@@ -4,18 +4,19 @@ Layer: ConvTranspose2d(32, 32, kernel_size=(3, 7), stride=(1, 1), padding=(1, 3)
 dilation=(1, 1), groups=1).
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients with the kernels below, chosen for inputs of 8 x 32 x 512 x 1024 on an NVIDIA
-H200 and serve every batch and spatial size.
+forward, first and second gradients with the kernels below. They are chosen for inputs of 8 x 32 x 512 x 1024 on an
+NVIDIA H200 and serve every batch and spatial size.
 
 Constraints:
-- Fast are this layer with torch.float32 on CUDA devices of sm_90a. Other arguments, dtypes and devices of sm_70 and
-  later are served by plain kernels.
+- The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
+  arguments and dtypes, and other devices from sm_70 on.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
   where its flags ask for IEEE float32 the plain kernels do.
-- Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
+- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
 - Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
+- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
+  have, too.
 
 Kernels:
 - forward: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
@@ -132,7 +133,7 @@ void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : n
 PLAIN = r"""
 namespace kernels {
 
-// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+// PTX in small wrappers, so that a kernel body reads as an algorithm. It includes no headers.
 typedef unsigned int u32;
 typedef unsigned short u16;
 
@@ -445,7 +446,7 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
 FAST = r"""
 namespace kernels {
 
-// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+// PTX in small wrappers, so that a kernel body reads as an algorithm. It includes no headers.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
@@ -1349,7 +1350,6 @@ template <class K, class Maps>
 __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, u32 to, u32 landed, u32 left) {
   using C = typename K::C;
   using Boxes = BoxesOf<C>;
-  constexpr int BARRIERS = C::plane_barriers;           // of a stage
   Walk<K, typename K::LoaderOrder> walk(s);
   CursorOf<C::channels_last ? C::stages_p : C::stages_s> cursor = {0, 1};  // all are free at first
 #pragma unroll 1
@@ -3425,7 +3425,8 @@ def rounds_to_tf32() -> bool:
 def is_fast(x: Tensor, shape, given: Arguments) -> bool:
     """Whether the fast kernels serve a layer with weights of this shape."""
     fitting = tuple(shape) == WEIGHT and given == LAYER and x.dtype == DTYPE and rounds_to_tf32()
-    return fitting and processors(x.get_device()) > 0
+    positions = math.prod(x.shape[2:]) * math.prod(LAYER.stride)  # of an image, at most, which kernels count in 32 bits
+    return fitting and max(x.shape[0], positions) < 2**30 and processors(x.get_device()) > 0
 
 
 def dense(t: Tensor, multiple: int = 1) -> Tensor:
@@ -3442,11 +3443,12 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
     """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
+    x, weight = x.resolve_neg(), weight.resolve_neg()
     shape = (x.shape[0], weight.shape[1] * given.groups, *output_size(x.shape[2:], weight.shape[2:], given))
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=FORMAT)
     if out.numel() == 0:
         return out
-    bias = None if bias is None else bias.contiguous()
+    bias = None if bias is None else bias.resolve_neg().contiguous()
     if is_fast(x, weight.shape, given):
         x = dense(x, 4)
         launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
@@ -3458,6 +3460,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
 
 def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
     """(batch, other channels, *output_size) -> (batch, channels, *size)."""
+    grad, weight = grad.resolve_neg(), weight.resolve_neg()
     shape = (grad.shape[0], weight.shape[0], *size)
     out = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=FORMAT)
     if out.numel() == 0:
@@ -3473,6 +3476,7 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
 
 def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
     """Inputs and gradients of the outputs -> (channels, other channels // groups, *kernel), which is the shape."""
+    x, grad = x.resolve_neg(), grad.resolve_neg()
     out = torch.zeros(shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out
@@ -3489,11 +3493,12 @@ def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
 
 
 class ForwardFunction(torch.autograd.Function):
+    forward = staticmethod(forward)
+
     @staticmethod
-    def forward(ctx, x, weight, bias, given):
+    def setup_context(ctx, inputs, output):
+        x, weight, _, ctx.given = inputs
         ctx.save_for_backward(x, weight)
-        ctx.given = given
-        return forward(x, weight, bias, given)
 
     @staticmethod
     def backward(ctx, grad):
@@ -3508,11 +3513,12 @@ class ForwardFunction(torch.autograd.Function):
 
 
 class GradInputFunction(torch.autograd.Function):
+    forward = staticmethod(grad_input)
+
     @staticmethod
-    def forward(ctx, grad, weight, size, given):
+    def setup_context(ctx, inputs, output):
+        grad, weight, _, ctx.given = inputs
         ctx.save_for_backward(grad, weight)
-        ctx.given = given
-        return grad_input(grad, weight, size, given)
 
     @staticmethod
     def backward(ctx, other):  # of the input's shape
@@ -3527,11 +3533,12 @@ class GradInputFunction(torch.autograd.Function):
 
 
 class GradWeightFunction(torch.autograd.Function):
+    forward = staticmethod(grad_weight)
+
     @staticmethod
-    def forward(ctx, x, grad, shape, given):
+    def setup_context(ctx, inputs, output):
+        x, grad, _, ctx.given = inputs
         ctx.save_for_backward(x, grad)
-        ctx.given = given
-        return grad_weight(x, grad, shape, given)
 
     @staticmethod
     def backward(ctx, other):  # of the weight's shape
@@ -3585,6 +3592,8 @@ class Layer(nn.Module):
         super().__init__()
         values = (kernel_size, stride, padding, output_padding, dilation)
         kernel, *sizes = ((v,) * RANK if isinstance(v, int) else tuple(v) for v in values)
+        if any(len(v) != RANK for v in (kernel, *sizes)):
+            raise ValueError(f"sizes must be integers or {RANK} of them; got {values}")
         self.given = Arguments(*sizes, groups)
         stride, padding, output_padding, dilation, _ = self.given
         if groups < 1 or in_channels % groups or out_channels % groups:
@@ -3630,9 +3639,8 @@ class ModelNew(nn.Module):
             x = x.unsqueeze(0)
         layer = self.conv_transpose2d
         weight, bias = layer.weight, layer.bias
+        if torch.is_autocast_enabled():
+            x = x.to(weight.dtype)
         check(x, weight, layer.given)
-        if torch.is_grad_enabled():
-            out = ForwardFunction.apply(x, weight, bias, layer.given)
-        else:
-            out = forward(x, weight, bias, layer.given)
+        out = ForwardFunction.apply(x, weight, bias, layer.given)
         return out.squeeze(0) if single else out

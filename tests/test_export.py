@@ -133,7 +133,8 @@ def test_arguments_that_pytorch_refuses_are_refused() -> None:
     model: Any = names(57)["ModelNew"]
     for arguments, words in (
         ((64, 65, 3, 1, 0, 0, 2), "multiple of groups"), ((64, 64, 3, 0), "positive"), ((64, 64, 3, 1, -1), "negative"),
-        ((64, 64, 3, 2, 0, 2), "output_padding must be smaller"),
+        ((64, 64, 3, 2, 0, 2), "output_padding must be smaller"), ((64, 64, (3, 3, 3)), "integers or 2 of them"),
+        ((64, 64, 3, (2, 2, 2)), "integers or 2 of them"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             model(*arguments)
@@ -192,6 +193,8 @@ def test_flags_that_ask_for_ieee_are_not_answered_in_tf32(monkeypatch: pytest.Mo
     assert not module["is_fast"](x.double(), shape, given)
     assert not module["is_fast"](x, (64, 32, 3, 3), given)
     assert not module["is_fast"](x, shape, given._replace(stride=(1, 2)))
+    assert not module["is_fast"](torch.empty(1, 64, 2**15, 2**15, device="meta"), shape, given)
+    assert not module["is_fast"](torch.empty(2**30, 64, 1, 1, device="meta"), shape, given)
     module["processors"] = lambda device: 0  # of another device
     assert not module["is_fast"](x, shape, given)
     assert "rounds_to_tf32" not in names(72)  # IEEE kernels are right under every flag
@@ -318,6 +321,21 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str) -> None:
             assert f"{{{box}}}, {{{steps}}}" in text
 
 
+@pytest.mark.parametrize(
+    "text,shape",
+    (
+        ("128,64,4,padding=2,dilation=2", "1x128x4096"),
+        ("64,64,(3,5),padding=(1,2)", "1x64x20x64"),
+        ("64,64,(3,1,5),padding=(1,0,2)", "3x64x16x1x64"),
+    ),
+)
+def test_maps_of_one_image_or_row_are_of_whole_tensors(text: str, shape: str) -> None:
+    """Of a dimension of one element the library's stride is another, and means nothing."""
+    p = parse_layer(text, shape).with_(precision="tf32")
+    found = [cpp.definition(k) for k in passes.kernels(p, H200)]
+    assert "tensor_map(" in found[2]
+
+
 # --- autograd, with PyTorch's operators in the kernels' place --------------------------------------------------------
 
 
@@ -346,6 +364,7 @@ class FakeExtension:
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         p = self.p
+        assert not (x.is_neg() or weight.is_neg()), "kernels read memory as it is"
         call: Any = getattr(nn.functional, f"conv_transpose{p.rank}d")
         return call(x, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation)  # type: ignore[no-any-return]
 
@@ -355,6 +374,7 @@ class PlainExtension:
 
     @staticmethod
     def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, numbers: list[int]) -> Tensor:
+        assert not (x.is_neg() or weight.is_neg() or y.is_neg()), "kernels read memory as it is"
         rank = x.dim() - 2
         (batch, groups, cin, cout), steps = numbers[:4], [numbers[i : i + 5] for i in (25, 30, 35)]
         axes = [numbers[i : i + 7] for i in range(4, 25, 7)][3 - rank :]
@@ -422,14 +442,64 @@ def test_gradients_that_nobody_asked_for_are_not_computed(faked: Callable[[Probl
     model = module["ModelNew"]().double()
     calls: list[str] = []
     for name in ("grad_input", "grad_weight"):
-        whole = module[name]
-        module[name] = lambda *given, name=name, whole=whole: calls.append(name) or whole(*given)
+        whole = getattr(module["fake"], name)
+        setattr(module["fake"], name, lambda *given, name=name, whole=whole: calls.append(name) or whole(*given))
     model(torch.randn(p.input_shape, dtype=torch.float64)).sum().backward()
     assert calls == ["grad_weight"]
     model.requires_grad_(False)
     model(torch.randn(p.input_shape, dtype=torch.float64, requires_grad=True)).sum().backward()
     assert calls == ["grad_weight", "grad_input"]
     assert not model(torch.zeros(p.input_shape, dtype=torch.float64)).requires_grad
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))  # the fast kernels', and the plain ones'
+def test_negated_views_are_resolved(dtype: torch.dtype, faked: Callable[[Problem], dict[str, Any]]) -> None:
+    """Their memory has the other sign: of inputs, weights and gradients."""
+    p = parse_layer("4,6,3", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
+    model = faked(p)["ModelNew"]().to(dtype)
+    theirs = nn.ConvTranspose2d(4, 6, 3).to(dtype)
+    theirs.load_state_dict(model.conv_transpose2d.state_dict())
+    x = torch.randn(p.input_shape, dtype=dtype, requires_grad=True)
+    found = []
+    for layer_ in (model, theirs):
+        names = dict(layer_.named_parameters())
+
+        def negated(t: Tensor) -> Tensor:
+            return torch._neg_view(t)
+
+        values = {name: negated(t) for name, t in names.items()}
+        y = torch.func.functional_call(layer_, values, (negated(x),))
+        assert negated(x).is_neg()
+        found.append((y, *torch.autograd.grad(y, (x, *names.values()), negated(torch.ones_like(y)))))
+    torch.testing.assert_close(*found)
+
+
+def test_torch_func_gives_gradients(faked: Callable[[Problem], dict[str, Any]]) -> None:
+    p = parse_layer("4,6,3", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
+    model = faked(p)["ModelNew"]().double()
+    parameters = dict(model.named_parameters())
+    x = torch.randn(p.input_shape, dtype=torch.float64)
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, values, (x,)).square().sum()  # type: ignore[no-any-return]
+
+    found = torch.func.grad(loss)(parameters)
+    wanted = torch.autograd.grad(loss(parameters), list(parameters.values()))
+    torch.testing.assert_close(tuple(found.values()), wanted)
+
+
+def test_under_autocast_inputs_are_cast_to_the_weights_dtype(faked: Callable[[Problem], dict[str, Any]]) -> None:
+    p = parse_layer("4,6,3", "2x4x5x6").with_(dtype=torch.float32, precision="ieee")
+    model = faked(p)["ModelNew"]()
+    x = torch.randn(p.input_shape).half().requires_grad_()
+    wanted = model(x.float())
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        y = model(x)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert torch.equal(y, wanted)
+    assert torch.autograd.grad(y.sum(), x)[0].dtype is torch.float16
 
 
 def test_an_empty_batch_has_an_output_and_gradients(faked: Callable[[Problem], dict[str, Any]]) -> None:

@@ -44,16 +44,17 @@ def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[Kernel, ...]) 
         f"{signature.title}: a transposed convolution with CUDA kernels of its own, in one file.",
         f"Layer: ConvTranspose{p.rank}d({', '.join(arguments)}, groups={p.groups}).",
         "ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and"
-        f" computes forward, first and second gradients with the kernels below, chosen for inputs of {shape} on"
-        f" an {gpu.name} and serve every batch and spatial size.",
+        f" computes forward, first and second gradients with the kernels below. They are chosen for inputs of {shape}"
+        f" on an {gpu.name} and serve every batch and spatial size.",
         "Constraints:",
-        f"- Fast are this layer with {p.dtype} on CUDA devices of sm_{gpu.arch}. Other arguments, dtypes and devices of"
-        " sm_70 and later are served by plain kernels.",
+        f"- The fast kernels serve this layer with {p.dtype} on CUDA devices of sm_{gpu.arch}. Plain kernels serve"
+        " other arguments and dtypes, and other devices from sm_70 on.",
         "- nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.",
         f"- Values: {multiplied}.",
-        f"- Tensors in other than the {layout} memory format are copied to it first; results are {layout}.",
+        f"- For the fast kernels tensors are copied to the {layout} memory format where needed; results are {layout}.",
         *widths,
-        "- Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.",
+        "- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which"
+        " results have, too.",
         "Kernels:",
         *(f"- {name}: {text}." for name, text in plan),
         f"Measured by `{signature.measured}`.",

@@ -132,7 +132,8 @@ def plain_layer(x: Tensor, weight: Tensor, y: Tensor, given: Arguments):
 @TF32@def is_fast(x: Tensor, shape, given: Arguments) -> bool:
     """Whether the fast kernels serve a layer with weights of this shape."""
     fitting = tuple(shape) == WEIGHT and given == LAYER and x.dtype == DTYPE@FLAGS@
-    return fitting and processors(x.get_device()) > 0
+    positions = math.prod(x.shape[2:]) * math.prod(LAYER.stride)  # of an image, at most, which kernels count in 32 bits
+    return fitting and max(x.shape[0], positions) < 2**30 and processors(x.get_device()) > 0
 
 
 def dense(t: Tensor, multiple: int = 1) -> Tensor:
@@ -149,11 +150,12 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
     """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
+    x, weight = x.resolve_neg(), weight.resolve_neg()
     shape = (x.shape[0], weight.shape[1] * given.groups, *output_size(x.shape[2:], weight.shape[2:], given))
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=FORMAT)
     if out.numel() == 0:
         return out
-    bias = None if bias is None else bias.contiguous()
+    bias = None if bias is None else bias.resolve_neg().contiguous()
     if is_fast(x, weight.shape, given):
         x = dense(x@FORWARD_ROWS@)
         launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
@@ -165,6 +167,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
 
 def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
     """(batch, other channels, *output_size) -> (batch, channels, *size)."""
+    grad, weight = grad.resolve_neg(), weight.resolve_neg()
     shape = (grad.shape[0], weight.shape[0], *size)
     out = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=FORMAT)
     if out.numel() == 0:
@@ -180,6 +183,7 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
 
 def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
     """Inputs and gradients of the outputs -> (channels, other channels // groups, *kernel), which is the shape."""
+    x, grad = x.resolve_neg(), grad.resolve_neg()
     out = torch.zeros(shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out
@@ -196,11 +200,12 @@ def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
 
 
 class ForwardFunction(torch.autograd.Function):
+    forward = staticmethod(forward)
+
     @staticmethod
-    def forward(ctx, x, weight, bias, given):
+    def setup_context(ctx, inputs, output):
+        x, weight, _, ctx.given = inputs
         ctx.save_for_backward(x, weight)
-        ctx.given = given
-        return forward(x, weight, bias, given)
 
     @staticmethod
     def backward(ctx, grad):
@@ -215,11 +220,12 @@ class ForwardFunction(torch.autograd.Function):
 
 
 class GradInputFunction(torch.autograd.Function):
+    forward = staticmethod(grad_input)
+
     @staticmethod
-    def forward(ctx, grad, weight, size, given):
+    def setup_context(ctx, inputs, output):
+        grad, weight, _, ctx.given = inputs
         ctx.save_for_backward(grad, weight)
-        ctx.given = given
-        return grad_input(grad, weight, size, given)
 
     @staticmethod
     def backward(ctx, other):  # of the input's shape
@@ -234,11 +240,12 @@ class GradInputFunction(torch.autograd.Function):
 
 
 class GradWeightFunction(torch.autograd.Function):
+    forward = staticmethod(grad_weight)
+
     @staticmethod
-    def forward(ctx, x, grad, shape, given):
+    def setup_context(ctx, inputs, output):
+        x, grad, _, ctx.given = inputs
         ctx.save_for_backward(x, grad)
-        ctx.given = given
-        return grad_weight(x, grad, shape, given)
 
     @staticmethod
     def backward(ctx, other):  # of the weight's shape
@@ -292,6 +299,8 @@ class Layer(nn.Module):
         super().__init__()
         values = (kernel_size, stride, padding, output_padding, dilation)
         kernel, *sizes = ((v,) * RANK if isinstance(v, int) else tuple(v) for v in values)
+        if any(len(v) != RANK for v in (kernel, *sizes)):
+            raise ValueError(f"sizes must be integers or {RANK} of them; got {values}")
         self.given = Arguments(*sizes, groups)
         stride, padding, output_padding, dilation, _ = self.given
         if groups < 1 or in_channels % groups or out_channels % groups:
@@ -317,11 +326,10 @@ class Layer(nn.Module):
             x = x.unsqueeze(0)
         layer = self.@ATTRIBUTE@
         weight, bias = layer.weight, layer.bias
+        if torch.is_autocast_enabled():
+            x = x.to(weight.dtype)
         check(x, weight, layer.given)
-        if torch.is_grad_enabled():
-            out = ForwardFunction.apply(x, weight, bias, layer.given)
-        else:
-            out = forward(x, weight, bias, layer.given)
+        out = ForwardFunction.apply(x, weight, bias, layer.given)
         return out.squeeze(0) if single else out
 '''
 

@@ -1,4 +1,4 @@
-// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+// PTX in small wrappers, so that a kernel body reads as an algorithm. It includes no headers.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
