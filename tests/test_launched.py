@@ -116,6 +116,26 @@ def test_frozen_weights_are_packed_once_for_all_sizes(stubs: Stubs) -> None:
 WIDE = Problem.make(16, 32, 64, (256, 320), 3, 1, 1).with_(precision="tf32")  # many tiles for a multiprocessor
 
 
+def test_a_thread_may_load_kernels_while_another_asks_whether_all_are(stubs: Stubs) -> None:
+    choice = gather.choose(WIDE, H200)
+    assert isinstance(choice, gather.Choice)
+    prepared = choice.prepare(0)
+    prepared.load()
+    before = dict(prepared._launchers)
+
+    class Key(tuple[Any, ...]):
+        """Another thread's turn comes when it is looked into."""
+
+        def __iter__(self) -> Any:
+            prepared._launchers.update(before)
+            return super().__iter__()
+
+    prepared._launchers = {Key(key): value for key, value in list(before.items())[:1]}
+    prepared._launchers["other", "entry", "", False] = before[next(iter(before))]
+    _ = prepared.loaded  # while they are loaded
+    assert len(prepared._launchers) == len(before) + 1 and prepared.loaded
+
+
 def test_what_a_kernel_that_claims_is_told(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stream's own counters, or none; it begins beside its packing, unless its zeros are made in between."""
     stream = [7]

@@ -237,7 +237,8 @@ class _Prepared:
     @property
     def loaded(self) -> bool:
         """Whether the kernels for every call are."""
-        return self._units <= {unit for unit, *_ in self._launchers}
+        launchers = list(self._launchers)  # at once: calls of other threads may load more meanwhile
+        return self._units <= {unit for unit, *_ in launchers}
 
     def load(self) -> None:
         """Compiles (or finds) and loads the kernels for every call. Errors: those of ``jit.kernel``."""
