@@ -740,6 +740,24 @@ def test_plain_convolutions_are_replayed_with_pytorchs_passes_too(
     layers.alike(torch.randn(2, 5, 7, 8), torch.randn(out.shape))
 
 
+@needs_gxx
+def test_a_plain_convolutions_gradient_of_one_pixel_may_have_any_strides(
+    machine: Machine, stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient for the weight has the input's layout, in Python and replayed; a view of a matrix is in doubt."""
+    monkeypatch.setattr(convolutions, "faster", lambda *_: True)
+
+    def make() -> nn.Module:
+        return upconv.accelerate(nn.Conv2d(5, 6, 3), convolutions=True).to(memory_format=torch.channels_last)
+
+    layers = Layers(make, monkeypatch)
+    x = torch.randn(2, 5, 3, 3).to(memory_format=torch.channels_last)
+    for _ in range(5):
+        layers.alike(x, torch.randn(2, 6).view(2, 6, 1, 1))
+    assert is_replayed(layers.replayed(x.requires_grad_()))
+    assert layers.step(layers.replayed, x)[2].stride() == (45, 1, 15, 5)
+
+
 # --- the library ------------------------------------------------------------------------------------------------------
 
 

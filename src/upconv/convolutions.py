@@ -342,6 +342,11 @@ class Convolution(Bilinear):
     def _format(self) -> torch.memory_format:
         return cpu.memory_format(self.plan.problem.layout, self.plan.problem.rank)
 
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        """Of a result, and of its gradient as it is recorded."""
+        return cpu.dense_strides(self.result, self._format)
+
     def loaded(self, index: int) -> bool:
         found = engine.loaded(self.plan).gradients.get(index)
         return not self.for_output or (found is not None and "input" in vars(found))
@@ -361,7 +366,10 @@ class Convolution(Bilinear):
         if any(theirs):
             for_input, for_weight, _ = self.theirs(grad, x, weight.to(x.dtype), theirs)
         if mask[1] and self.for_weight:
-            for_weight = engine.gradients(self.plan, x, grad, weight, (False, True, False))[1]
+            # It is the transposed convolution's input, whose strides decide where sizes of 1 leave them in doubt; here
+            # PyTorch goes by the layer's own input.
+            told = grad if grad.stride() == self._strides else grad.as_strided(grad.shape, self._strides)
+            for_weight = engine.gradients(self.plan, x, told, weight, (False, True, False))[1]
         if mask[0] and self.for_input:
             for_input = engine.forward(self.plan, grad, weight, None)
         if mask[2]:
