@@ -2534,7 +2534,7 @@ reduce(const float* __restrict__ partial, typename K::Number::Bits* __restrict__
   K::Slices::add(partial, out, slices, {stride_ci, stride_co, stride_tap});
 }
 
-// A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_boxes.py counts it: how x and g lie, stages, sums, steps of K.
+// A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_warpgroups.py counts it: how x and g lie, stages, sums, steps of K.
 
 // C: the constants of a tiling (cuda/wgrad/wgrad_warpgroups.py).
 template <class C_>
