@@ -74,7 +74,7 @@ def build(fast: bool = True):
         raise RuntimeError("ModelNew compiles its kernels with nvcc; install the CUDA toolkit or set CUDA_HOME")
     if not cpp_extension.is_ninja_available():
         raise RuntimeError("ModelNew compiles its kernels with ninja, which is missing: pip install ninja")
-    if shutil.which(os.environ.get("CXX", "c++")) is None:
+    if shutil.which(os.environ.get("CXX", "c++").partition(" ")[0]) is None:  # options may follow the name
         raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none; set CXX")
     code, declarations = (FAST, FAST_DECLARATIONS) if fast else (PLAIN, PLAIN_DECLARATIONS)
     digest = hashlib.sha256((HOST + code + declarations).encode()).hexdigest()

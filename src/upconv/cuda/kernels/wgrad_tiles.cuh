@@ -1,4 +1,4 @@
-// A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_boxes.py counts it: how x and g lie, stages, sums, steps of K.
+// A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_warpgroups.py counts it: how x and g lie, stages, sums, steps of K.
 #include "wgrad.cuh"
 
 // C: the constants of a tiling (cuda/wgrad/wgrad_warpgroups.py).
