@@ -166,3 +166,8 @@ def weighed(choice: Choice) -> float:
 def best_of(found: dict[str, Choice | str]) -> Choice | None:
     """The choice of the least time among families' answers; of equals the first."""
     return min((c for c in found.values() if not isinstance(c, str)), key=weighed, default=None)
+
+
+def answer_of(found: dict[str, Choice | str]) -> Choice | str:
+    """A family's answer by those of its modes: `best_of`, or the sentences why there is none."""
+    return best_of(found) or "; ".join(dict.fromkeys(map(str, found.values())))

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from upconv.cuda.direct import direct, plain, staged
-from upconv.cuda.family import Choice, best_of, weighed
+from upconv.cuda.family import Choice, answer_of, best_of, weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Pass, Problem
 
@@ -30,4 +30,4 @@ def candidate(p: Problem, gpu: Gpu, best: Choice | None = None, general: bool = 
         return min(fastest, slow, key=weighed)
     if best is None or weighed(slow) < weighed(best):
         return slow
-    return "; ".join(dict.fromkeys(map(str, found.values())))
+    return answer_of(found)

@@ -240,11 +240,3 @@ class Tiling(TiledWeights):
             w,
             n * d * h * w * self.m_groups,
         )
-
-
-def useful(tiling: Tiling) -> float:
-    """Useful multiplications over issued ones, borders of tiles aside: rows of M, union of taps, chunk padding."""
-    issued = sum(tiling.variant_entries) * tiling.cout_blocks * tiling.wgs_m * 64 * tiling.chunks * tiling.chunk
-    p = tiling.problem if tiling.shuffle is None else tiling.shuffle.layer
-    couts = result_shape(p)[1] // p.groups
-    return math.prod(tiling.unroll) * p.taps * tiling.cin_g * couts / max(1, issued)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from upconv.cuda.family import Choice, weighed
+from upconv.cuda.family import Choice, answer_of
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
 from upconv.problem import Problem
@@ -19,6 +19,4 @@ def modes(p: Problem) -> tuple[ModuleType, ...]:
 
 def candidate(p: Problem, gpu: Gpu, best: Choice | None = None, general: bool = False) -> Choice | str:
     """As `upconv.cuda.family` asks; of no mode the sentences why not."""
-    found = [mode.choose.candidate(p, gpu, best, general) for mode in modes(p)]
-    choices = [choice for choice in found if not isinstance(choice, str)]
-    return min(choices, key=weighed) if choices else "; ".join(dict.fromkeys(found))
+    return answer_of({mode.__name__: mode.choose.candidate(p, gpu, best, general) for mode in modes(p)})

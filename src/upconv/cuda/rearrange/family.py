@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upconv.cuda.family import Choice, best_of
+from upconv.cuda.family import Choice, answer_of
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.rearrange import relayout, unshuffle
 from upconv.problem import Problem
@@ -12,5 +12,4 @@ def candidate(p: Problem, gpu: Gpu, best: Choice | None = None, general: bool = 
     """As `upconv.cuda.family` asks; of no mode the sentences why not."""
     unshuffled = unshuffle.candidate(p, gpu, best, general)
     fastest = best if isinstance(unshuffled, str) else unshuffled
-    found: dict[str, Choice | str] = {"unshuffle": unshuffled, "relayout": relayout.candidate(p, gpu, fastest, general)}
-    return best_of(found) or "; ".join(dict.fromkeys(map(str, found.values())))
+    return answer_of({"unshuffle": unshuffled, "relayout": relayout.candidate(p, gpu, fastest, general)})
