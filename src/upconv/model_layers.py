@@ -102,10 +102,10 @@ def _run(
     def problem(module: Any, given: Sequence[Any]) -> Problem:
         x, rank = given[0], len(module.kernel_size)
         batch, channels, *size = x.shape if x.dim() == rank + 2 else (1, *x.shape)
-        if channels != module.in_channels:
-            raise ValueError("the input's channels are not the layer's")  # which the meta device lets pass
+        if x.is_meta and channels != module.in_channels:  # which the meta device lets pass; the CPU says what is wrong
+            raise ValueError("the input's channels are not the layer's")
         return Problem.make(
-            batch, channels, module.out_channels, size, module.kernel_size, module.stride, module.padding,
+            batch, module.in_channels, module.out_channels, size, module.kernel_size, module.stride, module.padding,
             output_padding(module, given), module.dilation, module.groups, bias=module.bias is not None, dtype=x.dtype,
             layout=layout if rank > 1 else "nchw",
         )  # fmt: skip

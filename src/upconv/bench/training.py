@@ -151,8 +151,7 @@ def measure(
 
 
 def _row(run: Run, device: torch.device, repeats: Repeats, asked: Sequence[Side], tell: Callable[[str], object]) -> Row:
-    row: Row = {"case": run.name, "pass": run.mode, "layout": run.layout, "failure": None}
-    row |= dict.fromkeys((f"{side}_ms" for side in asked), None)
+    row: Row = {"case": run.name, "pass": run.mode, "layout": run.layout, "failure": None, "ratio": None}
     torch.compiler.reset()  # Dynamo compiles a model's code for few copies of it, and runs the rest uncompiled
     trainers: dict[Side, Trainer] = {}
     first: dict[Side, list[Found]] = {}
