@@ -213,8 +213,10 @@ _TITLES = {
 def title(found: Report) -> str:
     """What was measured, in a line; of layers what all of them have in common."""
     rows, kind = found["rows"], kind_of(found)
-    words = [str(swept.text(rows[0])) for swept in SWEPT if rows and not swept.when(rows)]
-    words = words if kind == LAYERS else [_TITLES[kind], found.get("layer") or ""]
+    if kind == LAYERS:
+        words = [str(swept.text(rows[0])) for swept in SWEPT if rows and not swept.when(rows)]
+    else:
+        words = [_TITLES[kind], found.get("layer") or ""]
     return " · ".join(word for word in ("upconv bench", *words) if word)
 
 

@@ -139,7 +139,9 @@ def run(options: Options) -> int:
             failed = True
         else:
             screen.print(f"{done}: {to}", soft_wrap=True)
-    return (WRONG if failed else 0) if found["complete"] else INTERRUPTED
+    if options.from_ is None and not found["complete"]:
+        return INTERRUPTED
+    return WRONG if failed else 0
 
 
 def _draw(found: Report, path: Path) -> None:
