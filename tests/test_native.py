@@ -811,9 +811,9 @@ def test_a_process_waits_for_another_that_compiles_the_library(tmp_path: Any, mo
     with native._alone(native._name()):
         waiting = threading.Thread(target=native.found)
         waiting.start()
-        cache.write(native._name(), b"another" * 9)
-        time.sleep(0.2)
+        time.sleep(0.3)
         assert waiting.is_alive()
+        cache.write(native._name(), b"another" * 9)
     waiting.join(10)
     assert native.found() == b"another" and not waiting.is_alive()
     monkeypatch.setattr(native, "_MOST_SECONDS", 0.3)
