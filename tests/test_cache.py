@@ -588,9 +588,7 @@ def test_cache_warm_says_what_is_wrong(
 def test_env_tells_the_kernels_and_the_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(folder)
     found = env.report()
-    assert re.fullmatch(
-        rf"4, \d+ bytes, in {re.escape(str(folder))}", str(found["caches"]["kernels"])
-    )
+    assert re.fullmatch(rf"4, \d+ bytes, in {re.escape(str(folder))}", str(found["caches"]["kernels"]))
     assert found["system"]["cuda_compiler"] == (nvrtc.unavailable() or "available")
     folder.chmod(0o777)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "CUDA kernels need what is not here.")
