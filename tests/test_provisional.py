@@ -22,17 +22,17 @@ import pytest
 import torch
 
 import upconv
-from conftest import by_turns, needs_nvrtc
+from conftest import needs_nvrtc
 from drawn import DTYPES
 from upconv import reference
 from upconv.bench.suites import SUITES
 from upconv.cuda import prepared, warming
 from upconv.cuda.axes import result_shape, source_shape
-from upconv.cuda.compile import cache, elf, jit, nvrtc, provisional
+from upconv.cuda.compile import cache, jit, nvrtc, provisional
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import H200
-from upconv.cuda.launches import Launch, Unit
+from upconv.cuda.launches import Given, Launch, Unit
 from upconv.problem import Problem
 from upconv.replay import replays
 
@@ -91,14 +91,6 @@ def test_a_graph_waits_for_the_final_form(made: Launches, monkeypatch: pytest.Mo
     monkeypatch.setattr(provisional, "capturing", lambda: True)
     kernel(0, 3, ())
     assert compiled.is_set() and made.made == ["load quick", "quick 1", "load final", "final 3"]
-
-
-def test_a_recording_waits_for_the_final_form(made: Launches) -> None:
-    compiled = threading.Event()
-    kernel = made.kernel(compiled.wait)
-    threading.Timer(0.05, compiled.set).start()
-    kernel.final()(0, 3, ())  # type: ignore[call-arg]
-    assert compiled.is_set() and made.made == ["load quick", "load final", "final 3"]
 
 
 def test_a_form_that_is_compiled_holds_nobody_back(made: Launches) -> None:
@@ -312,21 +304,6 @@ def chosen(case: str) -> gather.Choice:
     return choice
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_quick_forms_take_what_final_ones_do(case: str) -> None:
-    choice = chosen(case)
-    quick, t = choice.quick, choice.tiling
-    assert quick is not None and quick.quick is None
-    q = quick.tiling
-    assert q.shared_bytes <= t.shared_bytes
-    for key in ("entries", "packed_words", "ring_fragments", "chunks", "w_stage", "pack_blocks"):
-        assert getattr(q, key) == getattr(t, key), key
-    assert q.arguments(choice.problem) == t.arguments(choice.problem) and not q.straight
-    assert q.longest_stretch < t.longest_stretch
-    assert q.rolled == case.startswith("pix")  # planes of as many taps each; kb75's are of other numbers
-    assert [u.entries for u in quick.sources()] == [u.entries for u in choice.sources()]
-
-
 JOINED = ("kb61-bf16-fwd", "kb68-tf32-fwd", "kb68-bf16-fwd", "kb69-tf32-fwd", "line-fp16-grad-input")
 
 
@@ -341,30 +318,23 @@ def joined_rows(case: str) -> joined.Choice:
     return choice
 
 
-@pytest.mark.parametrize("case", JOINED)
-def test_joined_rows_of_several_stages_have_a_quick_form(case: str) -> None:
-    choice = joined_rows(case)
-    (unit,) = choice.sources()
-    assert choice.tile.taps > choice.tile.taps_of_stage and unit.quick is not None
-    quick = unit.quick()
-    assert quick is not None and quick.quick is None and not quick.kept
-    assert quick.entries == unit.entries and quick.source != unit.source
-    few = joined.choose(LAYERS["kb74"].with_(dtype=torch.bfloat16, precision="bf16"), H200)
-    assert isinstance(few, joined.Choice) and few.tile.taps == few.tile.taps_of_stage
-    assert few.sources()[0].quick is None
-
-
-@needs_nvrtc
-@pytest.mark.slow
-@pytest.mark.parametrize("case", by_turns(JOINED, 2, 1))
-def test_quick_joined_rows_compile_without_spills_to_less_code(case: str) -> None:
-    (final,) = joined_rows(case).sources()
-    assert final.quick is not None
-    quick = final.quick()
-    assert quick is not None
-    code, text, log = jit.built(quick.source, H200.arch, quick.label)
-    assert all(local == 0 for _, local, _ in elf.inspect(code).values()) and nvrtc.serialised(log) is None
-    assert 0 < text.count("wgmma.mma_async") < jit.built(final.source, H200.arch, ptx=True).ptx.count("wgmma.mma_async")
+@pytest.mark.parametrize("case", (*CASES, *JOINED))
+def test_quick_forms_take_what_final_ones_do(case: str) -> None:
+    """The same launches, but for the source of one that is not kept (test_every_kernel.py compiles both)."""
+    choice = joined_rows(case) if case in JOINED else chosen(case)
+    units = [(unit, unit.quick()) for unit in choice.sources() if unit.quick is not None]
+    forms = [(unit, quick) for unit, quick in units if quick is not None]
+    assert forms
+    for unit, quick in forms:
+        assert quick.entries == unit.entries and quick.source != unit.source and not quick.kept
+    if isinstance(choice, gather.Choice):
+        assert choice.quick is not None and choice.quick.quick is None
+        for weight in ("contiguous", "packed"):
+            quick, final = (one.launches(Given(weight)) for one in (choice.quick, choice))
+            assert [(one.entry, one.grid, one.threads, one.arguments) for one in quick] == [
+                (one.entry, one.grid, one.threads, one.arguments) for one in final
+            ]
+            assert all(one.shared_bytes <= other.shared_bytes for one, other in zip(quick, final))
 
 
 def test_only_long_code_has_a_quick_form() -> None:
@@ -374,19 +344,6 @@ def test_only_long_code_has_a_quick_form() -> None:
     assert short.quick is None
     (unit, *_) = short.sources()
     assert unit.quick is not None and unit.quick() is None
-
-
-@needs_nvrtc
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ("kb65-tf32-nchw-fwd", "kb72-tf32-channels_last-fwd", *CASES[8:10]))
-def test_quick_forms_compile_without_spills_to_less_code(case: str) -> None:
-    choice = chosen(case)
-    assert choice.quick is not None
-    quick, final = choice.quick.sources()[0], choice.sources()[0]
-    code, text, log = jit.built(quick.source, "90a", quick.label)
-    assert all(local == 0 for _, local, _ in elf.inspect(code).values()) and nvrtc.serialised(log) is None
-    final_ptx = jit.built(final.source, "90a", ptx=True).ptx
-    assert 0 < text.count("wgmma.mma_async") * 2 <= final_ptx.count("wgmma.mma_async")
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
