@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -156,10 +156,10 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(folder))
     for name in ("UPCONV_CACHE", "UPCONV_CACHE_BYTES", "UPCONV_DEBUG"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("_cubins", "_busy", "_kernels", "_libraries"):
+    for name in ("_cubins", "_kernels", "_libraries"):
         monkeypatch.setattr(jit, name, {})
-    for name, value in (("_warned", False), ("_swept", False), ("_uncounted", math.inf)):
-        monkeypatch.setattr(cubins, name, value)
+    monkeypatch.setattr(cubins, "_warned", [])
+    monkeypatch.setattr(cubins, "_writes", count())
     return folder
 
 

@@ -218,7 +218,7 @@ def test_threads_see_either_form(made: Launches, monkeypatch: pytest.MonkeyPatch
 
 ENDS = """
 import sys, threading, time
-from upconv.cuda.compile import elf, jit, nvrtc, provisional
+from upconv.cuda.compile import jit, nvrtc, provisional
 
 provisional._slots.now = threading.Semaphore(1)
 
