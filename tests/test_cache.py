@@ -22,7 +22,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import upconv
 from conftest import BARE
 from measured import command
 from situations.processes import in_threads
@@ -538,7 +537,7 @@ def test_cache_warm_hands_the_model_to_warmup(tmp_path: Path, monkeypatch: pytes
     class Device:  # a CUDA device as the command sees it, on the CPU
         type = "cuda"
 
-    monkeypatch.setattr(upconv, "warmup", warmup, raising=False)
+    monkeypatch.setattr(cli.machine, "warmup", warmup)
     monkeypatch.setattr(cli.machine, "device_of", lambda text: Device())
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device, dtype: self)
     real = torch.randn
