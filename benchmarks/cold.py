@@ -1,4 +1,4 @@
-"""Cold kernels: how long NVRTC takes for what a layer's first call waits for, and for what follows it in a thread.
+"""Cold kernels: how long NVRTC takes for what a layer's first call waits for.
 
 And how long kernels take that another process has compiled, to be read from disk and loaded.
 """
@@ -40,9 +40,8 @@ def measure(
 ) -> Report:
     """Seconds that NVRTC takes for the kernels of the suite's layers, none of them from a cache; milliseconds to load.
 
-    A first call waits for a quick form where a kernel has one (`upconv.cuda.compile.provisional`). Several are compiled
-    at once, and those that take long once more, alone. Another process then loads the final forms from disk, one by
-    one.
+    Several are compiled at once, and those that take long once more, alone. Another process then loads them from disk,
+    one by one.
 
     Args:
         device: a CUDA device.
@@ -69,52 +68,42 @@ def of_kernels(
     return report.gather(rows, device, kind="cold", layer=f"kernels of {len(cases)} layers")
 
 
-Waits = dict[Row, dict[Pass, list[Unit]]]
-
-
 def _rows(
     where: planner.Device, arch: str, device: torch.device, cases: Sequence[Case], progress: Callable[[str], object]
 ) -> Iterator[report.Row]:
-    waits, final = _units(where, cases)
-    awaited = dict.fromkeys(unit for of in waits.values() for units in of.values() for unit in units)
-    every = dict.fromkeys((*awaited, *(unit for units in final.values() for unit in units)))
+    rows = _units(where, cases)
+    units = list(dict.fromkeys(unit for of in rows.values() for units in of.values() for unit in units))
     with no_caches():
-        texts, took = _compiled(list(every), list(awaited), arch, progress)
+        texts, took = _compiled(units, arch, progress)
         loaded: dict[Unit, float] = {}
         if device.type == "cuda":
-            units = list(dict.fromkeys(unit for of in final.values() for unit in of))
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, mp_context=context) as process:
                 given = [(texts[unit], unit.entries[-1], unit.label) for unit in units]
                 loaded = dict(zip(units, process.submit(_loads, given, arch, str(device), nvrtc.FLAGS).result()))
-    for row, of in waits.items():
+    for row, of in rows.items():
         longest = [max((took[unit] for unit in of.get(pass_, [])), default=None) for pass_ in _PASSES]
-        behind = max((took[unit] for unit in final[row] if unit not in awaited), default=None)
-        from_disk = max((1e3 * loaded[unit] for unit in final[row] if unit in loaded), default=None)
-        yield dict(zip(KEYS["cold"], (*row, *longest, behind, from_disk)))
+        every = (unit for units in of.values() for unit in units)
+        from_disk = max((1e3 * loaded[unit] for unit in every if unit in loaded), default=None)
+        yield dict(zip(KEYS["cold"], (*row, *longest, from_disk)))
 
 
-def _units(where: planner.Device, cases: Sequence[Case]) -> tuple[Waits, dict[Row, list[Unit]]]:
-    """For each row the sources that the first call of each pass waits for, and all that it ends with."""
-    waits: Waits = {}
-    final: dict[Row, list[Unit]] = {}
+def _units(where: planner.Device, cases: Sequence[Case]) -> dict[Row, dict[Pass, list[Unit]]]:
+    """For each row the sources that the first call of each pass waits for."""
+    found: dict[Row, dict[Pass, list[Unit]]] = {}
     for case, (precision, dtype), layout in product(cases, _PRECISIONS.items(), LAYOUTS):
         if case.problem.rank == 1 and layout != "nchw":
             continue
         plan = planner.plan(case.problem.with_(dtype=dtype, precision=precision, layout=layout), where)
-        row = case.name, precision, layout
-        waits[row], final[row] = {}, []
-        for pass_, choice in plan.choices("step").items():
-            packing = getattr(choice, "packing_sources", ())  # in training, by the kernel itself
-            for unit in (*choice.sources(), *packing):
-                quick = getattr(unit, "quick", None)
-                waits[row].setdefault(pass_, []).append((quick() if quick is not None else None) or unit)
-                final[row].append(unit)
-    return waits, final
+        # In training weights are packed by the kernel itself, where one does.
+        choices = plan.choices("step").items()
+        units = {pass_: [*choice.sources(), *choice.packing_sources] for pass_, choice in choices}
+        found[case.name, precision, layout] = units
+    return found
 
 
 def _compiled(
-    every: Sequence[Unit], awaited: Sequence[Unit], arch: str, progress: Callable[[str], object]
+    every: Sequence[Unit], arch: str, progress: Callable[[str], object]
 ) -> tuple[dict[Unit, str], dict[Unit, float]]:
     """The text that was compiled of each source, and NVRTC's seconds for it: all at once, the long ones again alone."""
     texts = {unit: unit.source for unit in every}
@@ -131,7 +120,7 @@ def _compiled(
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)  # else it compiles the rest first
             raise
-    for unit in awaited:
+    for unit in every:
         if took[unit] > _AGAIN:
             texts[unit], before = _again(unit.source), took[unit]
             took[unit] = seconds(unit)

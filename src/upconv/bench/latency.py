@@ -21,7 +21,6 @@ from upconv.bench import report
 from upconv.bench.report import Report, Row
 from upconv.bench.timing import Repeats, entries, interleave, quartiles, unsteady
 from upconv.bench.uncached import no_caches
-from upconv.cuda.compile import provisional
 from upconv.problem import PRECISIONS, Problem, dtype_name
 from upconv.replay import native
 
@@ -159,7 +158,6 @@ def _first_calls(side: str, where: str, sizes: tuple[tuple[int, int], ...], thre
             x = torch.randn(p.batch, p.in_channels, *size, device=device)
             before = _compiled(device)
             first = _seconds(layer, x, device)
-            provisional.settle()
             after = _compiled(device)
             again = median(_seconds(layer, x, device) for _ in range(AGAIN))
             found.append(First(first, again, None if before is None or after is None else after - before))

@@ -53,7 +53,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     ),
     # NVRTC's seconds for the kernel that a pass's first call waits for longest, and for the longest of those that
     # follow it in a thread; milliseconds for the kernel that takes longest to load from disk. None: no such kernel.
-    "cold": ("case", "precision", "layout", "fwd_s", "grad_input_s", "grad_weight_s", "later_s", "cached_ms"),
+    "cold": ("case", "precision", "layout", "fwd_s", "grad_input_s", "grad_weight_s", "cached_ms"),
     # `worst`: the largest difference from PyTorch's outputs in units of the tolerance, above 1 wrong. `library`:
     # upconv's layer in the file's place.
     "exported": (

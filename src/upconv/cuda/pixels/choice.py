@@ -79,8 +79,6 @@ class TileChoice(PackingLaunch):
         """
         t = self.tile
         packed = self._packed(t.constants())
-        if t.long_code:
-            return (replace(packed, quick=self._quick),)
         if t.turnable:
             turned = jit.instance(f"{t.file}.cu", t.turned_constants, (t.instance,))
             return packed, Unit(f"{packed.label} unpacked", turned, (t.entry,))
@@ -91,10 +89,6 @@ class TileChoice(PackingLaunch):
         t, p = self.tile, self.problem
         source = jit.instance(f"{t.file}.cu", constants, (*packing_entries(t.struct, p), t.instance))
         return Unit(f"{t.mode} {layer_text(p)}", source, ("pack", t.entry))
-
-    def _quick(self) -> Unit:
-        """The same to the last bit, compiled fast."""
-        return self._packed(self.tile.constants() | {"quick": True}).passing()
 
     # --- launches ----------------------------------------------------------------------------------------------------
 
