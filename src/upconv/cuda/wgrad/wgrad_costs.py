@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from upconv.cuda.cost import Cost, Work, cost
-from upconv.cuda.gpu import H200, MAX_CLUSTER, RATES, Gpu
+from upconv.cuda.gpu import H200, RATES, Gpu
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Problem
@@ -28,9 +28,9 @@ _ADDING, _ALONE, _STEPS = (3.03e-6, 1.46), (0.0, 1.37), (2.84e-6, 3.16)
 _SECTOR = 32  # bytes that are written together
 
 AnyTiling = SyncTiling | WarpgroupTiling
-Ending = Literal["alone", "cluster", "together", "steps"]
-"""Who writes the weight: blocks of the only split; clusters of a tile's splits, or all blocks, which run at once, that
-add up their sums; or a second launch."""
+Ending = Literal["alone", "together", "steps"]
+"""Who writes the weight: blocks of the only split; all blocks, which run at once and add up their sums; or a second
+launch."""
 
 
 def ending(t: AnyTiling, splits: int, gpu: Gpu) -> Ending:
@@ -39,10 +39,7 @@ def ending(t: AnyTiling, splits: int, gpu: Gpu) -> Ending:
         return "steps"
     if splits == 1:
         return "alone"
-    blocks = t.tiles * splits
-    if splits <= MAX_CLUSTER and t.tiles <= -(-blocks // gpu.multiprocessors) * gpu.clusters(splits):
-        return "cluster"
-    return "together" if blocks <= gpu.multiprocessors else "steps"
+    return "together" if t.tiles * splits <= gpu.multiprocessors else "steps"
 
 
 def _conflicts(t: AnyTiling) -> float:
