@@ -23,8 +23,8 @@ Kernels:
   3 x 7 fragments, 141 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
   weights ring of 3 x 7 fragments, 151 KB shared.
-- gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x2 taps a block, chunks of 1x1x2x64
-  (NxDxHxW of q), K in 33 slices, 196 KB shared.
+- gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
+  (NxDxHxW of q), K in 44 slices, 204 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -3400,8 +3400,8 @@ struct GradInput {
 };
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x2 taps a block, chunks of 1x1x2x64 (NxDxHxW
-// of q), K in 33 slices, 196 KB shared.
+// Gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64 (NxDxHxW
+// of q), K in 44 slices, 204 KB shared.
 // =====================================================================================================================
 
 struct GradWeight {
@@ -3412,7 +3412,7 @@ struct GradWeight {
   static constexpr int cout = 64;
   static constexpr int block_ci = 64;
   static constexpr int block_co = 64;
-  static constexpr int g_pitch = 68;
+  static constexpr int g_pitch = 76;
   static constexpr int reduce_rows = 1;
   static constexpr int tile_n = 1;
   static constexpr int kernel_d = 1;
@@ -3435,10 +3435,10 @@ struct GradWeight {
   static constexpr int step_w = 1;
   static constexpr int dilation_w = 1;
   static constexpr int padding_w = 0;
-  static constexpr int taps_w = 2;
-  static constexpr int sets_w = 4;
+  static constexpr int taps_w = 3;
+  static constexpr int sets_w = 3;
   static constexpr int tile_w = 64;
-  static constexpr int warpgroups = 2;
+  static constexpr int warpgroups = 3;
   static constexpr int split_m = 1;
   static constexpr int subs = 1;
   static constexpr bool interleaved = false;
@@ -3455,9 +3455,9 @@ struct GradWeight {
   static constexpr bool parted = false;
   static constexpr bool a_shared = false;
   static constexpr int g_planes = 1;
-  static constexpr int plane_columns = 65;
-  static constexpr int producer_registers = 72;
-  static constexpr int consumer_registers = 216;
+  static constexpr int plane_columns = 66;
+  static constexpr int producer_registers = 56;
+  static constexpr int consumer_registers = 152;
 };
 
 }  // namespace kernels
@@ -3535,7 +3535,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
 void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
                  int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
   const at::Tensor sums = at::empty({slices * 344064}, x.options().dtype(at::kByte));
-  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 200752>(x, blocks,
+  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 512, 208944>(x, blocks,
       std::make_tuple(grad.data_ptr(), sums.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
       tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 64, 4, 1, 1}, {1, 1, 1, 1, 1},
@@ -3625,9 +3625,9 @@ def grad_weight_launch(batch, source, result, processors):
     """
     counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 2, source[2]), (1, 1, 2, 64))]
     chunks = math.prod(counts)
-    each = ceil(chunks, max(1, min(chunks, 292, processors // 4)))  # of a share
+    each = ceil(chunks, max(1, min(chunks, 292, processors // 3)))  # of a share
     shares = ceil(chunks, each)
-    return shares * 4, shares, (batch, *source, *result, *counts[1:], chunks, each)
+    return shares * 3, shares, (batch, *source, *result, *counts[1:], chunks, each)
 
 
 @functools.cache

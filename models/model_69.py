@@ -23,8 +23,8 @@ Kernels:
   fragments, 161 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
   weights ring of 3 x 5 fragments, 219 KB shared.
-- gradient for the weight: wgmma of up to 3 rows tf32, 64x128 channels x 1x3x1 taps a block, chunks of 1x1x2x32
-  (NxDxHxW of q), K in 26 slices, 204 KB shared.
+- gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
+  (NxDxHxW of q), K in 33 slices, 204 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -3153,8 +3153,8 @@ struct GradInput {
 };
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma of up to 3 rows tf32, 64x128 channels x 1x3x1 taps a block, chunks of 1x1x2x32
-// (NxDxHxW of q), K in 26 slices, 204 KB shared.
+// Gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64 (NxDxHxW
+// of q), K in 33 slices, 204 KB shared.
 // =====================================================================================================================
 
 struct GradWeight {
@@ -3164,8 +3164,8 @@ struct GradWeight {
   static constexpr int cin = 64;
   static constexpr int cout = 128;
   static constexpr int block_ci = 64;
-  static constexpr int block_co = 128;
-  static constexpr int g_pitch = 36;
+  static constexpr int block_co = 64;
+  static constexpr int g_pitch = 76;
   static constexpr int reduce_rows = 1;
   static constexpr int tile_n = 1;
   static constexpr int kernel_d = 1;
@@ -3188,16 +3188,16 @@ struct GradWeight {
   static constexpr int step_w = 1;
   static constexpr int dilation_w = 1;
   static constexpr int padding_w = 0;
-  static constexpr int taps_w = 1;
-  static constexpr int sets_w = 5;
-  static constexpr int tile_w = 32;
-  static constexpr int warpgroups = 2;
-  static constexpr int split_m = 2;
+  static constexpr int taps_w = 3;
+  static constexpr int sets_w = 2;
+  static constexpr int tile_w = 64;
+  static constexpr int warpgroups = 3;
+  static constexpr int split_m = 1;
   static constexpr int subs = 1;
   static constexpr bool interleaved = false;
   static constexpr int entries = 3;
-  static constexpr int stages = 3;
-  static constexpr int unrolled = 4;
+  static constexpr int stages = 2;
+  static constexpr int unrolled = 8;
   static constexpr bool gapless = false;
   static constexpr bool aligned_g = true;
   static constexpr bool lines = false;
@@ -3208,9 +3208,9 @@ struct GradWeight {
   static constexpr bool parted = false;
   static constexpr bool a_shared = false;
   static constexpr int g_planes = 1;
-  static constexpr int plane_columns = 32;
-  static constexpr int producer_registers = 72;
-  static constexpr int consumer_registers = 216;
+  static constexpr int plane_columns = 66;
+  static constexpr int producer_registers = 56;
+  static constexpr int consumer_registers = 152;
 };
 
 }  // namespace kernels
@@ -3292,12 +3292,12 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
 void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
                  int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
   const at::Tensor sums = at::empty({slices * 491520}, x.options().dtype(at::kByte));
-  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 208960>(x, blocks,
+  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 512, 208944>(x, blocks,
       std::make_tuple(grad.data_ptr(), sums.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 2>{
       tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 64, 4, 1, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
-      tensor_map(grad, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {36, 128, 2, 1, 1}, {1, 1, 1, 1, 1},
+      tensor_map(grad, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {76, 64, 2, 1, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
   launch<kernels::reduce<kernels::GradWeight>, 256, 0>(x, 3840,
       std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 1920, 15, 1, 1));
@@ -3378,15 +3378,15 @@ def grad_input_launch(batch, source, result, processors):
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x2x32 pixels, their sums are added after.
+    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x2x64 pixels, their sums are added after.
 
     The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
     """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 2, source[2]), (1, 1, 2, 32))]
+    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 2, source[2]), (1, 1, 2, 64))]
     chunks = math.prod(counts)
-    each = ceil(chunks, max(1, min(chunks, 204, processors // 5)))  # of a share
+    each = ceil(chunks, max(1, min(chunks, 204, processors // 4)))  # of a share
     shares = ceil(chunks, each)
-    return shares * 5, shares, (batch, *source, *result, *counts[1:], chunks, each)
+    return shares * 4, shares, (batch, *source, *result, *counts[1:], chunks, each)
 
 
 @functools.cache

@@ -23,8 +23,8 @@ Kernels:
   6 x 6 fragments, 211 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 8 x 5 fragments, 212 KB shared.
-- gradient for the weight: wgmma of up to 2 rows tf32, 32x32 channels x 3x3x3 taps a block, chunks of 1x2x2x16
-  (NxDxHxW of q), K in 132 slices, 204 KB shared.
+- gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x4x2x16
+  (NxDxHxW of q), K in 66 slices, 210 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -3453,8 +3453,8 @@ struct GradInput {
 };
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma of up to 2 rows tf32, 32x32 channels x 3x3x3 taps a block, chunks of 1x2x2x16 (NxDxHxW
-// of q), K in 132 slices, 204 KB shared.
+// Gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x4x2x16 (NxDxHxW
+// of q), K in 66 slices, 210 KB shared.
 // =====================================================================================================================
 
 struct GradWeight {
@@ -3464,7 +3464,7 @@ struct GradWeight {
   static constexpr int cin = 32;
   static constexpr int cout = 32;
   static constexpr int block_ci = 32;
-  static constexpr int block_co = 32;
+  static constexpr int block_co = 16;
   static constexpr int g_pitch = 36;
   static constexpr int reduce_rows = 1;
   static constexpr int tile_n = 1;
@@ -3474,7 +3474,7 @@ struct GradWeight {
   static constexpr int padding_d = 1;
   static constexpr int taps_d = 3;
   static constexpr int sets_d = 1;
-  static constexpr int tile_d = 2;
+  static constexpr int tile_d = 4;
   static constexpr int apart_d = 1;
   static constexpr int kernel_h = 3;
   static constexpr int step_h = 2;
@@ -3491,13 +3491,13 @@ struct GradWeight {
   static constexpr int taps_w = 3;
   static constexpr int sets_w = 1;
   static constexpr int tile_w = 16;
-  static constexpr int warpgroups = 2;
+  static constexpr int warpgroups = 3;
   static constexpr int split_m = 1;
-  static constexpr int subs = 2;
+  static constexpr int subs = 4;
   static constexpr bool interleaved = false;
-  static constexpr int entries = 9;
+  static constexpr int entries = 3;
   static constexpr int stages = 2;
-  static constexpr int unrolled = 1;
+  static constexpr int unrolled = 2;
   static constexpr bool gapless = false;
   static constexpr bool aligned_g = false;
   static constexpr bool lines = false;
@@ -3509,8 +3509,8 @@ struct GradWeight {
   static constexpr bool a_shared = false;
   static constexpr int g_planes = 1;
   static constexpr int plane_columns = 33;
-  static constexpr int producer_registers = 72;
-  static constexpr int consumer_registers = 216;
+  static constexpr int producer_registers = 56;
+  static constexpr int consumer_registers = 152;
 };
 
 }  // namespace kernels
@@ -3588,10 +3588,10 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
 void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
                  int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
   const at::Tensor sums = at::empty({slices * 110592}, x.options().dtype(at::kByte));
-  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 208944>(x, blocks,
+  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 512, 215088>(x, blocks,
       std::make_tuple(grad.data_ptr(), sums.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {16, 32, 3, 2, 1}, {1, 1, 1, 1, 1},
+      tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {16, 32, 3, 4, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
   launch<kernels::reduce<kernels::GradWeight>, 256, 0>(x, 864,
       std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 864, 27, 1, 1));
@@ -3672,15 +3672,15 @@ def grad_input_launch(batch, source, result, processors):
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 1x2x2x16 pixels, their sums are added after.
+    """(blocks, slices of sums, sizes): blocks share the chunks of 1x4x2x16 pixels, their sums are added after.
 
     The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
     """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 1, source[2]), (1, 2, 2, 16))]
+    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 1, source[2]), (1, 4, 2, 16))]
     chunks = math.prod(counts)
-    each = ceil(chunks, max(1, min(chunks, 910, processors)))  # of a share
+    each = ceil(chunks, max(1, min(chunks, 910, processors // 2)))  # of a share
     shares = ceil(chunks, each)
-    return shares, shares, (batch, *source, *result, *counts[1:], chunks, each)
+    return shares * 2, shares, (batch, *source, *result, *counts[1:], chunks, each)
 
 
 @functools.cache

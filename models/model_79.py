@@ -3399,13 +3399,13 @@ struct GradWeight {
   static constexpr int taps_w = 3;
   static constexpr int sets_w = 1;
   static constexpr int tile_w = 128;
-  static constexpr int warpgroups = 2;
+  static constexpr int warpgroups = 3;
   static constexpr int split_m = 1;
   static constexpr int subs = 1;
   static constexpr bool interleaved = false;
-  static constexpr int entries = 2;
+  static constexpr int entries = 1;
   static constexpr int stages = 2;
-  static constexpr int unrolled = 32;
+  static constexpr int unrolled = 16;
   static constexpr bool gapless = false;
   static constexpr bool aligned_g = false;
   static constexpr bool lines = false;
@@ -3417,8 +3417,8 @@ struct GradWeight {
   static constexpr bool a_shared = false;
   static constexpr int g_planes = 1;
   static constexpr int plane_columns = 259;
-  static constexpr int producer_registers = 72;
-  static constexpr int consumer_registers = 216;
+  static constexpr int producer_registers = 56;
+  static constexpr int consumer_registers = 152;
 };
 
 }  // namespace kernels
@@ -3496,7 +3496,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
 void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
                  int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
   const at::Tensor sums = at::empty({slices * 24576}, x.options().dtype(at::kByte));
-  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 170032>(x, blocks,
+  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 512, 170032>(x, blocks,
       std::make_tuple(grad.data_ptr(), sums.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
       tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 32, 1, 1, 1}, {1, 1, 1, 1, 1},

@@ -23,8 +23,8 @@ Kernels:
   KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 6 x 5 fragments, 205 KB shared.
-- gradient for the weight: wgmma tf32, 32x32 channels x 1x1x3 taps a block, chunks of 1x1x2x64 (NxDxHxW of q), K in
-  22 slices, 194 KB shared.
+- gradient for the weight: wgmma tf32, 32x16 channels x 1x3x3 taps a block, chunks of 1x1x1x64 (NxDxHxW of q), K in
+  33 slices, 207 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -3537,8 +3537,8 @@ struct GradInput {
 };
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma tf32, 32x32 channels x 1x1x3 taps a block, chunks of 1x1x2x64 (NxDxHxW of q), K in 22
-// slices, 194 KB shared.
+// Gradient for the weight: wgmma tf32, 32x16 channels x 1x3x3 taps a block, chunks of 1x1x1x64 (NxDxHxW of q), K in 33
+// slices, 207 KB shared.
 // =====================================================================================================================
 
 struct GradWeight {
@@ -3548,7 +3548,7 @@ struct GradWeight {
   static constexpr int cin = 32;
   static constexpr int cout = 64;
   static constexpr int block_ci = 32;
-  static constexpr int block_co = 32;
+  static constexpr int block_co = 16;
   static constexpr int g_pitch = 324;
   static constexpr int reduce_rows = 1;
   static constexpr int tile_n = 1;
@@ -3564,9 +3564,9 @@ struct GradWeight {
   static constexpr int step_h = 5;
   static constexpr int dilation_h = 2;
   static constexpr int padding_h = 1;
-  static constexpr int taps_h = 1;
-  static constexpr int sets_h = 3;
-  static constexpr int tile_h = 2;
+  static constexpr int taps_h = 3;
+  static constexpr int sets_h = 1;
+  static constexpr int tile_h = 1;
   static constexpr int apart_h = 1;
   static constexpr int kernel_w = 3;
   static constexpr int step_w = 5;
@@ -3575,13 +3575,13 @@ struct GradWeight {
   static constexpr int taps_w = 3;
   static constexpr int sets_w = 1;
   static constexpr int tile_w = 64;
-  static constexpr int warpgroups = 2;
+  static constexpr int warpgroups = 3;
   static constexpr int split_m = 1;
-  static constexpr int subs = 2;
+  static constexpr int subs = 4;
   static constexpr bool interleaved = false;
   static constexpr int entries = 1;
-  static constexpr int stages = 2;
-  static constexpr int unrolled = 16;
+  static constexpr int stages = 3;
+  static constexpr int unrolled = 8;
   static constexpr bool gapless = false;
   static constexpr bool aligned_g = false;
   static constexpr bool lines = false;
@@ -3593,8 +3593,8 @@ struct GradWeight {
   static constexpr bool a_shared = false;
   static constexpr int g_planes = 1;
   static constexpr int plane_columns = 320;
-  static constexpr int producer_registers = 72;
-  static constexpr int consumer_registers = 216;
+  static constexpr int producer_registers = 56;
+  static constexpr int consumer_registers = 152;
 };
 
 }  // namespace kernels
@@ -3672,10 +3672,10 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
 void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
                  int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
   const at::Tensor sums = at::empty({slices * 73728}, x.options().dtype(at::kByte));
-  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 384, 198704>(x, blocks,
+  launch<kernels::wgrad_wgmma<kernels::GradWeight>, 512, 212032>(x, blocks,
       std::make_tuple(grad.data_ptr(), sums.data_ptr()), sizes,
       std::make_tuple(std::array<CUtensorMap, 1>{
-      tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 32, 2, 1, 1}, {1, 1, 1, 1, 1},
+      tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 32, 1, 1, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
   launch<kernels::reduce<kernels::GradWeight>, 256, 0>(x, 576,
       std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 576, 9, 1, 1));
@@ -3756,15 +3756,15 @@ def grad_input_launch(batch, source, result, processors):
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x2x64 pixels, their sums are added after.
+    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x1x64 pixels, their sums are added after.
 
     The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
     """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (1, 1, 2, 64))]
+    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (1, 1, 1, 64))]
     chunks = math.prod(counts)
-    each = ceil(chunks, max(1, min(chunks, 1365, processors // 6)))  # of a share
+    each = ceil(chunks, max(1, min(chunks, 1365, processors // 4)))  # of a share
     shares = ceil(chunks, each)
-    return shares * 6, shares, (batch, *source, *result, *counts[1:], chunks, each)
+    return shares * 4, shares, (batch, *source, *result, *counts[1:], chunks, each)
 
 
 @functools.cache
