@@ -597,7 +597,7 @@ def test_other_layers_are_served_by_the_plain_kernels(
 
 def test_a_changed_weight_is_seen(faked: Callable[[Problem], dict[str, Any]]) -> None:
     """Also by a change which PyTorch does not count."""
-    p = parse_layer("4,6,3,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
+    p = parse_layer("4,4,3,groups=4,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
     module = faked(p)
     model, extension = module["ModelNew"]().double(), module["build"](True)
     x = torch.randn(p.input_shape, dtype=torch.float64)
@@ -612,7 +612,7 @@ def test_a_changed_weight_is_seen(faked: Callable[[Problem], dict[str, Any]]) ->
 def test_a_check_tells_right_from_wrong(
     wrong: str | None, faked: Callable[[Problem], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p = parse_layer("4,6,3,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
+    p = parse_layer("4,4,3,groups=4,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
     module = faked(p)
     if wrong is not None:
         whole = getattr(module["fake"], wrong)
