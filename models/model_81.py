@@ -35,6 +35,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 import shutil
 from typing import NamedTuple
 
@@ -3320,6 +3321,8 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
 }
 """
 
+HEADERS = ("#include <array>\n", "#include <optional>\n")  # of the functions that Python calls
+
 
 @functools.cache
 def build(fast: bool = True):
@@ -3339,21 +3342,16 @@ def build(fast: bool = True):
     ):
         if missing:
             raise RuntimeError(f"ModelNew's kernels {what}")
-    code, names = (FAST, ["forward", "grad_input", "grad_weight"]) if fast else (PLAIN, ["forward", "grad_input", "grad_weight"])
+    code = FAST if fast else PLAIN
+    functions = re.findall(r"^void (\w+)\((const at::Tensor& [^)]*)\)", code, re.MULTILINE)
     digest = hashlib.sha256(code.encode()).hexdigest()
     return cpp_extension.load_inline(
         name=f"conv_transpose_{digest[:16]}",
-        cpp_sources=declarations(code, names),
+        cpp_sources="".join((*HEADERS, *(f"void {name}({of});\n" for name, of in functions))),
         cuda_sources=code,
-        functions=names,
+        functions=[name for name, _ in functions],
         extra_cuda_cflags=["-O3", *(["-gencode=arch=compute_90a,code=sm_90a"] if fast else [])],
     )
-
-
-def declarations(code: str, names: list[str]) -> str:
-    """Of the functions that Python calls, which begin a line in the code."""
-    found = (code.partition(f"\nvoid {name}(")[2].partition(")")[0] for name in names)
-    return "#include <array>\n#include <optional>\n" + "".join(f"void {n}({f});\n" for n, f in zip(names, found))
 
 
 # --- how much each kernel is launched with ---------------------------------------------------------------------------
@@ -3521,6 +3519,7 @@ class ConvTranspose(torch.autograd.Function):
             grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
             *(None,) * 3,
         )
+
 
 # --- the module ------------------------------------------------------------------------------------------------------
 

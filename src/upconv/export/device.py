@@ -38,7 +38,7 @@ def constants(k: Kernel, templates: str) -> str:
     lines = [f"struct {k.config} {{"]
     members = _MEMBER.findall(jit.parts_of(k.unit.source)[0])
     for kind, name, value in sorted(members, key=lambda one: one[0] == "bool"):
-        if re.match(r"\w+", name)[0] not in read:
+        if name.partition("[")[0] not in read:
             continue
         begin, one = f"  static constexpr {kind} ", f"{name} = {value};"
         if lines[-1].startswith(begin) and len(lines[-1]) + len(one) < WIDTH:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from upconv.cuda.gpu import Gpu
 from upconv.export import cpp, device, passes, plain, sizes
@@ -35,8 +35,6 @@ def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = Fal
         "CONSTANTS": _constants(p),
         "PLAIN": plain.text(names),
         "FAST": fast(found, gpu),
-        "NAMES_OF_PASSES": _quoted(names.values()),
-        "FAST_NAMES": _quoted(k.name for k in found),
         "ARCH": gpu.arch,
         "CAPABILITY": str(gpu.capability),
         "DEVICES": _devices(gpu),
@@ -50,10 +48,6 @@ def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = Fal
         "NAMES": _NAMES[p.rank - 1],
     }
     return _filled(FILE, values)
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
 def _call(pass_: Pass, found: tuple[Kernel, ...]) -> str:
