@@ -39,7 +39,7 @@ from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.tiling import Tiling
-from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
+from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.launches import Given, Scratch
 from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import TileChoice
@@ -269,7 +269,7 @@ def run_wgrad(
     steps: bool = False,
     stages: int = 0,
 ) -> None:
-    """The first tiling whose blocks can add up the splits: as a cluster, or together where they are more than 8.
+    """The first tiling whose blocks can add up the splits.
 
     ``descriptors``: both operands come by these. ``interleaved``: the taps of an instruction are neighbours in M.
     ``steps``: in two steps, as on a GPU whose blocks do not add up. ``stages``: of the ring, at least.
@@ -279,10 +279,8 @@ def run_wgrad(
     tiling = next(t for t in wanted if t.tiles <= 9 and t.stages >= stages)
     prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, Cost(1e-5)).prepare(0)
     prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)
-    expected = (False, False) if steps else (splits <= MAX_CLUSTER, splits > MAX_CLUSTER)
-    one_step = len(prepared.choice.launches(Given("contiguous"))) == 1
-    at_once = prepared.choice.launches(Given("contiguous", lasting=True))[0].cooperative
-    if (one_step, at_once) != expected:
+    one_step = len(prepared.choice.launches(Given("contiguous", lasting=True))) == 1
+    if one_step == steps:
         raise RuntimeError(f"{splits} splits were not launched as expected")
 
 
@@ -347,8 +345,6 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "phases-16": case("pixels", run_phases, NARROW, "bf16 nchw fwd", 3),
     "two-steps": case("wgrad", run_wgrad, PLAIN, "tf32 nchw grad-weight", 3, False, False, True),
     "alone": case("wgrad", run_wgrad, PLAIN, "bf16 channels_last grad-weight", 1),
-    "cluster": case("wgrad", run_wgrad, PLAIN, "bf16 nchw grad-weight", 4),
-    "cluster-last": case("wgrad", run_wgrad, PLAIN, "bf16 channels_last grad-weight", 2),
     "together": case("wgrad", run_wgrad, PLAIN, "bf16 nchw grad-weight", 10),
     "together-last": case("wgrad", run_wgrad, PLAIN, "tf32 channels_last grad-weight", 9),
     "neighbours": case("wgrad", run_wgrad, TAPPED, "tf32 nchw grad-weight", 3, False, True),
