@@ -23,8 +23,8 @@ Kernels:
   3 x 7 fragments, 141 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
   weights ring of 3 x 7 fragments, 151 KB shared.
-- gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x2 taps a block, chunks of 1x1x2x64
-  (NxDxHxW of q), K in 33 slices, 196 KB shared.
+- gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
+  (NxDxHxW of q), K in 44 slices, 204 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -3061,18 +3061,18 @@ struct GradInput {
 };
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x2 taps a block, chunks of 1x1x2x64 (NxDxHxW
-// of q), K in 33 slices, 196 KB shared.
+// Gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64 (NxDxHxW
+// of q), K in 44 slices, 204 KB shared.
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 0, groups = 1, cin = 64, cout = 64, block_ci = 64, block_co = 64, g_pitch = 68;
+  static constexpr int precision = 0, groups = 1, cin = 64, cout = 64, block_ci = 64, block_co = 64, g_pitch = 76;
   static constexpr int reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0, taps_d = 1;
   static constexpr int sets_d = 1, tile_d = 1, apart_d = 1, kernel_h = 3, step_h = 1, dilation_h = 1, padding_h = 0;
   static constexpr int taps_h = 3, sets_h = 1, tile_h = 2, apart_h = 1, kernel_w = 7, step_w = 1, dilation_w = 1;
-  static constexpr int padding_w = 0, taps_w = 2, sets_w = 4, tile_w = 64, warpgroups = 2, split_m = 1, subs = 1;
+  static constexpr int padding_w = 0, taps_w = 3, sets_w = 3, tile_w = 64, warpgroups = 3, split_m = 1, subs = 1;
   static constexpr int entries = 3, stages = 2, unrolled = 8, row_classes = 1, channel_classes = 1, g_planes = 1;
-  static constexpr int plane_columns = 65, producer_registers = 72, consumer_registers = 216;
+  static constexpr int plane_columns = 66, producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false, interleaved = false, gapless = false, aligned_g = false, lines = false;
   static constexpr bool stacked = true, box_g = false, parted = false, a_shared = false;
 };
@@ -3174,7 +3174,7 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor sums = at::empty({int64_t(slices) * 344064}, x.options().dtype(at::kByte));
-  kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 384, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 200752), stream>>>(
+  kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 512, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 208944), stream>>>(
       of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11],
       {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 64, 4, 1, 1}, {1, 1, 1, 1, 1},
@@ -3257,9 +3257,9 @@ def grad_weight_launch(batch, source, result, processors):
     """
     counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 2, source[2]), (1, 1, 2, 64))]
     chunks = math.prod(counts)
-    each = ceil(chunks, max(1, min(chunks, 292, processors // 4)))  # of a share
+    each = ceil(chunks, max(1, min(chunks, 292, processors // 3)))  # of a share
     shares = ceil(chunks, each)
-    return shares * 4, shares, (batch, *source, *result, *counts[1:], chunks, each)
+    return shares * 3, shares, (batch, *source, *result, *counts[1:], chunks, each)
 
 
 @functools.cache

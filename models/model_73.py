@@ -23,8 +23,8 @@ Kernels:
   6 x 6 fragments, 211 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 8 x 5 fragments, 212 KB shared.
-- gradient for the weight: wgmma of up to 2 rows tf32, 32x32 channels x 3x3x3 taps a block, chunks of 1x2x2x16
-  (NxDxHxW of q), K in 132 slices, 204 KB shared.
+- gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x4x2x16
+  (NxDxHxW of q), K in 66 slices, 210 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -3115,18 +3115,18 @@ struct GradInput {
 };
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma of up to 2 rows tf32, 32x32 channels x 3x3x3 taps a block, chunks of 1x2x2x16 (NxDxHxW
-// of q), K in 132 slices, 204 KB shared.
+// Gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x4x2x16 (NxDxHxW
+// of q), K in 66 slices, 210 KB shared.
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 0, groups = 1, cin = 32, cout = 32, block_ci = 32, block_co = 32, g_pitch = 36;
+  static constexpr int precision = 0, groups = 1, cin = 32, cout = 32, block_ci = 32, block_co = 16, g_pitch = 36;
   static constexpr int reduce_rows = 1, tile_n = 1, kernel_d = 3, step_d = 2, dilation_d = 1, padding_d = 1, taps_d = 3;
-  static constexpr int sets_d = 1, tile_d = 2, apart_d = 1, kernel_h = 3, step_h = 2, dilation_h = 1, padding_h = 1;
+  static constexpr int sets_d = 1, tile_d = 4, apart_d = 1, kernel_h = 3, step_h = 2, dilation_h = 1, padding_h = 1;
   static constexpr int taps_h = 3, sets_h = 1, tile_h = 2, apart_h = 1, kernel_w = 3, step_w = 2, dilation_w = 1;
-  static constexpr int padding_w = 1, taps_w = 3, sets_w = 1, tile_w = 16, warpgroups = 2, split_m = 1, subs = 2;
-  static constexpr int entries = 9, stages = 2, unrolled = 1, row_classes = 1, channel_classes = 1, g_planes = 1;
-  static constexpr int plane_columns = 33, producer_registers = 72, consumer_registers = 216;
+  static constexpr int padding_w = 1, taps_w = 3, sets_w = 1, tile_w = 16, warpgroups = 3, split_m = 1, subs = 4;
+  static constexpr int entries = 3, stages = 2, unrolled = 2, row_classes = 1, channel_classes = 1, g_planes = 1;
+  static constexpr int plane_columns = 33, producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false, interleaved = false, gapless = false, aligned_g = false, lines = false;
   static constexpr bool stacked = true, box_g = false, parted = false, a_shared = false;
 };
@@ -3228,10 +3228,10 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor sums = at::empty({int64_t(slices) * 110592}, x.options().dtype(at::kByte));
-  kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 384, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 208944), stream>>>(
+  kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 512, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 215088), stream>>>(
       of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11],
-      {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {16, 32, 3, 2, 1}, {1, 1, 1, 1, 1},
+      {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {16, 32, 3, 4, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   kernels::reduce<kernels::GradWeight><<<864, 256, 0, stream>>>(of(sums), of(out), slices, 864, 27, 1, 1);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -3305,15 +3305,15 @@ def grad_input_launch(batch, source, result, processors):
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 1x2x2x16 pixels, their sums are added after.
+    """(blocks, slices of sums, sizes): blocks share the chunks of 1x4x2x16 pixels, their sums are added after.
 
     The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
     """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 1, source[2]), (1, 2, 2, 16))]
+    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 1, source[2]), (1, 4, 2, 16))]
     chunks = math.prod(counts)
-    each = ceil(chunks, max(1, min(chunks, 910, processors)))  # of a share
+    each = ceil(chunks, max(1, min(chunks, 910, processors // 2)))  # of a share
     shares = ceil(chunks, each)
-    return shares, shares, (batch, *source, *result, *counts[1:], chunks, each)
+    return shares * 2, shares, (batch, *source, *result, *counts[1:], chunks, each)
 
 
 @functools.cache

@@ -3024,9 +3024,9 @@ struct GradWeight {
   static constexpr int reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0, taps_d = 1;
   static constexpr int sets_d = 1, tile_d = 1, apart_d = 1, kernel_h = 1, step_h = 1, dilation_h = 1, padding_h = 0;
   static constexpr int taps_h = 1, sets_h = 1, tile_h = 1, apart_h = 1, kernel_w = 3, step_w = 2, dilation_w = 2;
-  static constexpr int padding_w = 1, taps_w = 3, sets_w = 1, tile_w = 128, warpgroups = 2, split_m = 1, subs = 1;
-  static constexpr int entries = 2, stages = 2, unrolled = 32, row_classes = 1, channel_classes = 1, g_planes = 1;
-  static constexpr int plane_columns = 259, producer_registers = 72, consumer_registers = 216;
+  static constexpr int padding_w = 1, taps_w = 3, sets_w = 1, tile_w = 128, warpgroups = 3, split_m = 1, subs = 1;
+  static constexpr int entries = 1, stages = 2, unrolled = 16, row_classes = 1, channel_classes = 1, g_planes = 1;
+  static constexpr int plane_columns = 259, producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false, interleaved = false, gapless = false, aligned_g = false, lines = false;
   static constexpr bool stacked = false, box_g = false, parted = false, a_shared = false;
 };
@@ -3128,7 +3128,7 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor sums = at::empty({int64_t(slices) * 24576}, x.options().dtype(at::kByte));
-  kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 384, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 170032), stream>>>(
+  kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 512, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 170032), stream>>>(
       of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11],
       {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 32, 1, 1, 1}, {1, 1, 1, 1, 1},

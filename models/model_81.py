@@ -23,8 +23,8 @@ Kernels:
   KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 6 x 5 fragments, 205 KB shared.
-- gradient for the weight: wgmma tf32, 32x32 channels x 1x1x3 taps a block, chunks of 1x1x2x64 (NxDxHxW of q), K in
-  22 slices, 194 KB shared.
+- gradient for the weight: wgmma tf32, 32x16 channels x 1x3x3 taps a block, chunks of 1x1x1x64 (NxDxHxW of q), K in
+  33 slices, 207 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -3189,18 +3189,18 @@ struct GradInput {
 };
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma tf32, 32x32 channels x 1x1x3 taps a block, chunks of 1x1x2x64 (NxDxHxW of q), K in 22
-// slices, 194 KB shared.
+// Gradient for the weight: wgmma tf32, 32x16 channels x 1x3x3 taps a block, chunks of 1x1x1x64 (NxDxHxW of q), K in 33
+// slices, 207 KB shared.
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 0, groups = 1, cin = 32, cout = 64, block_ci = 32, block_co = 32, g_pitch = 324;
+  static constexpr int precision = 0, groups = 1, cin = 32, cout = 64, block_ci = 32, block_co = 16, g_pitch = 324;
   static constexpr int reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0, taps_d = 1;
   static constexpr int sets_d = 1, tile_d = 1, apart_d = 1, kernel_h = 3, step_h = 5, dilation_h = 2, padding_h = 1;
-  static constexpr int taps_h = 1, sets_h = 3, tile_h = 2, apart_h = 1, kernel_w = 3, step_w = 5, dilation_w = 2;
-  static constexpr int padding_w = 1, taps_w = 3, sets_w = 1, tile_w = 64, warpgroups = 2, split_m = 1, subs = 2;
-  static constexpr int entries = 1, stages = 2, unrolled = 16, row_classes = 1, channel_classes = 1, g_planes = 1;
-  static constexpr int plane_columns = 320, producer_registers = 72, consumer_registers = 216;
+  static constexpr int taps_h = 3, sets_h = 1, tile_h = 1, apart_h = 1, kernel_w = 3, step_w = 5, dilation_w = 2;
+  static constexpr int padding_w = 1, taps_w = 3, sets_w = 1, tile_w = 64, warpgroups = 3, split_m = 1, subs = 4;
+  static constexpr int entries = 1, stages = 3, unrolled = 8, row_classes = 1, channel_classes = 1, g_planes = 1;
+  static constexpr int plane_columns = 320, producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false, interleaved = false, gapless = false, aligned_g = false, lines = false;
   static constexpr bool stacked = false, box_g = false, parted = false, a_shared = false;
 };
@@ -3302,10 +3302,10 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor sums = at::empty({int64_t(slices) * 73728}, x.options().dtype(at::kByte));
-  kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 384, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 198704), stream>>>(
+  kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 512, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 212032), stream>>>(
       of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11],
-      {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 32, 2, 1, 1}, {1, 1, 1, 1, 1},
+      {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 32, 1, 1, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   kernels::reduce<kernels::GradWeight><<<576, 256, 0, stream>>>(of(sums), of(out), slices, 576, 9, 1, 1);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -3379,15 +3379,15 @@ def grad_input_launch(batch, source, result, processors):
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x2x64 pixels, their sums are added after.
+    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x1x64 pixels, their sums are added after.
 
     The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
     """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (1, 1, 2, 64))]
+    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (1, 1, 1, 64))]
     chunks = math.prod(counts)
-    each = ceil(chunks, max(1, min(chunks, 1365, processors // 6)))  # of a share
+    each = ceil(chunks, max(1, min(chunks, 1365, processors // 4)))  # of a share
     shares = ceil(chunks, each)
-    return shares * 6, shares, (batch, *source, *result, *counts[1:], chunks, each)
+    return shares * 4, shares, (batch, *source, *result, *counts[1:], chunks, each)
 
 
 @functools.cache

@@ -166,11 +166,6 @@ class Tile:
         """Whether a result is stored by units of up to 16 bytes, at which it must begin."""
         return True
 
-    @property
-    def long_code(self) -> bool:
-        """Whether the kernel is straight code for which NVRTC takes long, and has a quick form (``quick``)."""
-        return False
-
     def constants(self) -> dict[str, jit.Constant]:
         """The kernel's; here what all modes have."""
         cin, cout = self.channels
