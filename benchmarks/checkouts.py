@@ -152,10 +152,6 @@ def measure(p: Problem, old: Checkout, new: Checkout) -> dict[str, float]:
         del first
         for side in sides.values():
             side.work(p, given)()
-            provisional = next(
-                m for n, m in list(sys.modules.items()) if n.startswith(side.name) and "provisional" in n
-            )
-            provisional.settle()
         taken: dict[str, list[float]] = {name: [] for name in sides}
         begin = time.perf_counter()
         for turn in range(ROUNDS):

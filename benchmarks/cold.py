@@ -1,10 +1,9 @@
-"""Cold kernels: how long NVRTC takes for what a layer's first call waits for, and for what follows it in a thread.
+"""Cold kernels: how long NVRTC takes for what a layer's first call waits for.
 
     python benchmarks/cold.py --json benchmarks/results/h200-cold.json
 
-And how long kernels take that another process has compiled, to be read from disk and loaded. A first call waits for a
-quick form where a kernel has one (`upconv.cuda.compile.provisional`). Several kernels are compiled at once, which takes
-each of them a little longer than alone.
+And how long kernels take that another process has compiled, to be read from disk and loaded. Several kernels are
+compiled at once, which takes each of them a little longer than alone.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -37,7 +35,7 @@ _PRECISIONS: dict[Precision, torch.dtype] = {"tf32": torch.float32, "bf16": torc
 _COLUMNS: dict[Pass, str] = {"fwd": "fwd_s", "grad-input": "grad_input_s", "grad-weight": "grad_weight_s"}
 
 Row = tuple[str, Precision, Layout]
-Waits = dict[Row, dict[Pass, list[Unit]]]
+Rows = dict[Row, dict[Pass, list[Unit]]]
 
 
 def measure(
@@ -64,9 +62,8 @@ def measure(
 def _rows(
     where: planner.Device, arch: str, device: torch.device, cases: Sequence[Case], tell: Callable[[str], object]
 ) -> Iterator[report.Row]:
-    waits, final = _units(where, cases)
-    awaited = dict.fromkeys(unit for of in waits.values() for units in of.values() for unit in units)
-    last = list(dict.fromkeys(unit for units in final.values() for unit in units))
+    rows = _units(where, cases)
+    every = list(dict.fromkeys(unit for of in rows.values() for units in of.values() for unit in units))
 
     def seconds(unit: Unit) -> float:
         tell(unit.label)
@@ -75,39 +72,31 @@ def _rows(
         return time.perf_counter() - begin
 
     with no_caches():
-        every = list(dict.fromkeys((*awaited, *last)))
         with ThreadPoolExecutor(COMPILERS) as pool:
             took = dict(zip(every, pool.map(seconds, every)))
         loaded: dict[Unit, float] = {}
         if device.type == "cuda":
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-                plain = [replace(unit, quick=None) for unit in last]  # a function does not pass to another process
-                loaded = dict(zip(last, process.submit(_loads, plain, arch, str(device), nvrtc.FLAGS).result()))
-    for (case, precision, layout), of in waits.items():
-        units = final[case, precision, layout]
+                loaded = dict(zip(every, process.submit(_loads, every, arch, str(device), nvrtc.FLAGS).result()))
+    for (case, precision, layout), of in rows.items():
+        units = [unit for units in of.values() for unit in units]
         row: report.Row = {"case": case, "precision": precision, "layout": layout}
         row |= {name: max((took[u] for u in of.get(pass_, [])), default=None) for pass_, name in _COLUMNS.items()}
-        row["later_s"] = max((took[unit] for unit in units if unit not in awaited), default=None)
         yield row | {"cached_ms": max((1e3 * loaded[unit] for unit in units if unit in loaded), default=None)}
 
 
-def _units(where: planner.Device, cases: Sequence[Case]) -> tuple[Waits, dict[Row, list[Unit]]]:
-    """For each row the sources that the first call of each pass waits for, and all that it ends with."""
-    waits: Waits = {}
-    final: dict[Row, list[Unit]] = {}
+def _units(where: planner.Device, cases: Sequence[Case]) -> Rows:
+    """For each row the sources that the first call of each pass waits for."""
+    found: Rows = {}
     for case, (precision, dtype), layout in product(cases, _PRECISIONS.items(), LAYOUTS):
         if case.problem.rank == 1 and layout != "nchw":
             continue
         plan = planner.plan(case.problem.with_(dtype=dtype, precision=precision, layout=layout), where)
-        row = case.name, precision, layout
-        waits[row], final[row] = {}, []
-        for pass_, choice in plan.choices("step").items():
-            packing = getattr(choice, "packing_sources", ())  # in training, by the kernel itself
-            for unit in (*choice.sources(), *packing):
-                quick = getattr(unit, "quick", None)
-                waits[row].setdefault(pass_, []).append((quick() if quick is not None else None) or unit)
-                final[row].append(unit)
-    return waits, final
+        # In training weights are packed by the kernel itself, where one does.
+        choices = plan.choices("step").items()
+        units = {pass_: [*choice.sources(), *choice.packing_sources] for pass_, choice in choices}
+        found[case.name, precision, layout] = units
+    return found
 
 
 def _loads(units: Sequence[Unit], arch: str, device: str, flags: tuple[str, ...]) -> list[float]:

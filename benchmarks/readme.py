@@ -327,7 +327,7 @@ def cold() -> str:
     cells = []
     for head, key, unit in (
         ("forward", "fwd_s", "s"), ("gradient for the input", "grad_input_s", "s"),
-        ("gradient for the weight", "grad_weight_s", "s"), ("optimised kernel, in the background", "later_s", "s"),
+        ("gradient for the weight", "grad_weight_s", "s"),
         ("a kernel from disk", "cached_ms", "ms"),
     ):  # fmt: skip
         values = [row[key] for row in found["rows"] if row[key] is not None]

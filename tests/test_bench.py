@@ -572,10 +572,10 @@ def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, pass_ in (("fwd_s", "fwd"), ("grad_input_s", "grad-input"), ("grad_weight_s", "grad-weight")):
         there = bool(planner.plan(p, where).choices(pass_))  # type: ignore[arg-type]
         assert (row[key] is not None) == there and (row[key] is None or 0.05 < float(row[key]) < 60)
-    assert any(label.endswith(", quick") for label in heard) and len(set(heard)) == len(heard) > 3
+    assert len(set(heard)) == len(heard) > 2
     assert not (tmp_path / "users").exists() and os.environ["UPCONV_CACHE_DIR"] == str(tmp_path / "users")
     assert uncached.NO_CACHE not in nvrtc.FLAGS
-    assert row["later_s"] and row["cached_ms"] is None
+    assert row["cached_ms"] is None
     kept(found, tmp_path / "c.json")
 
 

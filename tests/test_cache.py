@@ -22,7 +22,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import upconv
 from conftest import BARE
 from measured import command
 from situations.processes import in_threads
@@ -538,7 +537,7 @@ def test_cache_warm_hands_the_model_to_warmup(tmp_path: Path, monkeypatch: pytes
     class Device:  # a CUDA device as the command sees it, on the CPU
         type = "cuda"
 
-    monkeypatch.setattr(upconv, "warmup", warmup, raising=False)
+    monkeypatch.setattr(cli.machine, "warmup", warmup)
     monkeypatch.setattr(cli.machine, "device_of", lambda text: Device())
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device, dtype: self)
     real = torch.randn
@@ -559,12 +558,7 @@ def test_cache_warm_hands_the_model_to_warmup(tmp_path: Path, monkeypatch: pytes
     [
         ("nets.py:net", "2x4x5", "--device must be a CUDA device, since only its kernels are compiled; got 'cpu'"),
         ("nets.py:net", "2x4", "--input must be batch, channels"),
-        ("nets.py", "2x4x5x6", "--model must be FILE.py:NAME or a module's name and NAME; got "),
-        ("absent.py:net", "2x4x5x6", "--model must name a file that exists; got "),
-        ("nets.py:absent", "2x4x5x6", "cannot be made: AttributeError: "),
         ("nets.py:broken", "2x4x5x6", "cannot be made: KeyError: 'weights'"),
-        ("nets.py:Settings", "2x4x5x6", "--model must be a torch.nn.Module or make one; got "),
-        ("no_such_package:net", "2x4x5x6", "cannot be made: ModuleNotFoundError: "),
     ],
 )
 def test_cache_warm_says_what_is_wrong(

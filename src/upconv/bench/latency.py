@@ -20,7 +20,6 @@ from upconv.bench import report
 from upconv.bench.report import Report, Row
 from upconv.bench.timing import Repeats, interleave, quartiles, unsteady
 from upconv.bench.uncached import no_caches
-from upconv.cuda.compile import provisional
 from upconv.problem import PRECISIONS, Problem, dtype_name
 from upconv.replay import native
 
@@ -162,7 +161,6 @@ def _first_calls(side: str, where: str, sizes: tuple[tuple[int, int], ...], thre
         for size in sizes:
             x = torch.randn(p.batch, p.in_channels, *size, device=device)
             before, first = _compiled(device), seconds(x)
-            provisional.settle()
             after = _compiled(device)
             again = median(seconds(x) for _ in range(AGAIN))
             found.append(First(first, again, None if before is None or after is None else after - before))

@@ -165,7 +165,6 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _number("forward s", "fwd_s"),
         _number("for the input s", "grad_input_s"),
         _number("for the weight s", "grad_weight_s"),
-        _number("later s", "later_s"),
         _number("from disk ms", "cached_ms"),
     ),
     "shapes": (

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 import upconv
 from upconv.cpu import memory_format
-from upconv.cuda.compile import provisional
 from upconv.modules import TRANSPOSED
 from upconv.problem import Precision, Problem
 
@@ -299,7 +298,6 @@ def interleave(
             one(name, turn)
         if time.perf_counter() - begin > repeats.seconds / 4:
             break
-    provisional.settle()
     taken: dict[Key, list[float]] = {name: [] for name in runs}
     begin, turn = time.perf_counter(), 0
     while turn < repeats.least or (turn < repeats.most and time.perf_counter() - begin < repeats.seconds):

@@ -25,7 +25,6 @@ from upconv.bench.models import Case
 from upconv.bench.report import Report, Row
 from upconv.bench.timing import Repeats
 from upconv.cpu import memory_format
-from upconv.cuda.compile import provisional
 from upconv.problem import Layout
 from upconv.replay import native, replays
 
@@ -208,7 +207,6 @@ def _peak(trainer: Trainer, device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     for _ in range(replays.CALLS + 1):
-        provisional.settle()
         trainer()
     found = []
     for _ in range(3):
