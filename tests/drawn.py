@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -143,10 +144,14 @@ def pixels_choice(mode: Chooser[TileChoice]) -> Draw:
     return choice
 
 
+@lru_cache(maxsize=1)
+def wgrad_tilings(p: Problem, gpu: Gpu) -> list[Any]:
+    """All, which takes long to list, of the layer that was asked for last."""
+    return [] if wgrad.refusal(p, gpu) is not None else list(wgrad_search.candidates(p, gpu))
+
+
 def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
-    if wgrad.refusal(p, gpu) is not None:
-        return None
-    every = [t for t in wgrad_search.candidates(p, gpu) if isinstance(t, kind)]
+    every = [t for t in wgrad_tilings(p, gpu) if isinstance(t, kind)]
     if not every:
         return None
     tiling = rng.choice(every)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -12,207 +11,51 @@ from typing import Any
 import pytest
 
 from conftest import needs_gxx
-from drawn import DTYPES, TENSOR
+from drawn import FAMILIES, LAYOUTS, TENSOR, WGMMA, Layers, batches_choice, wgrad_choice
 from emulator import Emulator, emulator
-from modes import Case, OfCase, OfTiling, few, having, of_cases, where
-from results import Way, assert_computes
-from upconv.cuda.cost import Cost
-from upconv.cuda.gpu import H200
-from upconv.cuda.wgrad import wgrad, wgrad_search
+from modes import Case, OfCase, OfTiling, cases, few, having, of_cases, where
+from results import assert_computes
+from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
-from upconv.problem import Precision, Problem, output_length
+from upconv.problem import Problem
 
 pytestmark = needs_gxx
 __all__ = ["emulator"]
 
 PARTS = 4  # tests that divide the cases
-MOST = 6e7  # products of a case's tiles
-FIRST = (
-    6, 51, 68, 91, 98, 109, 156, 162, 195, 223, 255, 272, 314, 351, 362, 431, 485, 495, 517, 519,
-    570, 585, 595, 642, 1029,
-)  # fmt: skip
+FIRST = (8, 12, 15, 96, 208, 461, 485, 506, 795, 853, 899, 1068, 1154, 1225, 1302, 1563)
 """Of the seeds a few whose layers have every mode. Others are drawn where these do no longer."""
 
 
-# --- layers and tilings ----------------------------------------------------------------------------------------------
-
-AnyTiling = SyncTiling | WarpgroupTiling
-
-
-def draw_problem(rng: random.Random) -> Problem:
-    """A small layer: all ranks, asymmetric everything, output paddings beyond the stride, odd sizes and channels."""
-    rank = rng.choice((1, 2, 2, 3))
-    axes = []
-    for i in range(rank):
-        kernel, stride = rng.choice((1, 2, 3, 3, 4, 5)), rng.choice((1, 1, 2, 2, 3, 4))
-        dilation = rng.choice((1, 1, 2, 3, 9))
-        if rank == 3:
-            kernel, stride = min(kernel, 3), min(stride, 2)
-        output_padding = rng.choice((0, rng.randrange(max(stride, dilation))))
-        size = rng.randint(1, (70, 9, 4)[rank - 1])
-        if i == rank - 1:  # rows of whole 16 bytes now and then
-            size = rng.choice((size, 8 * rng.randint(1, (9, 3, 2)[rank - 1])))
-        free = output_length(size, kernel, stride, 0, output_padding, dilation)
-        axes.append((size, kernel, stride, rng.randint(0, min((free - 1) // 2, 5)), output_padding, dilation))
-    size, kernel, stride, padding, output_padding, dilation = zip(*axes)
-    precision: Precision = rng.choice(("tf32", "tf32", "ieee", "fp16", "bf16"))
-    groups = rng.choice((1, 1, 1, 2, 3))
-    return Problem.make(
-        rng.randint(1, 3),
-        groups * rng.choice((4, 5, 8, 16, 17, 24, 32, 40, 72)),
-        groups * rng.choice((1, 2, 3, 4, 8, 16, 17, 32, 40)),
-        size,
-        kernel,
-        stride,
-        padding,
-        output_padding,
-        dilation,
-        groups,
-        dtype=DTYPES[precision],
-        precision=precision,
-        layout=rng.choice(("nchw", "channels_last")) if rank > 1 else "nchw",
-        pass_="grad-weight",
-    )
-
-
-def other_size(p: Problem, rng: random.Random) -> Problem:
-    """The layer at another batch and size, whose rows have the same alignment."""
-    size = [n + rng.randint(0, 3) for n in p.size]
-    size[-1] = p.size[-1] + 8 * rng.randint(0, 2)
-    return p.with_(batch=rng.randint(1, 5), size=tuple(size))
-
-
-def serves(t: AnyTiling, p: Problem, q: Problem) -> bool:
-    """Whether a tiling of a layer at one size serves it at another."""
-    if not isinstance(t, WarpgroupTiling):
-        return True
-    whole = not t.lines or p.size[-1] == q.size[-1]
-    return whole and (not t.classed or wgrad_search.classes_of(q) == t.classes)
-
-
-def strided(p: Problem, rng: random.Random) -> dict[str, Any]:
-    """Neighbouring taps of a wide stride."""
-    kernel, stride, padding = rng.choice(((2, 2, 0), (4, 2, 1), (8, 4, 2), (16, 8, 4)))
-    size = (64,) if p.rank == 1 else (*p.size[:-1], rng.choice((16, 24)))
-    lead = (1,) * (p.rank - 1)
-    axes = {"kernel": (*lead, kernel), "stride": (*lead, stride), "padding": (*(0,) * len(lead), padding)}
-    more = {"dilation": (1,) * p.rank, "output_padding": (0,) * p.rank, "out_channels": p.groups * rng.choice((32, 72))}
-    return {"layout": "nchw", "size": size, **axes, **more}
-
-
-def columns(p: Problem, rng: random.Random) -> dict[str, Any]:
-    """Columns of taps, whose rows of x follow each other."""
-    kernel, stride = rng.choice(((3, 1), (4, 1), (5, 1), (4, 2), (5, 3), (3, 2)))
-    size = (*(rng.randint(1, 5) for _ in p.size[1:]), rng.choice((16, 24)))
-    axes = {"kernel": (*[2] * (p.rank - 2), kernel, rng.randint(1, 3)), "stride": (*[1] * (p.rank - 2), stride, 1)}
-    more = {"dilation": (1,) * p.rank, "padding": (0,) * p.rank, "output_padding": (0,) * p.rank}
-    channels = {"groups": 1, "in_channels": rng.choice((16, 24, 40, 64)), "out_channels": rng.choice((16, 32, 64))}
-    return {"size": size, **axes, **more, **channels} if p.rank > 1 else {}
-
-
-def wide(p: Problem, rng: random.Random) -> dict[str, Any]:
-    """Input channels that fill no power of two, and many."""
-    channels = {"in_channels": rng.choice((48, 40, 70, 80, 96, 256, 320)), "out_channels": 32, "groups": 1}
-    axes = {"kernel": (1, 3, 2), "stride": (1, rng.choice((1, 3)), 3), "size": (1, 3, 16), "padding": (0, 1, 0)}
-    axes |= {"dilation": (1, 1, 1), "output_padding": (0, 0, 0)}
-    return channels | {name: of[3 - p.rank :] for name, of in axes.items()}
-
-
-def classed(p: Problem, rng: random.Random) -> dict[str, Any]:
-    """Rows that begin off 16 bytes, at few places."""
-    kind, width, height = rng.choice((("tf32", 24, 8), ("tf32", 32, 7), ("bf16", 32, 6), ("fp16", 64, 5)))
-    axes = {"kernel": (2, 3, 3), "size": (2, height, width), "padding": (0, 1, 0), "stride": (1, 1, 1)}
-    axes |= {"dilation": (1, 1, 1), "output_padding": (0, 0, 0)}
-    more = {"in_channels": p.groups * 16, "out_channels": p.groups * rng.choice((32, 48)), "layout": "nchw"}
-    kinds = {"precision": kind, "dtype": DTYPES[kind]}
-    return {name: of[3 - p.rank :] for name, of in axes.items()} | more | kinds
-
-
-def last(p: Problem, rng: random.Random) -> dict[str, Any]:
-    """Channels that boxes want, strides by remainders, and small images."""
-    channels = p.groups * rng.choice((16, 40, 64, 128)), p.groups * rng.choice((16, 32, 64))
-    found: dict[str, Any] = {"in_channels": channels[0], "out_channels": channels[1]}
-    if rng.random() < 0.5:
-        found["size"] = tuple(rng.choice((3, 4, 7, 14)) for _ in p.size)
-    return found | {"layout": "channels_last" if p.rank > 1 else "nchw"}
-
-
-def narrow(p: Problem, rng: random.Random) -> dict[str, Any]:
-    """Images as wide as a chunk."""
-    return {"size": (*(rng.randint(1, 6) for _ in p.size[1:]), rng.choice((8, 16, 32))), "layout": "nchw"}
-
-
-def large(p: Problem, rng: random.Random) -> dict[str, Any]:
-    """Weights of many elements."""
-    kernel, stride = rng.choice(((2, 2), (2, 1), (4, 2)))
-    channels = rng.choice((64, 64, 128, 192)), rng.choice((64, 128, 192))
-    kind = rng.choice(("fp16", "bf16", "bf16", "tf32"))
-    layout = "channels_last" if kind != "tf32" else rng.choice(("nchw", "channels_last"))
-    lead = (1,) * (p.rank - 2)
-    axes = {
-        "kernel": (*lead, kernel, kernel),
-        "stride": (*lead, stride, stride),
-        "size": (*lead, rng.choice((3, 8, 16)), 8),
-    }
-    more = {"dilation": (1,) * p.rank, "padding": (0,) * p.rank, "output_padding": (0,) * p.rank, "groups": 1}
-    kinds = {"precision": kind, "dtype": DTYPES[kind], "layout": layout}
-    kinds |= {"in_channels": channels[0], "out_channels": channels[1]}
-    return {**axes, **more, **kinds} if p.rank > 1 else {}
-
-
-Draw = Callable[[Problem, random.Random], dict[str, Any]]
-DRAWS: tuple[Draw, ...] = (
-    lambda p, rng: {}, strided, columns, wide, classed, last, last, last, narrow, large, large,
-)  # fmt: skip
-
-
-def draw_layer(draw: Draw, rng: random.Random) -> Problem | None:
-    p = draw_problem(rng)
-    try:
-        p = p.with_(**draw(p, rng))
-    except ValueError:  # no output
+def split_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    """By either instruction, with many splits too."""
+    choice = wgrad_choice(rng, p, gpu, rng.choice((SyncTiling, WarpgroupTiling, WarpgroupTiling)))
+    if choice is None:
         return None
-    return (p.abreast or p) if draw is last and p.rank == 2 and rng.random() < 0.15 else p
+    count = math.prod(choice.tiling.counts(p))
+    splits = min(count, rng.choice((choice.splits, 9, 20)))
+    return replace(choice, splits=-(-count // -(-count // splits)))  # none without work
 
 
-def boxed(t: AnyTiling, p: Problem) -> AnyTiling | None:
-    """A tiling with the box of a problem's own chunks; None where they have none."""
-    if not isinstance(t, WarpgroupTiling) or not t.gapless:
-        return t
-    box = wgrad_search.gapless_box(p, t.gapless)
-    return box and replace(t, tile=box)
-
-
-def work(t: AnyTiling, p: Problem) -> float:
-    """Products of a problem's chunks."""
-    chunk = t.gapless if isinstance(t, WarpgroupTiling) and t.gapless else math.prod(t.tile)
-    return float(t.chunks(p) * chunk * t.tiles * math.prod(t.block) * t.set_taps)
-
-
-def cases(seed: int) -> Iterator[Case]:
-    """Those of a random layer."""
-    rng = random.Random(f"modes of wgrad, {seed}")
-    p = draw_layer(DRAWS[seed % len(DRAWS)], rng)
-    if p is None:
-        return
-    every = list(wgrad_search.candidates(p, H200))
-    for t in rng.sample(every, min(len(every), 40)):
-        q = other_size(p, rng) if rng.random() < 0.5 and not p.batch_as_width else p
-        if not serves(t, p, q):
-            continue
-        boxes = boxed(t, q)
-        if boxes is None or work(boxes, q) > MOST:
-            continue
-        t = boxes
-        count = math.prod(t.counts(q))
-        splits = min(count, rng.choice((1, 2, 2, 3, 3, 5, 9, 20)))
-        splits = -(-count // -(-count // splits))  # none without work
-        chip = replace(H200, multiprocessors=rng.choice((7, 132, 132, t.tiles * splits)))  # the last: all at once
-        choice = wgrad.Choice(t, q, chip, splits, Cost(1e-5))
-        single = q.dtype.itemsize == 2 and rng.random() < 0.3
-        way = Way(q.rank > 1 and rng.random() < 0.5, single, once=rng.random() < 0.5)
-        yield Case(choice, way, work(t, q))
+DRAWN = [(layers, split_choice) for layers in (
+    FAMILIES["wgrad by mma.sync"][0],
+    FAMILIES["wgrad by wgmma"][0],
+    # Neighbouring taps of a wide stride, and columns of taps, whose rows of x follow each other.
+    Layers(("grad-weight",), WGMMA, ("nchw",), (1, 2), (8, 16), (32, 72), kernels=(2, 4, 8, 16), strides=(2, 4, 8),
+           dilations=(1, 2), widths=(16, 24, 32), paddings=4),
+    Layers(("grad-weight",), WGMMA, LAYOUTS, (2, 2, 3), (16, 24, 40, 64), (16, 32, 64), (1,), widths=(16, 24),
+           kernels=(1, 2, 3, 4, 5, 5), strides=(1, 1, 1, 2, 3), dilations=(1,), paddings=0),
+    # Input channels that fill no power of two; weights of many elements.
+    Layers(("grad-weight",), WGMMA, LAYOUTS, (1, 2, 2), (40, 48, 70, 80, 96, 256, 320), (32,), (1,), heights=(1, 3),
+           widths=(16, 32), kernels=(1, 2, 3), strides=(1, 3), dilations=(1,), paddings=1),
+    Layers(("grad-weight",), WGMMA, LAYOUTS, (2,), (64, 128, 192), (64, 128, 192), (1,), heights=(3, 8, 16),
+           widths=(8,), kernels=(2, 4), strides=(1, 2), dilations=(1,), paddings=0),
+    # Rows that begin off 16 bytes, at few places.
+    Layers(("grad-weight",), WGMMA, ("nchw",), (2, 3), (16,), (32, 48), (1, 2), heights=(2, 5, 6, 7, 8),
+           widths=(24, 32, 64), kernels=(2, 3), strides=(1,), dilations=(1,), paddings=1),
+)]  # fmt: skip
+DRAWN.append((replace(FAMILIES["batches"][0], passes=("grad-weight",)), batches_choice))
 
 
 # --- modes -----------------------------------------------------------------------------------------------------------
@@ -331,6 +174,6 @@ MODES = ends() | of_cases(
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_mode(part: int, emulator: Emulator) -> None:
     """At once and late."""
-    for case in few(cases, FIRST, MODES)[part::PARTS]:
+    for case in few(cases(DRAWN), FIRST, MODES)[part::PARTS]:
         for seed in (0, 3):
-            assert_computes(case.choice, emulator, seed, case.way)
+            assert_computes(case.choice, emulator, seed, case.way, case.tensors)
