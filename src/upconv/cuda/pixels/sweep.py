@@ -52,8 +52,6 @@ _MOST_SLICES = 2**30 - 1  # of all walks: the kernel counts them in 32 bits
 # Clocks of a consumer: 8 channels of 64 positions in NCDHW, and 32 bytes of stores in channels_last.
 _STORE, _STORE_LAST = 28.0 * 16, 1.44
 _TURN = 1410.0  # clocks of a slice where consumers take turns
-# Columns of a tile, by bytes of an element, below which stores take longer, as more units end a row.
-_SHORT = {2: 52, 4: 20}
 
 
 @dataclass(frozen=True)
@@ -269,13 +267,13 @@ class Tile(Base):
         if last:
             stored, shared = math.prod(self.shape) * t.cout_g * t.element / 32 * _STORE_LAST, 0
         else:
-            stored = self.slot_columns / 8 * self.nb * max(1.0, _SHORT[t.element] / self.shape[1]) * _STORE
+            stored = self.slot_columns / 8 * self.nb * _STORE
             shared = instructions * 32 * (64 + self.b_columns) + 3 * t.pixels * t.row_bytes * t.chunks + streamed
         return Work(
             instructions,
             instructions * self.b_columns,
             waves=-(-math.prod(counts) // gpu.multiprocessors) * slices,
-            moved=moved(p, written=1.0 if last else 1.25),
+            moved=moved(p),
             steps=0 if self.turns else t.chunks * -(-self.chunk_steps // self.w_stage),
             stages=self.stages if last else self.stages_s,
             lines=t.chunks * t.pixels if last else 0,
