@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -196,34 +195,6 @@ def test_what_was_not_measured_is_pytorchs_whatever_the_estimate(everything: Non
     assert chosen((16, 64, 256, 256), 64, 1, 1, 0) is None
     for others in ({"precision": "ieee"}, {"precision": "fp64"}, {"device": Device("cuda", gpu=gpu.A100)}):
         assert chosen(*LARGE, **others) is None
-
-
-MEASURED: list[tuple[Any, dict[str, Any], tuple[int, int, int]]] = [
-    (LARGE, {}, (441, 429, 452)), (LARGE, SINGLE, (727, 750, 1134)), (((16, 3, 256, 256), 64, 3), {}, (268, 375, 297)),
-    (LARGE, LAST, (182, 173, 176)), (LARGE, LAST | SINGLE, (348, 369, 748)),
-    (((16, 64, 128, 128), 128, 3), LAST, (71, 89, 85)), (((16, 64, 128, 128), 128, 3), LAST | SINGLE, (131, 193, 287)),
-    (((16, 256, 64, 64), 256, 3), LAST, (108, 107, 128)), (((16, 256, 64, 64), 256, 3), LAST | SINGLE, (204, 214, 439)),
-    (((16, 1024, 16, 16), 1024, 3), LAST, (104, 103, 112)),
-    (((16, 1024, 16, 16), 1024, 3), LAST | SINGLE, (190, 194, 404)),
-    (((2, 64, 64, 64, 64), 64, 3), LAST, (270, 273, 254)),
-    (((2, 64, 64, 64, 64), 64, 3), LAST | SINGLE, (571, 573, 1283)),
-]  # fmt: skip
-"""PyTorch's microseconds on an H100: forward, for the input, for the weight."""
-
-
-@pytest.mark.parametrize(("case", "others", "measured"), MEASURED)
-def test_what_is_expected_of_pytorch(case: Any, others: dict[str, Any], measured: tuple[int, ...]) -> None:
-    """In NCHW, where it copies, less than was measured."""
-    h100 = replace(gpu.H200, bandwidth=3e12, clock=1.755e9)
-    least, most = (0.55, 1.25) if "layout" in others else (0.35, 1)
-    for pass_, microseconds in zip(PASSES.values(), measured):
-        share = 1e6 * convolutions.expected(problem_of(*case, **others), pass_, h100) / microseconds  # type: ignore[arg-type]
-        assert least < share < most
-
-
-def test_pytorch_pads_channels_to_eights() -> None:
-    few, eight = (problem_of((16, channels, 256, 256), 64, 3) for channels in (3, 8))
-    assert convolutions.expected(few, "fwd", gpu.H200) == convolutions.expected(eight, "fwd", gpu.H200)
 
 
 def test_the_rule_asks_for_no_compiler(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

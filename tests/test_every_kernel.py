@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import ptxas
 from conftest import EVERY, by_turns, needs_nvrtc
 from drawn import FAMILIES, choices
 from upconv import planner
 from upconv.bench.suites import SUITES, Case
 from upconv.cuda import bias
-from upconv.cuda.compile import elf, jit, nvrtc
+from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.direct import plain
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
@@ -136,11 +137,11 @@ def kernels(choice: Any) -> Iterator[Kernel]:
 @cache
 def compiled(source: str, arch: str) -> Compiled:
     """Kept, since layers, precisions and passes share sources; without machine code and PTX, which are megabytes."""
-    code, text, log = jit.built(source, arch)
-    _, *entries = re.split(r"\.entry\s+(\w+)", text)
-    entries[::2] = map(elf.entry_of, entries[::2])
-    matrix = {name: set(MATRIX.findall(body)) for name, body in zip(entries[::2], entries[1::2])}
-    return Compiled(elf.inspect(code), matrix, nvrtc.serialised(log))
+    (code, text, log), needs = ptxas.report(source, arch)
+    bodies = re.split(r"\.entry\s+(\w+)", text)[1:]
+    found = dict(zip(bodies[::2], bodies[1::2]))
+    matrix = {name: set(MATRIX.findall(found[symbol])) for name, symbol in jit.kernels_of(code).items()}
+    return Compiled(needs, matrix, nvrtc.serialised(log))
 
 
 def instruction(choice: Any) -> str | None:
@@ -280,5 +281,5 @@ def test_every_file_is_looked_at() -> None:
 def test_sums_for_the_bias_compile_without_spills(gpu: Gpu) -> None:
     for precision, layout in product(("ieee", "bf16", "fp16", "fp64"), LAYOUTS):
         p = Problem.make(1, 1, 8, (8, 8), 1, dtype=DTYPES[precision], precision=precision, layout=layout)
-        needs = elf.inspect(jit.cubin(bias.instance(p), gpu.arch, "bias"))
+        needs = ptxas.needs(bias.instance(p), gpu.arch)
         assert needs and all(local == 0 for _, local, _ in needs.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import upconv
-from conftest import BARE, assert_equal, needs_gxx
+from conftest import assert_equal, needs_gxx
 from situations.observers import Listing as Dispatch
 from situations.observers import Names as Function
 from situations.processes import in_threads
@@ -74,7 +73,7 @@ class Machine:
         """`prepared.loaded`."""
         handle = 1000 + len(self.kernels)
         found = Launcher(
-            Kernel("f", handle, 32, 0, 0), device, launch.threads, launch.shared_bytes, arguments, launch.cooperative
+            Kernel("f", handle), device, launch.threads, launch.shared_bytes, arguments, launch.cooperative
         )
         self.kernels[handle] = found._bytes // 8, self.sources[launch.unit.source][launch.entry]
         return found
@@ -795,7 +794,7 @@ def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path: Any, monkeypatch
 
     monkeypatch.setattr(native, "_compiled", lambda: b"new" * 99)
     monkeypatch.setattr(native, "_load", load)
-    cache.keep_library(native._key(), b"old" * 99)
+    cache.write(native._name(), b"old" * 99)
     assert native.found() == "module" and len(loaded) == 2
     assert native.found() == "module" and len(loaded) == 3, "the new one was kept"
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "noexec"))
@@ -803,43 +802,24 @@ def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path: Any, monkeypatch
     assert native.found() == "module" and [path.parent == tmp_path / "noexec" for path in loaded] == [True, False]
 
 
-HOLDING = f"""{BARE}
-import os, time
-from upconv.cuda.compile import cache
-from upconv.cuda.compile import driver as driver_module
-with cache.alone("key", lambda: False, 60):
-    child = os.fork()
-    if not child:  # it has the files that are open, the lock's among them
-        for standard in range(3):
-            os.close(standard)
-        time.sleep(60)
-        os._exit(0)
-    print(child, flush=True)
-    sys.stdin.readline()
-"""
-
-
-def test_processes_that_wait_go_on_when_the_library_is_there(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the process that compiled it has a child, which lives on."""
+def test_a_process_waits_for_another_that_compiles_the_library(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not for ever."""
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
-    command = [sys.executable, "-c", HOLDING]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdin is not None and other.stdout is not None
-        child = int(other.stdout.readline())
-        try:
-            begin = time.monotonic()
-            with cache.alone("key", lambda: False, 0.5):
-                assert 0.5 <= time.monotonic() - begin < 30, "it waits, but not for ever"
-            with cache.alone("key", lambda: True, 60):
-                assert time.monotonic() - begin < 30, "what it waited for is there"
-            other.stdin.write("\n")
-            other.stdin.flush()
-            with cache.alone("key", lambda: False, 60):
-                pass
-            assert time.monotonic() - begin < 60
-            assert other.wait(60) == 0
-        finally:
-            os.kill(child, signal.SIGTERM)
+    monkeypatch.setattr(native, "_load", lambda path: path.read_bytes()[:7])
+    monkeypatch.setattr(native, "_compiled", lambda: b"library" * 9)
+    begin = time.monotonic()
+    with native._alone(native._name()):
+        waiting = threading.Thread(target=native.found)
+        waiting.start()
+        time.sleep(0.3)
+        assert waiting.is_alive()
+        cache.write(native._name(), b"another" * 9)
+    waiting.join(10)
+    assert native.found() == b"another" and not waiting.is_alive()
+    monkeypatch.setattr(native, "_MOST_SECONDS", 0.3)
+    cache.clear()
+    with native._alone(native._name()):
+        assert native.found() == b"library" and 0.3 < time.monotonic() - begin < 30
 
 
 def test_a_child_builds_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -881,7 +861,7 @@ def test_where_there_is_no_library_a_sentence_says_why(monkeypatch: pytest.Monke
     with monkeypatch.context() as m:
         m.setattr(native, "compiler", lambda: None)
         assert native.off() == "there is no C++ compiler (CXX, c++, g++ or clang++)"
-        cache.keep_library(native._key(), b"compiled before")
+        cache.write(native._name(), b"compiled before")
         assert native.off() is None, "a library that is there needs no compiler"
         cache.clear()
     monkeypatch.setattr(native, "compiler", lambda: "/usr/bin/c++")

@@ -12,13 +12,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from conftest import EVERY, Stubs, needs_gxx, off_16_bytes
+from conftest import EVERY, needs_gxx
 from drawn import DTYPES, FAMILIES, choices
 from emulator import Emulator, emulator
-from results import Way, assert_computes, assert_infinities_reach_no_others, laid_out
+from results import Way, assert_computes, assert_infinities_reach_no_others
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda.axes import any_size, result_shape, source_shape
+from upconv.cuda.axes import any_size
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import A100, B200, H200, Gpu
 from upconv.cuda.launches import Given
@@ -333,80 +333,12 @@ def test_segments_keep_blocks_busy() -> None:
 # --- launches --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bf16"])
-@pytest.mark.parametrize("mode", ["pairs", "phases", "subpixel"])
-def test_what_is_launched(mode: str, precision: Precision, stubs: Stubs) -> None:
-    """Weights contiguous, strided, channels-last and rounded on their way; tensors off 16 bytes are copied."""
-    p = {"pairs": SMALL_BACK, "subpixel": SMALL}.get(mode, Problem.make(2, 24, 12, (10, 32), 4, 2, 1))
-    p = p.with_(dtype=DTYPES[precision], precision=precision, bias=p.pass_ == "fwd")
-    choice = MODES[mode].choose(p, H200)
-    assert isinstance(choice, TileChoice) and choice.tile.aligned
-    stubs.assert_one_mapped(choice)
-
-
-@pytest.mark.parametrize(
-    ("mode", "p", "aligned"),
-    [
-        ("phases", Problem.make(2, 24, 12, (10, 32), 3, 2, 1, precision="tf32"), False),
-        ("phases", Problem.make(2, 24, 12, (10, 32), 3, 2, 1, 1, precision="tf32"), True),
-        ("sweep", Problem.make(2, 8, 5, (4, 6, 16), (3, 3, 5), 1, 1, precision="tf32"), False),
-        ("sweep", Problem.make(2, 8, 5, (4, 6, 16), (3, 3, 5), 1, 1, precision="tf32", layout="channels_last"), True),
-    ],
-)
-def test_a_view_off_16_bytes_gets_the_output(mode: str, p: Problem, aligned: bool, stubs: Stubs) -> None:
-    """By a copy of a whole one where the kernel stores 16 bytes, and at once where rows begin anywhere."""
-    choice = MODES[mode].choose(p, H200)
-    assert isinstance(choice, TileChoice) and choice.tile.aligned == aligned
-    prepared = choice.prepare(0)
-    packed = prepared.pack(torch.randn(p.weight_shape))
-    x, out = (laid_out(torch.randn(shape), p) for shape in (p.input_shape, p.output_shape))
-    for to in (out, off_16_bytes(out)):
-        prepared.run(x, packed, None, to)
-        assert (to.data_ptr() in stubs.pop()[3]) == (to is out or not aligned)
-
-
 def test_long_kernels_do_not_begin_beside_their_packing() -> None:
     """Of blocks that read the same pixels and weights (docs/experiments.md)."""
     many = Problem.make(100, 256, 256, (56, 56), 2, 2, precision="tf32", **LAST)
     for module, p, beside in ((implicit, many, False), (pairs, SMALL_BACK, True)):
         choice = module.choose(p, H200)
         assert choice.launches(Given("contiguous"))[-1].dependent == beside == (choice.seconds < 40e-6)
-
-
-def last_weights(p: Problem) -> torch.Tensor:
-    return torch.randn(p.weight_shape, dtype=p.dtype).contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize("precision", ["tf32", "bf16"])
-@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
-def test_channels_last_weights_are_read_in_place(pass_: Any, precision: Precision, stubs: Stubs) -> None:
-    """A gradient's, and a forward's of 16 bits, by a kernel of its own; what begins off 16 bytes is copied."""
-    p = Problem.make(
-        2, 64, 128, (9, 17), (3, 4), 2, 1, dtype=DTYPES[precision], precision=precision, pass_=pass_, **LAST
-    )
-    t = next(t for t in implicit.alone(any_size(p), H200) if t.columns == (128 if pass_ == "fwd" else 64))
-    choice = TileChoice(t, p, H200, Cost())
-    prepared, last = choice.prepare(0), last_weights(p)
-    x, out = (laid_out(torch.randn(shape, dtype=p.dtype), p) for shape in (source_shape(p), result_shape(p)))
-    bias = torch.randn(result_shape(p)[1], dtype=p.dtype)
-    in_place = pass_ == "grad-input" or precision != "tf32"
-    assert choice.in_place == in_place and len(choice.sources()) == 1 + (pass_ == "fwd" and in_place)
-
-    def launched(weights: torch.Tensor, fresh: bool, at_bias: int) -> tuple[object, ...]:
-        maps = *(x.data_ptr(),) * 16, *(weights.data_ptr(),) * 16
-        return "pixels_last", choice.grid, fresh, (out.data_ptr(), at_bias, *t.sizes(p, H200), *maps)
-
-    weight = torch.randn(p.weight_shape, dtype=p.dtype)
-    check = stubs.assert_packs_beside_boxes if in_place else stubs.assert_packs
-    packed = check(prepared, weight, t.packed_words, t.pack_blocks)
-    prepared.run(x, packed, None, out, fresh=True)
-    assert stubs.pop() == launched(packed, True, 0)
-    if in_place:
-        prepared.run(x, last, bias, out)
-        assert prepared.biased and stubs.pop() == launched(last, False, bias.data_ptr())
-    off = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride(), 1)
-    prepared.run(off, packed, None, out, fresh=True)
-    assert stubs.pop()[2] is False, "it does not begin beside the copy"
 
 
 @needs_gxx

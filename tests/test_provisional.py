@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+import ptxas
 import upconv
 from conftest import by_turns, needs_nvrtc
 from drawn import DTYPES
@@ -28,7 +29,7 @@ from upconv import reference
 from upconv.bench.suites import SUITES
 from upconv.cuda import prepared, warming
 from upconv.cuda.axes import result_shape, source_shape
-from upconv.cuda.compile import cache, elf, jit, nvrtc, provisional
+from upconv.cuda.compile import cache, jit, nvrtc, provisional
 from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import H200
@@ -226,7 +227,7 @@ def test_threads_see_either_form(made: Launches, monkeypatch: pytest.MonkeyPatch
 
 ENDS = """
 import sys, threading, time
-from upconv.cuda.compile import elf, jit, nvrtc, provisional
+from upconv.cuda.compile import jit, nvrtc, provisional
 
 provisional._slots.now = threading.Semaphore(1)
 
@@ -362,8 +363,8 @@ def test_quick_joined_rows_compile_without_spills_to_less_code(case: str) -> Non
     assert final.quick is not None
     quick = final.quick()
     assert quick is not None
-    code, text, log = jit.built(quick.source, H200.arch, quick.label)
-    assert all(local == 0 for _, local, _ in elf.inspect(code).values()) and nvrtc.serialised(log) is None
+    (_, text, log), needs = ptxas.report(quick.source, H200.arch)
+    assert all(local == 0 for _, local, _ in needs.values()) and nvrtc.serialised(log) is None
     assert 0 < text.count("wgmma.mma_async") < jit.built(final.source, H200.arch, ptx=True).ptx.count("wgmma.mma_async")
 
 
@@ -383,8 +384,8 @@ def test_quick_forms_compile_without_spills_to_less_code(case: str) -> None:
     choice = chosen(case)
     assert choice.quick is not None
     quick, final = choice.quick.sources()[0], choice.sources()[0]
-    code, text, log = jit.built(quick.source, "90a", quick.label)
-    assert all(local == 0 for _, local, _ in elf.inspect(code).values()) and nvrtc.serialised(log) is None
+    (_, text, log), needs = ptxas.report(quick.source, "90a")
+    assert all(local == 0 for _, local, _ in needs.values()) and nvrtc.serialised(log) is None
     final_ptx = jit.built(final.source, "90a", ptx=True).ptx
     assert 0 < text.count("wgmma.mma_async") * 2 <= final_ptx.count("wgmma.mma_async")
 

@@ -19,6 +19,7 @@ _DRAIN = 407.0  # clocks of tensor cores that run dry behind a stretch of code
 _IEEE = 1.06  # matrix instructions for a fragment of IEEE float32: three for two, of which few wait
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
 _WEIGHT_LINES = 1.17  # a line of weights, which all blocks read, of one of pixels
+_TURNED = {1: 2.26, 2: 1.6}  # by parts: a producer's time for a unit of an NCHW chunk, of one that lies turned
 _COPY = 271.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _OFF_UNITS = 4.0  # times as many where channels are not, since each element is a copy
 _STORED = {"nchw": 20.7, "channels_last": 47.5}  # bytes a clock that an epilogue stores
@@ -103,14 +104,17 @@ def _arriving(t: Tiling) -> tuple[float, int, int]:
 
 
 def _turned(t: Tiling, arriving: int) -> tuple[float, float]:
-    """Chunks that producers transpose, and units, for a chunk; what they copy themselves as chunks of as much time."""
+    """Chunks that producers transpose, and units, for a chunk; what they copy themselves as chunks of as much time.
+
+    Both parts of a value are made of one read. Of two parts a chunk costs no more than its units.
+    """
     if t.channels_last and t.parts == 1 and t.tensor_map:
         return 0.0, 0.0
     producers = 192 if t.wgmma else 128
     units = -(-t.pixels // producers) * t.k_steps * t.parts
-    turned = 2.26 * units if not t.channels_last else 1.3 * units * (t.parts - 1)
+    turned = _TURNED[t.parts] * units if not t.channels_last else 1.3 * units * (t.parts - 1)
     if t.tensor_map:
-        return 1.0, turned
+        return float(t.channels_last or t.parts == 1), turned
     slower = 1.0 if not t.channels_last or t.aligned_channels else _OFF_UNITS
     copies = arriving / 16 / producers * _COPY / RATES.chunk_turned
     return slower * (1.0 + copies), slower * turned
