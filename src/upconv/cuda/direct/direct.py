@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-import torch
-
 from upconv.cuda import family
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost

@@ -1,6 +1,8 @@
-"""The family `direct`: CUDA cores, for few channels of a group and for float64; or `plain`, which serves every layer."""
+"""The family `direct`: CUDA cores, for few channels of a group and float64; or `plain`, which serves every layer."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from upconv.cuda.direct import direct, plain
 from upconv.cuda.family import Choice, weighed
@@ -10,7 +12,8 @@ from upconv.problem import Problem
 
 def candidate(p: Problem, gpu: Gpu, best: Choice | None = None, general: bool = False) -> Choice | str:
     """As `upconv.cuda.family` asks; the sentence why not, where `plain` alone has a choice, and is no faster."""
-    tiled, slow = direct.candidate(p, gpu, best, general), plain.candidate(p, gpu)
+    tiled: Any = direct.candidate(p, gpu, best, general)
+    slow: Any = plain.candidate(p, gpu)
     if not isinstance(tiled, str):
         return min(tiled, slow, key=weighed)
     return slow if best is None or weighed(slow) < weighed(best) else tiled

@@ -26,6 +26,7 @@ _HOISTED = 110  # sums and elements of a column from which on the compiler keeps
 _BATCH_OF = (4, 20)  # units of 16 bytes, at least and at most, that a thread has on their way to shared memory
 _SHARED = 228 << 10  # bytes of a multiprocessor; others have less, which leaves registers of theirs unused
 _MOST_WARPS = 16
+_MOST_ROWS = 2**20  # of results of a tile, which may end beyond the last that is counted to (`batches.LONGEST`)
 _POSITIONS = 256, 4096  # of a tile, at least and at most, where lanes are columns (grad-weight)
 
 
@@ -222,6 +223,8 @@ class Tile:
             raise Unfit(f"{self.warps} warps cannot share {self.tap_groups} groups of taps")
         if self.unrolled > _MOST_UNROLLED:
             raise Unfit(f"{self.unrolled} multiply-adds are too many to unroll")
+        if self.h * self.axes[1].out_step >= _MOST_ROWS:
+            raise Unfit(f"{self.h} cells have {self.h * self.axes[1].out_step} rows")
         if self._registers + 16 > min(255, 65536 // self.threads):
             raise Unfit(f"a thread wants {self._registers} registers")
         lanes = 1 if self.lanes_are_channels else 32
@@ -414,8 +417,8 @@ def _tiles(layer: Problem, p: Problem) -> Iterator[Tile]:
     probe = Tile(layer, 1, 1, 1)
     rows, widths = _shapes(probe, p)
     to = probe.groups_of[1]
-    channels = sorted({-(-to // -(-to // n)) for n in ((1, 2, 4, 8, 16, 32) if probe.forward else (4, 8, 16, 32))})
-    out, chunks = probe.axes[1].out_step, {min(n, probe.groups_of[0]) for n in (1, 4, 16)}
+    channels = sorted({-(-to // -(-to // n)) for n in (1, 4, 8, 16, 32)})
+    out, chunks = probe.axes[1].out_step, {min(n, probe.groups_of[0]) for n in (4, 16)}
     for of_thread, cell_rows, warps, r, w in product(channels, sorted({1, out}), (4, 8), rows, widths):
         units = warps * (1 if probe.lanes_are_channels else 32)
         tile = replace(probe, h=units // w * r, w=w, rows=r, channels=of_thread, cell_rows=cell_rows, warps=warps)
