@@ -2357,7 +2357,6 @@ static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte
 static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
 static constexpr int SET_TAPS = C::taps_d * C::taps_h * C::taps_w;
 static constexpr int SETS = C::sets_d * C::sets_h * C::sets_w;
-static constexpr int CIN = C::groups * C::cin;
 static constexpr int COUT = C::groups * C::cout;
 static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
 static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
@@ -2414,10 +2413,16 @@ static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
           c.w * C::step_w + work.tap_w * C::dilation_w - C::padding_w};
 }
 
-static __device__ __forceinline__ void take_set(Work& work, int set) {
+// Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
+static __device__ __forceinline__ int take_work(Work& work, int index) {
+  int set = index % SETS;  index /= SETS;
+  work.co = index % CO_TILES * C::block_co;  index /= CO_TILES;
+  work.ci = index % CI_TILES * C::block_ci;  index /= CI_TILES;
+  work.group = index % C::groups;
   work.tap_w = set % C::sets_w * C::taps_w;
   work.tap_h = set / C::sets_w % C::sets_h * C::taps_h;
   work.tap_d = set / (C::sets_w * C::sets_h) * C::taps_d;
+  return index / C::groups;
 }
 
 // (n, d, h) of row `r` of a tile, in its tensor.
@@ -2510,43 +2515,55 @@ static __device__ __forceinline__ void clear_borders(const char* tensor, const W
 };
 
 // =====================================================================================================================
-// The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
-// slice. Of large weights these are 64 rows (reduce_rows), turned through shared memory, so that slices are read and the weight is
-// written in whole sectors; of small ones it is one row, and the block's warps divide the slices, since more rows leave blocks idle.
+// Slices of partial sums, [slice][tap][COUT][cin]
 // =====================================================================================================================
 
+// Two neighbours of a slice, channels `c` and `c + 1` of so many.
+template <int CHANNELS>
+__device__ __forceinline__ void wgrad_put_pair(float* at, int c, const float* sums) {
+  if (c < CHANNELS) *(float2*)at = make_float2(sums[0], sums[1]);
+}
+
+// The second step: slices are added in the order of their index. A block takes 32 input channels of some rows of a slice. Of large
+// weights these are 64 rows (reduce_rows), turned through shared memory, so that slices are read and the weight is written in whole
+// sectors; of small ones it is one row, and the block's warps divide the slices, since more rows leave blocks idle.
 constexpr int WGRAD_RUNS = 8;              // warps of a block
 
-// CI_INNERMOST: slices are [tap][COUT][cin], else [tap][CIN][cout].
-template <class S, bool CI_INNERMOST>
-struct WgradSlices {
-using C = typename S::C;
+template <class C>
+struct WgradReduce {
+using S = WgradShape<C>;
 using Bits = typename S::Bits;
-static constexpr int RUNS = WGRAD_RUNS, INNERMOST = CI_INNERMOST ? C::cin : C::cout, ROWS = (CI_INNERMOST ? S::COUT : S::CIN) * S::TAPS;
+static constexpr int RUNS = WGRAD_RUNS, ROWS = S::COUT * S::TAPS;
 static constexpr int OF_BLOCK = C::reduce_rows, ROWS_EACH = OF_BLOCK < RUNS ? 1 : OF_BLOCK / RUNS;
 static constexpr int AT_ONCE = OF_BLOCK == 1 ? 8 : 2;   // slices
 
-struct Strides { long long ci, co, tap; };              // of the weight
+struct Weight {
+  char* at;
+  long long ci, co, tap;                   // strides
+  long long wide;                          // whether it is float32, whatever the operands are
+
+  __device__ __forceinline__ void store(long long to, float v) const {
+    if (S::NARROW && !wide) ((Bits*)at)[to] = (Bits)S::Number::bits(v);
+    else ((float*)at)[to] = v;
+  }
+};
 
 struct Row {
   long long from, to;                      // first element in a slice, and in the weight
 };
 
 // Rows are counted as the weight has them.
-static __device__ __forceinline__ Row row_at(int row, const Strides& strides) {
+static __device__ __forceinline__ Row row_at(int row, const Weight& weight) {
   int group = row / (C::cout * S::TAPS), j = row % (C::cout * S::TAPS);
-  bool taps_inside = strides.tap <= strides.co;
+  bool taps_inside = weight.tap <= weight.co;
   int co = taps_inside ? j / S::TAPS : j % C::cout, tap = taps_inside ? j % S::TAPS : j / C::cout;
-  return {((long long)tap * S::COUT + group * C::cout + co) * C::cin, group * C::cin * strides.ci + co * strides.co + tap * strides.tap};
+  return {((long long)tap * S::COUT + group * C::cout + co) * C::cin, group * C::cin * weight.ci + co * weight.co + tap * weight.tap};
 }
 
-static __device__ __forceinline__ void store_sum(Bits* to, float v) { *to = (Bits)S::Number::bits(v); }
-
-template <class Out>
-static __device__ __forceinline__ void add(const float* __restrict__ partial, Out* __restrict__ out, int slices, const Strides& strides) {
+static __device__ __forceinline__ void add(const float* __restrict__ partial, int slices, const Weight& weight) {
   __shared__ float sums[OF_BLOCK < RUNS ? RUNS : OF_BLOCK][33];
-  const long long total = (long long)S::TAPS * S::CIN * C::cout;
-  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
+  const long long total = (long long)S::TAPS * S::COUT * C::cin;
+  constexpr int COLUMNS_OF_BLOCKS = (C::cin + 31) / 32;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * OF_BLOCK;
   int share = OF_BLOCK == 1 ? (slices + RUNS - 1) / RUNS : slices, begin = OF_BLOCK == 1 ? warp * share : 0, end = begin + share < slices ? begin + share : slices;
@@ -2555,7 +2572,7 @@ static __device__ __forceinline__ void add(const float* __restrict__ partial, Ou
 #pragma unroll
   for (int k = 0; k < ROWS_EACH; k++) {
     int row = OF_BLOCK == 1 ? first : first + warp + k * RUNS;
-    from[k] = row < ROWS && c < INNERMOST ? row_at(row, strides).from + c : -1;
+    from[k] = row < ROWS && c < C::cin ? row_at(row, weight).from + c : -1;
     sum[k] = 0.f;
   }
 #pragma unroll AT_ONCE
@@ -2573,23 +2590,19 @@ static __device__ __forceinline__ void add(const float* __restrict__ partial, Ou
     sums[0][lane] = sum[0];
     __syncwarp();
   }
-  long long stride_c = CI_INNERMOST ? strides.ci : strides.co;
   c -= lane;
 #pragma unroll 1
   for (int i = threadIdx.x; i < OF_BLOCK * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = stride_c == 1 ? i / 32 : i % OF_BLOCK, column = stride_c == 1 ? i % 32 : i / OF_BLOCK;
-    if (first + row >= ROWS || c + column >= INNERMOST) continue;
-    long long to = row_at(first + row, strides).to + (c + column) * stride_c;
-    store_sum(out + to, sums[row][column]);
+    int row = weight.ci == 1 ? i / 32 : i % OF_BLOCK, column = weight.ci == 1 ? i % 32 : i / OF_BLOCK;
+    if (first + row < ROWS && c + column < C::cin) weight.store(row_at(first + row, weight).to + (c + column) * weight.ci, sums[row][column]);
   }
 }
 };
 
-// K: a kernel, whose Slices are added.
-template <class K>
+template <class C>
 __global__ void __launch_bounds__(32 * WGRAD_RUNS)
-reduce(const float* __restrict__ partial, typename K::Number::Bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
-  K::Slices::add(partial, out, slices, {stride_ci, stride_co, stride_tap});
+reduce(const float* __restrict__ partial, char* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
+  WgradReduce<C>::add(partial, slices, {out, stride_ci, stride_co, stride_tap, wide});
 }
 
 // A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_warpgroups.py counts it: how x and g lie, stages, sums, steps of K.
@@ -2709,13 +2722,11 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
 // --- a chunk ---
 
 // Bytes that `load` brings.
-static __device__ __forceinline__ int bytes_of(const Sizes& s) {
-  constexpr int OF_G = C::channels_last ? T::G_ROWS * C::g_planes * C::plane_columns * C::block_co * T::ELEMENT : T::G_BYTES;
-  return (T::TURN_X ? 0 : T::X_TILE_BYTES) + (C::box_g ? OF_G : 0);
-}
+static constexpr int OF_G = C::channels_last ? T::G_ROWS * C::g_planes * C::plane_columns * C::block_co * T::ELEMENT : T::G_BYTES;
+static constexpr int BYTES = (T::TURN_X ? 0 : T::X_TILE_BYTES) + (C::box_g ? OF_G : 0);
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, bytes_of(s));
+  expect_bytes(barrier, BYTES);
   load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
 }
 };
@@ -3060,9 +3071,9 @@ static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const
 }
 };
 
-// How sums leave a block of wgrad_wgmma.cu: as a slice for `reduce`; or blocks that have all splits of a tile between them write the
-// weight's gradient from their sums in shared memory, as a cluster, together through global memory, or alone, or (T::BY_ROWS) from
-// registers. Sums of splits are added in the order of `reduce`, to the same bits.
+// How sums leave a block of wgrad_wgmma.cu: as a slice for `reduce`; or the blocks that have all splits of a tile between them write the
+// weight's gradient from their shared memory. These run at once, and add their sums through global memory in the order of `reduce`, to
+// the same bits. A block that has the only split (alone) has nothing to add.
 
 // A slice of partial sums, [split][taps][COUT][cin].
 template <class T>
@@ -3071,11 +3082,7 @@ using C = typename T::C;
 using M = WgradMultiply<T>;
 float* __restrict__ partial;
 
-static __device__ __forceinline__ void put_pair(float* at, int ci, const float* sums) {
-  if (ci < C::cin) *(float2*)at = make_float2(sums[0], sums[1]);
-}
-
-__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const typename M::F::Lane& of, int, int) const {
+__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const typename M::F::Lane& of, int) const {
   const typename T::Work& work = block.work;
   long long slice = (long long)block.split * (T::TAPS * T::COUT * (long long)C::cin);
 #pragma unroll
@@ -3096,7 +3103,7 @@ __device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBloc
           for (int h = 0; h < 2; h++) {
             int co = work.co + T::channel_of(of.channel + of.row + T::NEXT_ROWS * h), ci = work.ci + nb * T::N_WIDTH + j * 8 + 2 * of.q;
             if (co >= C::cout) continue;
-            put_pair(to + (long long)co * C::cin + ci, ci, &acc[u][nb][M::place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h]);
+            wgrad_put_pair<C::cin>(to + (long long)co * C::cin + ci, ci, &acc[u][nb][M::place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h]);
           }
     }
   }
@@ -3122,10 +3129,9 @@ __device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBloc
 // Stacked chunks are of rows of g, step_h at a time, and it is x's tile that has a halo, so that an instruction always takes all
 // of its rows: ptxas waits for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
 //
-// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where splits are
-// few, their blocks are a cluster, which adds the sums through its shared memory in the same order, and writes the weight itself.
-// Where more are, but all blocks run at once (a cooperative launch), those of a tile wait for each other and do it together, through
-// global memory. A split that is the only one (alone) writes the weight from its own shared memory.
+// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where all blocks
+// run at once (a cooperative launch), those of a tile wait for each other, add the sums through global memory in the same order, and
+// write the weight. A split that is the only one (alone) writes it from its own shared memory.
 //
 // Files: wgrad_tiles.cuh (a chunk in shared memory), wgrad_copies.cuh (who brings it), wgrad_multiply.cuh (fragments and matrix
 // instructions), wgrad_sums.cuh (how sums leave).
@@ -3135,7 +3141,6 @@ struct WgradWgmma {
 using C = C_;
 using T = WgradTile<C>;
 using Number = typename T::Number;
-using Slices = WgradSlices<T, true>;
 using Sizes = typename T::Sizes;
 using Chunk = typename T::Chunk;
 using Work = typename T::Work;
@@ -3182,31 +3187,18 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
     __syncwarp();
       if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
   }
-  end.put(acc, block, of, wg, thread);
+  end.put(acc, block, of, wg * 128 + thread);
 }
 
 // =====================================================================================================================
 // A block
 // =====================================================================================================================
 
-// Blocks of the same pixels are neighbours, for L2's sake.
-static __device__ __forceinline__ void take_work(Block& block) {
-  Work& work = block.work;
-  int index = blockIdx.x;
-  // so that a cluster's blocks are neighbours
-  int set = index % T::SETS;  index /= T::SETS;
-  work.co = index % T::CO_TILES * C::block_co;  index /= T::CO_TILES;
-  work.ci = index % T::CI_TILES * C::block_ci;  index /= T::CI_TILES;
-  work.group = index % C::groups;
-  block.split = index / C::groups;
-  T::take_set(work, set);
-}
-
 template <class E>
 static __device__ __forceinline__ void run(const char* g, const E& end, const Sizes& s, const TensorMaps& maps, unsigned char* memory) {
   const u32 base = shared_address(memory), full = base + T::BARRIERS_AT, empty = full + 8 * C::stages, last = base + T::BARRIERS_AT + 16 * C::stages;
   Block block = {maps, g, s, {}, 0, memory, base, full, empty, last};
-  take_work(block);
+  block.split = T::take_work(block.work, blockIdx.x);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::stages; i++) {
       barrier_init(full + 8 * i, WgradWay<T>::ARRIVALS);
@@ -3446,7 +3438,6 @@ struct GradWeight {
   static constexpr int taps_w = 2;
   static constexpr int sets_w = 4;
   static constexpr int tile_w = 64;
-  static constexpr int cluster = 1;
   static constexpr int warpgroups = 2;
   static constexpr int split_m = 1;
   static constexpr int subs = 1;
@@ -3549,8 +3540,8 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
       std::make_tuple(std::array<CUtensorMap, 1>{
       tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 64, 4, 1, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)}));
-  launch<kernels::reduce<kernels::WgradWgmma<kernels::GradWeight>>, 256, 0>(x, 2688,
-      std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 1344, 21, 1));
+  launch<kernels::reduce<kernels::GradWeight>, 256, 0>(x, 2688,
+      std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 1344, 21, 1, 1));
 }
 """
 

@@ -1358,10 +1358,16 @@ static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
           c.w * C::step_w + work.tap_w * C::dilation_w - C::padding_w};
 }
 
-static __device__ __forceinline__ void take_set(Work& work, int set) {
+// Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
+static __device__ __forceinline__ int take_work(Work& work, int index) {
+  int set = index % SETS;  index /= SETS;
+  work.co = index % CO_TILES * C::block_co;  index /= CO_TILES;
+  work.ci = index % CI_TILES * C::block_ci;  index /= CI_TILES;
+  work.group = index % C::groups;
   work.tap_w = set % C::sets_w * C::taps_w;
   work.tap_h = set / C::sets_w % C::sets_h * C::taps_h;
   work.tap_d = set / (C::sets_w * C::sets_h) * C::taps_d;
+  return index / C::groups;
 }
 
 // (n, d, h) of row `r` of a tile, in its tensor.
@@ -1455,41 +1461,49 @@ static __device__ __forceinline__ void clear_borders(const char* tensor, const W
 };
 
 // =====================================================================================================================
-// The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
-// slice. Of large weights these are 64 rows (reduce_rows), turned through shared memory, so that slices are read and the weight is
-// written in whole sectors; of small ones it is one row, and the block's warps divide the slices, since more rows leave blocks idle.
+// Slices of partial sums, [slice][tap][COUT][cin]
 // =====================================================================================================================
 
+// The second step: slices are added in the order of their index. A block takes 32 input channels of some rows of a slice. Of large
+// weights these are 64 rows (reduce_rows), turned through shared memory, so that slices are read and the weight is written in whole
+// sectors; of small ones it is one row, and the block's warps divide the slices, since more rows leave blocks idle.
 constexpr int WGRAD_RUNS = 8;              // warps of a block
 
-// CI_INNERMOST: slices are [tap][COUT][cin], else [tap][CIN][cout].
-template <class S, bool CI_INNERMOST>
-struct WgradSlices {
-using C = typename S::C;
+template <class C>
+struct WgradReduce {
+using S = WgradShape<C>;
 using Bits = typename S::Bits;
-static constexpr int RUNS = WGRAD_RUNS, INNERMOST = CI_INNERMOST ? C::cin : C::cout, ROWS = (CI_INNERMOST ? S::COUT : S::CIN) * S::TAPS;
+static constexpr int RUNS = WGRAD_RUNS, ROWS = S::COUT * S::TAPS;
 static constexpr int OF_BLOCK = C::reduce_rows, ROWS_EACH = OF_BLOCK < RUNS ? 1 : OF_BLOCK / RUNS;
 static constexpr int AT_ONCE = OF_BLOCK == 1 ? 8 : 2;   // slices
 
-struct Strides { long long ci, co, tap; };              // of the weight
+struct Weight {
+  char* at;
+  long long ci, co, tap;                   // strides
+  long long wide;                          // whether it is float32, whatever the operands are
+
+  __device__ __forceinline__ void store(long long to, float v) const {
+    if (S::NARROW && !wide) ((Bits*)at)[to] = (Bits)S::Number::bits(v);
+    else ((float*)at)[to] = v;
+  }
+};
 
 struct Row {
   long long from, to;                      // first element in a slice, and in the weight
 };
 
 // Rows are counted as the weight has them.
-static __device__ __forceinline__ Row row_at(int row, const Strides& strides) {
-  int ci = row / S::TAPS, tap = row % S::TAPS;
-  return {((long long)tap * S::CIN + ci) * C::cout, ci * strides.ci + tap * strides.tap};
+static __device__ __forceinline__ Row row_at(int row, const Weight& weight) {
+  int group = row / (C::cout * S::TAPS), j = row % (C::cout * S::TAPS);
+  bool taps_inside = weight.tap <= weight.co;
+  int co = taps_inside ? j / S::TAPS : j % C::cout, tap = taps_inside ? j % S::TAPS : j / C::cout;
+  return {((long long)tap * S::COUT + group * C::cout + co) * C::cin, group * C::cin * weight.ci + co * weight.co + tap * weight.tap};
 }
 
-static __device__ __forceinline__ void store_sum(Bits* to, float v) { *to = (Bits)S::Number::bits(v); }
-
-template <class Out>
-static __device__ __forceinline__ void add(const float* __restrict__ partial, Out* __restrict__ out, int slices, const Strides& strides) {
+static __device__ __forceinline__ void add(const float* __restrict__ partial, int slices, const Weight& weight) {
   __shared__ float sums[OF_BLOCK < RUNS ? RUNS : OF_BLOCK][33];
-  const long long total = (long long)S::TAPS * S::CIN * C::cout;
-  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
+  const long long total = (long long)S::TAPS * S::COUT * C::cin;
+  constexpr int COLUMNS_OF_BLOCKS = (C::cin + 31) / 32;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * OF_BLOCK;
   int share = OF_BLOCK == 1 ? (slices + RUNS - 1) / RUNS : slices, begin = OF_BLOCK == 1 ? warp * share : 0, end = begin + share < slices ? begin + share : slices;
@@ -1498,7 +1512,7 @@ static __device__ __forceinline__ void add(const float* __restrict__ partial, Ou
 #pragma unroll
   for (int k = 0; k < ROWS_EACH; k++) {
     int row = OF_BLOCK == 1 ? first : first + warp + k * RUNS;
-    from[k] = row < ROWS && c < INNERMOST ? row_at(row, strides).from + c : -1;
+    from[k] = row < ROWS && c < C::cin ? row_at(row, weight).from + c : -1;
     sum[k] = 0.f;
   }
 #pragma unroll AT_ONCE
@@ -1516,23 +1530,19 @@ static __device__ __forceinline__ void add(const float* __restrict__ partial, Ou
     sums[0][lane] = sum[0];
     __syncwarp();
   }
-  long long stride_c = CI_INNERMOST ? strides.ci : strides.co;
   c -= lane;
 #pragma unroll 1
   for (int i = threadIdx.x; i < OF_BLOCK * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = stride_c == 1 ? i / 32 : i % OF_BLOCK, column = stride_c == 1 ? i % 32 : i / OF_BLOCK;
-    if (first + row >= ROWS || c + column >= INNERMOST) continue;
-    long long to = row_at(first + row, strides).to + (c + column) * stride_c;
-    store_sum(out + to, sums[row][column]);
+    int row = weight.ci == 1 ? i / 32 : i % OF_BLOCK, column = weight.ci == 1 ? i % 32 : i / OF_BLOCK;
+    if (first + row < ROWS && c + column < C::cin) weight.store(row_at(first + row, weight).to + (c + column) * weight.ci, sums[row][column]);
   }
 }
 };
 
-// K: a kernel, whose Slices are added.
-template <class K>
+template <class C>
 __global__ void __launch_bounds__(32 * WGRAD_RUNS)
-reduce(const float* __restrict__ partial, typename K::Number::Bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
-  K::Slices::add(partial, out, slices, {stride_ci, stride_co, stride_tap});
+reduce(const float* __restrict__ partial, char* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
+  WgradReduce<C>::add(partial, slices, {out, stride_ci, stride_co, stride_tap, wide});
 }
 
 // Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
@@ -1564,19 +1574,11 @@ __device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 
 // K is split over ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
 // their index: the same bits in every run, without atomics.
 
-// What wgrad_wgmma.cu has besides.
-template <class C>
-struct WgradSyncConstants : C {
-  static constexpr bool stacked = false, gapless = false;
-  static constexpr int row_classes = 1;
-};
-
 template <class C_>
 struct WgradSync {
-using C = WgradSyncConstants<C_>;
+using C = C_;
 using S = WgradShape<C>;
 using Number = typename S::Number;
-using Slices = WgradSlices<S, false>;
 using Sizes = typename S::Sizes;
 using Chunk = typename S::Chunk;
 using Work = typename S::Work;
@@ -1752,36 +1754,27 @@ static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const
 }
 
 static __device__ __forceinline__ void store(const Sums& sums, float* __restrict__ partial, const Work& work, int split, const Lane& of) {
-  long long slice = ((long long)split * WARPS_K + of.k) * (S::TAPS * S::CIN * (long long)C::cout);
+  long long slice = ((long long)split * WARPS_K + of.k) * (S::TAPS * S::COUT * (long long)C::cin);
 #pragma unroll
   for (int tap = 0; tap < S::SET_TAPS; tap++) {
     int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
     if (kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) continue;
-    float* to = partial + slice + ((long long)((kd * C::kernel_h + kh) * C::kernel_w + kw) * S::CIN + work.group * C::cin) * C::cout;
+    float* to = partial + slice + ((long long)((kd * C::kernel_h + kh) * C::kernel_w + kw) * S::COUT + work.group * C::cout) * C::cin;
 #pragma unroll
     for (int i = 0; i < M_FRAGMENTS; i++)
 #pragma unroll
       for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          int m = work.ci + of.m + i * 16 + of.g + 8 * h, n = work.co + of.n + j * 8 + 2 * of.q;
-          float v0 = sums[tap][i][j][2 * h], v1 = sums[tap][i][j][2 * h + 1];
-          if (m >= C::cin) continue;
-          float* at = to + (long long)m * C::cout + n;
-          if (n < C::cout) *(float2*)at = make_float2(v0, v1);
+        for (int e = 0; e < 4; e++) {
+          int m = work.ci + of.m + i * 16 + of.g + e / 2 * 8, n = work.co + of.n + j * 8 + 2 * of.q + e % 2;
+          if (m < C::cin && n < C::cout) to[(long long)n * C::cin + m] = sums[tap][i][j][e];
         }
   }
 }
 
 static __device__ __forceinline__ void run(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, const Sizes& s, unsigned char* memory) {
-  int index = blockIdx.x;
-  Work work;                               // blocks of the same pixels are neighbours, for L2's sake
-  int set = index % S::SETS;  index /= S::SETS;
-  work.co = index % S::CO_TILES * C::block_co;  index /= S::CO_TILES;
-  work.ci = index % S::CI_TILES * C::block_ci;  index /= S::CI_TILES;
-  work.group = index % C::groups;
-  int split = index / C::groups;
-  S::take_set(work, set);
+  Work work;
+  int split = S::take_work(work, blockIdx.x);
   int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   Lane of = {lane, lane >> 2, lane & 3, warp / (WARPS_K * WARPS_N) * C::warp_m, warp / WARPS_K % WARPS_N * C::warp_n, warp % WARPS_K, 0, 0};
   int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
@@ -1809,7 +1802,7 @@ static __device__ __forceinline__ void run(const char* __restrict__ x, const cha
 }
 };
 
-// partial: [splits * WARPS_K][TAPS][CIN][cout] float32.
+// partial: [splits * WARPS_K][TAPS][COUT][cin] float32.
 template <class C>
 __global__ void __launch_bounds__(WgradSync<C>::THREADS, 1)
 wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,
@@ -1944,6 +1937,9 @@ struct GradWeight {
   static constexpr int tile_w = 32;
   static constexpr int warp_m = 16;
   static constexpr int warp_n = 8;
+  static constexpr bool stacked = false;
+  static constexpr bool gapless = false;
+  static constexpr int row_classes = 1;
   static constexpr bool aligned_x = true;
   static constexpr int x_pitch = 36;
 };
@@ -1970,8 +1966,8 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
   const at::Tensor sums = at::empty({slices * 30720}, x.options().dtype(at::kByte));
   launch<kernels::wgrad<kernels::GradWeight>, 256, 175104>(x, blocks,
       std::make_tuple(x.data_ptr(), grad.data_ptr(), sums.data_ptr()), sizes);
-  launch<kernels::reduce<kernels::WgradSync<kernels::GradWeight>>, 256, 0>(x, 480,
-      std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 240, 15, 1));
+  launch<kernels::reduce<kernels::GradWeight>, 256, 0>(x, 960,
+      std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 240, 15, 1, 1));
 }
 """
 

@@ -22,13 +22,14 @@ from upconv.cuda.axes import any_size
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import A100, B200, H200, Gpu
 from upconv.cuda.launches import Given
-from upconv.cuda.pixels import family, implicit, pairs, phases, subpixel, sweep
+from upconv.cuda.pixels import family, implicit, phases, sweep
 from upconv.cuda.pixels.choice import TileChoice
+from upconv.cuda.pixels.family import MODES
+from upconv.cuda.pixels.streamed import Pairs
 from upconv.problem import Precision, Problem
 
 __all__ = ["emulator"]
 
-MODES = {"implicit": implicit, "pairs": pairs, "phases": phases, "subpixel": subpixel, "sweep": sweep}
 LAST: dict[str, Any] = {"layout": "channels_last"}
 BACK: dict[str, Any] = {"pass_": "grad-input"}
 
@@ -126,11 +127,11 @@ def test_what_the_planner_takes_a_mode_for(mode: str) -> None:
 def test_counts_of_32_bits_are_not_exceeded() -> None:
     p = Problem.make(2, 8, 8, (32, 32), 3, 2, 1, precision="tf32")
     for fewer in (p.with_(batch=1, size=(2**15, 2**14)), p.with_(batch=2**31 // 32**2 - 1)):
-        found = phases.choose(fewer, H200)
+        found = MODES["phases"].choose(fewer, H200)
         assert isinstance(found, TileChoice)
         assert max(found.tile.sizes(fewer, H200)) + 2 * found.grid < 2**31
     walk = Problem.make(10**7, 2, 8, (1, 1, 4), (5, 1, 3), 1, (2, 0, 0), precision="tf32")
-    swept = sweep.choose(walk, H200)
+    swept = MODES["sweep"].choose(walk, H200)
     assert isinstance(swept, TileChoice) and swept.tile.sizes(walk, H200)[-1] < 2**30
 
 
@@ -142,11 +143,8 @@ FEW = Problem.make(1, 8, 8, (1024, 1024), (3, 5), 2, precision="tf32")
 DEEP = any_size(parsed("16,16,3", "1x16x8x8x8"))
 UNFIT: list[tuple[Any, str]] = [
     (implicit.Tile(SMALL.with_(layout="channels_last"), 256, 4, True), "sums are more than registers hold"),
-    (pairs.Tile(SMALL_BACK, 256, 2, 32, 1), "sums are more than registers hold"),
-    (pairs.Tile(SMALL_BACK, 64, 4, 8, 1), "64 groups are more than a warp's lanes"),
-    (pairs.Tile(SMALL_BACK.with_(kernel=(3, 3)), 64, 1, 32, 1), "no whole channels of 3 taps"),
-    (pairs.Tile(SMALL_BACK.with_(kernel=(2, 16), stride=(2, 8)), 64, 1, 32, 1), "more than a box"),
-    (subpixel.Tile(SMALL, 256, 2), "sums are more than registers hold"),
+    (Pairs(SMALL_BACK.with_(kernel=(3, 3)), 64, 32, 1), "no whole channels of 3 taps"),
+    (Pairs(SMALL_BACK.with_(kernel=(2, 16), stride=(2, 8)), 64, 32, 1), "more than a box"),
     (phases.Tile(any_size(layer_of("kb73")), (1, 128)), "sums and fragments beside are more than 168 registers"),
     (phases.Tile(FEW, (1, 256)), "boxes have at most 256 elements"),
     (sweep.Tile(DEEP, (9, 16), 1, 8), "9 rows of 18 pixels are more than 128"),
@@ -231,10 +229,10 @@ def test_lanes_that_load_together_meet_different_banks(precision: Precision) -> 
         p = Problem.make(
             2, 64, 64, (256,), kernel, stride, padding, dtype=DTYPES[precision], precision=precision, **BACK
         )
-        assert all(t.conflicts == 1 for t in pairs.candidates(p, H200))
+        assert all(t.conflicts == 1 for t in MODES["pairs"].candidates(p, H200))
     lane = np.arange(32)
     p = Problem.make(2, 32, 24, (16, 48), 4, 2, 1, dtype=DTYPES[precision], precision=precision)
-    for t in phases.candidates(p, H200):
+    for t in MODES["phases"].candidates(p, H200):
         words = ((lane & 3) * 2 * t.pitch + (lane >> 2)) * t.element // 4
         assert len(set(words % 32)) == len(set(words)) == (32 if t.element == 4 else 16)
         assert t.buffer_bytes // t.passed % 64 == 16, "and of what is stored, channels"
@@ -317,7 +315,7 @@ def test_blocks_have_what_the_model_counts(
 def test_boxes_beyond_the_last_channel_cost_the_model() -> None:
     """48 channels in chunks of 32: by 64 no box reaches beyond, though there is more to multiply."""
     layer = Problem.make(8, 48, 48, (64, 64, 64), 3, precision="tf32", layout="channels_last")
-    partial, whole = (implicit.choose(p, H200) for p in (layer, layer.with_(in_channels=64)))
+    partial, whole = (MODES["implicit"].choose(p, H200) for p in (layer, layer.with_(in_channels=64)))
     assert isinstance(partial, TileChoice) and isinstance(whole, TileChoice)
     assert whole.seconds < 0.7 * partial.seconds
     assert abs(partial.seconds - 2660e-6) < 0.05 * 2660e-6, "as measured on an H100"
@@ -336,19 +334,20 @@ def test_segments_keep_blocks_busy() -> None:
 def test_long_kernels_do_not_begin_beside_their_packing() -> None:
     """Of blocks that read the same pixels and weights (docs/experiments.md)."""
     many = Problem.make(100, 256, 256, (56, 56), 2, 2, precision="tf32", **LAST)
-    for module, p, beside in ((implicit, many, False), (pairs, SMALL_BACK, True)):
-        choice = module.choose(p, H200)
+    for mode, p, beside in (("implicit", many, False), ("pairs", SMALL_BACK, True)):
+        choice = MODES[mode].choose(p, H200)
+        assert isinstance(choice, TileChoice)
         assert choice.launches(Given("contiguous"))[-1].dependent == beside == (choice.seconds < 40e-6)
 
 
 @needs_gxx
 def test_a_forwards_weights_are_right_where_they_lie(emulator: Emulator) -> None:
-    """Channels-last ones of 16 bits, whose rows the tensor cores turn; of random layers few have them."""
+    """Channels-last ones of 16 bits, in place or packed, whose rows the tensor cores turn; random layers have few."""
     p = Problem.make(2, 72, 128, (5, 7), 3, 2, 1, dtype=torch.bfloat16, precision="bf16", bias=True, **LAST)
     for t in {t.columns: t for t in implicit.alone(any_size(p), H200)}.values():
-        assert t.turnable
+        assert t.turned
         for seed in (0, 1):
-            assert_computes(TileChoice(t, p, H200, Cost(1e-5)), emulator, seed, Way(last=True))
+            assert_computes(TileChoice(t, p, H200, Cost(1e-5)), emulator, seed, Way(last=seed > 0))
 
 
 # --- infinities ------------------------------------------------------------------------------------------------------
@@ -359,7 +358,7 @@ def test_infinities_stay_in_their_outputs(emulator: Emulator) -> None:
     """Of `phases` where all columns of a shift have taps."""
     p = Problem.make(1, 40, 8, (8, 24), 3, 2, precision="tf32")
     assert all(tap >= 0 for s in phases.shifts_of(p)[1] for tap in s.taps)
-    choice = phases.choose(p, H200)
+    choice = MODES["phases"].choose(p, H200)
     assert isinstance(choice, TileChoice)
     assert_infinities_reach_no_others(choice, emulator, Way())
 

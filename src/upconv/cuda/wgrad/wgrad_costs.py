@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from upconv.cuda.cost import Cost, Work, cost
-from upconv.cuda.gpu import H200, MAX_CLUSTER, RATES, Gpu
+from upconv.cuda.gpu import H200, RATES, Gpu
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Problem
@@ -27,9 +27,9 @@ _SHORT = 0.62  # more reads of rows of x that take half a line; three times as m
 _ADDING, _ALONE, _STEPS = (3.2e-6, 1.85), (0.0, 2.2), (2.75e-6, 4.3)
 
 AnyTiling = SyncTiling | WarpgroupTiling
-Ending = Literal["alone", "cluster", "together", "steps"]
-"""Who writes the weight: blocks of the only split; clusters of a tile's splits, or all blocks, which run at once, that
-add up their sums; or a second launch."""
+Ending = Literal["alone", "together", "steps"]
+"""Who writes the weight: blocks of the only split; all blocks, which run at once and add up their sums; or a second
+launch."""
 
 
 def ending(t: AnyTiling, splits: int, gpu: Gpu) -> Ending:
@@ -38,10 +38,7 @@ def ending(t: AnyTiling, splits: int, gpu: Gpu) -> Ending:
         return "steps"
     if splits == 1:
         return "alone"
-    blocks = t.tiles * splits
-    if splits <= MAX_CLUSTER and t.tiles <= -(-blocks // gpu.multiprocessors) * gpu.clusters(splits):
-        return "cluster"
-    return "together" if blocks <= gpu.multiprocessors else "steps"
+    return "together" if t.tiles * splits <= gpu.multiprocessors else "steps"
 
 
 def _conflicts(t: AnyTiling) -> float:
