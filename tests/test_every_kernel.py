@@ -241,7 +241,7 @@ EXTREMES = {
     "depthwise, a row of 4096 taps": Problem.make(1, 4, 4, (8, 8), (3, 4096), (1, 4096), (1, 0), groups=4),
     "depthwise, one dimension": Problem.make(1, 4, 4, (8,), 16384, 16384, groups=4),
     "no tile": Problem.make(1, 2, 2, (3, 4), 3, 1, 0, 0, 500),
-    "no tile, float64": Problem.make(1, 1, 1, (4, 4), (2, 300), 2, dtype=torch.float64),
+    "no tile, float64": Problem.make(1, 1, 1, (4, 4), (2, 3000), 2, dtype=torch.float64),
 }
 
 

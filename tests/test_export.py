@@ -49,7 +49,7 @@ from upconv.export import (
 from upconv.export.check import load
 from upconv.export.passes import Kernel
 from upconv.planner import Device, plan
-from upconv.problem import PASSES, Problem
+from upconv.problem import Problem
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason="what files leave out NVRTC says")
 MODELS = Path(__file__).parent.parent / "models"
@@ -296,7 +296,7 @@ ON_CORES = {
 def test_kernels_on_cuda_cores_are_launched_as_the_librarys(name: str, gpu: Gpu) -> None:
     """All passes, whichever family the planner prefers."""
     p = ON_CORES[name]
-    for pass_ in PASSES:
+    for pass_ in passes.NAMES:
         choice = direct.choose(p.with_(pass_=pass_, bias=False), gpu)
         assert not isinstance(choice, str), choice
         check_launches([Kernel(pass_, choice)], p, gpu)
