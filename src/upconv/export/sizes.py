@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from textwrap import dedent
 
-from upconv.cuda.direct import costs, direct, plain, tiles
+from upconv.cuda.direct import costs, direct, tiles
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad import wgrad
@@ -25,16 +25,6 @@ _BODIES = {
         rows, columns = ceil(result[1], {rows}){phases}, ceil(result[2], {columns})  # of blocks
         blocks = batch * result[0] * rows * columns{groups}
         return blocks, (batch, *source, *result, rows, columns, {whole})
-        ''',
-    "plain": '''
-        """(blocks, {slices_named}sizes): a {each} for each result."""
-        def steps(channels, depth, height, width):
-            """Elements between images, channels, slices, rows and columns."""
-            return {steps}
-
-        axes = [n for of_axis in zip({inputs}, {outputs}, {axes}) for n in (*of_axis[:2], *of_axis[2])]
-        tensors = (*steps({cin}, *{inputs}), *{weight}, *steps({cout}, *{outputs}))
-        return {blocks}, {slices}(batch, {groups}, {cin_g}, {cout_g}, *axes, *tensors)
         ''',
     "wgrad": '''
         """(blocks, slices of sums, sizes): blocks share the chunks of {tile} pixels, their sums are added after.
@@ -76,8 +66,6 @@ def _values(k: Kernel, gpu: Gpu) -> tuple[str, dict[str, object]]:
         return "gather", _gather(c)
     if isinstance(c, wgrad.Choice):
         return "wgrad", _wgrad(c, gpu)
-    if isinstance(c, plain.Choice):
-        return "plain", _plain(k, c)
     return "direct_weight" if k.pass_ == "grad-weight" else "direct", _direct(k, c, gpu)
 
 
@@ -145,23 +133,4 @@ def _direct(k: Kernel, c: direct.Choice, gpu: Gpu) -> dict[str, object]:
     return {
         "h": t.h, "w": t.w, "whole": whole, "blocks": f"shares{_times(blocks)}",
         "fill": f"{2 * costs.resident(t, gpu)} * processors / {blocks}", "most": costs.most_ranges(c.problem, t),
-    }  # fmt: skip
-
-
-def _plain(k: Kernel, c: plain.Choice) -> dict[str, object]:
-    p, weight = c.problem, k.pass_ == "grad-weight"
-    pixels = "depth * height * width"
-    steps = f"channels * {pixels}, {pixels}, height * width, width, 1"
-    if p.layout == "channels_last":
-        steps = f"channels * {pixels}, 1, height * width * channels, width * channels, channels"
-    results = f"batch * {p.out_channels if k.pass_ == 'fwd' else p.in_channels} * math.prod(result)"
-    return {
-        "each": "block" if weight else "thread", "steps": steps,
-        "slices_named": "slices of sums, " if weight else "", "slices": "1, " if weight else "",
-        "inputs": "result" if k.pass_ == "grad-input" else "source",
-        "outputs": "source" if k.pass_ == "grad-input" else "result",
-        "axes": plain.geometry(p), "weight": plain.strides(p.weight_shape, "contiguous"),
-        "cin": p.in_channels, "cout": p.out_channels,
-        "groups": p.groups, "cin_g": p.in_channels // p.groups, "cout_g": p.out_channels // p.groups,
-        "blocks": str(plain.blocks(p)) if weight else f"min(ceil({results}, 256), 2**20)",
     }  # fmt: skip
