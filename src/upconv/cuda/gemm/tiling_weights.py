@@ -342,6 +342,11 @@ class TiledWeights(TiledPixels):
             return self.weight_span // self.element, 1, self.chunk, 1, 1
         return self.chunk, 1, self.rows_per_sub * self.wgs_m, 1, 1
 
+    @property
+    def weight_boxes(self) -> int:
+        """Boxes of a tap's weights where they are `boxable`."""
+        return self.wgs_m * 64 * self.element // self.weight_span if self.problem.pass_ == "fwd" else self.subs
+
     # --- the ring of weights in shared memory ------------------------------------------------------------------------
 
     @property
