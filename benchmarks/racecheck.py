@@ -38,11 +38,11 @@ from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search, joined
-from upconv.cuda.gemm.tiling import Tiling
-from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
+from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.launches import Given, Scratch
-from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
+from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import TileChoice
+from upconv.cuda.pixels.family import MODES
 from upconv.cuda.pixels.tile import CONSUMERS
 from upconv.cuda.prepared import Program
 from upconv.cuda.rearrange import relayout
@@ -187,26 +187,9 @@ def run_abreast(p: Problem, wanted: Callable[[Any], bool]) -> None:
     run_gather(p.abreast, wanted)
 
 
-def run_quick(p: Problem, wanted: Callable[[Any], bool] = lambda t: True) -> None:
-    """The gather-GEMM's form that compiles fast, of blocks that have several tiles and go round their rings again and
-    again: of the cheapest tiling that has one of the kind.
-    """
-    chip = replace(gpu(0), multiprocessors=2)
-    every = sorted(gather_search.considered(p, chip), key=lambda one: one[0].seconds)
-    choices = (gather.Choice(t, p, chip, cost) for cost, t in every)
-    choice = next((c for c in choices if c.quick is not None and wanted(c.quick.tiling)), None)
-    if choice is None or choice.quick is None:
-        raise RuntimeError(f"no tiling of {p} has such a quick form")
-    quick = choice.quick
-    tiles = quick.tiling.arguments(p)[-1]
-    if tiles < 2 * quick.grid:
-        raise RuntimeError(f"{tiles} tiles give {quick.grid} blocks no second one")
-    run_prepared(quick.prepare(0), p)
-
-
-def run_sweep(p: Problem, wanted: Callable[[sweep.Tile], bool]) -> None:
+def run_sweep(p: Problem, wanted: Callable[[Any], bool]) -> None:
     """The first sweep of a kind."""
-    found = next(s for s in sweep.candidates(p, gpu(0)) if wanted(s))
+    found = next(s for s in MODES["sweep"].candidates(p, gpu(0)) if wanted(s))
     prepared = TileChoice(found, p, gpu(0), Cost()).prepare(0)
     run_prepared(prepared, p)
 
@@ -220,15 +203,8 @@ def run_choice(p: Problem, family: Any) -> None:
     run_prepared(prepared, p)
 
 
-def by_planes(t: Tiling) -> bool:
-    return t.planewise and t.rolled
-
-
-def run_joined(p: Problem, quick: bool = False) -> None:
-    """A tile whose consumers have several tiles each and go round their rings again and again; its ``quick`` form."""
-    if quick:
-        shipped = jit.instance
-        jit.instance = lambda file, constants, entries: shipped(file, {**constants, "quick": True}, entries)
+def run_joined(p: Problem) -> None:
+    """A tile whose consumers have several tiles each and go round their rings again and again."""
     chip = replace(gpu(0), multiprocessors=2)
     choice = joined.choose(p, chip)
     if isinstance(choice, str) or choice.tile.tiles(p) < 4 * choice.grid:
@@ -251,7 +227,7 @@ def run_implicit(p: Problem, halves: bool, stages: int = 0) -> None:
 def run_phases(p: Problem, stages: int) -> None:
     """A tile of several chunks, whose consumers have several tiles each and go round their rings again and again."""
     chip = replace(gpu(0), multiprocessors=2)
-    tile = next(t for t in phases.candidates(p, chip) if t.chunks > 1 and t.stages >= stages)
+    tile = next(t for t in MODES["phases"].candidates(p, chip) if t.chunks > 1 and t.stages >= stages)
     choice = TileChoice(replace(tile, stages=stages), p, chip, Cost())
     if tile.tiles(p) < 2 * CONSUMERS * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
@@ -267,7 +243,7 @@ def run_wgrad(
     steps: bool = False,
     stages: int = 0,
 ) -> None:
-    """The first tiling whose blocks can add up the splits: as a cluster, or together where they are more than 8.
+    """The first tiling whose blocks can add up the splits.
 
     ``descriptors``: both operands come by these. ``interleaved``: the taps of an instruction are neighbours in M.
     ``steps``: in two steps, as on a GPU whose blocks do not add up. ``stages``: of the ring, at least.
@@ -277,10 +253,8 @@ def run_wgrad(
     tiling = next(t for t in wanted if t.tiles <= 9 and t.stages >= stages)
     prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, Cost(1e-5)).prepare(0)
     prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)
-    expected = (False, False) if steps else (splits <= MAX_CLUSTER, splits > MAX_CLUSTER)
-    one_step = len(prepared.choice.launches(Given("contiguous"))) == 1
-    at_once = prepared.choice.launches(Given("contiguous", lasting=True))[0].cooperative
-    if (one_step, at_once) != expected:
+    one_step = len(prepared.choice.launches(Given("contiguous", lasting=True))) == 1
+    if one_step == steps:
         raise RuntimeError(f"{splits} splits were not launched as expected")
 
 
@@ -318,8 +292,6 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "forward-width": case("gather", run_abreast, SMALL, "bf16 channels_last fwd", lambda t: t.split != 2),
     "forward-cluster": case("gather", run_gather, CROSSED, "tf32 nchw fwd", lambda t: t.cluster > 1),
     "forward-beside": case("gather", run_gather, TINY, "bf16 nchw fwd", lambda t: t.beside > 0, False, True),
-    "forward-quick": case("gather", run_quick, PLAIN, "tf32 nchw fwd"),
-    "planes-quick": case("gather", run_quick, STRIDED, "bf16 channels_last grad-input", by_planes),
     "planes-cluster": case(
         "gather", run_gather, CROSSED_BACK, "bf16 channels_last grad-input", lambda t: t.cluster > 1
     ),
@@ -329,15 +301,14 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "joined": case("joined", run_joined, SHEETS, "tf32 nchw fwd"),
     "joined-16": case("joined", run_joined, SHEETS, "bf16 nchw fwd"),
-    "joined-quick": case("joined", run_joined, SHEETS, "tf32 nchw fwd", True),
-    "sweep": case("sweep", run_sweep, DEEP, "tf32 nchw fwd", lambda s: not s.resident),
+    "sweep": case("sweep", run_sweep, DEEP, "tf32 nchw fwd", lambda s: not s.turns),
     "sweep-turns": case("sweep", run_sweep, DEEP, "bf16 nchw fwd", lambda s: s.turns),
-    "sweep-last": case("sweep", run_sweep, DEEP, "tf32 channels_last fwd", lambda s: not s.resident),
+    "sweep-last": case("sweep", run_sweep, DEEP, "tf32 channels_last fwd", lambda s: not s.turns),
     "sweep-last-turns": case("sweep", run_sweep, DEEP, "bf16 channels_last fwd", lambda s: s.turns),
-    "subpixel": case("pixels", run_choice, LONE, "tf32 nchw fwd", subpixel),
-    "subpixel-16": case("pixels", run_choice, LONE, "bf16 nchw fwd", subpixel),
-    "pairs": case("pixels", run_choice, LONE_BACK, "tf32 nchw grad-input", pairs),
-    "pairs-16": case("pixels", run_choice, TAPPED_BACK, "bf16 nchw grad-input", pairs),
+    "subpixel": case("pixels", run_choice, LONE, "tf32 nchw fwd", MODES["subpixel"]),
+    "subpixel-16": case("pixels", run_choice, LONE, "bf16 nchw fwd", MODES["subpixel"]),
+    "pairs": case("pixels", run_choice, LONE_BACK, "tf32 nchw grad-input", MODES["pairs"]),
+    "pairs-16": case("pixels", run_choice, TAPPED_BACK, "bf16 nchw grad-input", MODES["pairs"]),
     "implicit": case("pixels_last", run_implicit, STRIDED, "tf32 channels_last grad-input", True, 2),
     "implicit-turns": case("pixels_last", run_implicit, STRIDED, "bf16 channels_last fwd", False, 3),
     "implicit-cluster": case("pixels_last", run_implicit, CROSSED, "tf32 channels_last fwd", True),
@@ -345,8 +316,6 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "phases-16": case("pixels", run_phases, NARROW, "bf16 nchw fwd", 3),
     "two-steps": case("wgrad", run_wgrad, PLAIN, "tf32 nchw grad-weight", 3, False, False, True),
     "alone": case("wgrad", run_wgrad, PLAIN, "bf16 channels_last grad-weight", 1),
-    "cluster": case("wgrad", run_wgrad, PLAIN, "bf16 nchw grad-weight", 4),
-    "cluster-last": case("wgrad", run_wgrad, PLAIN, "bf16 channels_last grad-weight", 2),
     "together": case("wgrad", run_wgrad, PLAIN, "bf16 nchw grad-weight", 10),
     "together-last": case("wgrad", run_wgrad, PLAIN, "tf32 channels_last grad-weight", 9),
     "neighbours": case("wgrad", run_wgrad, TAPPED, "tf32 nchw grad-weight", 3, False, True),
@@ -360,7 +329,6 @@ WIDTH = max(map(len, CASES))
 
 
 def _run(name: str, as_compiled: bool) -> None:
-    jit.at_hand = lambda source, arch, label="": True  # final forms, and no quick ones
     if not as_compiled:
         shipped = jit.instance
         jit.instance = lambda file, constants, entries: every_lane(file, shipped(file, constants, entries))

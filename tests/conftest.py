@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -105,13 +105,6 @@ def _same_start() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def _final_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the kernels that are tested are those that stay, but in the tests of quick forms themselves."""
-    if request.node.get_closest_marker("gpu") and "test_provisional" not in request.node.nodeid:
-        monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
-
-
 NANS = """
 extern "C" __global__ void nans(int words) {
   extern __shared__ volatile unsigned int memory[];
@@ -156,10 +149,10 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(folder))
     for name in ("UPCONV_CACHE", "UPCONV_CACHE_BYTES", "UPCONV_DEBUG"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("_cubins", "_busy", "_kernels", "_libraries"):
+    for name in ("_cubins", "_kernels", "_libraries"):
         monkeypatch.setattr(jit, name, {})
-    for name, value in (("_warned", False), ("_swept", False), ("_uncounted", math.inf)):
-        monkeypatch.setattr(cubins, name, value)
+    monkeypatch.setattr(cubins, "_warned", [])
+    monkeypatch.setattr(cubins, "_writes", count())
     return folder
 
 
@@ -394,12 +387,6 @@ def arguments_of(form: str, args: tuple[Any, ...]) -> Iterator[int]:
         yield from struct.unpack(f"<{len(given) // 8}q", given)
 
 
-def off_16_bytes(like: Tensor) -> Tensor:
-    """An empty tensor, as dense as another, that begins an element beyond 16 bytes."""
-    whole = torch.empty(like.numel() + 1, dtype=like.dtype, device=like.device)
-    return whole[1:].as_strided(like.shape, like.stride())
-
-
 @dataclass
 class Stubs:
     """What was loaded and launched in the place of an H200's kernels."""
@@ -409,93 +396,8 @@ class Stubs:
     """Entry, blocks, and whether it is the dependent of the launch before."""
     arguments: list[tuple[Any, ...]] = field(default_factory=list)
     """Of each launch."""
-    encoded: list[int] = field(default_factory=list)
-    """Addresses that tensor maps were encoded for; a map's words are its address."""
     act: Callable[[tuple[Any, ...]], object] = field(default=lambda args: None)
     """What a launch does with its arguments."""
-
-    def pop(self) -> tuple[str, int, bool, tuple[Any, ...]]:
-        """The last launch and its arguments."""
-        return *self.launched.pop(), self.arguments.pop()
-
-    def assert_packs_beside_boxes(self, prepared: Any, weight: Tensor, words: int, blocks: int) -> Tensor:
-        """As `assert_packs` where channels-last weights come by boxes: packed are those off 16 bytes, and float32 ones.
-
-        Returns the contiguous weight, packed.
-        """
-        last = weight.contiguous(memory_format=torch.channels_last)
-        packed: Tensor = prepared.pack(weight)
-        name, grid, _, args = self.pop()
-        assert (name, grid, args) == ("pack", blocks, (weight.data_ptr(), packed.data_ptr(), 1))
-        assert packed.shape == (words,) and prepared.pack(last) is last
-        strided, moved = weight.mT.contiguous().mT, torch.empty(last.numel() + 1, dtype=weight.dtype)[1:]
-        moved = moved.as_strided(last.shape, last.stride(), 1)  # off 16 bytes: packed as it lies
-        for given, step in ((strided, 1), (moved, weight.shape[1])):
-            assert prepared.pack(given).shape == (words,)
-            name, grid, _, args = self.pop()
-            assert (name, grid, args[2]) == ("pack", blocks, step)
-            assert (args[0] == given.data_ptr()) == (given is moved), "a strided one is made contiguous"
-        if weight.dtype is not torch.float32:
-            rounded = prepared.pack(last.float())
-            name, grid, _, args = self.pop()
-            assert (name, grid, args[1:]) == ("pack_float", blocks, (rounded.data_ptr(), weight.shape[1], 0, 0))
-        return packed
-
-    def assert_packs(self, prepared: Any, weight: Tensor, words: int, blocks: int) -> Tensor:
-        """A weight contiguous, channels-last and strided in another way is packed from where it lies, or a copy.
-
-        Returns the last one, packed.
-        """
-        other = weight.transpose(0, -1).contiguous().transpose(0, -1)
-        ways: list[tuple[Tensor, Tensor | None, int]] = [(weight, weight, 1), (other, None, 1)]
-        if weight.ndim > 3:
-            fmt = {4: torch.channels_last, 5: torch.channels_last_3d}[weight.ndim]
-            last = weight.contiguous(memory_format=fmt)
-            ways.insert(1, (last, last, weight.shape[1]))
-        for given, at, step in ways:
-            packed: Tensor = prepared.pack(given)
-            name, grid, _, args = self.pop()
-            assert (name, grid) == ("pack", blocks) and packed.shape == (words,)
-            assert args[1:] == (packed.data_ptr(), step)
-            assert args[0] == at.data_ptr() if at is not None else args[0] != given.data_ptr()
-        return packed
-
-    def assert_one_mapped(self, choice: Any) -> None:
-        """What a choice of one tensor map launches: its map kept, tensors off 16 bytes copied, operands rounded.
-
-        Its problem is a forward with a bias, or the gradient for the input; results begin at 16 bytes.
-        """
-        p, t, prepared = choice.problem, choice.tile, choice.prepare(0)
-        dtype, weight = p.dtype, torch.randn(p.weight_shape, dtype=p.dtype)
-        packed = self.assert_packs(prepared, weight, t.packed_words, t.pack_blocks)
-        x, out = (torch.randn(shape, dtype=dtype) for shape in (source_shape(p), result_shape(p)))
-        bias = torch.randn(p.out_channels, dtype=dtype) if p.pass_ == "fwd" else None
-        for _ in range(2):
-            prepared.run(x, packed, bias, out, fresh=True)
-            pointers = packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
-            expected = t.entry, choice.grid, True, (*pointers, *t.sizes(p, choice.gpu), *(x.data_ptr(),) * 16)
-            assert self.pop() == expected
-        assert self.encoded == [x.data_ptr()], "a map is kept"
-        off = off_16_bytes(x).copy_(x)
-        prepared.run(off, packed, None, out, fresh=True)
-        _, _, dependent, args = self.pop()
-        assert args[-1] not in (off.data_ptr(), x.data_ptr()) and args[-1] % 16 == 0
-        assert args[1] == 0 and not dependent, "it does not begin beside the copy"
-        place = off_16_bytes(out)
-        prepared.run(x, packed, None, place, fresh=True)
-        _, _, dependent, args = self.pop()
-        assert args[2] % 16 == 0 and args[2] != out.data_ptr() and dependent and not self.launched
-        if dtype is not torch.float32 and bias is None:
-            packed = prepared.pack(weight.float())
-            assert packed.shape == (t.packed_words,) and self.pop()[3][1:] == (packed.data_ptr(), 1, 0, 0)
-        elif dtype is not torch.float32 and bias is not None:
-            single = bias.float()
-            packed = prepared.pack(weight.float(), single)
-            at = packed.data_ptr() + 4 * t.packed_words
-            assert packed.shape == (t.packed_words + (p.out_channels + 1) // 2,)
-            assert self.pop()[3][1:] == (packed.data_ptr(), 1, single.data_ptr(), at)
-            prepared.run(x, packed, single, out)
-            assert self.pop()[3][1] == at
 
     def names(self) -> list[str]:
         return [name for name, *_ in self.launched]
@@ -520,16 +422,14 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         def clusters(self, blocks: int) -> int:
             return 132
 
-    def kernel(source: str, entry: str, arch: str, label: str, keep: bool = True) -> str:
+    def kernel(source: str, entry: str, arch: str, label: str) -> str:
         found.loaded.append(entry)
         return entry
 
     def encode(kind: Any, address: int, *_: Any, **named: Any) -> bytes:
-        found.encoded.append(address)
         return struct.pack("<16Q", *[address] * 16)
 
     monkeypatch.setattr(jit, "kernel", kernel)
-    monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
     stand_in(
         monkeypatch,
         Launcher=Launcher,

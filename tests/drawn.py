@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +17,8 @@ from upconv.cuda.direct import direct, plain, staged, staged_tiles, tiles, walks
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import H200, Gpu
-from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
-from upconv.cuda.pixels.choice import TileChoice
+from upconv.cuda.pixels.choice import Chooser, TileChoice
+from upconv.cuda.pixels.family import MODES
 from upconv.cuda.rearrange import rearranged, relayout, unshuffle
 from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
@@ -134,7 +133,7 @@ def joined_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     return tile and joined.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
 
 
-def pixels_choice(mode: ModuleType) -> Draw:
+def pixels_choice(mode: Chooser[TileChoice]) -> Draw:
     """Of the family's modes one."""
 
     def choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
@@ -234,27 +233,27 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
     "implicit": (
         Layers(FORWARD_LIKE, WGMMA, ("channels_last",), (2, 2, 3), (7, 8, 16, 40), (8, 33, 40, 64), (1,), (1, 2, 5),
                (1, 3, 8, 9, 20), strides=(1, 2, 2, 3, 5)),
-        pixels_choice(implicit),
+        pixels_choice(MODES["implicit"]),
     ),
     "subpixel": (
         Layers(("fwd",), WGMMA, ("nchw",), (1, 2, 2, 3), (1, 5, 24, 70), (1, 3, 20), (1,), widths=ALIGNED,
                kernels=(2, 2, 4), strides=(2, 2, 4), dilations=(1,), paddings=0),
-        pixels_choice(subpixel),
+        pixels_choice(MODES["subpixel"]),
     ),
     "pairs": (
         Layers(("grad-input",), WGMMA, ("nchw",), (1, 1, 2, 2, 3), (1, 9, 33), (1, 9, 33), (1,), widths=ALIGNED,
                kernels=(2, 3, 4, 4, 5, 6, 8), strides=(2, 2, 3, 4, 8), dilations=(1,), paddings=4),
-        pixels_choice(pairs),
+        pixels_choice(MODES["pairs"]),
     ),
     "sweep": (
         Layers(FORWARD_LIKE, WGMMA, ranks=(3,), inputs=(1, 3, 8, 17, 40), outputs=(1, 2, 5, 8, 11, 24), groups=(1,),
                heights=(1, 2, 4, 6, 9), widths=(1, 4, 7, 8, 12, 13, 16, 20), kernels=(1, 2, 3, 4), strides=(1,)),
-        pixels_choice(sweep),
+        pixels_choice(MODES["sweep"]),
     ),
     "phases": (
         Layers(("fwd",), WGMMA, ("nchw",), (1, 2, 2, 3), (1, 5, 8, 19, 40), (1, 3, 8, 12, 20), (1,), widths=ALIGNED,
                kernels=(2, 3, 3, 4, 5, 7), strides=(1, 2, 2, 3, 4, 5)),
-        pixels_choice(phases),
+        pixels_choice(MODES["phases"]),
     ),
     "wgrad by mma.sync": (
         Layers(("grad-weight",), TENSOR, inputs=(4, 5, 8, 17, 32, 72), outputs=(1, 3, 4, 8, 17, 40)),

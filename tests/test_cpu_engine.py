@@ -11,9 +11,10 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 
 import upconv
-from conftest import EVERY
+from conftest import EVERY, _forget_plans
 from strategies import forward_excess, gradient_excess, gradient_problems, operands, problems
 from upconv import cpu, planner
+from upconv.cpu import rule
 from upconv.problem import Problem
 
 FUNCTIONS = (None, upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d)
@@ -119,16 +120,34 @@ def test_gradients_that_are_not_asked_for_are_none(rank: int, plan: str) -> None
         assert all(a.shape == b.shape for a, b in zip(found, (x, w, g.sum((0, *range(2, rank + 2))))) if a is not None)
 
 
+@pytest.fixture(params=(False, True), ids=("small", "as if large"))
+def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The plans that the rule takes for small layers as they are, and as if their outputs were large."""
+    taken: set[str] = set()
+    if request.param:
+        for name in ("_SMALL_OUTPUT", "_SPLIT_OUTPUT", "_SMALL_WORK", "_FEW_ROW", "_SPLIT_CHANNELS"):
+            monkeypatch.setattr(rule, name, 0)
+        for name in ("_WEIGHTS_PER_OUTPUT", "_BLOWUP"):
+            monkeypatch.setattr(rule, name, 1e9)
+    _forget_plans()
+    yield taken
+    _forget_plans()
+    assert not request.param or ("shuffle" in taken and len(taken) > 2), taken
+
+
 @given(p=gradient_problems())
-@settings(max_examples=500 if EVERY else 150, deadline=None)
-def test_the_public_function_and_its_gradients(p: Problem) -> None:
+@settings(
+    max_examples=10_000 if EVERY else 300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_the_public_function_and_its_gradients(planned: set[str], p: Problem) -> None:
     """The plan that the planner chooses, through autograd, from operands that are not contiguous."""
     x, w, b, g = operands(p, seed=1)
     wide = torch.cat((x, x), dim=-1)[..., : x.shape[-1]].requires_grad_()
     w = w.clone().requires_grad_()
     out = FUNCTIONS[p.rank](wide, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
-    delegated = planner.plan(p, planner.cpu_device()).forward == "native"
-    assert forward_excess(p, out.detach(), x, w.detach(), b, native=delegated) <= 1
+    plan = planner.plan(p, planner.cpu_device())
+    planned.update((plan.forward, plan.backward))
+    assert forward_excess(p, out.detach(), x, w.detach(), b, native=plan.forward == "native") <= 1
     grads = torch.autograd.grad(out, (wide, w), g)
     assert gradient_excess(p, grads, g, x, w.detach()) <= 1
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import ptxas
 from upconv.bench.suites import parse_layer
-from upconv.cuda.compile import elf, jit, nvrtc
+from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import H200
 from upconv.export import device, passes, shake
 from upconv.export.passes import Kernel
@@ -52,10 +53,10 @@ def test_kernels_compile_to_what_the_librarys_do(found: tuple[Kernel, ...]) -> N
     """Registers and local memory of each; all kernels of the file in one program."""
     wanted = [entry for k in found for entry in k.entries]
     text = f"// entries: {'; '.join(wanted)}\n{text_of(found)}"
-    needs = sorted(each[:2] for each in elf.resources(jit.cubin(text, "90a")).values())
+    needs = sorted(each[:2] for each in ptxas.needs(text, "90a").values())
     alone = []
     for k in found:
-        of_source = elf.inspect(jit.cubin(k.unit.source, "90a"))
+        of_source = ptxas.needs(k.unit.source, "90a")
         alone += [of_source[entry][:2] for entry in k.unit.entries]
     assert needs == sorted(alone)
 

@@ -1,7 +1,7 @@
 """Every kernel that the planner chooses for the suites, compiled for six GPUs: no spills, and tensor cores are used.
 
 Of each layer of the ``cuda`` suite the forward's and both gradients' kernels in all precisions and layouts: those that
-a training step takes, those that pack weights themselves, quick forms, and those in reserve for where memory is short.
+a training step takes, those that pack weights themselves, and those in reserve for where memory is short.
 That is 5,500 sources of about a second each: with UPCONV_TEST_EVERY=1 and ``pytest -n 16`` all of them, else a dozen.
 Of what the planner does not choose random choices of each family are compiled, and extreme layers.
 """
@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import ptxas
 from conftest import EVERY, by_turns, needs_nvrtc
 from drawn import FAMILIES, choices
 from upconv import planner
 from upconv.bench.suites import SUITES, Case
 from upconv.cuda import bias
-from upconv.cuda.compile import elf, jit, nvrtc
+from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.direct import plain
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
@@ -125,22 +126,19 @@ def planned(case: Case, gpu: Gpu, kind: Kind) -> Any:
 
 
 def kernels(choice: Any) -> Iterator[Kernel]:
-    """What a choice may launch: as benchmarks/cold.py does, quick forms and final ones."""
+    """What a choice may launch."""
     for unit in (*choice.sources(), *choice.packing_sources):
-        quick = getattr(unit, "quick", None)
-        for form in (unit, None if quick is None else quick()):
-            if form is not None:
-                yield Kernel(form, getattr(choice, "inner", choice))
+        yield Kernel(unit, getattr(choice, "inner", choice))
 
 
 @cache
 def compiled(source: str, arch: str) -> Compiled:
     """Kept, since layers, precisions and passes share sources; without machine code and PTX, which are megabytes."""
-    code, text, log = jit.built(source, arch)
-    _, *entries = re.split(r"\.entry\s+(\w+)", text)
-    entries[::2] = map(elf.entry_of, entries[::2])
-    matrix = {name: set(MATRIX.findall(body)) for name, body in zip(entries[::2], entries[1::2])}
-    return Compiled(elf.inspect(code), matrix, nvrtc.serialised(log))
+    (code, text, log), needs = ptxas.report(source, arch)
+    bodies = re.split(r"\.entry\s+(\w+)", text)[1:]
+    found = dict(zip(bodies[::2], bodies[1::2]))
+    matrix = {name: set(MATRIX.findall(found[symbol])) for name, symbol in jit.kernels_of(code).items()}
+    return Compiled(needs, matrix, nvrtc.serialised(log))
 
 
 def instruction(choice: Any) -> str | None:
@@ -280,5 +278,5 @@ def test_every_file_is_looked_at() -> None:
 def test_sums_for_the_bias_compile_without_spills(gpu: Gpu) -> None:
     for precision, layout in product(("ieee", "bf16", "fp16", "fp64"), LAYOUTS):
         p = Problem.make(1, 1, 8, (8, 8), 1, dtype=DTYPES[precision], precision=precision, layout=layout)
-        needs = elf.inspect(jit.cubin(bias.instance(p), gpu.arch, "bias"))
+        needs = ptxas.needs(bias.instance(p), gpu.arch)
         assert needs and all(local == 0 for _, local, _ in needs.values())

@@ -130,7 +130,7 @@ STEPS: dict[str, tuple[Problem, set[str]]] = {
     "packed by the kernel": (Problem.make(9, 64, 48, (40, 36), 5, 2, 2), {"pack"}),
     "added up at once": (
         Problem.make(16, 256, 128, (16, 16), 4, 2, 1, dtype=torch.bfloat16, precision="bf16"),
-        {"wgrad_whole", "wgrad_cluster"},
+        {"wgrad_whole"},
     ),
     "by copies": (
         Problem.make(128, 512, 256, (4, 4), 4, 2, 1, dtype=torch.bfloat16, precision="bf16"), {"to_channels_last"},

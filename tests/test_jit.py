@@ -16,7 +16,7 @@ import torch
 
 from conftest import BARE
 from situations.processes import in_threads
-from upconv.cuda.compile import elf, jit, nvrtc
+from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu, arch_of, gpu
 
 GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
@@ -75,26 +75,6 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # --- compilation -----------------------------------------------------------------------------------------------------
 
 
-def ptxas_report(source: str, arch: str) -> dict[str, tuple[int, int, int]]:
-    """Registers, stack frame and shared memory per entry, as the assembler itself reports them in NVRTC's log."""
-    from cuda.bindings import nvrtc
-
-    program = nvrtc.nvrtcCreateProgram(source.encode(), b"x.cu", 0, [], [])[1]
-    options = [f"--gpu-architecture=sm_{arch}".encode(), b"-std=c++17", b"--ptxas-options=-v"]
-    assert nvrtc.nvrtcCompileProgram(program, len(options), options)[0] == 0
-    log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1] + 2)  # of its own: short ones are shared
-    nvrtc.nvrtcGetProgramLog(program, log)
-    found = {}
-    for part in log.decode().split("Compiling entry function")[1:]:
-        shared = re.search(r"(\d+) bytes smem", part)
-        found[re.search(r"'(\w+)'", part)[1]] = (  # type: ignore[index]
-            int(re.search(r"Used (\d+) registers", part)[1]),  # type: ignore[index]
-            int(re.search(r"(\d+) bytes stack frame", part)[1]),  # type: ignore[index]
-            int(shared[1]) if shared else 0,
-        )
-    return found
-
-
 @compiles
 def test_a_compilation_leaves_pythons_shared_bytes_alone(tmp_path: Path) -> None:
     """An empty log is one NUL, which must not be written into the object that every ``b" "`` is."""
@@ -111,27 +91,14 @@ def test_a_compilation_leaves_pythons_shared_bytes_alone(tmp_path: Path) -> None
 
 @compiles
 @pytest.mark.parametrize("arch", TARGETS)
-def test_every_target_compiles_and_its_resources_are_those_the_assembler_reports(arch: str) -> None:
-    code = jit.cubin(SOURCE, arch, "x.cu")
-    assert elf.arch_number(code) == int(arch.rstrip("a"))
-    found = elf.inspect(code)
-    assert found == ptxas_report(SOURCE, arch)
-    assert set(found) == {"reversed", "plain", "dynamic", "local"}
-    assert found["reversed"][2] == 512 and found["plain"][1] == 0 and found["local"][1] >= 320
+def test_every_target_compiles(arch: str) -> None:
+    assert set(jit.kernels_of(jit.cubin(SOURCE, arch, "x.cu"))) == {"reversed", "plain", "dynamic", "local"}
 
 
 @compiles
 def test_ptx_is_text_for_the_target() -> None:
     text = jit.built(SOURCE, "90a", ptx=True).ptx
     assert ".target sm_90a" in text and ".entry reversed" in text and "\0" not in text
-
-
-@compiles
-def test_inspect_rejects_what_is_no_cubin() -> None:
-    code = jit.cubin(SOURCE, "80")
-    for bad in (b"", b"\x7fELF" + bytes(100), code[:100], code[: len(code) // 2], SOURCE.encode()):
-        with pytest.raises(ValueError, match=r"^cubin must be"):
-            elf.inspect(bad)
 
 
 @compiles
@@ -145,7 +112,6 @@ def test_a_compile_error_tells_what_where_and_why(kernels: Path, cold: Path) -> 
     first, *rest = message.splitlines()
     assert re.fullmatch(r"NVRTC \d+\.\d+ could not compile whole 64 for sm_90a \(NVRTC_ERROR_COMPILATION\)\.", first)
     assert any("part.cuh(1): error" in line and "WRONG_NAME" in line for line in rest)
-    assert "constants: block_m=64" in rest
     path = Path(next(line for line in rest if line.startswith("source: ")).removeprefix("source: "))
     assert path.parent == cold and path.read_text() == text
     assert isinstance(caught.value, RuntimeError)
@@ -154,7 +120,7 @@ def test_a_compile_error_tells_what_where_and_why(kernels: Path, cold: Path) -> 
 @compiles
 def test_an_unknown_target_is_a_compile_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UPCONV_CACHE", "off")
-    with pytest.raises(nvrtc.CompileError, match=r"sm_12345 .*\n(.*\n)*source: not kept\nconstants: \(none\)"):
+    with pytest.raises(nvrtc.CompileError, match=r"sm_12345 .*\n(.*\n)*source: not kept"):
         jit.cubin(SOURCE, "12345")
 
 
@@ -218,7 +184,6 @@ def test_threads_that_want_the_same_compile_it_once(compilations: list[str], mon
 
     found = in_threads([work] * 8)
     assert len(compilations) == 1 and all(code is found[0] for code in found)
-    assert jit._busy == {}
 
 
 @compiles
@@ -226,7 +191,7 @@ def test_a_failed_compilation_leaves_the_next_one_free(compilations: list[str]) 
     for _ in range(2):
         with pytest.raises(nvrtc.CompileError):
             jit.cubin("wrong", "80")
-    assert len(compilations) == 2 and jit._busy == {} and jit._cubins == {}
+    assert len(compilations) == 2 and jit._cubins == {}
 
 
 @compiles
@@ -275,7 +240,6 @@ def test_an_instance_has_constants_on_top_and_every_include_once(kernels: Path) 
         "struct Config {", "  static constexpr int block_m = 64;", "  static constexpr bool even = true;",
         "  static constexpr float alpha = 0.5f;", "};", "  int b;", "int a;", "#include <cuda_fp16.h>", "k",
     ]  # fmt: skip
-    assert jit.constants_of(text) == {"block_m": "64", "even": "true", "alpha": "0.5f"}
 
 
 @compiles
@@ -331,23 +295,11 @@ def test_an_instance_has_its_constants_and_the_entries_that_are_named(kernels: P
     (kernels / "k.cu").write_text(SUMS)
     constants = {"first": 3, "big": True, "terms": ((1, 2), (3, 4)), "scale": 0.5, "far": 2**40}
     text = jit.instance("k.cu", constants, ("plain<Config>", "packed<Sum<Config>>"))
-    assert set(elf.inspect(jit.cubin(text, "80"))) == {"plain", "packed"}
-    assert jit.constants_of(text) == {
-        "first": "3", "big": "true", "terms": "{{1, 2}, {3, 4}}", "scale": "0.5f", "far": str(2**40),
-    }  # fmt: skip
+    assert set(jit.kernels_of(jit.cubin(text, "80"))) == {"plain", "packed"}
     struct_text, file = jit.parts_of(text)
     assert struct_text == jit.struct_of("Config", constants) and file == "k.cu"
     with pytest.raises(nvrtc.CompileError, match="absent"):
         jit.cubin(jit.instance("k.cu", constants, ("unwanted<Config>",)), "80")
-
-
-def test_files_that_instances_share_are_put_in_once(kernels: Path) -> None:
-    (kernels / "a.cuh").write_text("int a;\n")
-    (kernels / "k.cu").write_text('#include "a.cuh"\nint k;\n')
-    (kernels / "l.cu").write_text('#include "a.cuh"\nint l;\n')
-    seen: set[str] = set()
-    found = [list(jit.with_includes(name, seen)) for name in ("k.cu", "l.cu", "k.cu")]
-    assert found == [["int a;\n", "int k;\n"], ["int l;\n"], []]
 
 
 @pytest.mark.parametrize("constants", [{"a b": 1}, {"": 1}, {"1a": 1}])
@@ -436,18 +388,18 @@ def test_the_description_of_the_device_at_hand() -> None:
     assert found.name == properties.name and found.multiprocessors == properties.multi_processor_count
     assert found.capability == torch.cuda.get_device_capability(0)
     assert found.shared_per_sm - 1024 >= found.shared_bytes - 1024 > 0 and 1e8 < found.clock < 1e10
-    assert elf.inspect(jit.cubin(SOURCE, found.arch))
+    assert jit.cubin(SOURCE, found.arch)
 
 
 FORKED = (
     BARE
     + """
 import os, signal, threading
-from upconv.cuda.compile import elf, jit, nvrtc
+from concurrent.futures import Future
+from upconv.cuda.compile import jit
 
 source = 'extern "C" __global__ void plain() {}'
-held = jit._busy.setdefault(nvrtc.key(source, "80"), threading.Lock())
-held.acquire()  # as by a thread that compiles
+jit._cubins[jit._name(source, "80")] = Future()  # as of a thread that compiles
 jit._lock.now.acquire()
 child = os.fork()
 if child == 0:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,95 +13,18 @@ import torch
 
 from conftest import Stubs
 from drawn import FAMILIES, choices
-from upconv.bench.suites import SUITES
+from results import laid_out
 from upconv.cuda import launches, recording
 from upconv.cuda import prepared as prepared_module
 from upconv.cuda.axes import result_shape, source_shape
-from upconv.cuda.compile import jit, launch
+from upconv.cuda.compile import launch
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import H200
 from upconv.cuda.launches import Given, Map, Pointer, Scratch, Zeros
 from upconv.cuda.rearrange import rearranged, relayout
 from upconv.cuda.wgrad import wgrad
-from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
-from upconv.problem import Precision, Problem
-
-
-@pytest.mark.parametrize("name", ["dcgan1", "unet1", "vae", "nnunet"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_channels_last_gradients_take_weights_as_they_lie(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both kernels are there, each is loaded when a weight wants it; what is kept for the one is not the other's."""
-    (layer,) = (case.problem for case in SUITES["models"] if case.name == name)
-    precision: Precision = "tf32" if dtype is torch.float32 else "bf16"
-    p = layer.with_(dtype=dtype, precision=precision, layout="channels_last", pass_="grad-input", bias=False)
-    loaded: list[str] = []
-
-    def kernel(source: str, entry: str, arch: str, label: str, keep: bool) -> str:
-        loaded.append(entry + (" unpacked" if "bool boxed = true" in source else ""))
-        return entry
-
-    monkeypatch.setattr(jit, "kernel", kernel)
-    monkeypatch.setattr(jit, "at_hand", lambda source, arch, label: True)
-    monkeypatch.setattr(prepared_module, "Launcher", lambda *arguments: lambda *call: None)
-    monkeypatch.setattr(prepared_module, "gpu_of", lambda device: H200)
-    choice, other = gather.choose(p, H200), gather.choose(p.with_(layout="nchw"), H200)
-    assert isinstance(choice, gather.Choice) and isinstance(other, gather.Choice)
-    assert choice.boxable and not other.boxable
-    prepared, contiguous = choice.prepare(0), other.prepare(0)
-    assert prepared.packing != contiguous.packing
-    packing = ["pack_float"] if dtype.itemsize == 2 else []
-    contiguous.load()
-    assert sorted(loaded) == sorted(["gather", "pack", *packing, *(["gather"] if other.packs else [])])
-    assert contiguous.loaded and not prepared.loaded
-    loaded.clear()
-    last = (torch.channels_last, torch.channels_last_3d)[p.rank - 2]
-    weight = torch.empty(p.weight_shape, dtype=dtype).contiguous(memory_format=last)
-    assert prepared.pack(weight) is weight and not loaded
-    assert prepared.pack(weight.contiguous()).dtype is torch.int32 and loaded == ["pack"]
-    off = torch.empty(weight.numel() + 1, dtype=dtype)[1:].as_strided(weight.shape, weight.stride())
-    assert prepared.pack(off).dtype is torch.int32
-    prepared.load()
-    assert sorted(loaded) == sorted(["gather", "gather unpacked", "pack", *packing]) and prepared.loaded
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forwards_take_weights_as_they_lie_unless_they_keep_them(dtype: torch.dtype, stubs: Stubs) -> None:
-    """At each call; kept for many calls they are packed in TF32, and in 16 bits used as they lie.
-
-    `load` loads what both want, then nothing is loaded at the calls.
-    """
-    p = Problem.make(128, 512, 256, (8, 8), 4, 2, 1, dtype=dtype, layout="channels_last")
-    p = p.with_(precision="tf32" if dtype is torch.float32 else "bf16")
-    choice = gather.choose(p, H200)
-    assert isinstance(choice, gather.Choice) and choice.boxable
-    prepared = choice.prepare(0)
-    weight = torch.randn(p.weight_shape, dtype=dtype)
-    last = weight.contiguous(memory_format=torch.channels_last)
-    prepared.load()
-    assert prepared.loaded
-    stubs.loaded.clear()
-    x, out = (
-        torch.empty(s, dtype=dtype).contiguous(memory_format=torch.channels_last)
-        for s in (p.input_shape, p.output_shape)
-    )
-    kept = prepared.pack_to_keep(last)
-    assert (kept is last) == (dtype is torch.bfloat16) and (kept.dtype is torch.int32) == (dtype is torch.float32)
-    prepared.run(x, kept, None, out)
-    assert stubs.pop()[3][1] == kept.data_ptr() and not stubs.loaded
-    assert prepared.pack_to_keep(weight).dtype is torch.int32 and prepared.pack(last) is last
-    backward = gather.choose(p.with_(pass_="grad-input"), H200)
-    assert isinstance(backward, gather.Choice) and backward.prepare(0).pack_to_keep(last) is last
-    # A kernel that packs leaves them as they lie, too; float32 weights of 16 bits it packs.
-    packing = replace(choice, cost=Cost(1e-5))
-    if packing.packs:
-        other = packing.prepare(0)
-        other.run(x, last, None, out, True, True)
-        assert stubs.pop()[3][1] == last.data_ptr()
-        other.run(x, weight, None, out, True, True)
-        assert weight.data_ptr() in stubs.pop()[3]
+from upconv.problem import Problem
 
 
 def test_frozen_weights_are_packed_once_for_all_sizes(stubs: Stubs) -> None:
@@ -136,76 +60,121 @@ def test_a_thread_may_load_kernels_while_another_asks_whether_all_are(stubs: Stu
     assert len(prepared._launchers) == len(before) + 1 and prepared.loaded
 
 
-def test_what_a_kernel_that_claims_is_told(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stream's own counters, or none; it begins beside its packing, unless its zeros are made in between."""
-    stream = [7]
-    monkeypatch.setattr(prepared_module, "current_stream", lambda index: stream[0])
-    choice = gather.choose(WIDE, H200)
-    assert isinstance(choice, gather.Choice) and choice.claimed
-    prepared = choice.prepare(0)
-    x, out = torch.empty(WIDE.input_shape), torch.empty(WIDE.output_shape)
-    packed = prepared.pack(torch.randn(WIDE.weight_shape))
-    stubs.launched.clear()
-    told = []
-    for on, claim in ((7, False), (7, True), (7, True), (8, True), (8, True)):
-        stream[0] = on
-        prepared.run(x, packed, None, out, True, claim)
-        name, grid, dependent, args = stubs.pop()
-        assert (name, grid, args[5:16]) == ("gather", choice.grid, choice.tiling.arguments(WIDE))
-        told.append((args[4], dependent))
-    none, first, second, third, fourth = told
-    assert none == (0, True) and first == (second[0], False) and second[1] and third[0] != first[0] != 0
-    assert not third[1] and fourth == (third[0], True)
-    (counters,) = prepared.counters.values()
-    assert all(zeros.numel() == choice.tiling.m_groups + 1 for zeros in counters.of_streams.values())
+# --- calls of every form ---------------------------------------------------------------------------------------------
+
+
+def calls(p: Problem, prepared: Any, lasting: bool, beyond: int = 0) -> Iterator[tuple[Callable[[], object], int]]:
+    """A call with each form of a weight (contiguous, channels-last, strided, float32, packed), and its source's place.
+
+    ``beyond``: elements by which the source begins off 16 bytes.
+    """
+    last = [w for w in (torch.randn(p.weight_shape, dtype=p.dtype),) if p.rank > 1]
+    wide = [torch.float32] if prepared.casts else []
+
+    def image(shape: tuple[int, ...], off: int = 0) -> torch.Tensor:
+        dense = laid_out(torch.empty(shape, dtype=p.dtype), p)
+        whole = torch.empty(dense.numel() + off, dtype=p.dtype)
+        return whole.as_strided(dense.shape, dense.stride(), off)
+
+    if p.pass_ == "grad-weight":
+        x, grad = image(p.input_shape, beyond), image(p.output_shape)
+        outs = [torch.empty(p.weight_shape, dtype=dtype) for dtype in (p.dtype, *wide)]
+        for out in (*outs, *(laid_out(w, p, True) for w in last)):
+            yield lambda out=out: prepared.run(x, grad, out, lasting), x.data_ptr()
+        return
+    source, out = image(source_shape(p), beyond), image(result_shape(p))
+    weight = torch.randn(p.weight_shape, dtype=p.dtype)
+    forms = [weight, *(laid_out(w, p, True) for w in last), weight.transpose(0, -1).contiguous().transpose(0, -1)]
+    for w in (*forms, *(weight.to(dtype) for dtype in wide)):
+        yield lambda w=w: prepared.run(source, w, None, out, True, lasting), source.data_ptr()
+        yield lambda w=w: prepared.run(source, prepared.pack(w), None, out, True, lasting), source.data_ptr()
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The current stream, as the only element."""
+    found = [7]
+    monkeypatch.setattr(prepared_module, "current_stream", lambda index: found[0])
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_load_nothing_that_a_warm_up_did_not(family: str, stubs: Stubs, stream: list[int]) -> None:
+    for choice, p in islice(choices(family), 3):
+        prepared = choice.prepare(0)
+        assert not prepared.loaded
+        prepared.load()
+        assert prepared.loaded and stubs.loaded
+        stubs.loaded.clear()
+        for lasting in (False, True):
+            for call, _ in calls(p, prepared, lasting):
+                call()
+                assert not stubs.loaded, (choice, lasting)
+
+
+def test_no_launch_overlaps_with_a_copy_that_it_reads(stubs: Stubs, stream: list[int]) -> None:
+    """A kernel that reads pixels at 16 bytes gets a copy of others; without one, launches do overlap."""
+    copied = overlapping = 0
+    for choice, p in (one for family in FAMILIES for one in islice(choices(family), 2)):
+        if p.pass_ == "grad-weight" or hasattr(choice, "inner"):
+            continue
+        prepared = choice.prepare(0)
+        for beyond in (0, 1):
+            for call, source in calls(p, prepared, False, beyond):
+                stubs.launched.clear()
+                stubs.arguments.clear()
+                call()
+                name, _, dependent = stubs.launched[-1]
+                copy = source not in stubs.arguments[-1]
+                copied += copy
+                overlapping += dependent
+                assert not (copy and dependent), name
+    assert copied > 10 and overlapping > 10
+
+
+TOGETHER = Problem.make(128, 128, 64, (16, 16), 4, 2, 1, bias=False, precision="tf32", pass_="grad-weight")
+
+
+@pytest.mark.parametrize(("family", "p"), [(gather, WIDE), (wgrad, TOGETHER)], ids=("gather", "wgrad"))
+def test_streams_have_counters_of_their_own(family: Any, p: Problem, stubs: Stubs, stream: list[int]) -> None:
+    """Zeros, as kernels leave them; a call that may leave nothing behind has none."""
+    prepared = family.choose(p, H200).prepare(0)
+    for lasting in (False, True):
+        for stream[0] in (7, 8, 7):
+            for call, _ in calls(p, prepared, lasting):
+                call()
+        assert bool(prepared.counters) == lasting
+    for counters in prepared.counters.values():
+        first, second = counters.of_streams.values()
+        assert counters.of_streams.keys() == {7, 8} and first is not second
+        assert not first.any() and not second.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights where they lie, each stream's own zeros; two launches where weights lie otherwise or results do."""
-    stream = [7]
-    monkeypatch.setattr(prepared_module, "current_stream", lambda index: stream[0])
-    p = Problem.make(2, 64, 48, (16, 16), 4, 2, 1, dtype=dtype)
-    p = p.with_(precision="tf32" if dtype is torch.float32 else "bf16")
-    choice = gather.choose(p, H200)
-    assert isinstance(choice, gather.Choice)
+def test_too_many_blocks_for_a_stream_take_two_launches(dtype: torch.dtype, stubs: Stubs, stream: list[int]) -> None:
+    """Of a part of the GPU. Other errors rise, and elsewhere blocks that wait for each other are launched as before."""
+    p = TOGETHER.with_(dtype=dtype, precision="tf32" if dtype is torch.float32 else "bf16")
+    choice = wgrad.choose(p, H200)
+    assert isinstance(choice, wgrad.Choice) and choice.ending == "together"
     prepared = choice.prepare(0)
-    assert choice.packs and not stubs.loaded, "which kernels are wanted, the first weight says"
-    x, out, weight = (torch.randn(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape, p.weight_shape))
-    bias = torch.randn(48, dtype=dtype)
-    kept = []
-    for given, step, single in (
-        (weight, 1, dtype is torch.float32),
-        (weight.float(), 1, True),
-        (weight.contiguous(memory_format=torch.channels_last), 48, dtype is torch.float32),
-    ):
-        prepared.run(x, given, bias, out, True, True)
-        name, grid, dependent, args = stubs.pop()
-        assert (name, grid, dependent) == ("gather", choice.packs, False) and not stubs.launched
-        assert (args[0], *args[2:5]) == (x.data_ptr(), bias.data_ptr(), out.data_ptr(), given.data_ptr())
-        assert args[6:8] == (step, single) and args[8:19] == choice.tiling.arguments(p)
-        kept.append(args[5])
-    stream[0] = 8
-    prepared.run(x, weight, None, out, True, True)
-    args = stubs.pop()[3]
-    assert len({*kept}) == 1 and args[5] not in kept and args[2] == 0
-    (counters,) = prepared.counters.values()
-    assert all(not zeros.any() for zeros in counters.of_streams.values())
-    off = torch.empty(out.numel() + 1, dtype=dtype)[1:].view(out.shape)
-    for given, to in ((weight.mT.contiguous().mT, out), (weight, off)):
-        prepared.run(x, given, bias, to, True, True)
-        *_, args = stubs.pop()
-        assert (args[3] == to.data_ptr()) == (to is out) and (args[4] == weight.data_ptr()) == (given is weight)
-    assert stubs.loaded == ["gather"] and not prepared.loaded
-    trained = choice.prepare(0)
-    trained.run(x, weight, None, out, True, True)
-    assert not trained.loaded
-    trained.load()
-    assert trained.loaded
-    for number in range(100):
-        stream[0] = number
-        prepared.run(x, weight, None, out, True, True)
-    assert len(counters.of_streams) <= 64
+    x, g, out = (torch.empty(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape, p.weight_shape))
+
+    def run(error: Exception | None) -> list[str]:
+        def act(args: tuple[Any, ...]) -> None:
+            if error is not None and stubs.names()[-1] == "wgrad_whole together":
+                raise error
+
+        stubs.act = act
+        stubs.launched.clear()
+        prepared.run(x, g, out, lasting=True)
+        return stubs.names()
+
+    assert run(None) == ["wgrad_whole together"]
+    with pytest.raises(launch.LaunchError, match="LAUNCH_FAILED"):
+        run(launch.LaunchError("CUDA_ERROR_LAUNCH_FAILED"))
+    too_large = launch.TooManyBlocks("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
+    assert run(too_large) == ["wgrad_whole together", "wgrad_wgmma", "reduce"]
+    assert run(None) == ["wgrad_whole together"]
 
 
 FEW_TILES = (
@@ -234,67 +203,9 @@ def test_where_no_cluster_fits_blocks_have_tiles_of_their_own(
         before = prepared.choice
         for given in (weight, last, weight):
             prepared.run(x, prepared.pack(given), None, out)
-            name, blocks, *_ = stubs.pop()
-            assert (name, blocks) == ("gather", grid)
+            assert stubs.launched[-1][:2] == ("gather", grid)
         assert prepared.choice is before, "nothing changes in the middle of a call"
         assert before == (chosen if fits else alone) and len(asked) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_lasting_call_is_one_cooperative_launch(
-    dtype: torch.dtype, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each stream has its own counters; other calls take two steps, which are loaded when the first of them comes."""
-    stream = [7]
-    monkeypatch.setattr(prepared_module, "current_stream", lambda index: stream[0])
-    p = Problem.make(128, 128, 64, (16, 16), 4, 2, 1, bias=False, dtype=dtype, pass_="grad-weight")
-    choice = wgrad.choose(p.with_(precision="tf32" if dtype is torch.float32 else "bf16"), H200)
-    assert isinstance(choice, wgrad.Choice) and choice.ending == "together"
-    t, prepared = choice.tiling, choice.prepare(0)
-    assert isinstance(t, WarpgroupTiling) and not prepared.loaded
-    x, g = torch.randn(p.input_shape, dtype=dtype), torch.randn(p.output_shape, dtype=dtype)
-    kept = []
-    for of_stream, out in product((7, 8), (torch.empty(p.weight_shape, dtype=dtype), torch.empty(p.weight_shape))):
-        stream[0] = of_stream
-        prepared.run(x, g, out, lasting=True)
-        name, grid, dependent, args = stubs.pop()
-        assert (name, grid, dependent) == (
-            "wgrad_whole together",
-            t.tiles * choice.splits,
-            False,
-        ) and not stubs.launched
-        assert args[:2] == (g.data_ptr(), out.data_ptr())
-        assert args[16:20] == (*out.stride()[:2], out.stride()[-1], out.dtype is torch.float32)
-        kept.append(args[3])
-    assert kept[0] == kept[1] != kept[2] == kept[3]
-    (counters,) = prepared.counters.values()
-    assert [zeros.numel() for zeros in counters.of_streams.values()] == [2 * t.tiles] * 2
-    prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype))
-    assert stubs.names() == ["wgrad_wgmma", "reduce"] and stubs.loaded == ["wgrad_whole", "wgrad_wgmma", "reduce"]
-    prepared.load()
-    assert prepared.loaded and stubs.loaded[3:] == (["reduce_float"] if dtype is torch.bfloat16 else [])
-
-    def refused(*_: object) -> None:  # a stream of a part of the GPU
-        raise launch.TooManyBlocks("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
-
-    def broken(*_: object) -> None:
-        raise launch.LaunchError("CUDA_ERROR_LAUNCH_FAILED")
-
-    def together() -> bool:
-        return stubs.names()[-1] == "wgrad_whole together"
-
-    stubs.act = lambda args: broken() if together() else None
-    with pytest.raises(launch.LaunchError, match="LAUNCH_FAILED"):  # not hidden by the two steps
-        prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
-    stubs.launched.clear()
-    stubs.act = lambda args: refused() if together() else None
-    for _ in range(2):
-        prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
-    assert stubs.names() == ["wgrad_whole together", "wgrad_wgmma", "reduce"] * 2
-    stubs.launched.clear()
-    stubs.act = len
-    prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
-    assert stubs.names() == ["wgrad_whole together"], "on another stream it is not refused"
 
 
 HALVES: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "bf16"}

@@ -15,30 +15,31 @@ from upconv import reference
 from upconv.cuda.axes import any_size
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import gpu
-from upconv.cuda.pixels import implicit, pairs, phases, subpixel, sweep
+from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import TileChoice
+from upconv.cuda.pixels.family import MODES
 from upconv.problem import Precision, Problem
 
 pytestmark = HOPPER
 
 LAST: dict[str, Any] = {"layout": "channels_last"}
 BACK: dict[str, Any] = {"pass_": "grad-input", "bias": False}
-MANY: dict[str, tuple[Any, Problem]] = {
-    "implicit": (implicit, Problem.make(2, 64, 72, (50, 70), 3, 2, 1, 1, **LAST)),
-    "implicit dX": (implicit, Problem.make(2, 64, 72, (50, 70), 3, 2, 1, 1, **LAST, **BACK)),
-    "pairs": (pairs, Problem.make(2, 64, 72, (50, 72), 4, 2, 1, **BACK)),
-    "phases": (phases, Problem.make(3, 48, 16, (67, 144), 3, 2, 1)),
-    "subpixel": (subpixel, Problem.make(2, 300, 24, (60, 64), 2, 2)),
-    "sweep": (sweep, Problem.make(2, 40, 16, (9, 30, 40), (3, 3, 5))),
-    "sweep dX": (sweep, Problem.make(2, 16, 40, (9, 30, 40), (3, 3, 5), 1, (1, 1, 2), **BACK)),
-    "sweep last": (sweep, Problem.make(2, 40, 16, (9, 30, 40), (3, 3, 5), **LAST)),
+MANY: dict[str, tuple[str, Problem]] = {
+    "implicit": ("implicit", Problem.make(2, 64, 72, (50, 70), 3, 2, 1, 1, **LAST)),
+    "implicit dX": ("implicit", Problem.make(2, 64, 72, (50, 70), 3, 2, 1, 1, **LAST, **BACK)),
+    "pairs": ("pairs", Problem.make(2, 64, 72, (50, 72), 4, 2, 1, **BACK)),
+    "phases": ("phases", Problem.make(3, 48, 16, (67, 144), 3, 2, 1)),
+    "subpixel": ("subpixel", Problem.make(2, 300, 24, (60, 64), 2, 2)),
+    "sweep": ("sweep", Problem.make(2, 40, 16, (9, 30, 40), (3, 3, 5))),
+    "sweep dX": ("sweep", Problem.make(2, 16, 40, (9, 30, 40), (3, 3, 5), 1, (1, 1, 2), **BACK)),
+    "sweep last": ("sweep", Problem.make(2, 40, 16, (9, 30, 40), (3, 3, 5), **LAST)),
 }
 
 
-def tiles_of(module: Any, p: Problem) -> list[Any]:
+def tiles_of(mode: str, p: Problem) -> list[Any]:
     """One of each way in which consumers share tiles."""
-    every = implicit.alone(any_size(p), gpu(0)) if module is implicit else module.candidates(p, gpu(0))
-    ways = {tuple(getattr(t, name, None) for name in ("mb", "halves", "turns", "resident", "rows")): t for t in every}
+    every = implicit.alone(any_size(p), gpu(0)) if mode == "implicit" else MODES[mode].candidates(p, gpu(0))
+    ways = {tuple(getattr(t, name, None) for name in ("mb", "halves", "turns", "rows")): t for t in every}
     return list(ways.values())
 
 
@@ -47,9 +48,9 @@ def tiles_of(module: Any, p: Problem) -> list[Any]:
 @pytest.mark.parametrize("name", MANY)
 def test_many_tiles_of_a_block_around_short_rings(name: str, precision: Precision, stages: int) -> None:
     """Few blocks: every stage is taken again, by another consumer or by both."""
-    module, p = MANY[name]
+    mode, p = MANY[name]
     p = p.with_(dtype=DTYPES[precision], precision=precision)
-    for t in tiles_of(module, p):
+    for t in tiles_of(mode, p):
         if t.stages < stages:
             continue
         for blocks in (3, 7):
@@ -61,7 +62,7 @@ def test_many_tiles_of_a_block_around_short_rings(name: str, precision: Precisio
 def test_long_rows_are_right_and_equal_to_the_bit(cout: int) -> None:
     """Stages of `phases` given back before their loads had arrived were overwritten where many stores delayed these."""
     p = Problem.make(8, 96, cout, (66000,), 8, 4, precision="tf32")
-    choice = phases.choose(p, gpu(0))
+    choice = MODES["phases"].choose(p, gpu(0))
     assert isinstance(choice, TileChoice) and choice.tile.stages > 4
     x, weight = (torch.randn(shape, device="cuda") for shape in (p.input_shape, p.weight_shape))
     prepared, outs = choice.prepare(0), [torch.empty(p.output_shape, device="cuda") for _ in range(4)]
@@ -72,17 +73,17 @@ def test_long_rows_are_right_and_equal_to_the_bit(cout: int) -> None:
 
 
 CAPTURED = {
-    "implicit": (implicit, Problem.make(8, 128, 64, (14, 14), 2, 2, **LAST)),
-    "pairs": (pairs, Problem.make(2, 32, 16, (12, 40), 4, 2, 1, **BACK)),
-    "phases": (phases, Problem.make(2, 32, 16, (12, 40), 3, 2, 1)),
-    "subpixel": (subpixel, Problem.make(2, 32, 16, (12, 40), 2, 2)),
-    "sweep": (sweep, Problem.make(2, 32, 16, (6, 12, 40), 3)),
+    "implicit": ("implicit", Problem.make(8, 128, 64, (14, 14), 2, 2, **LAST)),
+    "pairs": ("pairs", Problem.make(2, 32, 16, (12, 40), 4, 2, 1, **BACK)),
+    "phases": ("phases", Problem.make(2, 32, 16, (12, 40), 3, 2, 1)),
+    "subpixel": ("subpixel", Problem.make(2, 32, 16, (12, 40), 2, 2)),
+    "sweep": ("sweep", Problem.make(2, 32, 16, (6, 12, 40), 3)),
 }
 
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_in_a_graph_and_on_another_stream(name: str) -> None:
-    module, p = CAPTURED[name]
-    choice = module.choose(p.with_(precision="tf32", bias=False), gpu(0))
+    mode, p = CAPTURED[name]
+    choice = MODES[mode].choose(p.with_(precision="tf32", bias=False), gpu(0))
     assert isinstance(choice, TileChoice)
     assert_capturable(choice.prepare(0), choice.problem)

@@ -12,17 +12,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from typer.testing import CliRunner
 
 import upconv
 from conftest import EVERY, by_turns, seeds
 from strategies import operands, problems
 from upconv import cpu, planner, reference
 from upconv.bench import suites
-from upconv.bench.run import plan_text
-from upconv.cli import app
 from upconv.cuda import families, family, gpu
-from upconv.explain import estimated_ceilings
 from upconv.planner import Device
 from upconv.problem import LAYOUTS, PRECISIONS, Problem
 
@@ -211,18 +207,6 @@ def test_other_devices_are_pytorchs_and_say_so() -> None:
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------
 
-CUDA_LAYERS = [case for suite in ("founding", "kernelbench", "models") for case in suites.SUITES[suite]]
-
-
-def variants(p: Problem) -> list[Problem]:
-    """The problem in every precision and layout."""
-    return [
-        p.with_(dtype=dtype, precision=precision, layout=layout)
-        for dtype, precisions in PRECISIONS.items()
-        for precision in precisions
-        for layout in (LAYOUTS if p.rank > 1 else LAYOUTS[:1])
-    ]
-
 
 def test_gradients_are_planned_when_somebody_asks() -> None:
     p = Problem.make(3, 19, 21, (23, 29), 3, 2, 1, dtype=torch.float32).with_(precision="tf32")  # no other test's
@@ -366,63 +350,6 @@ def test_without_a_gpu_cuda_devices_say_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # --- explain for a GPU that is not there -----------------------------------------------------------------------------
-
-
-def explained(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, output without line breaks, and errors of ``upconv explain``."""
-    done = CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "200"})
-    return done.exit_code, " ".join(done.output.split()), done.stderr
-
-
-@pytest.mark.parametrize("name", ["H200", "a100", "rtx4090"])
-def test_explain_plans_for_a_named_gpu(name: str) -> None:
-    code, text, _ = explained("256,256,4,2,1,groups=256", "--input", "4x256x32x32", "--gpu", name)
-    p = Problem.make(
-        4, 256, 256, (32, 32), 4, 2, 1, groups=256, bias=True, dtype=torch.float32, precision="tf32"
-    )  # fmt: skip
-    plan = planner.plan(p, Device("cuda", gpu=gpu.by_name(name)))
-    assert code == 0 and plan.choice is not None
-    assert "float32 as TF32" in text
-    assert f"engine cuda:{plan.forward}" in text
-    assert f"forward {1e3 * plan.choice.seconds:.3g} ms" in text and f"bound by {plan.choice.bound}" in text
-    assert " ".join(plan.choice.summary.split()) in text
-    for candidate in plan.candidates:
-        assert candidate.name in text and candidate.reason in text
-
-
-def test_explain_says_whose_gradients() -> None:
-    code, text, _ = explained("8,8,3", "--input", "1x8x16x16", "--gpu", "H200", "--pass", "step", "--precision", "ieee")
-    assert code == 0 and "as TF32" not in text
-    p = Problem.make(1, 8, 8, (16, 16), 3, bias=True, precision="ieee", pass_="step")
-    plan = planner.plan(p, Device("cuda", gpu=gpu.H200))
-    assert plan.engine("step") in text and plan_text(plan, "step") in text
-    for candidate in plan.candidates:
-        assert candidate.name in text and candidate.reason in text
-    for pass_, choice in plan.choices("step").items():
-        assert f"{'forward' if pass_ == 'fwd' else pass_} {1e3 * choice.seconds:.3g} ms" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (("--gpu", "V100"), "--gpu must have compute capability 8.0 or later, got 'V100', which has 7.0"),
-        (("--gpu", "X100"), "--gpu must be one of H200, "),
-        (("--gpu", "H200", "--device", "cpu"), "--gpu and --device exclude each other"),
-        (("--gpu", "H200", "--precision", "fp8"), "--precision must be one of"),
-        (("--gpu", "H200", "--dtype", "bfloat16", "--precision", "tf32"), "--precision must be one of bf16"),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_explain_refuses_in_a_sentence(arguments: tuple[str, ...], error: str) -> None:
-    code, _, text = explained("8,8,3", "--input", "1x8x16x16", *arguments)
-    assert code == 2 and error in text and text.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", gpu.KNOWN)
-def test_estimated_ceilings_are_known_for_every_named_gpu(name: str) -> None:
-    rates = estimated_ceilings(gpu.KNOWN[name])["matmul_flops_per_s"]
-    assert 5e10 < rates["fp64"] < rates["bf16"] == rates["fp16"] < 1e16
-    assert rates["ieee"] <= rates["tf32"] <= rates["bf16"]
 
 
 def test_small_outputs_are_left_alone() -> None:

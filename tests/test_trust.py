@@ -96,7 +96,7 @@ def test_nothing_is_loaded_from_below_a_directory_of_all(below: Path, monkeypatc
     """Neither a library that lies there nor one that is compiled; kernels are kept, which run on the GPU alone."""
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(below))
     monkeypatch.delenv("UPCONV_NATIVE", raising=False)
-    assert cache.keep_library(native._key(), b"planted") is not None
+    assert cache.write(native._name(), b"planted") is not None
     assert native.off() is None
     below.parents[1].chmod(0o777)
     reason = f"others may write to {below.parents[1]} (mode 0777), on the way to {below}"
@@ -107,8 +107,8 @@ def test_nothing_is_loaded_from_below_a_directory_of_all(below: Path, monkeypatc
     monkeypatch.setattr(native, "_compiled", lambda: loaded.append(below) or b"")
     assert native.off() == native.state() == reason
     assert native.wait(60) is None and native.state() == reason and not loaded
-    cache.write("0" * 64, bytes(8), "", {"arch": "80"})
-    assert (below / f"{'0' * 64}.cubin").exists()
+    kernel = cache.write(f"sm_80-{'0' * 64}.cubin", b"code")
+    assert kernel is not None and kernel.exists()
 
 
 def test_a_temporary_folder_that_others_may_replace_is_no_place_either(
@@ -120,7 +120,7 @@ def test_a_temporary_folder_that_others_may_replace_is_no_place_either(
     spool.chmod(0o777)
     monkeypatch.setattr(native.tempfile, "tempdir", str(spool))
     monkeypatch.setattr(native, "_compiled", lambda: b"")
-    monkeypatch.setattr(cache, "keep_library", lambda key, data: None)
+    monkeypatch.setattr(cache, "write", lambda name, data: None)
     monkeypatch.setattr(native, "_load", lambda path: "loaded")
     with pytest.raises(RuntimeError, match=f"others may write to {spool}"):
         native.found()

@@ -16,7 +16,6 @@ from drawn import DTYPES, TENSOR
 from emulator import Emulator, emulator
 from modes import Case, OfCase, OfTiling, few, having, of_cases, where
 from results import Way, assert_computes
-from upconv.cuda.compile.boxes import fullest
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import H200
 from upconv.cuda.wgrad import wgrad, wgrad_search
@@ -177,11 +176,12 @@ def draw_layer(draw: Draw, rng: random.Random) -> Problem | None:
     return (p.abreast or p) if draw is last and p.rank == 2 and rng.random() < 0.15 else p
 
 
-def boxed(t: AnyTiling, p: Problem) -> AnyTiling:
-    """A tiling with the box of a problem's own chunks."""
+def boxed(t: AnyTiling, p: Problem) -> AnyTiling | None:
+    """A tiling with the box of a problem's own chunks; None where they have none."""
     if not isinstance(t, WarpgroupTiling) or not t.gapless:
         return t
-    return replace(t, tile=fullest(p.batch, p.size, p.stride, t.gapless)[1])
+    box = wgrad_search.gapless_box(p, t.gapless)
+    return box and replace(t, tile=box)
 
 
 def work(t: AnyTiling, p: Problem) -> float:
@@ -201,13 +201,14 @@ def cases(seed: int) -> Iterator[Case]:
         q = other_size(p, rng) if rng.random() < 0.5 and not p.batch_as_width else p
         if not serves(t, p, q):
             continue
-        t = boxed(t, q)
-        if work(t, q) > MOST:
+        boxes = boxed(t, q)
+        if boxes is None or work(boxes, q) > MOST:
             continue
+        t = boxes
         count = math.prod(t.counts(q))
         splits = min(count, rng.choice((1, 2, 2, 3, 3, 5, 9, 20)))
         splits = -(-count // -(-count // splits))  # none without work
-        chip = replace(H200, multiprocessors=rng.choice((7, 132, 132, t.tiles * splits)))  # the last: few clusters
+        chip = replace(H200, multiprocessors=rng.choice((7, 132, 132, t.tiles * splits)))  # the last: all at once
         choice = wgrad.Choice(t, q, chip, splits, Cost(1e-5))
         single = q.dtype.itemsize == 2 and rng.random() < 0.3
         way = Way(q.rank > 1 and rng.random() < 0.5, single, once=rng.random() < 0.5)
@@ -229,7 +230,6 @@ NCHW: OfTiling = {
 LAST: OfTiling = {
     "x turned": lambda t: t.turned,
     "both by descriptors": lambda t: t.a_shared,
-    "both by descriptors, columns of taps": lambda t: t.a_shared and t.stacked,
     "g by a box": lambda t: not t.parted,
     "columns of g by three remainders or more": lambda t: t.parted and not t.gapless and t.g_planes[0] > 2,
     "columns of g by two remainders": lambda t: t.parted and not t.gapless and t.g_planes[0] == 2,
@@ -237,7 +237,6 @@ LAST: OfTiling = {
     "g by a box, no descriptors": lambda t: t.element == 2 and not t.a_shared,
     "chunks without gaps, 16 bits": lambda t: t.gapless and t.element == 2,
     "chunks without gaps, turned": lambda t: t.gapless and t.turned,
-    "chunks without gaps that are not full": lambda t: t.gapless > math.prod(t.tile),
     "a batch as width": lambda t: t.problem.batch_as_width,
 }
 SYNC: OfTiling = {
@@ -285,7 +284,7 @@ def end(case: Case) -> str:
 
 
 def ends() -> OfCase:
-    every = ("steps", "cluster", "together", "alone")
+    every = ("steps", "together", "alone")
     found: OfCase = {}
     for how in every:
         for name, way in (("contiguous", (False, False)), ("channels_last", (True, False)), ("float32", (None, True))):
@@ -305,35 +304,17 @@ def ends() -> OfCase:
         "many elements turned": lambda case: end(case) == "steps" and case.choice.tiling.reduce_rows > 1,
         "many elements together": lambda case: end(case) == "together" and case.choice.tiling.reduce_rows > 1,
         "few sums of each block together": lambda case: end(case) == "together" and few_sums(case),
-        "clusters of more than two": lambda case: end(case) == "cluster" and case.choice.cluster > 2,
-        "clusters of an odd number of tiles": lambda case: end(case) == "cluster" and odd_tiles(case),
-        "clusters of an even number of tiles": lambda case: end(case) == "cluster" and not odd_tiles(case),
-        "rows from registers": lambda case: rows(case) and end(case) == "alone",
         "channels off four in channels_last": lambda case: (
-            end(case) in ("alone", "cluster", "together") and case.way.last and case.choice.tiling.channels[1] % 4 > 0
+            end(case) in ("alone", "together") and case.way.last and case.choice.tiling.channels[1] % 4 > 0
         ),
     }
     return found
-
-
-def odd_tiles(case: Case) -> bool:
-    """Whether blocks of input channels are odd in number."""
-    t = case.choice.tiling
-    return -(-t.channels[0] // t.block[0]) % 2 == 1
 
 
 def few_sums(case: Case) -> bool:
     """Whether lanes divide the splits of a quad of sums."""
     t, share = wgmma(case), -(-math.prod(case.choice.tiling.block) // 4 // case.choice.splits)
     return t is not None and t.reduce_rows == 1 and t.set_taps * share <= t.warpgroups * 64
-
-
-def rows(case: Case) -> bool:
-    """Whether sums go from registers to rows of the weight."""
-    t, p = wgmma(case), case.choice.problem
-    if t is None or not case.way.last or case.way.single or p.out_channels // p.groups % 8:
-        return False
-    return t.a_shared and not t.stacked
 
 
 MODES = ends() | of_cases(

@@ -168,7 +168,7 @@ def _caches() -> dict[str, Value]:
         found = cache.contents()
         if found.problem:
             return f"in memory only, not in {found.folder}: {found.problem}" if found.folder else found.problem
-        return f"{found.entries}, {found.bytes} bytes with their sources, in {found.folder}"
+        return f"{found.entries}, {found.bytes} bytes, in {found.folder}"
 
     plans, calls = (partial(remembered, of) for of in (planner.plan, dispatch.resolve))
     return _each({"plans": plans, "calls": calls, "kernels": kernels})

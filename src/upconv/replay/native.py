@@ -24,6 +24,7 @@ import subprocess
 import sysconfig
 import tempfile
 import threading
+from collections.abc import Iterator
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -31,6 +32,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch.autograd import forward_ad
 
 from upconv import forks
@@ -59,15 +61,18 @@ _child: subprocess.Popen[bytes] | None = None
 def off() -> str | None:
     """Why this process will have no module: a sentence; None where it may have one. Runs no compiler.
 
-    Errors: those of `cache.untrusted`.
+    Errors: those of `cache.usable`.
     """
     if os.environ.get("UPCONV_NATIVE", "").lower() in ("off", "0", "no", "false"):
         return "UPCONV_NATIVE is off"
     if os.name != "posix":
         return "it is compiled on POSIX systems alone"
-    untrusted = cache.untrusted()
-    if untrusted is not None or cache.kept_library(_key()) is not None:
-        return untrusted
+    folder = cache.usable()
+    if folder is None:
+        return "there is no cache directory to keep it in"
+    reason = insecure(folder)  # a library is a part of the process, so nobody else may be able to put one in its place
+    if reason is not None or cache.read(_name()) is not None:
+        return reason
     if compiler() is None:
         return "there is no C++ compiler (CXX, c++, g++ or clang++)"
     if not (_python_headers() / "Python.h").exists():
@@ -165,17 +170,18 @@ def found() -> Any:
 
     Errors: RuntimeError with the compiler's last lines; OSError; ImportError for a library that cannot be loaded.
     """
-    key = _key()
-    path = cache.kept_library(key)
-    if path is None:
-        # Of the processes that want it one compiles.
-        with cache.alone(key, lambda: cache.kept_library(key) is not None, _MOST_SECONDS):
-            path = cache.kept_library(key) or cache.keep_library(key, _compiled())
-    if path is not None:
+    name = _name()
+    kept = cache.read(name)
+    if kept is None:
+        with _alone(name):
+            if cache.read(name) is None:
+                cache.write(name, _compiled())
+            kept = cache.read(name)
+    if kept is not None:
         with contextlib.suppress(ImportError):  # of another machine's making, or where nothing may be executed
-            return _load(path)
+            return _load(kept[0])
     data = _compiled()
-    cache.keep_library(key, data)
+    cache.write(name, data)
     with tempfile.TemporaryDirectory(prefix="upconv-") as folder:
         if reason := insecure(Path(folder)):
             raise RuntimeError(reason)
@@ -184,12 +190,24 @@ def found() -> Any:
         return _load(path)
 
 
-def _key() -> str:
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Within it no other process is that compiles the same, but where files cannot be locked, or one takes too long."""
+    folder = cache.usable()
+    with contextlib.ExitStack() as held:
+        if folder is not None:
+            with contextlib.suppress(OSError, NotImplementedError):
+                held.enter_context(FileLock(folder / f".{name}.lock", timeout=_MOST_SECONDS))
+        yield
+
+
+def _name() -> str:
+    """The library's, in the cache."""
     parts = (
         _SOURCE.read_text(), torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("SOABI")),
         platform.machine(), *platform.libc_ver(), *_FLAGS,
     )  # fmt: skip
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.so"
 
 
 def _python_headers() -> Path:

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from upconv.cuda.compile import elf
-
 
 def bindings() -> Any:
     """The module of the driver's calls."""
@@ -51,12 +49,6 @@ class Kernel:
     name: str
     handle: int
     """A ``CUkernel``, which the driver's launches take in a ``CUfunction``'s place."""
-    registers: int
-    """Per thread."""
-    local_bytes: int
-    """Per thread; 0 for a kernel that neither spills nor indexes local arrays."""
-    shared_bytes: int
-    """Static shared memory of a block."""
     _ready: set[int] = field(default_factory=set, repr=False)
 
     def ready(self, device: int) -> None:
@@ -92,7 +84,6 @@ def library(code: bytes) -> Any:
         return drive(driver.cuLibraryLoadData, code, [], [], 0, [], [], 0)
 
 
-def kernel(of: Any, symbol: str, needs: tuple[int, int, int]) -> Kernel:
-    """A kernel of a `library`; ``needs``: what `elf.inspect` says of it."""
-    handle = drive(bindings().cuLibraryGetKernel, of, symbol.encode())
-    return Kernel(elf.entry_of(symbol), int(handle), *needs)
+def kernel(of: Any, name: str, symbol: str) -> Kernel:
+    """A kernel of a `library`."""
+    return Kernel(name, int(drive(bindings().cuLibraryGetKernel, of, symbol.encode())))

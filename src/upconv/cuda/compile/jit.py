@@ -10,24 +10,26 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from upconv import forks
-from upconv.cuda.compile import cache, driver, elf, nvrtc
+from upconv.cuda.compile import cache, driver, nvrtc
 from upconv.cuda.compile.driver import Kernel
 
-CONFIG = elf.CONFIG
+CONFIG = "Config"
+"""The struct of constants by which a source's templates are instantiated."""
 KERNELS = Path(__file__).parents[1] / "kernels"
 
 _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)".*$', re.MULTILINE)
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)  # NVRTC warns of it outside a header
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*\Z")
 _LINE = re.compile(r'^#line \d+ "([^"\n]+)"\n', re.MULTILINE)
-_CONSTANT = re.compile(r"^  static constexpr [\w ]+? (\w+)(?:\[\d+\])* = (.*);$", re.MULTILINE)
+_SECTION = re.compile(rb"\0\.text\.(\w+)(?=\0)")
+_TEMPLATE = re.compile(rf"_Z(\d+)(\w+?)I(?:\d+\w+?I)?{len(CONFIG)}{CONFIG}E")
 _ENTRIES = "// entries: "
 
 Constant = Any
@@ -95,11 +97,6 @@ def parts_of(text: str) -> tuple[str, str]:
     return f"{struct_text}\n}};\n", found[1]
 
 
-def constants_of(text: str) -> dict[str, str]:
-    """The constants of an `instance` as its text has them; none of another text."""
-    return dict(_CONSTANT.findall(text.partition("\n};\n")[0])) if text.startswith(_ENTRIES) else {}
-
-
 def with_includes(file: str, seen: set[str]) -> Iterator[str]:
     """The texts of ``kernels/<file>`` and of what it includes of ``kernels``, which come before it.
 
@@ -131,83 +128,56 @@ def _inline(file: str, seen: set[str]) -> str:
 # --- machine code ----------------------------------------------------------------------------------------------------
 
 _lock = forks.Lock()
-_busy: dict[str, threading.Lock] = {}
-_cubins: dict[str, bytes] = {}
-"""The latest, which are loaded soon; of the others the disk has most."""
-_MOST_CUBIN_BYTES = 128 << 20
+_cubins: dict[str, Future[bytes]] = {}
+"""The latest, which are loaded soon, and those that a thread compiles; of the others the disk has most."""
+_MOST_CUBINS = 256
 
 
-def cubin(source: str, arch: str, label: str = "kernel", keep: bool = True) -> bytes:
+def cubin(source: str, arch: str, label: str = "kernel") -> bytes:
     """The machine code for ``sm_<arch>``: from memory, else from disk, else compiled.
 
-    ``label`` names the source in messages. ``keep``: the code is looked for on disk, and kept there. Threads that ask
-    for the same code compile it once. Errors: CompileError; RuntimeError when NVRTC cannot be used, with
-    `nvrtc.unavailable`'s sentence.
+    ``label`` names the source in messages. Threads that ask for the same code compile it once. Errors: CompileError;
+    RuntimeError when NVRTC cannot be used, with `nvrtc.unavailable`'s sentence.
     """
     nvrtc.require()
-    key = nvrtc.key(source, arch)
-    found = _cubins.get(key)
+    name = _name(source, arch)
+    with _lock.now:
+        found = _cubins.get(name)
+        if found is None:
+            mine = _cubins[name] = Future()
     if found is not None:
-        return found
-    with _lock.now:
-        busy = _busy.setdefault(key, threading.Lock())
+        return found.result()
     try:
-        with busy:
-            found = _cubins.get(key) or (_from_disk(arch, label, key) if keep else None)
-            if found is None:
-                found = _compiled(source, arch, label, key, keep)
-            _remember(key, found)
-    finally:
+        code = _from_disk(name, arch, label) or _compiled(source, arch, label, name)
+    except BaseException as error:
         with _lock.now:
-            _busy.pop(key, None)
-    return found
-
-
-def at_hand(source: str, arch: str, label: str = "kernel") -> bool:
-    """Whether `cubin` would compile nothing. Errors: RuntimeError when NVRTC cannot be used."""
-    nvrtc.require()
-    key = nvrtc.key(source, arch)
-    if key in _cubins:
-        return True
-    kept = _from_disk(arch, label, key)
-    if kept is not None:
-        _remember(key, kept)
-    return kept is not None
-
-
-def _remember(key: str, code: bytes) -> None:
-    """Keeps a cubin in memory, and of the others no more than there is room for."""
+            _cubins.pop(name, None)
+        mine.set_exception(error)
+        raise
+    mine.set_result(code)
     with _lock.now:
-        _cubins.pop(key, None)
-        _cubins[key] = code
-        while sum(map(len, _cubins.values())) > _MOST_CUBIN_BYTES and len(_cubins) > 1:
+        while len(_cubins) > _MOST_CUBINS:
             del _cubins[next(iter(_cubins))]
+    return code
 
 
-def _from_disk(arch: str, label: str, key: str) -> bytes | None:
-    kept = cache.read(key, arch)
+def _name(source: str, arch: str) -> str:
+    return f"sm_{arch}-{nvrtc.key(source, arch)}.cubin"
+
+
+def _from_disk(name: str, arch: str, label: str) -> bytes | None:
+    kept = cache.read(name)
     if kept is None:
         return None
     tell(f"loaded {label} for sm_{arch} (cached)")
-    return kept[0]
+    return kept[1]
 
 
-def _compiled(source: str, arch: str, label: str, key: str, keep: bool) -> bytes:
+def _compiled(source: str, arch: str, label: str, name: str) -> bytes:
     start = time.perf_counter()
-    code, _, log = built(source, arch, label)
-    seconds = time.perf_counter() - start
-    tell(f"compiled {label} for sm_{arch} in {seconds:.1f} s")
-    if keep:
-        meta = {
-            "arch": arch,
-            "label": label,
-            "constants": constants_of(source),
-            "nvrtc": nvrtc.version(),
-            "flags": list(nvrtc.FLAGS),
-            "seconds": round(seconds, 3),
-            "serialised": nvrtc.serialised(log),
-        }
-        cache.write(key, code, source, meta)
+    code = built(source, arch, label).code
+    tell(f"compiled {label} for sm_{arch} in {time.perf_counter() - start:.1f} s")
+    cache.write(name, code)
     return code
 
 
@@ -217,44 +187,48 @@ def built(source: str, arch: str, label: str = "kernel", ptx: bool = False) -> n
     try:
         return nvrtc.build(source, arch, label, entries_of(source), ptx)
     except nvrtc.CompileError as error:
-        path = cache.keep_source(nvrtc.key(source, arch), source)
-        constants = " ".join(f"{name}={value}" for name, value in constants_of(source).items())
-        raise nvrtc.CompileError(f"{error}\nsource: {path or 'not kept'}\nconstants: {constants or '(none)'}") from None
+        path = cache.write(f"{nvrtc.key(source, arch)}.cu", source.encode(), seal=False)
+        raise nvrtc.CompileError(f"{error}\nsource: {path or 'not kept'}") from None
 
 
 # --- loaded kernels --------------------------------------------------------------------------------------------------
 
 _libraries: dict[str, Any] = {}
+"""Cubins as the driver has loaded them."""
 _kernels: dict[tuple[str, str], Kernel] = {}
 _load_lock = forks.Lock()
 
 
-def kernel(source: str, entry: str, arch: str, label: str = "kernel", keep: bool = True) -> Kernel:
+def kernels_of(code: bytes) -> dict[str, str]:
+    """The symbols of a cubin's kernels by their names in the source, where they may be templates: from its sections."""
+    found = {}
+    for symbol in (name.decode() for name in _SECTION.findall(code)):
+        template = _TEMPLATE.match(symbol)
+        found[template[2] if template and len(template[2]) == int(template[1]) else symbol] = symbol
+    return found
+
+
+def kernel(source: str, entry: str, arch: str, label: str = "kernel") -> Kernel:
     """The kernel ``entry`` of a source, compiled and loaded on first use.
 
     Errors: those of `cubin`; ValueError for an entry that the source does not have; RuntimeError from the driver.
     """
     nvrtc.require()
-    key = nvrtc.key(source, arch)
-    found = _kernels.get((key, entry))
+    name = _name(source, arch)
+    found = _kernels.get((name, entry))
     if found is not None:
         return found
-    code = cubin(source, arch, label, keep)
-    with _load_lock.now:
-        found = _kernels.get((key, entry))
-        if found is None:
-            found = _kernels[key, entry] = _load(code, entry, key, label)
-    return found
-
-
-def _load(code: bytes, entry: str, key: str, label: str) -> Kernel:
-    needs = elf.resources(code)
-    symbols = {elf.entry_of(symbol): symbol for symbol in needs}
+    code = cubin(source, arch, label)
+    symbols = kernels_of(code)
     if entry not in symbols:
         raise ValueError(f"entry must be one of {label}'s, {', '.join(symbols) or 'which has none'}; got {entry!r}")
-    if key not in _libraries:
-        _libraries[key] = driver.library(code)
-    return driver.kernel(_libraries[key], symbols[entry], needs[symbols[entry]])
+    with _load_lock.now:
+        if name not in _libraries:
+            _libraries[name] = driver.library(code)
+        found = _kernels.get((name, entry))
+        if found is None:
+            found = _kernels[name, entry] = driver.kernel(_libraries[name], entry, symbols[entry])
+    return found
 
 
 def forget() -> None:
@@ -263,9 +237,5 @@ def forget() -> None:
         kept.clear()
 
 
-def _forked() -> None:
-    """A child has no thread that compiles."""
-    _busy.clear()
-
-
-forks.in_child(_forked)
+# A child has no thread that compiles, nor one that is about to give the lock of what it compiled back.
+forks.in_child(lambda: _cubins.clear())

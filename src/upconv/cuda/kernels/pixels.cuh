@@ -108,25 +108,23 @@ template <int P>
 __device__ __forceinline__ constexpr int channel_at(int k) { return P < FP16 ? k / 8 * 8 + k % 4 * 2 + k / 4 % 2 : k; }
 
 // acc += fragments of steps `first` and behind x a row of weights.
-template <int P, int COLUMNS, int HALF, int MB>
-__device__ __forceinline__ void multiply_half(float (&acc)[MB][COLUMNS / 2], u32 (&a)[HALF][MB][4], u32 weights, int first) {
+template <int P, int COLUMNS, int HALF>
+__device__ __forceinline__ void multiply_half(float (&acc)[COLUMNS / 2], u32 (&a)[HALF][4], u32 weights, int first) {
 #pragma unroll
-  for (int i = 0; i < HALF * MB * 4; i++) opaque(a[i / (MB * 4)][i / 4 % MB][i % 4]);
+  for (int i = 0; i < HALF * 4; i++) opaque(a[i / 4][i % 4]);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < HALF; step++)
-#pragma unroll
-    for (int m = 0; m < MB; m++)
-      WgmmaOf<COLUMNS>::template multiply<P, false, false, true>(acc[m], a[step][m], ROWS_OF<128> | (u64)((weights >> 4 | 1u << 16) + (first + step) * 2));
+    WgmmaOf<COLUMNS>::template multiply<P, false, false, true>(acc, a[step], ROWS_OF<128> | (u64)((weights >> 4 | 1u << 16) + (first + step) * 2));
   wgmma_commit();
 }
 
 // acc += row `row` of a stage's weights x the fragments that M loads from `pixels` for it: a half of them while the other is multiplied.
 // Behind the first row's first half nothing reads the stage before any more, whose barrier is `held`.
-template <class M, int MB, int SUMS>
-__device__ __forceinline__ void multiply_row(float (&acc)[MB][SUMS], int row, u32 pixels, u32 weights, u32 held, int lane) {
+template <class M, int SUMS>
+__device__ __forceinline__ void multiply_row(float (&acc)[SUMS], int row, u32 pixels, u32 weights, u32 held, int lane) {
   constexpr int HALF = 2, COLUMNS = 2 * SUMS;
-  u32 a[HALF][MB][4], b[HALF][MB][4];
+  u32 a[HALF][4], b[HALF][4];
   weights += row * (COLUMNS * 128);
   M::load_fragments(a, pixels, 2 * HALF * row);
   multiply_half<M::C::precision, COLUMNS>(acc, a, weights, 0);
@@ -139,18 +137,15 @@ __device__ __forceinline__ void multiply_row(float (&acc)[MB][SUMS], int row, u3
 
 // Sums begin with the bias; `first`: the thread's first column, of the layer's. (Added to what is stored, its loads are all made first, and
 // spill.) M::ALIKE: a thread's two neighbouring columns have one channel.
-template <class M, int MB, int SUMS>
-__device__ __forceinline__ void begin_sums(float (&acc)[MB][SUMS], const typename M::Type* bias, int first) {
+template <class M, int SUMS>
+__device__ __forceinline__ void begin_sums(float (&acc)[SUMS], const typename M::Type* bias, int first) {
 #pragma unroll
   for (int i = 0; i < SUMS; i++) {
     const int column = first + i / 4 * 8 + i % 2;
     const bool own = i % 4 == 0 || (i % 4 == 1 && !M::ALIKE);
     float b = own && bias && (M::ALL_COLUMNS % (2 * SUMS) == 0 || column < M::ALL_COLUMNS) ? M::Number::value(bias[M::channel_of(column)]) : 0.f;
-#pragma unroll
-    for (int m = 0; m < MB; m++) {
-      acc[m][i] = own ? b : acc[m][i % 4 == 1 ? i - 1 : i - 2];  // pixels g and g + 8 of a column
-      opaque(acc[m][i]);
-    }
+    acc[i] = own ? b : acc[i % 4 == 1 ? i - 1 : i - 2];  // pixels g and g + 8 of a column
+    opaque(acc[i]);
   }
 }
 

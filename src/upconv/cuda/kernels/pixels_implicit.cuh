@@ -4,8 +4,7 @@
 // weights, by another; both are swizzled, float32 is rounded to TF32 on its way, and both operands are read by descriptors.
 //
 // A forward's results are of phases: a tile has neighbouring ones of a phase, its steps are of the phase's taps alone, and what it stores
-// is the strides apart. Tiles of the same pixels follow each other, a phase each, for L2's sake, and a block has another phase each time; or,
-// where tiles are few, those of most taps come first.
+// is the strides apart. Tiles of the same pixels follow each other, a phase each, for L2's sake, and a block has another phase each time.
 //
 // Taps share nothing, so that a tile is a box of any shape: its pixels follow each other in shared memory, whatever rows they lie in, and
 // images of 14 x 14 fill it, where tiles of whole rows leave a quarter empty. (`gather`, whose taps are shifts of one
@@ -15,8 +14,8 @@
 // Consumers halve a tile's pixels (`halves`), or take whole tiles in turn, so that one stores while another multiplies. Where tiles are
 // few, blocks of a cluster have one together, each a share of its steps, and add up their sums in shared memory, in the order of their rank.
 //
-// Weights are packed, channels of the source side by side. As channels-last weights lie they serve too: a gradient's are those rows, and
-// a forward's of 16 bits have channels of the result side by side (`turned`), which tensor cores read as well, 64 of them a box.
+// Weights have channels of the source side by side, as a gradient's channels-last weights do, or are packed so. Or they are a forward's
+// channels-last weights of 16 bits (`turned`), with channels of the result side by side, which tensor cores read as well, 64 of them a box.
 #include "pixel_stores.cuh"
 #include "pixels.cuh"
 
@@ -56,7 +55,7 @@ struct Sizes {
   int out_n, out_d, out_h, out_w;                       // of the result
   int box_n, box_d, box_h, box_w;                       // of a tile: ROWS pixels at most
   int tiles_d, tiles_h, tiles_w, tiles;                 // along these axes, of a phase; all, with phases and blocks of columns
-  int abreast, turn;                                    // tiles of a phase before those of the next; tiles of which the first phase is another
+  int turn;                                             // pixel tiles after which the first phase is another
 };
 
 struct Tile { int n, d, h, w, column, phase; };         // first pixel (of the phase's) and column
@@ -66,10 +65,8 @@ static __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
   t.column = q % COLUMN_BLOCKS * COLUMNS;  q /= COLUMN_BLOCKS;  // blocks of the same pixels are neighbours, for L2's sake
   t.phase = 0;
   if constexpr (PHASES > 1) {
-    int first = q / (PHASES * s.abreast) * s.abreast, rest = q - first * PHASES;
-    int width = min(s.abreast, s.tiles / (COLUMN_BLOCKS * PHASES) - first);  // the last ones are fewer
-    t.phase = (rest / width + first / s.turn) % PHASES;
-    q = first + rest % width;
+    t.phase = (q % PHASES + q / PHASES / s.turn) % PHASES;
+    q /= PHASES;
   }
   t.w = q % s.tiles_w * s.box_w;  q /= s.tiles_w;
   t.h = q % s.tiles_h * s.box_h;  q /= s.tiles_h;
@@ -94,13 +91,15 @@ static __device__ __forceinline__ Steps steps_of(const Tile& t) {
 }
 
 // =====================================================================================================================
-// Weights that do not lie as boxes want them: to [channel of the result][tap][channel of the source], channels-last.
+// Weights that are not yet as boxes want them: channels-last, or [channel of the result][tap][channel of the source], where a forward's are
+// not `turned`.
 // =====================================================================================================================
 
-// A matrix has a row for each channel of the source: a forward's (C::cin, C::cout, kernel) is one, a gradient's (C::cout, C::cin, kernel) one for
-// each channel of the result. A block turns `pack_rows` x `pack_columns` of it in shared memory. The weight is contiguous, or channels-last, whose
-// taps are `tap_step` elements apart.
-static constexpr int MATRIX = C::forward ? C::cout * C::taps : C::taps;  // columns of a matrix
+// A matrix has DEPTH rows, whose columns of MATRIX get these side by side. To channels-last the weight (first, second, kernel) has one of (second
+// x kernel) for each `first`; else it is one, first x (second, kernel). A block turns `pack_rows` x `pack_columns` of it in shared memory. The
+// weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
+static constexpr bool ONE = C::forward && !C::turned;
+static constexpr int MATRIX = ONE ? C::cout * C::taps : C::taps, DEPTH = C::turned ? C::cout : C::cin;
 
 // To shared memory; ALONG: by channels, which lie side by side, else by columns.
 template <bool ALONG, class Weight>
@@ -110,7 +109,7 @@ static __device__ __forceinline__ void bring_weights(u32 (&turned)[C::pack_colum
 #pragma unroll
   for (int j = 0; j < LOADS; j++) {
     const u32 i = j * PACK_THREADS + threadIdx.x;
-    const int row = min(channel + int(ALONG ? i % C::pack_rows : i / C::pack_columns), C::cin - 1);
+    const int row = min(channel + int(ALONG ? i % C::pack_rows : i / C::pack_columns), DEPTH - 1);
     const int at = min(column + int(ALONG ? i / C::pack_rows : i % C::pack_columns), MATRIX - 1);
     v[j] = from[ALONG ? at * tap_step + row : (long long)row * MATRIX + at];
   }
@@ -124,12 +123,12 @@ static __device__ __forceinline__ void bring_weights(u32 (&turned)[C::pack_colum
 
 template <class Weight>
 static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  constexpr int ACROSS = (MATRIX + C::pack_columns - 1) / C::pack_columns, DOWN = (C::cin + C::pack_rows - 1) / C::pack_rows;
+  constexpr int ACROSS = (MATRIX + C::pack_columns - 1) / C::pack_columns, DOWN = (DEPTH + C::pack_rows - 1) / C::pack_rows;
   __shared__ u32 turned[C::pack_columns][C::pack_rows + 1];
   let_dependent_begin();
   const int part = blockIdx.x / ACROSS, column = blockIdx.x % ACROSS * C::pack_columns, channel = part % DOWN * C::pack_rows, matrix = part / DOWN;
-  const Weight* from = weight + (long long)matrix * (C::cin * MATRIX);
-  if (!C::forward && tap_step != 1) bring_weights<true>(turned, from, channel, column, tap_step);
+  const Weight* from = weight + (long long)matrix * (DEPTH * MATRIX);
+  if (!ONE && tap_step != 1) bring_weights<true>(turned, from, channel, column, tap_step);
   else bring_weights<false>(turned, from, channel, column, tap_step);
   __syncthreads();
   constexpr int UNITS = C::pack_rows * C::pack_columns / VEC;
@@ -137,12 +136,12 @@ static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ w
   for (int j = 0; j < (UNITS + PACK_THREADS - 1) / PACK_THREADS; j++) {
     const u32 i = j * PACK_THREADS + threadIdx.x;
     const int of = i / (C::pack_rows / VEC), at = column + of, first = i % (C::pack_rows / VEC) * VEC;
-    if (i >= UNITS || at >= MATRIX || channel + first >= C::cin) continue;
+    if (i >= UNITS || at >= MATRIX || channel + first >= DEPTH) continue;
     u32 v[VEC];
 #pragma unroll
     for (int e = 0; e < VEC; e++) v[e] = turned[of][first + e];
-    const long long row = C::forward && tap_step != 1 ? at % C::cout * C::taps + at / C::cout : (long long)matrix * MATRIX + at;
-    write_operands(packed + (row * C::cin + channel + first) * ELEMENT, v);
+    const long long row = ONE && tap_step != 1 ? at % C::cout * C::taps + at / C::cout : (long long)matrix * MATRIX + at;
+    write_operands(packed + (row * DEPTH + channel + first) * ELEMENT, v);
   }
 }
 
@@ -305,7 +304,12 @@ struct Consumer {
   }
   __device__ __forceinline__ void begin(Sums& acc, int tile) const {
     // Of a cluster the first block's sums begin with the bias.
-    begin_sums<Implicit>(acc, rank() == 0 ? work.bias : nullptr, tile_at(tile, work.sizes).column + thread % 4 * 2);
+    begin_sums<Implicit>(acc[0], rank() == 0 ? work.bias : nullptr, tile_at(tile, work.sizes).column + thread % 4 * 2);
+#pragma unroll
+    for (int i = SUMS_OF_M; i < MB * SUMS_OF_M; i++) {
+      acc[i / SUMS_OF_M][i % SUMS_OF_M] = acc[0][i % SUMS_OF_M];
+      opaque(acc[i / SUMS_OF_M][i % SUMS_OF_M]);
+    }
     if (TURNS) named_sync(1 + wg, 256);
   }
   __device__ __forceinline__ void pass_turn() const { named_arrive(1 + (wg + 1 == CONSUMERS ? 0 : wg + 1), 256); }

@@ -14,7 +14,7 @@ template <class C> struct Pairs;
 // Of the struct C: channels of g in a stage have a row of g for each group, and their taps along W are rows of weights. A chunk of them has a
 // stage for each row of the kernel.
 template <class C>
-using PairsBase = Streamed<Pairs<C>, C, 128 * C::mb / C::group, C::chunk * C::pitch * NumberOf<C::precision>::SIZE,
+using PairsBase = Streamed<Pairs<C>, C, 128 / C::group, C::chunk * C::pitch * NumberOf<C::precision>::SIZE,
                            C::chunk * C::kernel_w * NumberOf<C::precision>::SIZE / 128,
                            (C::cin + C::chunk - 1) / C::chunk * C::kernel_d * C::kernel_h, C::cout>;
 
@@ -25,11 +25,10 @@ using typename Base::Number;
 using typename Base::Sums;
 using Base::ELEMENT;
 using Base::NARROW;
-using Base::MB;
 using Base::COLUMNS;
 using Base::BOX_PLACE;
 
-static constexpr int GROUP = C::group, GROUPS = 128 * MB / GROUP;
+static constexpr int GROUP = C::group, GROUPS = Base::PLACES / GROUP;
 static constexpr int TAPS = C::kernel_d * C::kernel_h;  // stages of a chunk
 static constexpr int SECOND = C::cin, TAPS_IN_ALL = TAPS * C::kernel_w;
 
@@ -82,33 +81,30 @@ struct Box {
 
 // Where a stage has the lane's first slot, of its first place.
 static __device__ __forceinline__ u32 own_place(int wg, int thread) {
-  int position = wg * (MB * 64) + (thread >> 5) * 16, slot = (thread & 3) * (NARROW && C::slot == 1 ? 2 : 1);
+  int position = wg * 64 + (thread >> 5) * 16, slot = (thread & 3) * (NARROW && C::slot == 1 ? 2 : 1);
   return position / GROUP * BOX_PLACE + ((position % GROUP + (thread >> 2) % 8) * C::step_w + slot_at(0, slot)) * ELEMENT;
 }
 
 // Fragments of steps `first` and `first` + 1, from such a place: of places g and g + 8.
-static __device__ __forceinline__ void load_fragments(u32 (&a)[2][MB][4], u32 from, int first) {
+static __device__ __forceinline__ void load_fragments(u32 (&a)[2][4], u32 from, int first) {
 #pragma unroll
   for (int step = 0; step < 2; step++)
 #pragma unroll
-    for (int m = 0; m < MB; m++)
+    for (int i = 0; i < 2; i++) {
+      u32 at = from + (slot_at(first + step, 0) - slot_at(0, 0)) * ELEMENT + i * (GROUP == 8 ? BOX_PLACE : 8 * C::step_w * ELEMENT);
+      if constexpr (!NARROW && C::slot == 2) {
+        u32 pair[4];
+        load_shared_64(pair, at);
+        a[step][i] = pair[0];
+        a[step][2 + i] = pair[1];
+      } else {
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        u32 at = from + m * (64 / GROUP) * BOX_PLACE + (slot_at(first + step, 0) - slot_at(0, 0)) * ELEMENT;
-        at += i * (GROUP == 8 ? BOX_PLACE : 8 * C::step_w * ELEMENT);
-        if constexpr (!NARROW && C::slot == 2) {
-          u32 pair[4];
-          load_shared_64(pair, at);
-          a[step][m][i] = pair[0];
-          a[step][m][2 + i] = pair[1];
-        } else {
-#pragma unroll
-          for (int k = 0; k < 2; k++, at += (slot_at(0, SLOTS / 2) - slot_at(0, 0)) * ELEMENT) {
-            if constexpr (!NARROW || C::slot == 2) a[step][m][2 * k + i] = load_shared_u32(at);
-            else a[step][m][2 * k + i] = load_shared_u16(at) | load_shared_u16(at + (slot_at(0, 1) - slot_at(0, 0)) * ELEMENT) << 16;
-          }
+        for (int k = 0; k < 2; k++, at += (slot_at(0, SLOTS / 2) - slot_at(0, 0)) * ELEMENT) {
+          if constexpr (!NARROW || C::slot == 2) a[step][2 * k + i] = load_shared_u32(at);
+          else a[step][2 * k + i] = load_shared_u16(at) | load_shared_u16(at + (slot_at(0, 1) - slot_at(0, 0)) * ELEMENT) << 16;
         }
       }
+    }
 }
 
 static __device__ __forceinline__ void begin(Sums& acc, const Work<Pairs>&, int, int) { zero(acc); }
@@ -118,52 +114,47 @@ static __device__ __forceinline__ void store(const Sums& acc, const Work<Pairs>&
   else store_as<false>(acc, work.y, work.sizes, tile, wg, thread);
 }
 
-// A thread's sums: of columns 8j + 2t and the next, places g and g + 8 of MB x 64. PAIRED: rows have pairs of places. Then lanes of
+// A thread's sums: of columns 8j + 2t and the next, places g and g + 8. PAIRED: rows have pairs of places. Then lanes of
 // neighbouring g exchange, and a warp stores 16 places of a column at once.
 template <bool PAIRED>
 static __device__ __forceinline__ void store_as(const Sums& acc, char* __restrict__ y, const Sizes& s, int tile, int wg, int thread) {
   constexpr int STORES = PAIRED ? 1 : 2;
   int lane = thread & 31, odd = PAIRED ? lane >> 2 & 1 : 0, plane = s.d * s.h * s.w;
-  long long at[MB][STORES];                             // of the place in an image's first channel; -1: there is no such place
+  long long at[STORES];                                 // of the place in an image's first channel; -1: there is no such place
 #pragma unroll
-  for (int m = 0; m < MB; m++)
-#pragma unroll
-    for (int h = 0; h < STORES; h++) {
-      int position = (wg * MB + m) * 64 + (thread >> 5) * 16 + (h + odd) * 8, index = Base::places_of(tile) * GROUPS + position / GROUP;
-      Group group = group_at(index, s);
-      int w = group.w + position % GROUP + (lane >> 2) - odd;
-      long long row = (long long)group.n * C::cout * plane + (group.d * s.h + group.h) * s.w;
-      at[m][h] = index < s.groups && w < s.w ? row + w : -1;
-    }
+  for (int h = 0; h < STORES; h++) {
+    int position = wg * 64 + (thread >> 5) * 16 + (h + odd) * 8, index = Base::places_of(tile) * GROUPS + position / GROUP;
+    Group group = group_at(index, s);
+    int w = group.w + position % GROUP + (lane >> 2) - odd;
+    long long row = (long long)group.n * C::cout * plane + (group.d * s.h + group.h) * s.w;
+    at[h] = index < s.groups && w < s.w ? row + w : -1;
+  }
   int first = Base::block_of(tile) * COLUMNS + lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; j++) {
     OPAQUE_2(first, plane);                             // what follows from them is found here, not kept (spills)
     int of = first + 8 * j;
     char* channel = y + (long long)of * plane * ELEMENT;
+    u32 v[2][2];                                        // of a place, of a column
 #pragma unroll
-    for (int m = 0; m < MB; m++) {
-      u32 v[2][2];                                      // of a place, of a column
+    for (int i = 0; i < 4; i++) v[i / 2][i % 2] = Number::bits(acc[4 * j + i]);
+    if constexpr (PAIRED) exchange<NARROW>(v, odd);
 #pragma unroll
-      for (int i = 0; i < 4; i++) v[i / 2][i % 2] = Number::bits(acc[m][4 * j + i]);
-      if constexpr (PAIRED) exchange<NARROW>(v, odd);
+    for (int c = 0; c < 2; c++) {
+      bool column = C::cout % COLUMNS == 0 || of + c < C::cout;
 #pragma unroll
-      for (int c = 0; c < 2; c++) {
-        bool column = C::cout % COLUMNS == 0 || of + c < C::cout;
-#pragma unroll
-        for (int h = 0; h < STORES; h++) {
-          char* place = channel + ((long long)c * plane + at[m][h]) * ELEMENT;
-          bool ok = at[m][h] >= 0 && column;
-          if constexpr (PAIRED && !NARROW) {
-            const u32 both[4] = {v[0][c], v[1][c]};
-            store_global_64_if(place, both, ok);
-          } else if constexpr (PAIRED) {
-            store_global_if(place, c ? v[0][0] >> 16 | (v[1][0] & 0xffff0000u) : (v[0][0] & 0xffffu) | v[1][0] << 16, ok);
-          } else if constexpr (!NARROW) {
-            store_global_if(place, v[h][c], ok);
-          } else {
-            store_global_16_if(place, v[h][c], ok);
-          }
+      for (int h = 0; h < STORES; h++) {
+        char* place = channel + ((long long)c * plane + at[h]) * ELEMENT;
+        bool ok = at[h] >= 0 && column;
+        if constexpr (PAIRED && !NARROW) {
+          const u32 both[4] = {v[0][c], v[1][c]};
+          store_global_64_if(place, both, ok);
+        } else if constexpr (PAIRED) {
+          store_global_if(place, c ? v[0][0] >> 16 | (v[1][0] & 0xffff0000u) : (v[0][0] & 0xffffu) | v[1][0] << 16, ok);
+        } else if constexpr (!NARROW) {
+          store_global_if(place, v[h][c], ok);
+        } else {
+          store_global_16_if(place, v[h][c], ok);
         }
       }
     }

@@ -14,14 +14,14 @@ struct Streamed : PixelsOf<C>, PacksUnits<M> {
 using PixelsOf<C>::ELEMENT;
 using PixelsOf<C>::VEC;
 
-static constexpr int MB = C::mb, COLUMNS = C::columns, ALL_COLUMNS = ALL_COLUMNS_;
+static constexpr int PLACES = 128, COLUMNS = C::columns, ALL_COLUMNS = ALL_COLUMNS_;
 static constexpr int BLOCKS_N = (ALL_COLUMNS + COLUMNS - 1) / COLUMNS;
 static constexpr int BOX_PLACE = (BOX_BYTES + 127) / 128 * 128;  // where boxes may begin
 static constexpr int WEIGHTS_AT = (BOXES * BOX_PLACE + 1023) / 1024 * 1024, WEIGHT_BYTES = ROWS_B * COLUMNS * 128;
 static constexpr int K_STEPS = 4;                       // of a row of weights: a matrix instruction takes 32 bytes of K
 static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static constexpr bool HOLDS = true;
-using Sums = float[MB][COLUMNS / 2];
+using Sums = float[COLUMNS / 2];
 using Maps = TensorMap;
 using Ring = RingOf<C::stages, WEIGHTS_AT + WEIGHT_BYTES>;
 static_assert(Ring::BYTES + Ring::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");

@@ -5,7 +5,7 @@
 // Float32 pixels are fragments of A that lanes read from a channel's row as it lies, and nothing turns pixels in shared memory, which bounds
 // `gather` for many channels; of 16 bits A is a descriptor, since those may lie along M.
 //
-// A block has PIXELS pixels of an image times COLUMNS columns at a time. Two neighbouring columns of a thread's sums are taps of W side by
+// A block has PLACES pixels of an image times COLUMNS columns at a time. Two neighbouring columns of a thread's sums are taps of W side by
 // side, so that it stores them together.
 #include "pixels_streamed.cuh"
 
@@ -16,7 +16,7 @@ template <class C>
 constexpr int ROW_PIXELS_OF = 128 / NumberOf<C::precision>::SIZE;
 
 template <class C>
-using SubpixelBase = Streamed<Subpixel<C>, C, 128 * C::mb / ROW_PIXELS_OF<C>, ROW_PIXELS_OF<C> * 128, 1, (C::cin + ROW_PIXELS_OF<C> - 1) / ROW_PIXELS_OF<C>,
+using SubpixelBase = Streamed<Subpixel<C>, C, 128 / ROW_PIXELS_OF<C>, ROW_PIXELS_OF<C> * 128, 1, (C::cin + ROW_PIXELS_OF<C> - 1) / ROW_PIXELS_OF<C>,
                               C::cout * C::kernel_d * C::kernel_h * C::kernel_w>;
 
 template <class C>
@@ -27,11 +27,10 @@ using typename Base::Sums;
 using typename Base::At;
 using Base::ELEMENT;
 using Base::NARROW;
-using Base::MB;
+using Base::PLACES;
 using Base::COLUMNS;
 using Base::ALL_COLUMNS;
 
-static constexpr int PIXELS = 128 * MB;
 static constexpr int ROW_PIXELS = ROW_PIXELS_OF<C>, CK = ROW_PIXELS, BOX_BYTES = CK * 128;
 static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
 static constexpr int SECOND = C::cout, TAPS_IN_ALL = TAPS;
@@ -46,7 +45,7 @@ struct Sizes {
 
 struct Tile { int n, p; };                              // image and first pixel
 
-static __device__ __forceinline__ Tile tile_at(int places, const Sizes& s) { return {places / s.tiles_p, places % s.tiles_p * PIXELS}; }
+static __device__ __forceinline__ Tile tile_at(int places, const Sizes& s) { return {places / s.tiles_p, places % s.tiles_p * PLACES}; }
 
 // K is channels. The weight is (C::cin, C::cout, kernel).
 static __device__ __forceinline__ WeightAt weight_at(int column, int chunk, int, int k) {
@@ -69,32 +68,27 @@ struct Box {
 // =====================================================================================================================
 
 // Float32: fragments of steps `first` and `first` + 1: lanes' pixels g and g + 8 of a row, of two channels.
-static __device__ __forceinline__ void load_fragments(u32 (&a)[2][MB][4], u32 from, int first) {
+static __device__ __forceinline__ void load_fragments(u32 (&a)[2][4], u32 from, int first) {
 #pragma unroll
   for (int step = 0; step < 2; step++)
 #pragma unroll
-    for (int m = 0; m < MB; m++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        // Eight pixels are two units of 16 bytes; channel c = 8 (first + step) + 2t + i / 2 has them swapped by c % 8.
-        const int c = 8 * (first + step) + i / 2;
-        u32 at = from + m * (64 / ROW_PIXELS * BOX_BYTES) + c * 128;
-        a[step][m][i] = load_shared_u32(at ^ ((i / 2) << 4) ^ ((i % 2) << 5));
-      }
+    for (int i = 0; i < 4; i++) {
+      // Eight pixels are two units of 16 bytes; channel c = 8 (first + step) + 2t + i / 2 has them swapped by c % 8.
+      const int c = 8 * (first + step) + i / 2;
+      a[step][i] = load_shared_u32((from + c * 128) ^ ((i / 2) << 4) ^ ((i % 2) << 5));
+    }
 }
 
 // 16 bits: acc += a chunk's pixels x its weights, both by descriptor.
 static __device__ __forceinline__ void multiply_turned(Sums& acc, u32 pixels, u32 weights) {
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < Base::K_STEPS; step++)
-#pragma unroll
-    for (int m = 0; m < MB; m++) {
-      u32 from = uniform(pixels) + m * BOX_BYTES + step * 2048;
-      const u32 a[4] = {(from >> 4) | 1u << 16, (u32)(ROWS_OF<128> >> 32)};
-      u64 b = ROWS_OF<128> | (u64)((weights >> 4 | 1u << 16) + step * 2);
-      WgmmaOf<COLUMNS>::template multiply<C::precision, true, false, true>(acc[m], descriptor_of_words(a), b);
-    }
+  for (int step = 0; step < Base::K_STEPS; step++) {
+    u32 from = uniform(pixels) + step * 2048;
+    const u32 a[4] = {(from >> 4) | 1u << 16, (u32)(ROWS_OF<128> >> 32)};
+    u64 b = ROWS_OF<128> | (u64)((weights >> 4 | 1u << 16) + step * 2);
+    WgmmaOf<COLUMNS>::template multiply<C::precision, true, false, true>(acc, descriptor_of_words(a), b);
+  }
   wgmma_commit();
 }
 
@@ -103,7 +97,7 @@ static __device__ __forceinline__ void multiply_turned(Sums& acc, u32 pixels, u3
 static __device__ __forceinline__ u32 own_place(int wg, int thread) {
   int t = thread & 3, g = (thread & 31) >> 2, pixel = (thread >> 5) * 16 + g;
   u32 of_lane = pixel / 32 * BOX_BYTES + 2 * t * 128 + ((pixel % 32 * 4) ^ (2 * t << 4));
-  return wg * (MB * (64 / ROW_PIXELS) * BOX_BYTES) + (NARROW ? 0 : of_lane);
+  return wg * (64 / ROW_PIXELS * BOX_BYTES) + (NARROW ? 0 : of_lane);
 }
 
 static __device__ __forceinline__ void begin(Sums& acc, const Work<Subpixel>& work, int tile, int thread) {
@@ -127,7 +121,7 @@ static __device__ __forceinline__ void store(const Sums& acc, const Work<Subpixe
   store_as<false>(acc, work.y, work.sizes, tile, wg, thread);
 }
 
-// A thread's sums: of columns 8j + 2t and the next, pixels g and g + 8 of MB x 64. PAIRS: pixels 2i and 2i + 1 are in one row and have
+// A thread's sums: of columns 8j + 2t and the next, pixels g and g + 8. PAIRS: pixels 2i and 2i + 1 are in one row and have
 // two taps of W each; lanes of neighbouring g exchange, and store 8 bytes.
 template <bool PAIRS>
 static __device__ __forceinline__ void store_as(const Sums& acc, char* __restrict__ y, const Sizes& s, int tile, int wg, int thread) {
@@ -136,15 +130,13 @@ static __device__ __forceinline__ void store_as(const Sums& acc, char* __restric
   int plane = s.pixels * TAPS;
   y += (long long)t.n * C::cout * plane * ELEMENT;
   constexpr int STORES = PAIRS ? 1 : 2;
-  int at[MB][STORES];                                   // of the first tap's output in a channel; -1: there is no such pixel
+  int at[STORES];                                       // of the first tap's output in a channel; -1: there is no such pixel
 #pragma unroll
-  for (int m = 0; m < MB; m++)
-#pragma unroll
-    for (int h = 0; h < STORES; h++) {
-      int p = t.p + (wg * MB + m) * 64 + (thread >> 5) * 16 + (lane >> 2) + (PAIRS ? odd * 7 : h * 8);
-      int w = p % s.w, q = p / s.w, row = q % s.h, d = q / s.h;
-      at[m][h] = p < s.pixels ? (d * C::kernel_d * out_h + row * C::kernel_h) * out_w + w * C::kernel_w : -1;
-    }
+  for (int h = 0; h < STORES; h++) {
+    int p = t.p + wg * 64 + (thread >> 5) * 16 + (lane >> 2) + (PAIRS ? odd * 7 : h * 8);
+    int w = p % s.w, q = p / s.w, row = q % s.h, d = q / s.h;
+    at[h] = p < s.pixels ? (d * C::kernel_d * out_h + row * C::kernel_h) * out_w + w * C::kernel_w : -1;
+  }
   int first = Base::block_of(tile) * COLUMNS + lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; j++) {
@@ -152,20 +144,17 @@ static __device__ __forceinline__ void store_as(const Sums& acc, char* __restric
     int of = first + 8 * j, kw = of % C::kernel_w, cout = of / C::kernel_w % C::cout, tap = of / (C::kernel_w * C::cout);
     bool column = ALL_COLUMNS % COLUMNS == 0 || of < ALL_COLUMNS;
     char* channel = y + ((long long)cout * plane + (tap / C::kernel_h * out_h + tap % C::kernel_h) * out_w + kw) * ELEMENT;
+    u32 v[2][2];
 #pragma unroll
-    for (int m = 0; m < MB; m++) {
-      u32 v[2][2];
+    for (int i = 0; i < 4; i++) v[i / 2][i % 2] = Number::bits(acc[4 * j + i]);
+    if constexpr (PAIRS) exchange<NARROW>(v, odd);
 #pragma unroll
-      for (int i = 0; i < 4; i++) v[i / 2][i % 2] = Number::bits(acc[m][4 * j + i]);
-      if constexpr (PAIRS) exchange<NARROW>(v, odd);
-#pragma unroll
-      for (int h = 0; h < STORES; h++) {
-        char* place = channel + (long long)at[m][h] * ELEMENT;
-        bool ok = at[m][h] >= 0 && column;
-        const u32 both[4] = {v[h][0], PAIRS ? v[1][0] : v[h][1]};
-        if constexpr (!NARROW || PAIRS) store_global_64_if(place, both, ok);
-        else store_global_if(place, v[h][0] | v[h][1] << 16, ok);
-      }
+    for (int h = 0; h < STORES; h++) {
+      char* place = channel + (long long)at[h] * ELEMENT;
+      bool ok = at[h] >= 0 && column;
+      const u32 both[4] = {v[h][0], PAIRS ? v[1][0] : v[h][1]};
+      if constexpr (!NARROW || PAIRS) store_global_64_if(place, both, ok);
+      else store_global_if(place, v[h][0] | v[h][1] << 16, ok);
     }
   }
 }

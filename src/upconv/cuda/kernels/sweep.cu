@@ -7,7 +7,7 @@
 // reaches. Behind a slice the first slot's sums are complete; they are stored, and the others move up by one. So every product is
 // useful but at the ends of a walk.
 //
-// `turns`: consumers multiply in turn, so that one stores while the other multiplies; a slice's chunks all stay until both have.
+// `turns`: consumers multiply in turn, so that one stores while the other multiplies. All weights stay, and a slice's chunks until both have.
 //
 // M-rows are neighbouring pixel rows of the tile, its halo's columns among them, whose sums nobody stores: so rows of any width fill
 // the instructions. Consumers halve them: `nb` x 64 each.
@@ -124,26 +124,26 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   });
 }
 
-// One thread: streams every slice's weights through the ring, chunk by chunk; resident ones it loads once.
+// One thread: streams every slice's weights through the ring, chunk by chunk; those that stay it loads once.
 static __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, const Weights& ring) {
   wait_for_results();                                   // of `pack`
   typename Weights::Cursor cursor = {0, 1};
   const Order order(s);
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-    int chunks = C::resident ? CHUNKS : end_chunk(tile_at(index, s), s);
+    int chunks = C::turns ? CHUNKS : end_chunk(tile_at(index, s), s);
     const char* from = packed;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++)
 #pragma unroll 1
       for (int left = CHUNK_STEPS; left > 0; left -= C::w_stage, cursor.next()) {
         u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES, barrier = ring.full(cursor);
-        if (!C::resident) ring.wait_empty(cursor);
+        if (!C::turns) ring.wait_empty(cursor);
         expect_bytes(barrier, bytes);
         copy_bulk(ring.stage(cursor), from, bytes, barrier);
         from += bytes;
       }
-    if (C::resident) return;
+    if (C::turns) return;
   }
 }
 
@@ -166,9 +166,9 @@ static __device__ __forceinline__ void multiply_chunk(float (&acc)[NB][SUMS], u3
   for (int i = 0; i < CHUNK_STEPS; i++) {
     const int k = i % K_STEPS * 2;
     if (i % C::w_stage == 0) {
-      barrier_wait(weights.ring.full(weights.cursor), C::resident ? 0 : weights.cursor.parity);
+      barrier_wait(weights.ring.full(weights.cursor), C::turns ? 0 : weights.cursor.parity);
       at = uniform(weights.ring.stage(weights.cursor) >> 4 | 1u << 16);
-      barrier = C::resident ? 0 : weights.ring.empty(weights.cursor);
+      barrier = C::turns ? 0 : weights.ring.empty(weights.cursor);
       weights.cursor.next();
       wgmma_fence();
     }

@@ -15,19 +15,11 @@
 #include "wgrad.cuh"
 #include "wgmma.cuh"
 
-// What wgrad_wgmma.cu has besides.
-template <class C>
-struct WgradSyncConstants : C {
-  static constexpr bool stacked = false, gapless = false;
-  static constexpr int row_classes = 1;
-};
-
 template <class C_>
 struct WgradSync {
-using C = WgradSyncConstants<C_>;
+using C = C_;
 using S = WgradShape<C>;
 using Number = typename S::Number;
-using Slices = WgradSlices<S, false>;
 using Sizes = typename S::Sizes;
 using Chunk = typename S::Chunk;
 using Work = typename S::Work;
@@ -243,41 +235,27 @@ static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const
 }
 
 static __device__ __forceinline__ void store(const Sums& sums, float* __restrict__ partial, const Work& work, int split, const Lane& of) {
-  long long slice = ((long long)split * WARPS_K + of.k) * (S::TAPS * S::CIN * (long long)C::cout);
+  long long slice = ((long long)split * WARPS_K + of.k) * (S::TAPS * S::COUT * (long long)C::cin);
 #pragma unroll
   for (int tap = 0; tap < S::SET_TAPS; tap++) {
     int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
     if (kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) continue;
-    float* to = partial + slice + ((long long)((kd * C::kernel_h + kh) * C::kernel_w + kw) * S::CIN + work.group * C::cin) * C::cout;
+    float* to = partial + slice + ((long long)((kd * C::kernel_h + kh) * C::kernel_w + kw) * S::COUT + work.group * C::cout) * C::cin;
 #pragma unroll
     for (int i = 0; i < M_FRAGMENTS; i++)
 #pragma unroll
       for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          int m = work.ci + of.m + i * 16 + of.g + 8 * h, n = work.co + of.n + j * 8 + 2 * of.q;
-          float v0 = sums[tap][i][j][2 * h], v1 = sums[tap][i][j][2 * h + 1];
-          if (m >= C::cin) continue;
-          float* at = to + (long long)m * C::cout + n;
-          if constexpr (C::cout % 2 == 0) {
-            if (n < C::cout) *(float2*)at = make_float2(v0, v1);
-          } else {
-            if (n < C::cout) at[0] = v0;
-            if (n + 1 < C::cout) at[1] = v1;
-          }
+        for (int e = 0; e < 4; e++) {
+          int m = work.ci + of.m + i * 16 + of.g + e / 2 * 8, n = work.co + of.n + j * 8 + 2 * of.q + e % 2;
+          if (m < C::cin && n < C::cout) to[(long long)n * C::cin + m] = sums[tap][i][j][e];
         }
   }
 }
 
 static __device__ __forceinline__ void run(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, const Sizes& s, unsigned char* memory) {
-  int index = blockIdx.x;
-  Work work;                               // blocks of the same pixels are neighbours, for L2's sake
-  int set = index % S::SETS;  index /= S::SETS;
-  work.co = index % S::CO_TILES * C::block_co;  index /= S::CO_TILES;
-  work.ci = index % S::CI_TILES * C::block_ci;  index /= S::CI_TILES;
-  work.group = index % C::groups;
-  int split = index / C::groups;
-  S::take_set(work, set);
+  Work work;
+  int split = S::take_work(work, blockIdx.x);
   int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   Lane of = {lane, lane >> 2, lane & 3, warp / (WARPS_K * WARPS_N) * C::warp_m, warp / WARPS_K % WARPS_N * C::warp_n, warp % WARPS_K, 0, 0};
   int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
@@ -308,7 +286,7 @@ static __device__ __forceinline__ void run(const char* __restrict__ x, const cha
 }
 };
 
-// partial: [splits * WARPS_K][TAPS][CIN][cout] float32.
+// partial: [splits * WARPS_K][TAPS][COUT][cin] float32.
 template <class C>
 __global__ void __launch_bounds__(WgradSync<C>::THREADS, 1)
 wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,

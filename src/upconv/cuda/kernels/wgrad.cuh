@@ -78,10 +78,16 @@ static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
           c.w * C::step_w + work.tap_w * C::dilation_w - C::padding_w};
 }
 
-static __device__ __forceinline__ void take_set(Work& work, int set) {
+// Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
+static __device__ __forceinline__ int take_work(Work& work, int index) {
+  int set = index % SETS;  index /= SETS;
+  work.co = index % CO_TILES * C::block_co;  index /= CO_TILES;
+  work.ci = index % CI_TILES * C::block_ci;  index /= CI_TILES;
+  work.group = index % C::groups;
   work.tap_w = set % C::sets_w * C::taps_w;
   work.tap_h = set / C::sets_w % C::sets_h * C::taps_h;
   work.tap_d = set / (C::sets_w * C::sets_h) * C::taps_d;
+  return index / C::groups;
 }
 
 // (n, d, h) of row `r` of a tile, in its tensor.
@@ -200,50 +206,60 @@ static __device__ __forceinline__ void clear_borders(const char* tensor, const W
 };
 
 // =====================================================================================================================
-// The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
-// slice. Of large weights these are 64 rows (reduce_rows), turned through shared memory, so that slices are read and the weight is
-// written in whole sectors; of small ones it is one row, and the block's warps divide the slices, since more rows leave blocks idle.
+// Slices of partial sums, [slice][tap][COUT][cin]
 // =====================================================================================================================
 
+// Two neighbours of a slice, channels `c` and `c + 1` of so many.
+template <int CHANNELS>
+__device__ __forceinline__ void wgrad_put_pair(float* at, int c, const float* sums) {
+  if constexpr (CHANNELS % 2 == 0) {
+    if (c < CHANNELS) *(float2*)at = make_float2(sums[0], sums[1]);
+  } else {
+    if (c < CHANNELS) at[0] = sums[0];
+    if (c + 1 < CHANNELS) at[1] = sums[1];
+  }
+}
+
+// The second step: slices are added in the order of their index. A block takes 32 input channels of some rows of a slice. Of large
+// weights these are 64 rows (reduce_rows), turned through shared memory, so that slices are read and the weight is written in whole
+// sectors; of small ones it is one row, and the block's warps divide the slices, since more rows leave blocks idle.
 constexpr int WGRAD_RUNS = 8;              // warps of a block
 
-// CI_INNERMOST: slices are [tap][COUT][cin], else [tap][CIN][cout].
-template <class S, bool CI_INNERMOST>
-struct WgradSlices {
-using C = typename S::C;
+template <class C>
+struct WgradReduce {
+using S = WgradShape<C>;
 using Bits = typename S::Bits;
-static constexpr int RUNS = WGRAD_RUNS, INNERMOST = CI_INNERMOST ? C::cin : C::cout, ROWS = (CI_INNERMOST ? S::COUT : S::CIN) * S::TAPS;
+static constexpr int RUNS = WGRAD_RUNS, ROWS = S::COUT * S::TAPS;
 static constexpr int OF_BLOCK = C::reduce_rows, ROWS_EACH = OF_BLOCK < RUNS ? 1 : OF_BLOCK / RUNS;
 static constexpr int AT_ONCE = OF_BLOCK == 1 ? 8 : 2;   // slices
 
-struct Strides { long long ci, co, tap; };              // of the weight
+struct Weight {
+  char* at;
+  long long ci, co, tap;                   // strides
+  long long wide;                          // whether it is float32, whatever the operands are
+
+  __device__ __forceinline__ void store(long long to, float v) const {
+    if (S::NARROW && !wide) ((Bits*)at)[to] = (Bits)S::Number::bits(v);
+    else ((float*)at)[to] = v;
+  }
+};
 
 struct Row {
   long long from, to;                      // first element in a slice, and in the weight
 };
 
 // Rows are counted as the weight has them.
-static __device__ __forceinline__ Row row_at(int row, const Strides& strides) {
-  if constexpr (CI_INNERMOST) {
-    int group = row / (C::cout * S::TAPS), j = row % (C::cout * S::TAPS);
-    bool taps_inside = strides.tap <= strides.co;
-    int co = taps_inside ? j / S::TAPS : j % C::cout, tap = taps_inside ? j % S::TAPS : j / C::cout;
-    return {((long long)tap * S::COUT + group * C::cout + co) * C::cin, group * C::cin * strides.ci + co * strides.co + tap * strides.tap};
-  } else {
-    int ci = row / S::TAPS, tap = row % S::TAPS;
-    return {((long long)tap * S::CIN + ci) * C::cout, ci * strides.ci + tap * strides.tap};
-  }
+static __device__ __forceinline__ Row row_at(int row, const Weight& weight) {
+  int group = row / (C::cout * S::TAPS), j = row % (C::cout * S::TAPS);
+  bool taps_inside = weight.tap <= weight.co;
+  int co = taps_inside ? j / S::TAPS : j % C::cout, tap = taps_inside ? j % S::TAPS : j / C::cout;
+  return {((long long)tap * S::COUT + group * C::cout + co) * C::cin, group * C::cin * weight.ci + co * weight.co + tap * weight.tap};
 }
 
-static __device__ __forceinline__ void store_sum(Bits* to, float v) { *to = (Bits)S::Number::bits(v); }
-// For a float32 weight under autocast sums stay what they are.
-static __device__ __forceinline__ void store_sum(float* to, float v) { *to = v; }
-
-template <class Out>
-static __device__ __forceinline__ void add(const float* __restrict__ partial, Out* __restrict__ out, int slices, const Strides& strides) {
+static __device__ __forceinline__ void add(const float* __restrict__ partial, int slices, const Weight& weight) {
   __shared__ float sums[OF_BLOCK < RUNS ? RUNS : OF_BLOCK][33];
-  const long long total = (long long)S::TAPS * S::CIN * C::cout;
-  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
+  const long long total = (long long)S::TAPS * S::COUT * C::cin;
+  constexpr int COLUMNS_OF_BLOCKS = (C::cin + 31) / 32;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * OF_BLOCK;
   int share = OF_BLOCK == 1 ? (slices + RUNS - 1) / RUNS : slices, begin = OF_BLOCK == 1 ? warp * share : 0, end = begin + share < slices ? begin + share : slices;
@@ -252,7 +268,7 @@ static __device__ __forceinline__ void add(const float* __restrict__ partial, Ou
 #pragma unroll
   for (int k = 0; k < ROWS_EACH; k++) {
     int row = OF_BLOCK == 1 ? first : first + warp + k * RUNS;
-    from[k] = row < ROWS && c < INNERMOST ? row_at(row, strides).from + c : -1;
+    from[k] = row < ROWS && c < C::cin ? row_at(row, weight).from + c : -1;
     sum[k] = 0.f;
   }
 #pragma unroll AT_ONCE
@@ -270,26 +286,17 @@ static __device__ __forceinline__ void add(const float* __restrict__ partial, Ou
     sums[0][lane] = sum[0];
     __syncwarp();
   }
-  long long stride_c = CI_INNERMOST ? strides.ci : strides.co;
   c -= lane;
 #pragma unroll 1
   for (int i = threadIdx.x; i < OF_BLOCK * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = stride_c == 1 ? i / 32 : i % OF_BLOCK, column = stride_c == 1 ? i % 32 : i / OF_BLOCK;
-    if (first + row >= ROWS || c + column >= INNERMOST) continue;
-    long long to = row_at(first + row, strides).to + (c + column) * stride_c;
-    store_sum(out + to, sums[row][column]);
+    int row = weight.ci == 1 ? i / 32 : i % OF_BLOCK, column = weight.ci == 1 ? i % 32 : i / OF_BLOCK;
+    if (first + row < ROWS && c + column < C::cin) weight.store(row_at(first + row, weight).to + (c + column) * weight.ci, sums[row][column]);
   }
 }
 };
 
-// K: a kernel, whose Slices are added.
-template <class K>
+template <class C>
 __global__ void __launch_bounds__(32 * WGRAD_RUNS)
-reduce(const float* __restrict__ partial, typename K::Number::Bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
-  K::Slices::add(partial, out, slices, {stride_ci, stride_co, stride_tap});
-}
-template <class K>
-__global__ void __launch_bounds__(32 * WGRAD_RUNS)
-reduce_float(const float* __restrict__ partial, float* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
-  K::Slices::add(partial, out, slices, {stride_ci, stride_co, stride_tap});
+reduce(const float* __restrict__ partial, char* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
+  WgradReduce<C>::add(partial, slices, {out, stride_ci, stride_co, stride_tap, wide});
 }

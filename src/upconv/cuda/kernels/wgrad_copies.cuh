@@ -16,11 +16,6 @@ using TensorMaps = typename T::TensorMaps;
 
 // --- x ---
 
-static __device__ __forceinline__ int chunk_pixels(const Sizes& s) {
-  if constexpr (C::gapless) return s.batch * s.in_d * s.in_h * s.in_w;
-  else return T::PIXELS;
-}
-
 // A chunk, from its input channel `channel` on.
 static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
 #pragma unroll 1
@@ -35,8 +30,8 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
 }
 
 // Pixels that are to be turned.
-static __device__ __forceinline__ void load_raw(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, chunk_pixels(s) * (C::block_ci * 4));
+static __device__ __forceinline__ void load_raw(const TensorMaps& maps, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  expect_bytes(barrier, T::RAW_BYTES);
   load_box(to, maps.of[0], work.group * C::cin + work.ci, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
 }
 
@@ -65,8 +60,7 @@ static __device__ __forceinline__ void load_classes(const TensorMap* maps, const
 }
 
 // Of channels-last tensors a chunk may be a box of any shape, of which a launch tells, and each tap of the set then has g's pixels for
-// it: a strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 or 14 x 14 fill K (with rows of 8 half of it
-// and 87%).
+// it: a strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 fill K (rows of 8 leave half of it empty).
 static __device__ __forceinline__ void load_taps(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
 #pragma unroll 1
   for (int i = 0; i < T::G_BOXES * T::SET_TAPS; i++) {
@@ -91,36 +85,13 @@ static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes
 // --- a chunk ---
 
 // Bytes that `load` brings.
-static __device__ __forceinline__ int bytes_of(const Sizes& s) {
-  if constexpr (C::gapless) return chunk_pixels(s) * (((T::TURN_X ? 0 : C::block_ci) + T::SET_TAPS * C::block_co) * T::ELEMENT);
-  constexpr int OF_G = C::channels_last ? T::G_ROWS * C::g_planes * C::plane_columns * C::block_co * T::ELEMENT : T::G_BYTES;
-  return (T::TURN_X ? 0 : T::X_TILE_BYTES) + (C::box_g ? OF_G : 0);
-}
+static constexpr int OF_G = C::channels_last ? T::G_ROWS * C::g_planes * C::plane_columns * C::block_co * T::ELEMENT : T::G_BYTES;
+static constexpr int BYTES = (T::TURN_X ? 0 : T::X_TILE_BYTES) + (C::box_g ? OF_G : 0);
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, bytes_of(s));
+  expect_bytes(barrier, BYTES);
   if constexpr (!T::TURN_X) load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
   if constexpr (C::box_g) load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::X_TILE_BYTES, barrier);
-}
-
-// Gapless: zeros for the pixels of every stage that no box writes, once: a box has fewer than a chunk where no shape of it has as many.
-static __device__ __forceinline__ void clear_tails(u32 base, const Sizes& s, int thread) {
-  const int pixels = chunk_pixels(s);
-  if (pixels == T::PIXELS) return;
-  if constexpr (T::TURN_X) clear_tail<C::block_ci * 4, 1, 1>(base + T::RAW_AT, 0, 0, pixels, thread);
-  else clear_tail<T::SEGMENT, C::stages * T::BOXES, T::BOXES>(base, T::STAGE_BYTES, T::BOX_BYTES, pixels, thread);
-  constexpr int PARTS = T::G_BOXES * T::SET_TAPS;
-  clear_tail<T::G_PIXEL_BYTES, C::stages * PARTS, PARTS>(base + T::X_TILE_BYTES, T::STAGE_BYTES, T::PLANE_BYTES, pixels, thread);
-  fence_async_shared();                    // the tensor cores read by descriptor
-}
-
-// Of PARTS that each have a chunk's pixels, OF_STAGE in a stage, the pixels from `pixels` on.
-template <int PIXEL, int PARTS, int OF_STAGE>
-static __device__ __forceinline__ void clear_tail(u32 first, u32 stage, u32 apart, int pixels, int thread) {
-  for (int i = thread; i < PARTS * (T::PIXELS - pixels) * (PIXEL / 16); i += T::THREADS) {
-    int unit = i % (PIXEL / 16), at = i / (PIXEL / 16), pixel = pixels + at % (T::PIXELS - pixels), part = at / (T::PIXELS - pixels);
-    store_shared_128(first + part / OF_STAGE * stage + part % OF_STAGE * apart + pixel * PIXEL + unit * 16, 0, 0, 0, 0);
-  }
 }
 };
 
@@ -162,7 +133,7 @@ struct WgradByTurning {
   static __device__ __forceinline__ bool takes_part(int) { return true; }
 
   static __device__ __forceinline__ void load_raw(const WgradBlock<T>& block, int i) {
-    WgradBoxes<T>::load_raw(block.maps, block.s, T::chunk_at(i, block.s), block.work, block.base + T::RAW_AT, block.last);
+    WgradBoxes<T>::load_raw(block.maps, T::chunk_at(i, block.s), block.work, block.base + T::RAW_AT, block.last);
   }
   static __device__ __forceinline__ void begin(const WgradBlock<T>& block, int thread) {
     if (thread == 0 && block.begin() < block.s.chunks) load_raw(block, block.begin());

@@ -17,10 +17,9 @@
 // Stacked chunks are of rows of g, step_h at a time, and it is x's tile that has a halo, so that an instruction always takes all
 // of its rows: ptxas waits for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
 //
-// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where splits are
-// few, their blocks are a cluster, which adds the sums through its shared memory in the same order, and writes the weight itself.
-// Where more are, but all blocks run at once (a cooperative launch), those of a tile wait for each other and do it together, through
-// global memory. A split that is the only one (alone) writes the weight from its own shared memory.
+// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where all blocks
+// run at once (a cooperative launch), those of a tile wait for each other, add the sums through global memory in the same order, and
+// write the weight. A split that is the only one (alone) writes it from its own shared memory.
 //
 // Files: wgrad_tiles.cuh (a chunk in shared memory), wgrad_copies.cuh (who brings it), wgrad_multiply.cuh (fragments and matrix
 // instructions), wgrad_sums.cuh (how sums leave).
@@ -31,13 +30,11 @@ struct WgradWgmma {
 using C = C_;
 using T = WgradTile<C>;
 using Number = typename T::Number;
-using Slices = WgradSlices<T, true>;
 using Sizes = typename T::Sizes;
 using Chunk = typename T::Chunk;
 using Work = typename T::Work;
 using TensorMaps = typename T::TensorMaps;
 using Block = WgradBlock<T>;
-using Gradient = WgradGradient<T>;
 using M = WgradMultiply<T>;
 using F = typename M::F;
 
@@ -104,74 +101,18 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
     }
   }
   if constexpr (C::a_shared) wgmma_wait<0>();
-  end.put(acc, block, of, wg, thread);
+  end.put(acc, block, of, wg * 128 + thread);
 }
-
-// =====================================================================================================================
-// What becomes of a block's sums, where they are no slice (WgradSlice)
-// =====================================================================================================================
-
-// They are added to those of other splits, and written to the weight.
-struct Whole {
-  Gradient out;
-  char* partial;                           // together: SUMS_BYTES of each block
-  u32* counters;                           // together: two of each tile
-
-  static constexpr int TILES = T::SETS * T::CO_TILES * T::CI_TILES * C::groups;
-
-  __device__ __forceinline__ void put(const typename M::Sums& acc, const Block& block, const typename F::Lane& of, int wg, int thread) const {
-    named_sync<2, T::CONSUMERS>();         // nobody reads a stage any more
-    if constexpr (T::BY_ROWS) {
-      if (out.has_rows()) {
-        out.put_rows_of(acc, block.work, block.base, of, wg, thread);
-        return;
-      }
-    }
-    Gradient::put_shared(acc, block.memory, of);
-    add(block, threadIdx.x - T::COPIERS);
-  }
-
-  __device__ __forceinline__ void add(const Block& block, int thread) const {
-    if constexpr (C::together) {
-      const int index = block_index();     // read again, not kept over the loop, where it spills
-      const int tile = index % TILES, rank = index / TILES;
-      const WgradTogether<T> peers = {partial + (long long)tile * T::SUMS_BYTES, (long long)TILES * T::SUMS_BYTES, (int)gridDim.x / TILES};
-      peers.publish(partial + (long long)index * T::SUMS_BYTES, block.base, counters + 2 * tile, thread);
-      WgradAdding<T>::add_share_of_quads(out, block.work, peers, block.base, rank, thread);
-    } else {
-      WgradAdding<T>::add_share_of_rows(out, block.work, {}, block.base, block.split, thread);
-    }
-  }
-};
 
 // =====================================================================================================================
 // A block
 // =====================================================================================================================
 
-// Blocks of the same pixels are neighbours, for L2's sake.
-static __device__ __forceinline__ void take_work(Block& block) {
-  Work& work = block.work;
-  int index = blockIdx.x;
-  if constexpr (C::cluster > 1) block.split = index % C::cluster, index /= C::cluster;  // so that a cluster's blocks are neighbours
-  int set = index % T::SETS;  index /= T::SETS;
-  if constexpr (C::cluster > 1 && T::CI_TILES % 2 == 0) {  // two clusters have the same pixels of g, for L2
-    work.ci = index % 2;  index /= 2;
-    work.co = index % T::CO_TILES * C::block_co;  index /= T::CO_TILES;
-    work.ci = (work.ci + index % (T::CI_TILES / 2) * 2) * C::block_ci;  index /= T::CI_TILES / 2;
-  } else {
-    work.co = index % T::CO_TILES * C::block_co;  index /= T::CO_TILES;
-    work.ci = index % T::CI_TILES * C::block_ci;  index /= T::CI_TILES;
-  }
-  work.group = index % C::groups;
-  if constexpr (C::cluster == 1) block.split = index / C::groups;
-  T::take_set(work, set);
-}
-
 template <class E>
 static __device__ __forceinline__ void run(const char* g, const E& end, const Sizes& s, const TensorMaps& maps, unsigned char* memory) {
   const u32 base = shared_address(memory), full = base + T::BARRIERS_AT, empty = full + 8 * C::stages, last = base + T::BARRIERS_AT + 16 * C::stages;
   Block block = {maps, g, s, {}, 0, memory, base, full, empty, last};
-  take_work(block);
+  block.split = T::take_work(block.work, blockIdx.x);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::stages; i++) {
       barrier_init(full + 8 * i, WgradWay<T>::ARRIVALS);
@@ -180,7 +121,6 @@ static __device__ __forceinline__ void run(const char* g, const E& end, const Si
     barrier_init(last, 1);
     barriers_begun();
   }
-  if constexpr (C::gapless) WgradBoxes<T>::clear_tails(base, s, threadIdx.x);
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
@@ -203,24 +143,13 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
   K::run(g, WgradSlice<WgradTile<C>>{partial}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// Blocks that write the weight's gradient, `out`: alone, or together.
+// Blocks that write the weight's gradient, `out`.
 template <class C>
 __global__ void __launch_bounds__(WgradTile<C>::THREADS, 1)
 wgrad_whole(const char* __restrict__ g, char* __restrict__ out, char* partial, u32* counters, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
-      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, long long stride_ci, long long stride_co, long long stride_tap, int wide,
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, long long stride_ci, long long stride_co, long long stride_tap, long long wide,
       const __grid_constant__ typename WgradTile<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   using K = WgradWgmma<C>;
-  K::run(g, typename K::Whole{{out, stride_ci, stride_co, stride_tap, wide}, partial, counters}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
-}
-
-// The same, of clusters.
-template <class C>
-__global__ void __cluster_dims__(C::cluster) __launch_bounds__(WgradTile<C>::THREADS, 1)
-wgrad_cluster(const char* __restrict__ g, char* __restrict__ out, char* partial, u32* counters, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
-      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, long long stride_ci, long long stride_co, long long stride_tap, int wide,
-      const __grid_constant__ typename WgradTile<C>::TensorMaps maps) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  using K = WgradWgmma<C>;
-  K::run(g, typename K::Whole{{out, stride_ci, stride_co, stride_tap, wide}, partial, counters}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
+  K::run(g, WgradWhole<WgradTile<C>>{out, stride_ci, stride_co, stride_tap, wide, partial, counters}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }

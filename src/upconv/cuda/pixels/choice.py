@@ -73,35 +73,17 @@ class TileChoice(PackingLaunch):
     # --- sources -----------------------------------------------------------------------------------------------------
 
     def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes that share the tile.
-
-        The first packs weights; a second takes channels-last ones in place, where a kernel of its own does.
-        """
-        t = self.tile
-        packed = self._packed(t.constants())
-        if t.long_code:
-            return (replace(packed, quick=self._quick),)
-        if t.turnable:
-            turned = jit.instance(f"{t.file}.cu", t.turned_constants, (t.instance,))
-            return packed, Unit(f"{packed.label} unpacked", turned, (t.entry,))
-        return (packed,)
-
-    def _packed(self, constants: dict[str, Any]) -> Unit:
-        """The kernel and what packs its weights."""
+        """What NVRTC must compile; the same for all input sizes that share the tile."""
         t, p = self.tile, self.problem
-        source = jit.instance(f"{t.file}.cu", constants, (*packing_entries(t.struct, p), t.instance))
-        return Unit(f"{t.mode} {layer_text(p)}", source, ("pack", t.entry))
-
-    def _quick(self) -> Unit:
-        """The same to the last bit, compiled fast."""
-        return self._packed(self.tile.constants() | {"quick": True}).passing()
+        source = jit.instance(f"{t.file}.cu", t.constants(), (*packing_entries(t.struct, p), t.instance))
+        return (Unit(f"{t.mode} {layer_text(p)}", source, ("pack", t.entry)),)
 
     # --- launches ----------------------------------------------------------------------------------------------------
 
     @property
     def in_place(self) -> bool:
-        """Whether a kernel reads channels-last weights as they lie, so that nothing is packed."""
-        return bool(self.tile.in_place or self.tile.turnable)
+        """Whether the kernel reads channels-last weights as they lie, so that nothing is packed."""
+        return bool(self.tile.in_place)
 
     @property
     def reads(self) -> WeightForm | None:
@@ -120,56 +102,54 @@ class TileChoice(PackingLaunch):
         return self.sources()[0], self.tile.packed_words, self.tile.pack_blocks
 
     def multiply(self, given: Given) -> Launch:
-        t, unit = self.tile, self.sources()[-1 if given.weight == "in place" else 0]
+        t = self.tile
         result = Pointer("result", alignment=16 if t.aligned else 1)
         arguments = t.arguments(self.problem, self.gpu, given, self.bias(given), result)
-        overlaps = self.seconds < t.longest_overlap
-        return Launch(unit, t.entry, self.grid, t.threads, t.shared_bytes, arguments, dependent=overlaps)
+        unit, beside = self.sources()[0], t.beside_pack
+        return Launch(unit, t.entry, self.grid, t.threads, t.shared_bytes, arguments, dependent=beside)
 
 
 C = TypeVar("C", bound=TileChoice)
 
 
 class Chooser(Generic[C]):
-    """A mode's ``choose``: the cheapest tile by its model, or the sentence why there is none. Answers are kept.
+    """A mode's search: the cheapest tile by its model, or the sentence why there is none. Answers are kept.
 
     Args:
         choice: its kind.
         refusal: why the kernels cannot serve a problem, in a sentence; None when they may.
-        tiles: those that can run it.
+        candidates: tiles worth a look that can run it.
         general: why there is none that serves every size of the input, as exported files must.
-        none: why there is none where `tiles` has none whose tiles a kernel counts in 32 bits, a grid beyond the last.
+        none: why there is none where no candidate's tiles, a grid beyond the last, can be counted in 32 bits.
     """
 
     def __init__(
         self,
         choice: type[C],
         refusal: Callable[[Problem, Gpu], str | None],
-        tiles: Callable[[Problem, Gpu], Iterable[Tile]],
+        candidates: Callable[[Problem, Gpu], Iterable[Tile]],
         *,
         general: str = "exported files have no host code for pixels as rows",
         none: str,
     ) -> None:
-        def found(p: Problem, gpu: Gpu) -> C | str:
-            refused = refusal(p, gpu)
-            if refused:
-                return refused
-            served = (t for t in tiles(p, gpu) if t.tiles(p) < MOST_COUNTED - 2 * gpu.multiprocessors)
-            timed = ((cost.cost(t.work(p, gpu), gpu), t) for t in served)
-            best = min(timed, key=lambda one: one[0].seconds, default=None)
-            return none if best is None else choice(best[1], p, gpu, best[0])
+        self.choice, self.refusal, self.candidates = choice, refusal, candidates
+        self._general, self._none = general, none
+        self._found = lru_cache(maxsize=4096)(self._search)
 
-        self._found = lru_cache(maxsize=4096)(found)
-        self._general = general
+    def _search(self, p: Problem, gpu: Gpu) -> C | str:
+        if refused := self.refusal(p, gpu):
+            return refused
+        served = (t for t in self.candidates(p, gpu) if t.tiles(p) < MOST_COUNTED - 2 * gpu.multiprocessors)
+        timed = ((cost.cost(t.work(p, gpu), gpu), t) for t in served)
+        best = min(timed, key=lambda one: one[0].seconds, default=None)
+        return self._none if best is None else self.choice(best[1], p, gpu, best[0])
 
     def __call__(self, p: Problem, gpu: Gpu, general: bool = False) -> C | str:
         """``general``: of choices that serve every size of the input, of which there are none."""
         return self._general if general else self._found(p, gpu)
 
+    choose = __call__
+
     def candidate(self, p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> C | str:
         """As `upconv.cuda.family` asks."""
         return batches.too_long(p) or self(p, gpu, general)
-
-    def cache_clear(self) -> None:
-        """Forgets the answers."""
-        self._found.cache_clear()

@@ -46,15 +46,12 @@ _MOST_SUMS = 176  # of a consumer's thread, whose addresses and the like take 56
 _MOST_TAPS = 512  # and phases
 _MOST_TILES = 2**30  # which the kernel counts in 32 bits, a grid beyond the last
 _CLUSTERS = 2, 4, 8
-_BESIDE_PACK = 40e-6  # seconds of a kernel that begins beside `pack`, at most
 _FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
-_TURNED = 64  # channels of the result in a box of weights as a forward's lie
-_LONG = 16  # steps of a tile, from which on stores have time
+_TURNED = 64  # channels of the result in a box of a forward's channels-last weights
 _PARTIAL = 2.1  # lines of the copy engine for a pixel of a box that reaches beyond the last channel
 _STORE = {"fwd": 1.19, "grad-input": 0.3}  # clocks for 8 results, by pass; twice as many where lanes store 8 bytes
-_FEW = 1.5  # tiles of each phase that a block has
-_SQUARE = 64  # source channels and columns of a forward's weights, which a block of `pack` turns
+_SQUARE = 64  # channels and columns of weights, which a block of `pack` turns
 
 
 class Phase(NamedTuple):
@@ -92,9 +89,10 @@ class Tile(Base):
     """Blocks that share a tile's steps and add up their sums."""
 
     mode = "implicit"
+    named = ("columns", "mb", "halves", "cluster", "forward", "turned", "wide_stores")
     biased = True
-    longest_overlap = _BESIDE_PACK
-    """Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights
+    beside_pack = False
+    """Blocks that begin one by one lose touch with those that read the same pixels and weights
     (docs/experiments.md)."""
 
     @property
@@ -139,12 +137,18 @@ class Tile(Base):
         return "pixels_last_clusters" if self.cluster > 1 else "pixels_last"
 
     @property
+    def turned(self) -> bool:
+        """Whether a forward's weights are channels-last, whose rows are channels of the result."""
+        return self.forward and self.element == 2 and self.columns % _TURNED == 0 and self.channels[1] % 8 == 0
+
+    @property
     def in_place(self) -> bool:
-        return not self.forward
+        """Other weights are packed to be channels-last."""
+        return self.turned or not self.forward
 
     @property
     def packed_as(self) -> tuple[Any, ...]:
-        return self.problem.precision, self.problem.pass_, self.turnable
+        return self.problem.precision, self.problem.pass_, self.in_place
 
     @property
     def packed_words(self) -> int:
@@ -152,15 +156,17 @@ class Tile(Base):
 
     @property
     def pack_square(self) -> tuple[int, int]:
-        """Source channels, and columns of the weight, that a block of `pack` turns; a gradient has all taps."""
-        if self.forward:
-            return _SQUARE, _SQUARE
-        return next(n for n in (64, 32, 16, 8) if n * self.problem.taps <= _SQUARE**2), self.problem.taps
+        """Channels that lie side by side in packed weights, and other columns, that a block of `pack` turns."""
+        if self.in_place:  # all taps of a channel of the other side
+            return next(n for n in (64, 32, 16, 8) if n * self.problem.taps <= _SQUARE**2), self.problem.taps
+        return _SQUARE, _SQUARE
 
     @property
     def pack_blocks(self) -> int:
-        (channels, columns), (of_source, of_result) = self.pack_square, self.channels
-        return -(-of_result * self.problem.taps // columns) * -(-of_source // channels)
+        (channels, columns), (side_by_side, other) = self.pack_square, self.channels
+        if self.turned:
+            side_by_side, other = other, side_by_side
+        return -(-other * self.problem.taps // columns) * -(-side_by_side // channels)
 
     @property
     def steps_between(self) -> tuple[Triple, Triple]:
@@ -170,37 +176,16 @@ class Tile(Base):
 
     @property
     def wide_stores(self) -> bool:
-        """Whether float32 results are stored 16 bytes a lane, where they may be (`stores_wide`).
-
-        Not where one consumer of a forward stores while the other has long tiles to multiply, which that disturbs
-        (docs/experiments.md). Nor of clusters, whose blocks then have more to divide.
-        """
-        short = self.halves or not self.forward or self.mean_steps < _LONG
-        return stores_wide(self.element, self.columns, self.channels[1]) and self.cluster == 1 and short
-
-    @property
-    def turnable(self) -> bool:
-        """Whether a forward's channels-last weights may come as they lie, whose rows are channels of the result."""
-        return self.forward and self.element == 2 and self.columns % _TURNED == 0 and self.channels[1] % 8 == 0
+        """As `stores_wide`; not of clusters, whose blocks then have more to divide."""
+        return stores_wide(self.element, self.columns, self.channels[1]) and self.cluster == 1
 
     def faults(self) -> Iterator[str]:
         if self.sums > _MOST_SUMS:
             yield f"{self.mb} x 64 x {self.columns} sums are more than registers hold"
 
-    @property
-    def turned_constants(self) -> dict[str, jit.Constant]:
-        return self.constants() | {"turned": True}
-
     def constants(self) -> dict[str, jit.Constant]:
         """The kernel's, see kernels/pixels_implicit.cuh."""
         found: dict[str, jit.Constant] = super().constants() | {
-            "columns": self.columns,
-            "mb": self.mb,
-            "halves": self.halves,
-            "cluster": self.cluster,
-            "forward": self.forward,
-            "turned": False,
-            "wide_stores": self.wide_stores,
             "taps": self.problem.taps,
             "phases": len(self.phases),
             "pack_rows": self.pack_square[0],
@@ -234,43 +219,18 @@ class Tile(Base):
         """Of all phases."""
         return self._fullest(p)[0] * self.column_blocks * len(self.phases)
 
-    @property
-    def mean_steps(self) -> float:
-        return sum(self.steps) / len(self.steps)
-
     @derived
     def even(self) -> bool:
         """Whether all phases have as many taps."""
         return len({*self.steps}) == 1
 
-    def sorted(self, p: Problem, gpu: Gpu) -> bool:
-        """Whether tiles of most taps come first: where blocks have few, and phases differ."""
-        few = self.tiles(p) < _FEW * len(self.phases) * gpu.multiprocessors
-        return not self.even and (few or self.cluster > 1)
+    def turn(self, gpu: Gpu) -> int:
+        """Pixel tiles after which the first phase is another, so that a block's tiles are of all phases by turns.
 
-    def order(self, p: Problem, gpu: Gpu) -> tuple[int, int]:
-        """(tiles of a phase before those of the next, tiles of which the first phase is another).
-
-        Few tiles of the same pixels, a phase each, have L2 read pixels once; some of a phase side by side its weights.
-        Where the latter are more than the pixels, in 3-D, all blocks have one phase at a time. How many side by side,
-        with weights that blocks share, is as measured (docs/experiments.md). Where phases differ, eight only if a block
-        comes to all of them again and again.
+        From tile to tile its phase moves on by as much as the blocks leave beyond whole rounds, or by one.
         """
         blocks, of = max(1, gpu.multiprocessors // self.column_blocks), len(self.phases)
-        # From tile to tile a block's phase moves on by as much as the blocks leave beyond whole rounds, or one more.
-        turn = _MOST_TILES if math.gcd(blocks, of) == 1 else max(1, blocks // of)
-        if self.sorted(p, gpu):
-            return _MOST_TILES, _MOST_TILES
-        if p.rank < 3 and self.even:
-            return 4, turn
-        if p.rank < 3:
-            apart = blocks % (8 * of)  # a block's next tile, among those of eight places
-            stays = -(-8 // apart) if apart else 0  # tiles of a block until its phase is another
-            rounds = self.tiles(p) // gpu.multiprocessors // of
-            return (8, _MOST_TILES) if apart and math.gcd(apart, 8 * of) <= 8 and rounds >= stays else (1, turn)
-        if math.prod(p.weight_shape) > math.prod(source_shape(p)):
-            return blocks, _MOST_TILES
-        return 1, turn
+        return _MOST_TILES if math.gcd(blocks, of) == 1 else max(1, blocks // of)
 
     def grid(self, p: Problem, gpu: Gpu) -> int:
         tiles = self.tiles(p)
@@ -284,8 +244,7 @@ class Tile(Base):
         steps = (1, *self.steps_between[1])
         counts = tuple(-(-n // (of * step)) for n, of, step in zip(sides, box, steps))
         assert math.prod(counts) == count
-        abreast, turn = self.order(p, gpu)
-        return (*sides, *box, *counts[1:], self.tiles(p), min(count, abreast), turn)
+        return (*sides, *box, *counts[1:], self.tiles(p), self.turn(gpu))
 
     def source_map(self, p: Problem) -> Map:
         """Over the source with a problem's box, of channels, W, H, D and images."""
@@ -297,10 +256,10 @@ class Tile(Base):
         return Map("source", tensor, p.dtype, box, (1, w, h, d, 1), SPAN, p.precision == "tf32")
 
     def weight_map(self, p: Problem, operand: Operand) -> Map:
-        """Over packed weights, or those that lie as such, with a box of a tap's for a chunk."""
+        """Over channels-last or packed weights, with a box of a tap's for a chunk."""
         channels, columns = self.channels
-        if self.forward and operand == "weight":  # channels-last ones, whose rows are of channels of the result
-            return Map("weight", rows_of_taps(p, channels, columns), p.dtype, (_TURNED, 1, self.chunk, 1, 1), span=SPAN)
+        if self.turned:
+            return Map(operand, rows_of_taps(p, channels, columns), p.dtype, (_TURNED, 1, self.chunk, 1, 1), span=SPAN)
         tensor, box = rows_of_taps(p, columns, channels), (self.chunk, 1, self.columns, 1, 1)
         return Map(operand, tensor, p.dtype, box, span=SPAN, rounded=p.precision == "tf32")
 
@@ -309,14 +268,11 @@ class Tile(Base):
         return result, bias, *ints(self.sizes(p, gpu)), self.source_map(p), weight
 
     def waves(self, p: Problem, gpu: Gpu) -> tuple[int, int]:
-        """(tiles of the block that has most, their steps): sorted, of each round those of its first tile's phase."""
+        """(tiles of the block that has most, their steps)."""
         tiles, of = self.tiles(p) * self.cluster, len(self.phases)
         waves = -(-tiles // gpu.multiprocessors)
         if self.even or self.cluster > 1:
             return waves, waves * -(-self.steps[0] // self.cluster)
-        if self.sorted(p, gpu):
-            firsts = (wave * gpu.multiprocessors * of // tiles for wave in range(waves))
-            return waves, sum(self.steps[phase] for phase in firsts)
         rounds, rest = divmod(waves, of)
         return waves, rounds * sum(self.steps) + sum(self.steps[:rest])
 
@@ -344,13 +300,11 @@ class Tile(Base):
             exchanged=self.rows * self.columns if self.cluster > 1 else 0,
         )
 
-    def summary(self, p: Problem, gpu: Gpu) -> str:
-        phases = f", tiles of {len(self.phases)} phases" if len(self.phases) > 1 else ""
+    def text(self, p: Problem, gpu: Gpu) -> str:
         shared = f", steps shared by clusters of {self.cluster} that add up their sums" if self.cluster > 1 else ""
         return (
-            f"implicit GEMM, channels last: wgmma {p.precision}, tile of {'x'.join(map(str, self.box_of(p)))} pixels "
-            f"(NxDxHxW) of {self.rows} x {self.columns} channels, {'halved' if self.halves else 'in turn'}, ring of "
-            f"{self.stages} of {self.chunk} channels of a tap{phases}{shared}"
+            f"tile of {'x'.join(map(str, self.box_of(p)))} pixels (NxDxHxW) of {self.rows} x {self.columns} channels, "
+            f"{'halved' if self.halves else 'in turn'}, ring of {self.stages} of {self.chunk} channels of a tap{shared}"
         )
 
 
@@ -395,7 +349,7 @@ def alone(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
     shapes = product(_widths(result_shape(layer)[1]), (1, 2, 4), (True, False))
     found = fitted((Tile(layer, *shape) for shape in shapes), gpu)
     # Weights as they lie spare a training step their packing (docs/experiments.md).
-    return tuple(t for t in found if t.turnable) or found
+    return tuple(t for t in found if t.turned) or found
 
 
 def _clustered(t: Tile, p: Problem, gpu: Gpu) -> Iterator[Tile]:
@@ -407,8 +361,6 @@ def _clustered(t: Tile, p: Problem, gpu: Gpu) -> Iterator[Tile]:
             yield replace(t, cluster=cluster)
 
 
-choose = Chooser(
+IMPLICIT = Chooser(
     TileChoice, refusal, candidates, none="no tile's stages fit in shared memory, or its tiles are too many to count"
 )
-"""The cheapest tile by the model, or the sentence why there is none."""
-candidate = choose.candidate

@@ -84,6 +84,7 @@ class Tile(Base):
     """Whether the output's rows begin at 16 bytes."""
 
     mode = "phases"
+    named = ("co_columns", "chunk", "mb", "pitch", "aligned", "passed", "widths", "users", "shift_columns")
 
     @property
     def vec(self) -> int:
@@ -165,14 +166,19 @@ class Tile(Base):
         return math.prod(self.source_rows) * self.chunk * self.pitch * self.element
 
     @property
+    def shift_widths(self) -> tuple[int, ...]:
+        """Columns of each shift."""
+        return tuple(len(s.taps) * self.co_columns for s in self.shifts)
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Columns that matrix instructions have."""
-        return tuple(sorted({len(s.taps) * self.co_columns for s in self.shifts}))
+        return tuple(sorted({*self.shift_widths}))
 
     @property
     def shift_columns(self) -> int:
         """Of all shifts."""
-        return sum(len(s.taps) for s in self.shifts) * self.co_columns
+        return sum(self.shift_widths)
 
     @property
     def users(self) -> int:
@@ -226,35 +232,22 @@ class Tile(Base):
         (first_d, _), (first_h, _), (first_w, _) = self.span
         rows_d, rows_h = self.source_rows
         users = [user for _, of_row in self.rows for user in of_row]
-        widths = [len(s.taps) * self.co_columns for s in self.shifts]
         own: dict[str, jit.Constant] = {
-            "co_columns": self.co_columns,
-            "chunk": self.chunk,
-            "mb": self.mb,
             "tile_h": self.shape[0],
             "tile_w": self.shape[1],
-            "pitch": self.pitch,
             "rows_d": rows_d,
             "rows_h": rows_h,
-            "first_d": first_d,
-            "first_h": first_h,
-            "first_w": first_w,
-            "aligned": self.aligned,
-            "passed": self.passed,
-            "widths": self.widths,
             # Rows of the source, from a tile's first, and the first of those that read each; one more at the end.
             "source_row_count": len(self.rows),
             "source_rows": tuple((d - first_d) * rows_h + h - first_h for (d, h), _ in self.rows),
             "first_users": tuple(accumulate((len(of_row) for _, of_row in self.rows), initial=0)),
-            "users": len(users),
             "user_pairs": tuple(user.pair for user in users),
             "user_taps": tuple(user.tap for user in users),
             # A shift's first column of a source row, from a tile's first; its columns, and those of the shifts before.
             "shifts": len(self.shifts),
-            "shift_columns": sum(widths),
             "shifts_at": tuple(s.offset - first_w for s in self.shifts),
-            "shift_widths": tuple(widths),
-            "columns_before": tuple(accumulate(widths, initial=0)),
+            "shift_widths": self.shift_widths,
+            "columns_before": tuple(accumulate(self.shift_widths, initial=0)),
             # Of a shift and a phase: tap of W, or -1.
             "column_taps": tuple(tap for s in self.shifts for tap in s.taps),
             "pairs": len(self.pairs),
@@ -263,6 +256,7 @@ class Tile(Base):
             # A phase of W's, in the order of columns.
             "places_of_phases": tuple(self.order.index(u) for u in range(self.strides[2])),
         }
+        own |= of_axes("first", (first_d, first_h, first_w))
         axes = of_axes("step", self.strides) | of_axes("kernel", self.kernel)
         return super().constants() | own | axes
 
@@ -291,7 +285,7 @@ class Tile(Base):
     def work(self, p: Problem, gpu: Gpu) -> Work:
         """Both consumers' tiles are one, since each has one of its own."""
         steps, shifts = CONSUMERS * self.chunks, len(self.shifts)
-        columns = sum(max(len(s.taps) * self.co_columns, _LEAST) for s in self.shifts)
+        columns = sum(max(width, _LEAST) for width in self.shift_widths)
         passes = CONSUMERS * len(self.pairs) * self.co_columns / self.passed
         outputs = self.passed * math.prod(self.shape) * self.strides[2]
         return Work(
@@ -307,11 +301,10 @@ class Tile(Base):
             stored=passes * (self.shape[0] * _RUN + outputs * _STORED[self.aligned]),
         )
 
-    def summary(self, p: Problem, gpu: Gpu) -> str:
+    def text(self, p: Problem, gpu: Gpu) -> str:
         return (
-            f"pixels as rows, phases as columns: wgmma {p.precision}, {CONSUMERS} tiles of "
-            f"{'x'.join(map(str, self.shape))} (HxW of q), {len(self.pairs)} x {self.row_columns} columns, rings "
-            f"of {self.stages} of {self.chunk} channels, weights resident"
+            f"{CONSUMERS} tiles of {'x'.join(map(str, self.shape))} (HxW of q), {len(self.pairs)} x {self.row_columns} "
+            f"columns, rings of {self.stages} of {self.chunk} channels, weights resident"
         )
 
 
@@ -357,8 +350,6 @@ def _candidates(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tile, ...]:
     return fitted((Tile(layer, shape, aligned) for shape in shapes), gpu)
 
 
-choose = Chooser(
+PHASES = Chooser(
     TileChoice, refusal, candidates, none="no tile of this layer fits this input's axes, shared memory and registers"
 )
-"""The cheapest tile by the model, or the sentence why there is none."""
-candidate = choose.candidate

@@ -70,10 +70,12 @@ class Tile(Base):
     stages_w: int = 2
     w_stage: int = 8
     """Steps of K of a stage of the weights' ring: whole taps."""
-    resident: bool = False
-    """All weights stay in shared memory."""
+    turns: bool = False
+    """Consumers multiply in turn, and one stores while the other multiplies: all weights stay in shared memory, and all
+    of a slice's chunks and one more."""
 
     mode = file = "sweep"
+    named = ("slots", "first_slot", "slot_columns", "b_columns", "nb", "w_stage", "turns", "wide_stores")
     biased = True
     threads = 512
     """Of a block: `gather`'s producers and two consumers'."""
@@ -84,17 +86,11 @@ class Tile(Base):
         return self.problem.kernel[0]
 
     @property
-    def turns(self) -> bool:
-        """Whether consumers multiply in turn, and one stores while the other multiplies: where all of a slice's chunks
-        stay, and one more."""
-        return self.resident and self.stages > self.pixels.chunks
-
-    @property
     def channels_last(self) -> bool:
         return self.problem.layout == "channels_last"
 
     @property
-    def exchanges(self) -> bool:
+    def wide_stores(self) -> bool:
         """Whether lanes exchange channels-last float32 results with a neighbour, to store 16 bytes each."""
         t = self.pixels
         return self.channels_last and stores_wide(t.element, self.slot_columns, t.cout_g)
@@ -125,7 +121,7 @@ class Tile(Base):
         return -(-self.channels[1] // 8) * 8
 
     @property
-    def columns(self) -> int:
+    def b_columns(self) -> int:
         """Columns of a matrix instruction."""
         return self.slots * self.slot_columns
 
@@ -156,7 +152,7 @@ class Tile(Base):
 
     @property
     def packed_words(self) -> int:
-        return self.pixels.chunks * self.chunk_steps * self.columns * 8
+        return self.pixels.chunks * self.chunk_steps * self.b_columns * 8
 
     @property
     def _read_behind(self) -> int:
@@ -167,12 +163,12 @@ class Tile(Base):
 
     @property
     def ring_stages(self) -> int:
-        return self.pixels.chunks if self.resident else self.stages_w
+        return self.pixels.chunks if self.turns else self.stages_w
 
     @property
     def ring_bytes(self) -> int:
         """Of weights."""
-        return self.ring_stages * self.w_stage * self.columns * 32
+        return self.ring_stages * self.w_stage * self.b_columns * 32
 
     @property
     def shared_bytes(self) -> int:
@@ -190,12 +186,12 @@ class Tile(Base):
         t, (h, w) = self.pixels, self.shape
         if (h - 1) * t.pitch + w > self.nb * 128:
             yield f"{h} rows of {t.pitch} pixels are more than {self.nb * 128}"
-        if self.columns > MOST_COLUMNS or self.nb * self.columns // 2 > _MOST_SUMS:
-            yield f"{self.nb} x 64 x {self.columns} sums are more than registers hold"
+        if self.b_columns > MOST_COLUMNS or self.nb * self.b_columns // 2 > _MOST_SUMS:
+            yield f"{self.nb} x 64 x {self.b_columns} sums are more than registers hold"
         if self.chunk_steps * self.nb > _MOST_INSTRUCTIONS:
             yield f"{self.chunk_steps} steps of {self.nb} instructions are too long a stretch"
-        if self.w_stage != self.chunk_steps if self.resident else self.stages_w < 2:
-            yield "resident weights have a stage for each chunk, a ring at least two"
+        if self.w_stage != self.chunk_steps or self.stages <= t.chunks if self.turns else self.stages_w < 2:
+            yield "resident weights have a stage for each chunk, as pixels have and one more; a ring has at least two"
         if self.w_stage % t.k_steps:
             yield "a stage of the ring has parts of taps"
         if t.pixels > MAX_PIXELS:
@@ -212,25 +208,17 @@ class Tile(Base):
         producers = producer_registers(t)
         found: Constants = {
             "cout": self.channels[1],
-            "slots": self.slots,
             "grad_input": self.problem.pass_ == "grad-input",
-            "first_slot": self.first_slot,
-            "slot_columns": self.slot_columns,
-            "b_columns": self.columns,
             "taps": t.problem.taps,
             "tap_entries": self.entries,
             "tap_rows": tuple(t.shift(offsets) for offsets, _ in taps),
             "tap_indices": tuple(index for _, indices in taps for index in indices),
-            "nb": self.nb,
             "stages_w": self.ring_stages,
-            "w_stage": self.w_stage,
-            "resident": self.resident,
-            "turns": self.turns,
-            "wide_stores": self.exchanges,
             "producer_registers": producers,
             "consumer_registers": 256 - producers,
             "shared_bytes": self.shared_bytes,
         }
+        found |= {name: getattr(self, name) for name in self.named}
         return pixel_constants(t) | found
 
     # --- a size ------------------------------------------------------------------------------------------------------
@@ -276,19 +264,19 @@ class Tile(Base):
         t, last, counts = self.pixels, self.channels_last, self.counts(p, gpu)
         # Slices that the input has not, at either end of its depth, cost nothing.
         slices = self.walk(p, gpu) + (self.slots - 1) * (1 - 1 / counts[1])
-        streamed = 0 if self.resident else self.packed_words * 4
+        streamed = 0 if self.turns else self.packed_words * 4
         instructions = t.chunks * self.chunk_steps * 2 * self.nb
         if last:
             stored, shared = math.prod(self.shape) * t.cout_g * t.element / 32 * _STORE_LAST, 0
         else:
             stored = self.slot_columns / 8 * self.nb * max(1.0, _SHORT[t.element] / self.shape[1]) * _STORE
-            shared = instructions * 32 * (64 + self.columns) + 3 * t.pixels * t.row_bytes * t.chunks + streamed
+            shared = instructions * 32 * (64 + self.b_columns) + 3 * t.pixels * t.row_bytes * t.chunks + streamed
         return Work(
             instructions,
-            instructions * self.columns,
+            instructions * self.b_columns,
             waves=-(-math.prod(counts) // gpu.multiprocessors) * slices,
             moved=moved(p, written=1.0 if last else 1.25),
-            steps=0 if self.resident else t.chunks * -(-self.chunk_steps // self.w_stage),
+            steps=0 if self.turns else t.chunks * -(-self.chunk_steps // self.w_stage),
             stages=self.stages if last else self.stages_s,
             lines=t.chunks * t.pixels if last else 0,
             shared=shared,
@@ -300,13 +288,11 @@ class Tile(Base):
             beside=_TURN if self.turns else 0,
         )
 
-    def summary(self, p: Problem, gpu: Gpu) -> str:
-        weights = "resident" if self.resident else f"ring of {self.stages_w} x {self.w_stage} steps"
-        consumers = "in turn" if self.turns else "pixels halved"
+    def text(self, p: Problem, gpu: Gpu) -> str:
+        weights = "resident" if self.turns else f"in a ring of {self.stages_w} x {self.w_stage} steps"
         return (
-            f"pixels as rows: wgmma {p.precision}, tile {self.shape[0]}x{self.shape[1]} (HxW), walks of "
-            f"{self.walk(p, gpu)} slices, {self.columns} columns, chunk of {self.chunk} channels, {consumers}, weights "
-            f"{weights}"
+            f"tile {'x'.join(map(str, self.shape))} (HxW), walks of {self.walk(p, gpu)} slices, "
+            f"{self.b_columns} columns, chunk of {self.chunk} channels, weights {weights}"
         )
 
 
@@ -355,37 +341,37 @@ def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
     chunks, found = chunk_sizes(layer), []
     for nb, width in product(_SUBTILES, _WIDTHS):
         base = Tile(layer, (1, width), nb, chunks[0])
-        if nb * base.columns // 2 > _MOST_SUMS:
+        if nb * base.b_columns // 2 > _MOST_SUMS:
             continue
         # What `faults` would refuse, before there are tiles for it: two thirds of all.
         short = [c for c in chunks if base.entries * (c * base.element // 32) * nb <= _MOST_INSTRUCTIONS]
         rows = (nb * 128 - width) // base.pixels.pitch + 1 if short else 0
         for chunk in short if rows > 0 else ():
             one = varied(base, shape=(rows, width), chunk=chunk)
-            found += [s for resident in (True, False) if (s := _fitted(varied(one, resident=resident), gpu))]
+            found += [s for turns in (True, False) if (s := _fitted(varied(one, turns=turns), gpu))]
     return tuple(found)
 
 
 def _fitted(s: Tile, gpu: Gpu) -> Tile | None:
     """The sweep with as many stages as shared memory allows; None when it does not fit at all."""
-    k_steps = s.pixels.k_steps
-    taps = max(1, min(s.entries, max(1, 24 // s.nb) // k_steps))  # of a stage of the ring: some 24 instructions
-    s = varied(s, w_stage=s.chunk_steps if s.resident else taps * k_steps, stages=2, stages_s=2, stages_w=3)
-    if any(True for _ in s.faults()) or s.shared_bytes > gpu.shared_bytes:
+    k_steps, every = s.pixels.k_steps, s.pixels.chunks + 1
+    if s.turns:
+        s = varied(s, w_stage=s.chunk_steps, stages=every)
+    else:
+        taps = max(1, min(s.entries, max(1, 24 // s.nb) // k_steps))  # of a stage of the ring: some 24 instructions
+        s = varied(s, w_stage=taps * k_steps, stages_w=3)
+    if (s.turns and every > _MOST_STAGES) or any(True for _ in s.faults()) or s.shared_bytes > gpu.shared_bytes:
         return None
-    every = s.pixels.chunks + 1
-    for name, count in (("stages", every if s.resident and every <= _MOST_STAGES else 0), *_STAGES[s.channels_last]):
-        if count > getattr(s, name) and not (s.resident and name == "stages_w"):
+    for name, count in _STAGES[s.channels_last]:
+        if count > getattr(s, name) and not (s.turns and name == "stages_w"):
             more = varied(s, **{name: count})
             s = more if more.shared_bytes <= gpu.shared_bytes else s
     return s
 
 
-choose = Chooser(
+SWEEP = Chooser(
     TileChoice,
     refusal,
     candidates,
     none="no tile of this layer fits in registers, shared memory and one stretch of code",
 )
-"""The cheapest tile by the model, or the sentence why there is none."""
-candidate = choose.candidate

@@ -29,7 +29,6 @@ SPAN = 128
 """Bytes of a row of weights in shared memory, and of a swizzled row of pixels."""
 _MOST_STAGES = 8
 
-
 T = TypeVar("T", bound="Tile")
 
 
@@ -76,12 +75,14 @@ class Tile:
     family: ClassVar[str] = "pixels"
     mode: ClassVar[str]
     file: ClassVar[str] = "pixels"
+    named: ClassVar[tuple[str, ...]] = ()
+    """Properties that are constants of the kernel by the same name."""
     threads: ClassVar[int] = 128 * (1 + CONSUMERS)
     """Of a block: a producer's warpgroup and the consumers'."""
     biased: ClassVar[bool] = False
     """Whether a gradient may have a bias."""
-    longest_overlap: ClassVar[float] = math.inf
-    """Seconds of a kernel that begins beside what packs its weights, at most."""
+    beside_pack: ClassVar[bool] = True
+    """Whether the kernel may begin while its weights are packed."""
 
     @property
     def element(self) -> int:
@@ -161,35 +162,15 @@ class Tile:
         return False
 
     @property
-    def turnable(self) -> bool:
-        """Whether a kernel of its own reads channels-last weights as they lie."""
-        return False
-
-    @property
     def aligned(self) -> bool:
         """Whether a result is stored by units of up to 16 bytes, at which it must begin."""
         return True
 
-    @property
-    def long_code(self) -> bool:
-        """Whether the kernel is straight code for which NVRTC takes long, and has a quick form (``quick``)."""
-        return False
-
     def constants(self) -> dict[str, jit.Constant]:
         """The kernel's; here what all modes have."""
         cin, cout = self.channels
-        return {
-            "precision": PRECISIONS[self.problem.precision],
-            "cin": cin,
-            "cout": cout,
-            "stages": self.stages,
-            "shared_bytes": self.shared_bytes,
-        }
-
-    @property
-    def turned_constants(self) -> dict[str, jit.Constant]:
-        """Of a `turnable` tile those of the kernel that reads weights as they lie."""
-        raise NotImplementedError
+        own = {name: getattr(self, name) for name in ("stages", "shared_bytes", *self.named)}
+        return {"precision": PRECISIONS[self.problem.precision], "cin": cin, "cout": cout} | own
 
     # --- a size ------------------------------------------------------------------------------------------------------
 
@@ -226,6 +207,10 @@ class Tile:
 
     def summary(self, p: Problem, gpu: Gpu) -> str:
         """The tile in words."""
+        return f"pixels as rows, {self.mode}: wgmma {p.precision}, {self.text(p, gpu)}"
+
+    def text(self, p: Problem, gpu: Gpu) -> str:
+        """The tile's shape and rings in words."""
         raise NotImplementedError
 
 

@@ -16,8 +16,8 @@ from upconv.cuda.family import weighed
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Launch, Operand, Scratch, renamed
-from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import TileChoice
+from upconv.cuda.pixels.implicit import IMPLICIT
 from upconv.cuda.rearrange import batches
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Problem
@@ -108,7 +108,7 @@ def choose(q: Problem, gpu: Gpu, others: bool = False) -> Inner | str:
 
     ``others``: or for one of the same bytes (`batches`), which the choice then has.
     """
-    inner: tuple[Any, ...] = (gather, implicit) if q.pass_ == "grad-input" else (wgrad,)
+    inner: tuple[Any, ...] = (gather, IMPLICIT) if q.pass_ == "grad-input" else (wgrad,)
     found = [one.candidate(q, gpu) if others else one.choose(q, gpu) for one in inner]
     choices: list[Inner] = [choice for choice in found if not isinstance(choice, str)]
     return min(choices, key=weighed) if choices else str(found[0])

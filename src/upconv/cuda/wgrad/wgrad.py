@@ -17,7 +17,6 @@ import torch
 from upconv.cuda import family
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Tensor5, channels_last, of_class
-from upconv.cuda.compile.launch import Launcher
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
@@ -48,7 +47,6 @@ _RUNS = 8  # warps of a block of the second step
 _ADDING = {
     "steps": "",
     "alone": " of blocks that write the weight",
-    "cluster": " in clusters of {} that add up their sums",
     "together": " of blocks that add up their sums",
 }
 
@@ -68,7 +66,7 @@ class Choice(family.Defaults):
     flat: bool = False
     """Whether the problem is another's `Problem.flat`."""
     at_once: bool = True
-    """Whether all blocks, or enough clusters, run at once on its device."""
+    """Whether all blocks run at once on its device."""
     family: str = field(default="wgrad", init=False)
 
     @property
@@ -98,18 +96,13 @@ class Choice(family.Defaults):
         return (
             f"{instruction} {t.problem.precision}, {t.block[0]}x{t.block[1]} channels x {taps} taps a block, chunks of "
             f"{shape} (NxDxHxW of q), K in {self.splits * t.k_slices} slices, {t.shared_bytes // 1024} KB shared, "
-            f"grid {self.grid}{_ADDING[self.ending].format(self.splits)}"
+            f"grid {self.grid}{_ADDING[self.ending]}"
         )
 
     @property
     def ending(self) -> Ending:
         """How its splits become the weight, on a whole GPU."""
         return ending(self.tiling, self.splits, self.gpu)
-
-    @property
-    def cluster(self) -> int:
-        """Blocks of a cluster."""
-        return self.splits if self.ending == "cluster" else 1
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile (and are cut into as few splits).
@@ -121,7 +114,7 @@ class Choice(family.Defaults):
         steps = two_steps(label, t)
         if not isinstance(t, WarpgroupTiling) or self.ending == "steps":
             return (steps,)
-        return steps, one_step(f"{label} {self.ending}", t, self.ending, self.cluster)
+        return steps, one_step(f"{label} {self.ending}", t, self.ending == "alone")
 
     # --- launches -----------------------------------------------------------------------------------------------------
 
@@ -130,15 +123,8 @@ class Choice(family.Defaults):
         return self.problem.dtype.itemsize == 2
 
     def on(self, device: int) -> Choice:
-        """Two steps where clusters take more waves of blocks, as on a part of a GPU: they add up in the same order."""
-        if self.ending == "together":
-            return replace(self, at_once=gpu_of(device).multiprocessors >= self.grid)
-        if self.ending != "cluster":
-            return self
-        unit, t = self.sources()[1], self.tiling
-        kernel = jit.kernel(unit.source, unit.entries[0], gpu_of(device).arch, unit.label)
-        clusters = Launcher(kernel, device, t.threads, t.shared_bytes, "").clusters(self.cluster)
-        return replace(self, at_once=t.tiles <= -(-self.grid // self.gpu.multiprocessors) * clusters)
+        """Two steps where blocks that add up their sums do not all run at once, as on a part of a GPU."""
+        return replace(self, at_once=self.ending != "together" or gpu_of(device).multiprocessors >= self.grid)
 
     @property
     def grid(self) -> int:
@@ -151,14 +137,13 @@ class Choice(family.Defaults):
 
     def _one_step(self, unit: Unit, given: Given) -> Launch:
         """The kernel that writes the weight."""
-        t, p, together = self.tiling, self.problem, self.ending == "together"
+        t, together = self.tiling, self.ending == "together"
         assert isinstance(t, WarpgroupTiling)
         sums = counters = NULL
         if together:
             sums, counters = Pointer(Scratch("sums", self.grid * t.sums_bytes)), Pointer(Zeros(2 * t.tiles))
-        single = given.single or p.dtype is torch.float32
         pointers = self._gradient, Pointer("result"), sums, counters
-        arguments = (*pointers, *self._sizes, *self._to(given), Int(int(single)), *self._maps)
+        arguments = (*pointers, *self._sizes, *self._to(given), *self._maps)
         return Launch(unit, unit.entries[0], self.grid, t.threads, t.shared_bytes, arguments, cooperative=together)
 
     def _two_steps(self, unit: Unit, given: Given) -> tuple[Launch, ...]:
@@ -167,11 +152,10 @@ class Choice(family.Defaults):
         partial = Pointer(Scratch("sums", 4 * slices * math.prod(self.problem.weight_shape)))
         first = () if self._maps else (Pointer("input", alignment=self._alignment),)
         arguments = (*first, self._gradient, partial, *self._sizes, *self._maps)
-        reduce = "reduce_float" if given.single else "reduce"
         to = (partial, Pointer("result"), Int(slices), *self._to(given))
         return (
             Launch(unit, unit.entries[0], self.grid, t.threads, t.shared_bytes, arguments),
-            Launch(unit, reduce, reduce_blocks(t), 32 * _RUNS, 0, to),
+            Launch(unit, "reduce", reduce_blocks(t), 32 * _RUNS, 0, to),
         )
 
     @property
@@ -194,9 +178,10 @@ class Choice(family.Defaults):
         return ints((*images, *full, *p.out_size, *counts[1:], chunks, -(-chunks // self.splits)))
 
     def _to(self, given: Given) -> tuple[Long, ...]:
-        """The strides of the result."""
+        """The strides of the result, and whether it is float32."""
         strides = strides_of(self.problem.weight_shape, given.weight)
-        return longs((strides[0], strides[1], strides[-1]))
+        single = given.single or self.problem.dtype is torch.float32
+        return longs((strides[0], strides[1], strides[-1], int(single)))
 
     @property
     def _maps(self) -> tuple[Map, ...]:
@@ -207,23 +192,21 @@ class Choice(family.Defaults):
 
 
 def two_steps(label: str, t: AnyTiling) -> Unit:
-    """A tiling's kernel that writes partial sums, and those that add them."""
-    reduces = ("reduce", "reduce_float") if t.element == 2 else ("reduce",)
-    names = f"{t.entry}<{jit.CONFIG}>", *(f"{name}<{t.struct}<{jit.CONFIG}>>" for name in reduces)
+    """A tiling's kernel that writes partial sums, and the one that adds them."""
+    names = tuple(f"{name}<{jit.CONFIG}>" for name in (t.entry, "reduce"))
     return Unit(label, jit.instance(t.file, t.constants(), names), (t.entry, "reduce"))
 
 
-def one_step(label: str, t: WarpgroupTiling, how: Ending, cluster: int) -> Unit:
+def one_step(label: str, t: WarpgroupTiling, alone: bool) -> Unit:
     """A tiling's kernel that writes the weight."""
-    entry = "wgrad_cluster" if how == "cluster" else "wgrad_whole"
-    constants = t.constants(cluster, together=how == "together", alone=how == "alone")
-    return Unit(label, jit.instance(t.file, constants, (f"{entry}<{jit.CONFIG}>",)), (entry,))
+    constants = t.constants() | {"whole": True, "alone": alone}
+    return Unit(label, jit.instance(t.file, constants, (f"wgrad_whole<{jit.CONFIG}>",)), ("wgrad_whole",))
 
 
 def reduce_blocks(t: AnyTiling) -> int:
-    """Blocks of the second step, which divide a slice of partial sums: 32 innermost channels of a few rows each."""
-    innermost = t.channels[0 if isinstance(t, WarpgroupTiling) else 1]
-    return -(-innermost // 32) * -(-math.prod(t.problem.weight_shape) // innermost // t.reduce_rows)
+    """Blocks of the second step, which divide a slice of partial sums: 32 input channels of a few rows each."""
+    cin = t.channels[0]
+    return -(-cin // 32) * -(-math.prod(t.problem.weight_shape) // cin // t.reduce_rows)
 
 
 def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:

@@ -112,10 +112,18 @@ def _tiling(p: Problem, gpu: Gpu, base: AnyTiling, chunk: Chunk, general: bool) 
         fits = one.shared_bytes <= gpu.shared_bytes and one.k_steps >= one.k_slices
         return one if fits and (one.element == 4 or one.strips % 2 == 0) else None
     if isinstance(chunk, int):
-        t = varied(base, tile=fullest(p.batch, p.size, p.stride, chunk)[1], gapless=chunk)
-        return _staged(t, gpu) if t.box_g and t.segment >= 32 else None
+        box = gapless_box(p, chunk)
+        t = None if box is None else varied(base, tile=box, gapless=chunk)
+        return _staged(t, gpu) if t is not None and t.box_g and t.segment >= 32 else None
     found = _of_tile(p, base, chunk, general)
     return None if found is None else _staged(found, gpu)
+
+
+def gapless_box(p: Problem, positions: int) -> tuple[int, int, int, int] | None:
+    """The box of so many positions of which fewest are needed; None where one of no shape has as many."""
+    *_, d, h, w = fullest(p.batch, p.size, p.stride, positions)[1]
+    images, rest = divmod(positions, d * h * w)
+    return None if rest else (images, d, h, w)
 
 
 def _of_tile(

@@ -35,8 +35,6 @@ class Tiling:
 
     file: ClassVar[str] = ""
     """The kernel's source."""
-    struct: ClassVar[str] = ""
-    """Its struct in C++."""
     entry: ClassVar[str] = ""
     """What leaves partial sums to a second step."""
 
@@ -132,7 +130,7 @@ class Tiling:
 
     @derived
     def strips(self) -> int:
-        """Strips of 8 positions of a row."""
+        """Strips of 8 positions of a row, or of a chunk without gaps."""
         return math.prod(self.tile) // 8
 
     @property
@@ -227,7 +225,6 @@ class SyncTiling(Tiling):
     """A tiling of ``wgrad.cu`` (mma.sync): warps divide channels, and what is left of them K."""
 
     file: ClassVar[str] = "wgrad.cu"
-    struct: ClassVar[str] = "WgradSync"
     entry: ClassVar[str] = "wgrad"
     threads: ClassVar[int] = 32 * WARPS
     warp: tuple[int, int] = (16, 8)
@@ -288,6 +285,9 @@ class SyncTiling(Tiling):
         return super().constants() | {
             "warp_m": self.warp[0],
             "warp_n": self.warp[1],
+            "stacked": False,
+            "gapless": False,
+            "row_classes": 1,
             "aligned_x": self.aligned,
             "x_pitch": self.x_pitch,
             "shared_bytes": self.shared_bytes,

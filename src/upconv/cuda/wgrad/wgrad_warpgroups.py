@@ -28,7 +28,6 @@ class WarpgroupTiling(Tiling):
     """A tiling whose x comes by boxes, and g where its rows allow; warpgroups divide output channels and taps."""
 
     file: ClassVar[str] = "wgrad_wgmma.cu"
-    struct: ClassVar[str] = "WgradWgmma"
     entry: ClassVar[str] = "wgrad_wgmma"
     k_slices: ClassVar[int] = 1
 
@@ -47,10 +46,9 @@ class WarpgroupTiling(Tiling):
     interleaved: bool = False
     """NCHW, boxes of g: the `subs` taps of an instruction are neighbours along W, and their rows neighbours in M."""
     gapless: int = 0
-    """channels_last: positions of K that a chunk has, of which a box of any shape (the tile) fills all or nearly all:
-    each tap has pixels of g of its own, in the order of the box's, so that no row need be whole strips of 8. The
-    kernel knows their number alone; the box comes with a launch. 0: rows of a chunk are whole strips, and taps share
-    what they read."""
+    """channels_last: positions of K that a chunk has, which are a box of any shape (the tile): each tap has pixels of g
+    of its own, in the order of the box's, so that no row need be whole strips of 8. The kernel knows their number
+    alone; the box comes with a launch. 0: rows of a chunk are whole strips, and taps share what they read."""
     warpgroups: int = 2
     """That multiply; one more copies."""
     split_m: int = 1
@@ -62,11 +60,6 @@ class WarpgroupTiling(Tiling):
     def line(self) -> int:
         """Bytes of a row of x's positions."""
         return (self.gapless or self.tile[3]) * self.element * (self.tile[2] if self.lines else 1)
-
-    @derived
-    def strips(self) -> int:
-        """Strips of 8 positions of a row, or (`gapless`) of those that follow each other."""
-        return (self.gapless or math.prod(self.tile)) // 8
 
     @derived_from("problem", "taps")
     def stack(self) -> int:
@@ -114,7 +107,7 @@ class WarpgroupTiling(Tiling):
     def x_bytes(self) -> int:
         """Bytes of x's tile in shared memory."""
         n, d, h, w = self.tile
-        return (self.gapless or n * d * (h + self.halo) * w) * self.block[0] * self.element
+        return n * d * (h + self.halo) * w * self.block[0] * self.element
 
     @property
     def raw_bytes(self) -> int:
@@ -367,13 +360,14 @@ class WarpgroupTiling(Tiling):
         """Whether matrix instructions read g's tile by descriptors: 16-bit rows of 64 channels, whose pixels of a tap
         are neighbours. A stage is given back a chunk later, so that copies want three.
 
-        Where three warpgroups take many rows or channels a fragment serves it gains nothing (docs/experiments.md).
+        Where three warpgroups take many channels, or a fragment serves several rows of x, it gains nothing
+        (docs/experiments.md).
         """
         if not (self.channels_last and self.element == 2 and self.g_width == 64 and self.subs == 1):
             return False
-        if self.stages < 3 or not (self.parted or self.steps[2] == 1):
+        if self.stages < 3 or self.stacked or not (self.parted or self.steps[2] == 1):
             return False
-        return self.warpgroups == 2 or (self.stack <= 2 if self.stacked else self.block[0] <= 64)
+        return self.warpgroups == 2 or self.block[0] <= 64
 
     @property
     def run(self) -> int:
@@ -427,7 +421,7 @@ class WarpgroupTiling(Tiling):
 
     @property
     def adds_up(self) -> bool:
-        """Whether blocks may write the weight themselves: of several splits as a cluster or together, or of one alone.
+        """Whether blocks may write the weight themselves: of several splits together, or of one alone.
 
         Of 16-bit NCHW tilings not those that have several taps in a fragment, which are slower for an unknown reason,
         but interleaved ones (docs/experiments.md).
@@ -441,14 +435,11 @@ class WarpgroupTiling(Tiling):
         """Bytes of a block's sums in shared memory, where its stages were."""
         return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
 
-    def constants(self, cluster: int = 1, together: int = 0, alone: int = 0) -> dict[str, int]:
-        """The kernel's. ``cluster``: splits whose blocks are one; ``together``: they add up in global memory;
-        ``alone``: there is one split (all: `adds_up`).
-        """
+    def constants(self) -> dict[str, int]:
+        """The kernel's, of a block that leaves partial sums to a second step."""
         found = {
-            "cluster": cluster,
-            "together": bool(together),
-            "alone": bool(alone),
+            "whole": False,
+            "alone": False,
             "warpgroups": self.warpgroups,
             "split_m": self.split_m,
             "subs": self.subs,
