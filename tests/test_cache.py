@@ -315,7 +315,7 @@ def test_a_relative_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
     assert shown(command("cache")[1])["in use"] == f"no: {message}"
     found = env.report()
-    assert found["caches"]["kernels"] == found["system"]["native_host"] == message
+    assert found["system"]["kernels"] == found["system"]["native_host"] == message
     monkeypatch.setenv("UPCONV_CACHE", "off")
     assert cache.directory() is None
 
@@ -582,12 +582,12 @@ def test_cache_warm_says_what_is_wrong(
 def test_env_tells_the_kernels_and_the_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(folder)
     found = env.report()
-    assert re.fullmatch(rf"4, \d+ bytes, in {re.escape(str(folder))}", str(found["caches"]["kernels"]))
+    assert re.fullmatch(rf"4, \d+ bytes, in {re.escape(str(folder))}", str(found["system"]["kernels"]))
     assert found["system"]["cuda_compiler"] == (nvrtc.unavailable() or "available")
     folder.chmod(0o777)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "CUDA kernels need what is not here.")
     found = json.loads(command("env", "--json")[1])
-    assert found["caches"]["kernels"] == f"in memory only, not in {folder}: others may write to it (mode 0777)"
+    assert found["system"]["kernels"] == f"in memory only, not in {folder}: others may write to it (mode 0777)"
     assert found["system"]["cuda_compiler"] == "CUDA kernels need what is not here."
 
 
