@@ -213,7 +213,7 @@ def test_another_problem_of_the_same_bytes_is_taken_where_it_is_faster() -> None
 def test_a_weights_gradient_that_no_tile_fits_has_the_plain_kernel(p: Problem) -> None:
     found = planner.plan(p, planner.Device("cuda", gpu=H200))
     assert "native" not in (found.forward, found.grad_input.name) and isinstance(found.grad_weight.choice, plain.Choice)
-    assert "direct_weight" not in source(p)
+    assert "direct_weight<" not in source(p)
 
 
 @pytest.mark.parametrize(("size", "stride"), [((6, 6, 1), (5, 3, 1)), ((6, 1, 3), (1, 1, 3)), ((2, 4, 2), (1, 2, 1))])
