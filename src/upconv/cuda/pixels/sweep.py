@@ -38,7 +38,7 @@ from upconv.problem import Problem
 
 _MOST_SUMS = 144  # of a consumer's thread, of whose 200 registers descriptors and addresses take the rest
 _MOST_INSTRUCTIONS = 192  # of a consumer for a chunk: they are one stretch of code
-_WIDTHS = (16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 100, 104, 112, 120, 128)
+_WIDTHS = (16, 32, 48, 64, 72, 96, 100, 128)
 """Columns of tiles: few, since each is a kernel."""
 _SUBTILES = range(1, 9)
 # Stages of pixels, slots and weights, by whether layouts are channels-last: the first that fit. With a third stage of
