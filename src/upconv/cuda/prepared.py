@@ -176,11 +176,9 @@ class Program:
         for launch, grid, take, dependent in self._steps:
             launch(handle, grid, take(values), dependent and overlaps)
         if recording.active and (to := recording.active.get(get_ident())) is not None:
-            to.launched(self, [*tensors, *held], fresh)
-
-    def handles(self) -> list[int]:
-        """Those of the launches' kernels."""
-        return [launcher.kernel.handle for launcher, *_ in self._steps]
+            handles = [launcher.kernel.handle for launcher, *_ in self._steps]
+            at = dict(zip((*self.operands, *self.scratch), (*tensors, *held), strict=True))
+            to.launched(self.launches, handles, at, self.zeros, fresh)
 
     def anywhere(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
         """The same, on copies of operands that begin elsewhere than they must; PyTorch's allocations never do."""

@@ -10,17 +10,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upconv import forks
-from upconv.cuda.launches import Int, Launch, Long, Map, Operand, Pointer
-
-if TYPE_CHECKING:
-    from upconv.cuda.prepared import Program
+from upconv.cuda.launches import Int, Launch, Long, Map, Operand, Pointer, Zeros
 
 MADE, ZEROS = -1, -2
 """Kinds of buffers that are no operand: made in the pass, and words that outlive it and are zeros."""
@@ -106,7 +103,7 @@ class Recording(TorchDispatchMode):
         # Of buffers, by where their tensors are: a Python object of one may be another later, and a new one that comes
         # to the place of an old one has a number of its own.
         self._numbers: dict[int, int] = {}
-        self._zeros: dict[int, int] = {}  # of counters' buffers, by the counters' `id`
+        self._zeros: dict[int, int] = {}  # of such buffers, by the `id` of whose they are
         self._refused: Unrecorded | None = None
         for i, t in enumerate(operands):
             if t is not None:
@@ -162,22 +159,25 @@ class Recording(TorchDispatchMode):
             results.append(-1 if t is None else self._new(t) if known is None else known)
         return Call(schema.name, schema.overload_name, tuple(given), tuple(tensors), tuple(results))
 
-    def launched(self, program: Program, tensors: Sequence[Tensor | None], fresh: bool) -> None:
-        """Notes that a program ran on its operands and its scratch memory."""
+    def launched(
+        self,
+        launches: Sequence[Launch],
+        functions: Sequence[int],
+        tensors: Mapping[Operand, Tensor | None],
+        zeros: Sequence[tuple[Zeros, object]],
+        fresh: bool,
+    ) -> None:
+        """Notes that kernels were launched on these operands, and words that are zeros, with whose they are."""
         try:
-            self.steps += self._launches(program, tensors, fresh)
+            at = {name: self._of(t) for name, t in tensors.items() if t is not None}
+            for operand, owner in zeros:
+                if id(owner) not in self._zeros:
+                    self._zeros[id(owner)] = len(self.buffers)
+                    self.buffers.append(Buffer(ZEROS, torch.int32, (operand.words,), (1,)))
+                at[operand] = self._zeros[id(owner)]
+            self.steps += [step(one, function, at, fresh) for one, function in zip(launches, functions, strict=True)]
         except Unrecorded as reason:
             self._refused = reason
-
-    def _launches(self, program: Program, tensors: Sequence[Tensor | None], fresh: bool) -> list[Launched]:
-        names: list[Operand] = [*program.operands, *program.scratch]
-        at = {name: self._of(t) for name, t in zip(names, tensors, strict=True) if t is not None}
-        for zeros, counters in program.zeros:
-            if id(counters) not in self._zeros:
-                self._zeros[id(counters)] = len(self.buffers)
-                self.buffers.append(Buffer(ZEROS, torch.int32, (zeros.words,), (1,)))
-            at[zeros] = self._zeros[id(counters)]
-        return [step(one, handle, at, fresh) for one, handle in zip(program.launches, program.handles())]
 
     def repeatable(self, results: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """The pass with these results as ``native.cpp`` takes it: buffers, steps and results. Errors: Unrecorded."""
