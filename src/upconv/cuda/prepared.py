@@ -177,7 +177,8 @@ class Program:
             launch(handle, grid, take(values), dependent and overlaps)
         if recording.active and (to := recording.active.get(get_ident())) is not None:
             handles = [launcher.kernel.handle for launcher, *_ in self._steps]
-            at = dict(zip((*self.operands, *self.scratch), (*tensors, *held), strict=True))
+            names: list[Operand] = [*self.operands, *self.scratch]
+            at = dict(zip(names, (*tensors, *held), strict=True))
             to.launched(self.launches, handles, at, self.zeros, fresh)
 
     def anywhere(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
