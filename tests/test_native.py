@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import upconv
-from conftest import assert_equal, needs_gxx
+from conftest import arguments_of, assert_equal, needs_gxx
 from situations.observers import Listing as Dispatch
 from situations.observers import Names as Function
 from situations.processes import in_threads
@@ -38,8 +38,8 @@ from upconv.cuda.compile import cache
 from upconv.cuda.compile import driver as driver_module
 from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.compile.driver import Kernel
-from upconv.cuda.compile.launch import Launcher
-from upconv.cuda.launches import NULL, Given, Int, Launch, Long, Map, PacksWeights, Pointer, Scratch, Unit, Zeros
+from upconv.cuda.compile.launch import LaunchError
+from upconv.cuda.launches import NULL, Given, Int, Launch, Map, PacksWeights, Pointer, Scratch, Unit, Zeros
 from upconv.cuda.prepared import Program
 from upconv.problem import Problem
 from upconv.replay import calls, native, replays
@@ -70,13 +70,11 @@ class Machine:
         self.sources[name] = kernels
         return Unit(name, name, tuple(kernels))
 
-    def loaded(self, launch: Launch, arguments: str, device: int) -> Launcher:
+    def loaded(self, launch: Launch, arguments: str, device: int) -> Loaded:
         """`prepared.loaded`."""
         handle = 1000 + len(self.kernels)
-        found = Launcher(
-            Kernel("f", handle), device, launch.threads, launch.shared_bytes, arguments, launch.cooperative
-        )
-        self.kernels[handle] = found._bytes // 8, self.sources[launch.unit.source][launch.entry]
+        found = Loaded(self, Kernel("f", handle), arguments, launch.cooperative)
+        self.kernels[handle] = struct.calcsize(arguments) // 8, self.sources[launch.unit.source][launch.entry]
         return found
 
     def addresses(self) -> list[int]:
@@ -115,34 +113,26 @@ class Machine:
         self.context_bound, self.answer = context, 0
         return 0
 
-    # What `Launcher` calls.
 
-    class _Driver:
-        CUresult = SimpleNamespace(
-            CUDA_ERROR_OUT_OF_MEMORY=2, CUDA_ERROR_INVALID_CONTEXT=201, CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE=720
-        )
-        CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
-        CUlaunchAttribute = staticmethod(lambda: SimpleNamespace(value=SimpleNamespace()))
-        CUlaunchConfig = staticmethod(SimpleNamespace)
-        CUfunction = CUstream = staticmethod(lambda value: value)
+@dataclass(frozen=True)
+class Loaded:
+    """In the place of a `Launcher`, of calls that Python launches."""
 
-        def __init__(self, machine: Machine) -> None:
-            self._machine = machine
+    machine: Machine
+    kernel: Kernel
+    form: str
+    cooperative: bool
 
-        def cuDeviceGet(self, device: int) -> tuple[int, int]:
-            return 0, device
+    def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+        if self.machine.answer:
+            raise LaunchError(f"the driver answered {self.machine.answer}")
+        how = "cooperative" if self.cooperative else "dependent" if dependent else "ordinary"
+        self.machine.launched.append((how, self.kernel.handle, grid))
+        _, kernel = self.machine.kernels[self.kernel.handle]
+        kernel(*(word % 2**64 for word in arguments_of(self.form, args)))
 
-        def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
-            return 0, 77
 
-        def cuLaunchKernel(self, f: int, x: int, *rest: Any) -> tuple[int]:
-            return (self._machine.run("ordinary", f, x, rest[-2]),)
-
-        def cuLaunchCooperativeKernel(self, f: int, x: int, *rest: Any) -> tuple[int]:
-            return (self._machine.run("cooperative", f, x, rest[-1]),)
-
-        def cuLaunchKernelEx(self, configuration: Any, f: int, pointers: int, extra: int) -> tuple[int]:
-            return (self._machine.run("dependent", f, configuration.gridDimX, pointers),)
+DRIVER = SimpleNamespace(cuDeviceGet=lambda device: (0, device), cuDevicePrimaryCtxRetain=lambda device: (0, 77))
 
 
 def at(address: int, like: Tensor | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -252,8 +242,7 @@ def encode(tensor: Tensor5, address: int, *_: Any) -> bytes:
 def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Calls on CPU tensors are by the kernels above, and replayed from the fourth on."""
     found = Machine()
-    driver = Machine._Driver(found)
-    monkeypatch.setattr(driver_module, "bindings", lambda: driver)
+    monkeypatch.setattr(driver_module, "bindings", lambda: DRIVER)
     monkeypatch.setattr(prepared, "current_stream", lambda device: 0)
     monkeypatch.setattr(prepared, "stream_handle", lambda stream: stream)
     monkeypatch.setattr(Kernel, "ready", lambda self, device: None)
@@ -330,57 +319,6 @@ SIZES = ((2, 5, 4, 7), (3, 4, 5, 3), (2, 5, 9), (2, 3, 3, 2, 4))
 
 def nothing(*words: int) -> None:
     """A kernel."""
-
-
-def test_a_recording_has_the_memory_the_launches_and_where_addresses_are(machine: Machine) -> None:
-    unit = machine.unit("f", f=nothing)
-    box = Map("source", Tensor5(32, (1,) * 5, (16,) * 4), torch.float32, (1,) * 5)
-    one = (Pointer("weight"), Pointer("packed"), Int(-12), Pointer("bias"))
-    two = (Pointer("packed", 16), box, Pointer("source", 8), Pointer(Zeros(9)), Pointer(Scratch("s", 40)), Long(-5))
-    first = Program((Launch(unit, "f", 4, 64, 16, one),), ("weight", "bias", "packed"), -1)
-    launch = Launch(unit, "f", 6, 64, 16, two, dependent=True)
-    second = Program((launch,), ("source", "packed"), -1)
-    x, w = torch.randn(2, 3, dtype=torch.float64), torch.randn(7)
-
-    def run(program: Program, fresh: bool, *tensors: Tensor | None) -> None:
-        program(tensors, [0 if t is None else t.data_ptr() for t in tensors], fresh)
-
-    with recording.Recording((x, w, None)) as to:
-        packed = x.new_empty_strided((10,), (1,), dtype=torch.int32)
-        run(first, False, w, None, packed)
-        out = x.new_empty_strided((2, 3), (3, 1))
-        run(second, True, x, packed)
-        total = out.sum((1,), dtype=torch.float32)
-        run(second, False, out, out)
-        out.add_(x)
-    buffers, steps, ends = to.repeatable((out, None, total))
-    made = recording.MADE, torch.int32, (10,), (1,)
-    assert buffers == (
-        (0, torch.float64, (2, 3), (3, 1)), (1, torch.float32, (7,), (1,)), made,
-        (recording.MADE, torch.float64, (2, 3), (3, 1)), made, (recording.ZEROS, torch.int32, (9,), (1,)),
-        (recording.MADE, torch.float32, (2,), (1,)), made,
-    )  # fmt: skip
-    assert ends == (3, -1, 6)
-    launches = [s for s in steps if s[0] > recording.OPERATOR]
-    assert [(s[0], s[2], s[6]) for s in launches] == [
-        (recording.LAUNCH, 4, ((0, 1, 0), (1, 2, 0))),
-        (recording.DEPENDENT, 6, ((0, 2, 16), (1, 0, 32), (17, 0, 8), (18, 5, 0), (19, 4, 0))),
-        (recording.LAUNCH, 6, ((0, 3, 16), (1, 3, 32), (17, 3, 8), (18, 5, 0), (19, 7, 0))),
-    ]
-    assert [s for s in steps if s not in launches] == [
-        (recording.MAKE, 2),
-        (recording.MAKE, 3),
-        (recording.MAKE, 4),
-        (recording.RELEASE, 2),  # before more is allocated
-        (recording.RELEASE, 4),
-        (recording.OPERATOR, "aten::sum", "dim_IntList", (None, [1], False, torch.float32), ((0, 3),), (6,)),
-        (recording.MAKE, 7),
-        (recording.RELEASE, 7),
-        (recording.OPERATOR, "aten::add_", "Tensor", (None, None, 1), ((0, 3), (1, 0)), (3,)),
-    ]
-    assert struct.unpack("<4q", launches[0][5]) == (0, 0, -12, 0)
-    words = struct.unpack("<21q", launches[1][5])
-    assert words[2:4] == (7, -1) and words[20] == -5
 
 
 def test_what_cannot_be_repeated_is_computed_all_the_same(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

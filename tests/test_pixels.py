@@ -80,7 +80,6 @@ REFUSED: list[tuple[str, Problem, str]] = [
     ("phases", parsed("16,16,3,stride=2", "1x16x8x20", precision="bf16"), "16 bytes"),
     ("phases", parsed("16,16,3,stride=2", "33554432x16x8x8"), "32 bits"),
     ("phases", parsed("512,64,3,stride=2", "1x512x16x16"), "no tile"),
-    ("phases", parsed("16,16,3,stride=2,padding=1", "1x16x8x4"), "no tile"),
     ("sweep", parsed("16,16,3", "1x16x8x8"), "3-D"),
     ("sweep", parsed("16,16,3,stride=2", "1x16x8x8x8"), "without strides"),
     ("sweep", parsed("16,16,3,dilation=2", "1x16x8x8x8"), "dilation along the depth"),
@@ -145,8 +144,8 @@ UNFIT: list[tuple[Any, str]] = [
     (implicit.Tile(SMALL.with_(layout="channels_last"), 256, 4, True), "sums are more than registers hold"),
     (Pairs(SMALL_BACK.with_(kernel=(3, 3)), 64, 32, 1), "no whole channels of 3 taps"),
     (Pairs(SMALL_BACK.with_(kernel=(2, 16), stride=(2, 8)), 64, 32, 1), "more than a box"),
-    (phases.Tile(any_size(layer_of("kb73")), (1, 128)), "sums and fragments beside are more than 168 registers"),
-    (phases.Tile(FEW, (1, 256)), "boxes have at most 256 elements"),
+    (phases.Tile(any_size(layer_of("kb73")), 128), "sums and fragments beside are more than 168 registers"),
+    (phases.Tile(FEW, 256), "boxes have at most 256 elements"),
     (sweep.Tile(DEEP, (9, 16), 1, 8), "9 rows of 18 pixels are more than 128"),
     (sweep.Tile(DEEP, (4, 16), 8, 8), "sums are more than registers hold"),
     (sweep.Tile(DEEP, (4, 16), 2, 16, w_stage=3), "a stage of the ring has parts of taps"),
@@ -269,26 +268,11 @@ def test_shifts_have_the_fewest_columns() -> None:
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def test_the_order_of_phases() -> None:
-    """Of few tiles whose phases differ those of most taps come first; some of a phase lie side by side."""
-    few = Problem.make(1, 64, 64, (16, 16), 3, 2, 1, 1, layout="channels_last")
-    t = implicit.alone(any_size(few), H200)[0]
-    assert t.steps[0] == 4 * t.steps[-1] > 0 and t.sorted(few, H200) and t.column_blocks == 2
-    assert t.sizes(few, H200)[-2] == t.tiles(few) // 8
-    heavy = Problem.make(4, 256, 128, (4, 16, 16), 4, 2, 1, layout="channels_last")  # of more weights than pixels
-    t = next(t for t in implicit.alone(any_size(heavy), H200) if t.columns == 64)
-    assert t.even and not t.sorted(heavy, H200) and t.order(heavy, H200)[0] == 132 // 2
-    assert t.order(heavy.with_(batch=32), H200) == (1, 132 // 16)
-
-
 def steps_of_blocks(t: implicit.Tile, p: Problem, gpu: Gpu) -> NDArray[np.int64]:
     """Each block's steps, as the kernel orders tiles."""
     count, of = t.tiles(p), len(t.phases)
-    *_, abreast, turn = t.sizes(p, gpu)
     q = np.arange(count) // t.column_blocks
-    first = q // (of * abreast) * abreast
-    width = np.minimum(abreast, count // (t.column_blocks * of) - first)
-    steps = np.array(t.steps)[((q - first * of) // width + first // turn) % of]
+    steps = np.array(t.steps)[(q % of + q // of // t.turn(gpu)) % of]
     grid = t.grid(p, gpu)
     return np.array([steps[b::grid].sum() for b in range(grid)])
 
@@ -300,7 +284,7 @@ def steps_of_blocks(t: implicit.Tile, p: Problem, gpu: Gpu) -> NDArray[np.int64]
 def test_blocks_have_what_the_model_counts(
     batch: int, size: tuple[int, ...], channels: int, multiprocessors: int
 ) -> None:
-    """A block's tiles are of all phases by turns, or those of most taps come first."""
+    """A block's tiles are of all phases by turns."""
     gpu = replace(H200, multiprocessors=multiprocessors)
     p = Problem.make(batch, 128, channels, size, 3, 2, 1, 1, layout="channels_last")
     for t in implicit.alone(any_size(p), gpu):
@@ -318,7 +302,6 @@ def test_boxes_beyond_the_last_channel_cost_the_model() -> None:
     partial, whole = (MODES["implicit"].choose(p, H200) for p in (layer, layer.with_(in_channels=64)))
     assert isinstance(partial, TileChoice) and isinstance(whole, TileChoice)
     assert whole.seconds < 0.7 * partial.seconds
-    assert abs(partial.seconds - 2660e-6) < 0.05 * 2660e-6, "as measured on an H100"
 
 
 def test_segments_keep_blocks_busy() -> None:
@@ -331,13 +314,11 @@ def test_segments_keep_blocks_busy() -> None:
 # --- launches --------------------------------------------------------------------------------------------------------
 
 
-def test_long_kernels_do_not_begin_beside_their_packing() -> None:
+def test_implicit_does_not_begin_beside_its_packing() -> None:
     """Of blocks that read the same pixels and weights (docs/experiments.md)."""
-    many = Problem.make(100, 256, 256, (56, 56), 2, 2, precision="tf32", **LAST)
-    for mode, p, beside in (("implicit", many, False), ("pairs", SMALL_BACK, True)):
+    for mode, p, beside in (("implicit", SMALL.with_(**LAST), False), ("pairs", SMALL_BACK, True)):
         choice = MODES[mode].choose(p, H200)
-        assert isinstance(choice, TileChoice)
-        assert choice.launches(Given("contiguous"))[-1].dependent == beside == (choice.seconds < 40e-6)
+        assert isinstance(choice, TileChoice) and choice.launches(Given("contiguous"))[-1].dependent == beside
 
 
 @needs_gxx

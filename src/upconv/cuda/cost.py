@@ -29,6 +29,10 @@ class Work:
     """Stages of the ring that the tile takes."""
     stages: int = 1
     """Of the ring."""
+    weight_steps: float = 0.0
+    """Stages of a ring of weights that the tile takes."""
+    weight_stages: int = 1
+    """Of that ring."""
     lines: float = 0.0
     """Lines of 128 bytes, or shorter rows, that the copy engine traverses."""
     boxes: float = 0.0
@@ -112,6 +116,8 @@ def cost(work: Work, gpu: Gpu) -> Cost:
     copies = work.lines * of.line + work.boxes * of.box
     busy = _together((tensor, shared, producers, copies), of.overlap)
     ring = (work.steps * of.latency + copies + busy) / work.stages
+    if work.weight_steps:
+        ring = max(ring, (work.weight_steps * of.latency + copies + busy) / work.weight_stages)
     loop = _together((busy, ring), of.ring_overlap)
     waves, fixed = work.waves, of.tile
     if work.exchanged:

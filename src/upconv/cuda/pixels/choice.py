@@ -105,8 +105,8 @@ class TileChoice(PackingLaunch):
         t = self.tile
         result = Pointer("result", alignment=16 if t.aligned else 1)
         arguments = t.arguments(self.problem, self.gpu, given, self.bias(given), result)
-        overlaps = self.seconds < t.longest_overlap
-        return Launch(self.sources()[0], t.entry, self.grid, t.threads, t.shared_bytes, arguments, dependent=overlaps)
+        unit, beside = self.sources()[0], t.beside_pack
+        return Launch(unit, t.entry, self.grid, t.threads, t.shared_bytes, arguments, dependent=beside)
 
 
 C = TypeVar("C", bound=TileChoice)

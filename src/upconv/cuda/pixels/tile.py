@@ -81,8 +81,8 @@ class Tile:
     """Of a block: a producer's warpgroup and the consumers'."""
     biased: ClassVar[bool] = False
     """Whether a gradient may have a bias."""
-    longest_overlap: ClassVar[float] = math.inf
-    """Seconds of a kernel that begins beside what packs its weights, at most."""
+    beside_pack: ClassVar[bool] = True
+    """Whether the kernel may begin while its weights are packed."""
 
     @property
     def element(self) -> int:
