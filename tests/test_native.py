@@ -86,8 +86,7 @@ class Machine:
         count, kernel = self.kernels[handle]
         slots = (ctypes.c_void_p * count).from_address(pointers)
         self.launched.append((how, handle, grid))
-        with _disable_current_modes():  # PyTorch's operators within a kernel are no steps of a pass
-            kernel(*(ctypes.c_uint64.from_address(slot).value for slot in slots))
+        kernel(*(ctypes.c_uint64.from_address(slot).value for slot in slots))
         return 0
 
     def _ordinary(
@@ -129,7 +128,8 @@ class Loaded:
         how = "cooperative" if self.cooperative else "dependent" if dependent else "ordinary"
         self.machine.launched.append((how, self.kernel.handle, grid))
         _, kernel = self.machine.kernels[self.kernel.handle]
-        kernel(*(word % 2**64 for word in arguments_of(self.form, args)))
+        with _disable_current_modes():  # PyTorch's operators within a kernel are no steps of a pass
+            kernel(*(word % 2**64 for word in arguments_of(self.form, args)))
 
 
 DRIVER = SimpleNamespace(cuDeviceGet=lambda device: (0, device), cuDevicePrimaryCtxRetain=lambda device: (0, 77))
