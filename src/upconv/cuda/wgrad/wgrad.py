@@ -228,7 +228,8 @@ def tensor_maps(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Map, ...]:
     """Over each of a tiling's `tensors`, with its box. float32 is rounded to TF32, to nearest even, on its way."""
     if g:
         span = t.g_width * t.element if t.channels_last else 0
-        box, steps = t.g_box, t.g_box_steps
+        assert t.g_boxes is not None
+        box, steps = t.g_boxes
         return tuple(Map("gradient", one, p.dtype, box, steps, span, rounded=True) for one in tensors(t, p, g))
     span = 0 if t.turned else t.segment
     return tuple(Map("input", one, p.dtype, t.box, span=span, rounded=True) for one in tensors(t, p, g))

@@ -47,7 +47,7 @@ def _conflicts(t: AnyTiling) -> float:
         return 1.0
     if isinstance(t, WarpgroupTiling) and t.interleaved:
         return t.banks[1] * (4.0 / t.element)
-    if isinstance(t, WarpgroupTiling) and t.shared_words:
+    if isinstance(t, WarpgroupTiling) and t.run_words:
         return t.run_words / t.run
     return 2.0 if t.element == 2 else float(math.gcd(t.steps[2], 4))
 
@@ -69,10 +69,10 @@ def _sync_chunk(t: SyncTiling) -> dict[str, float]:
 
 def _warpgroup_chunk(t: WarpgroupTiling, straddling: float) -> dict[str, float]:
     """What a chunk asks for (`Work`). ``straddling``: lines that boxes touch, of those of rows that begin at lines."""
-    columns, fragments = t.k_steps * t.entries * t.warpgroups * t.block[0], t.fragments
+    columns, fragments = t.k_steps * t.entries * t.warpgroups * t.block[0], _fragments(t)
     short = 0.0 if t.channels_last else _SHORT * (128 / t.segment - 1)
     loads = 0.0 if t.a_shared else 2.6 if t.channels_last and t.element == 2 else 20 / t.element
-    if t.shared_words:
+    if t.run_words:
         loads = 5 * t.run_words / t.run
     return {
         "instructions": fragments,
@@ -80,8 +80,8 @@ def _warpgroup_chunk(t: WarpgroupTiling, straddling: float) -> dict[str, float]:
         # A stage that descriptors read is given back a chunk late. A column of taps uses a fragment so long that copies
         # are never late.
         "stages": t.stages - 1 if t.a_shared else 2 * t.stages if t.stacked else t.stages,
-        "lines": t.lines_of_boxes * (straddling if t.box_g else 1.0),
-        "boxes": t.boxes,
+        "lines": _lines(t) * (straddling if t.box_g else 1.0),
+        "boxes": _boxes(t),
         "shared": 32 * columns * short + t.g_units * 16 + t.x_bytes,
         "fragments": 2048 * fragments * _conflicts(t),
         "loads": loads * fragments * 2 / t.warpgroups,
@@ -89,6 +89,37 @@ def _warpgroup_chunk(t: WarpgroupTiling, straddling: float) -> dict[str, float]:
         "turned": t.raw_bytes / (128 * 32) * _TURNED if t.box_g else t.g_units / 128 * _COPIED[t.warpgroups],
         "descriptors": t.a_shared,
     }
+
+
+def _fragments(t: WarpgroupTiling) -> int:
+    """Of g, for a chunk, of all warpgroups."""
+    return (t.steps_of_row * t.row_steps if t.stacked else t.k_steps * t.entries) * t.warpgroups
+
+
+def _boxes(t: WarpgroupTiling) -> int:
+    """Copies of the tensor copy engine for a chunk."""
+    of_line = t.block[0] // t.x_width if t.channels_last else t.line // t.segment
+    found = 1 if t.turned else of_line
+    if t.box_g:
+        wide = t.block[1] // t.g_width if t.channels_last else 1
+        found += wide * math.prod(t.classes) * t.planes.number
+    return found
+
+
+def _lines(t: WarpgroupTiling) -> float:
+    """Lines of 128 bytes that the boxes of a chunk touch, in units of which a row counts half at least."""
+
+    def touched(rows: float, span: int, begin: int) -> float:
+        """Of rows of ``span`` bytes that begin at multiples of ``begin``."""
+        return rows * (max(0.5, span / 128) if span <= begin else 1 + (span - min(begin, 128)) / 128)
+
+    if t.channels_last:
+        span = t.block[0] * t.element if t.turned else t.segment
+        found = touched(t.x_bytes / span, span, 128 if span >= 128 else span)
+        row = t.g_width * t.element
+        return found + touched(t.g_rows * t.g_pixels * t.block[1] / t.g_width, row, row)
+    found = touched(t.x_bytes / t.segment, t.segment, t.segment)
+    return found + touched(t.g_rows * t.block[1], t.g_row_units * 16, 16)
 
 
 def _straddling(p: Problem) -> float:

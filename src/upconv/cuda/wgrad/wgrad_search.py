@@ -221,7 +221,7 @@ def _warpgroup_bases(p: Problem, gpu: Gpu, general: bool) -> Iterator[WarpgroupT
             layer, block=block, taps=taps, subs=subs, stacked=stacked, interleaved=interleaved,
             warpgroups=groups, split_m=split_m,
         )  # fmt: skip
-        if base.accumulators > (160 if groups == 2 else 104):
+        if base.entries * ci // 2 > (160 if groups == 2 else 104):  # registers of a thread
             continue
         # Pixels of float32 that are turned take longer in such widths, which the model does not know.
         if base.turned and ci >= 96 and ci % 64:
