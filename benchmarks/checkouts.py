@@ -35,10 +35,10 @@ from statistics import median
 from typing import Any, cast
 
 import torch
-from h200 import FORWARDS, SWEEPS, jobs
+from h200 import SWEEPS
 
 from upconv import env
-from upconv.bench import files, suites
+from upconv.bench import files
 from upconv.bench.timing import clock, operands, precision_flags
 from upconv.problem import PASSES, Pass, Problem
 
@@ -133,14 +133,12 @@ class Checkout:
 def rows(reports: list[str], cases: list[str], passes: list[Pass]) -> Iterator[Row]:
     """The rows of the reports, and those of suite ``field`` in the same ways; only these cases, if there are some."""
     for name in reports:
-        for job in jobs(name):
+        sweep = SWEEPS[name]
+        for job in sweep.jobs():
             yield Row(name, job.case, job.problem)
-        dtype, precision, layout, pass_ = SWEEPS[name]
-        if name.removeprefix("gi-").removeprefix("gw-") in FORWARDS:
-            for case in suites.SUITES["field"]:
-                if case.problem.rank > 1 or layout == "nchw":
-                    how: dict[str, Any] = {"dtype": dtype, "precision": precision, "layout": layout, "pass_": pass_}
-                    yield Row(f"field-{name}", case.name, case.problem.with_(**how))
+        if sweep.suites == ("cuda",):
+            for job in sweep._replace(suites=("field",)).jobs():
+                yield Row(f"field-{name}", job.case, job.problem)
 
 
 def measure(p: Problem, old: Checkout, new: Checkout) -> dict[str, float]:
@@ -154,10 +152,6 @@ def measure(p: Problem, old: Checkout, new: Checkout) -> dict[str, float]:
         del first
         for side in sides.values():
             side.work(p, given)()
-            provisional = next(
-                m for n, m in list(sys.modules.items()) if n.startswith(side.name) and "provisional" in n
-            )
-            provisional.settle()
         taken: dict[str, list[float]] = {name: [] for name in sides}
         begin = time.perf_counter()
         for turn in range(ROUNDS):

@@ -1,22 +1,29 @@
-"""Cold kernels: how long NVRTC takes for what a layer's first call waits for, and for what follows it in a thread.
+"""Cold kernels: how long NVRTC takes for what a layer's first call waits for.
 
-And how long kernels take that another process has compiled, to be read from disk and loaded.
+    python benchmarks/cold.py --json benchmarks/results/h200-cold.json
+
+And how long kernels take that another process has compiled, to be read from disk and loaded. Several kernels are
+compiled at once, which takes each of them a little longer than alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from itertools import product
+from pathlib import Path
 
 import torch
 
 from upconv import planner
-from upconv.bench import report
-from upconv.bench.report import KEYS, Report
-from upconv.bench.suites import SUITES, Case
+from upconv.bench import files, report
+from upconv.bench.progress import Progress
+from upconv.bench.report import Report
+from upconv.bench.suites import SUITES, Case, choose
 from upconv.bench.uncached import no_caches, with_flags
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.launches import Unit
@@ -24,137 +31,102 @@ from upconv.problem import LAYOUTS, Layout, Pass, Precision
 
 COMPILERS = 8
 """Threads that compile at once, on a GPU's host."""
-_AGAIN = 1.2
-"""Seconds from which on a kernel is compiled again with nothing beside it, as a first call does: eight at once take up
-to 1.3 times as long each on a slow host, and one of 348 passes exceeds 1.5 s by chance."""
 _PRECISIONS: dict[Precision, torch.dtype] = {"tf32": torch.float32, "bf16": torch.bfloat16}
-_PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
-"""In the order of the report's columns."""
-_CACHED = 0.1  # of the time beside others, below which a kernel alone was not compiled
+_COLUMNS: dict[Pass, str] = {"fwd": "fwd_s", "grad-input": "grad_input_s", "grad-weight": "grad_weight_s"}
 
 Row = tuple[str, Precision, Layout]
+Rows = dict[Row, dict[Pass, list[Unit]]]
 
 
 def measure(
-    device: torch.device, cases: Sequence[Case] | None = None, progress: Callable[[str], object] = lambda label: None
+    where: planner.Device, device: torch.device, cases: Sequence[Case], tell: Callable[[str], object]
 ) -> Report:
-    """Seconds that NVRTC takes for the kernels of the suite's layers, none of them from a cache; milliseconds to load.
-
-    A first call waits for a quick form where a kernel has one (`upconv.cuda.compile.provisional`). Several are compiled
-    at once, and those that take long once more, alone. Another process then loads the final forms from disk, one by
-    one.
+    """NVRTC's seconds for the kernels of layers, none of them from a cache; milliseconds to load them from disk.
 
     Args:
-        device: a CUDA device.
-        cases: the layers; None for all.
-        progress: hears of each kernel as it is compiled.
+        where: the GPU that kernels are compiled for.
+        device: where they are loaded, if it is a CUDA device.
+        cases: the layers.
+        tell: hears of each kernel as it is compiled.
 
     Raises:
-        ValueError: ``device`` is a CPU, for which nothing is compiled; RuntimeError: NVRTC is not there, or answers
-            from a cache of its own.
+        RuntimeError: NVRTC is not there.
     """
-    if device.type != "cuda":
-        raise ValueError(f"cold kernels need a CUDA device, for which kernels are compiled; got {device}")
-    return of_kernels(planner.device_of(device), device, SUITES["cuda"] if cases is None else cases, progress)
-
-
-def of_kernels(
-    where: planner.Device, device: torch.device, cases: Sequence[Case], progress: Callable[[str], object]
-) -> Report:
-    """`measure`, for the kernels of any GPU that a planner's device has; they are loaded on a CUDA ``device`` alone."""
     reason = nvrtc.unavailable()
     if reason is not None or where.gpu is None:
         raise RuntimeError(reason or f"{device} is no GPU that kernels are compiled for")
-    rows = _rows(where, where.gpu.arch, device, cases, progress)
+    rows = _rows(where, where.gpu.arch, device, cases, tell)
     return report.gather(rows, device, kind="cold", layer=f"kernels of {len(cases)} layers")
 
 
-Waits = dict[Row, dict[Pass, list[Unit]]]
-
-
 def _rows(
-    where: planner.Device, arch: str, device: torch.device, cases: Sequence[Case], progress: Callable[[str], object]
+    where: planner.Device, arch: str, device: torch.device, cases: Sequence[Case], tell: Callable[[str], object]
 ) -> Iterator[report.Row]:
-    waits, final = _units(where, cases)
-    awaited = dict.fromkeys(unit for of in waits.values() for units in of.values() for unit in units)
-    every = dict.fromkeys((*awaited, *(unit for units in final.values() for unit in units)))
+    rows = _units(where, cases)
+    every = list(dict.fromkeys(unit for of in rows.values() for units in of.values() for unit in units))
+
+    def seconds(unit: Unit) -> float:
+        tell(unit.label)
+        begin = time.perf_counter()
+        jit.cubin(unit.source, arch, unit.label)
+        return time.perf_counter() - begin
+
     with no_caches():
-        texts, took = _compiled(list(every), list(awaited), arch, progress)
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            took = dict(zip(every, pool.map(seconds, every)))
         loaded: dict[Unit, float] = {}
         if device.type == "cuda":
-            units = list(dict.fromkeys(unit for of in final.values() for unit in of))
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(1, mp_context=context) as process:
-                given = [(texts[unit], unit.entries[-1], unit.label) for unit in units]
-                loaded = dict(zip(units, process.submit(_loads, given, arch, str(device), nvrtc.FLAGS).result()))
-    for row, of in waits.items():
-        longest = [max((took[unit] for unit in of.get(pass_, [])), default=None) for pass_ in _PASSES]
-        behind = max((took[unit] for unit in final[row] if unit not in awaited), default=None)
-        from_disk = max((1e3 * loaded[unit] for unit in final[row] if unit in loaded), default=None)
-        yield dict(zip(KEYS["cold"], (*row, *longest, behind, from_disk)))
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+                loaded = dict(zip(every, process.submit(_loads, every, arch, str(device), nvrtc.FLAGS).result()))
+    for (case, precision, layout), of in rows.items():
+        units = [unit for units in of.values() for unit in units]
+        row: report.Row = {"case": case, "precision": precision, "layout": layout}
+        row |= {name: max((took[u] for u in of.get(pass_, [])), default=None) for pass_, name in _COLUMNS.items()}
+        yield row | {"cached_ms": max((1e3 * loaded[unit] for unit in units if unit in loaded), default=None)}
 
 
-def _units(where: planner.Device, cases: Sequence[Case]) -> tuple[Waits, dict[Row, list[Unit]]]:
-    """For each row the sources that the first call of each pass waits for, and all that it ends with."""
-    waits: Waits = {}
-    final: dict[Row, list[Unit]] = {}
+def _units(where: planner.Device, cases: Sequence[Case]) -> Rows:
+    """For each row the sources that the first call of each pass waits for."""
+    found: Rows = {}
     for case, (precision, dtype), layout in product(cases, _PRECISIONS.items(), LAYOUTS):
         if case.problem.rank == 1 and layout != "nchw":
             continue
         plan = planner.plan(case.problem.with_(dtype=dtype, precision=precision, layout=layout), where)
-        row = case.name, precision, layout
-        waits[row], final[row] = {}, []
-        for pass_, choice in plan.choices("step").items():
-            packing = getattr(choice, "packing_sources", ())  # in training, by the kernel itself
-            for unit in (*choice.sources(), *packing):
-                quick = getattr(unit, "quick", None)
-                waits[row].setdefault(pass_, []).append((quick() if quick is not None else None) or unit)
-                final[row].append(unit)
-    return waits, final
+        # In training weights are packed by the kernel itself, where one does.
+        choices = plan.choices("step").items()
+        units = {pass_: [*choice.sources(), *choice.packing_sources] for pass_, choice in choices}
+        found[case.name, precision, layout] = units
+    return found
 
 
-def _compiled(
-    every: Sequence[Unit], awaited: Sequence[Unit], arch: str, progress: Callable[[str], object]
-) -> tuple[dict[Unit, str], dict[Unit, float]]:
-    """The text that was compiled of each source, and NVRTC's seconds for it: all at once, the long ones again alone."""
-    texts = {unit: unit.source for unit in every}
-
-    def seconds(unit: Unit) -> float:
-        progress(unit.label)
-        begin = time.perf_counter()
-        jit.cubin(texts[unit], arch, unit.label)
-        return time.perf_counter() - begin
-
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        try:
-            took = dict(zip(every, pool.map(seconds, every)))
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)  # else it compiles the rest first
-            raise
-    for unit in awaited:
-        if took[unit] > _AGAIN:
-            texts[unit], before = _again(unit.source), took[unit]
-            took[unit] = seconds(unit)
-            if took[unit] < _CACHED * before:
-                raise RuntimeError(f"NVRTC took {took[unit]:.2f} s for what took it {before:.2f} s: from a cache")
-    return texts, took
-
-
-def _again(source: str) -> str:
-    """The same kernels in a text that our own caches do not know."""
-    return f"{source}// again\n"
-
-
-def _loads(kernels: Sequence[tuple[str, str, str]], arch: str, device: str, flags: tuple[str, ...]) -> list[float]:
-    """Seconds from a source, an entry and a label to a loaded kernel that another process compiled, one by one."""
+def _loads(units: Sequence[Unit], arch: str, device: str, flags: tuple[str, ...]) -> list[float]:
+    """Seconds from a source to a loaded kernel that another process compiled, one by one."""
     torch.zeros(1, device=device)  # the driver's context
     with_flags(flags)
-    first = kernels[0]
-    jit.kernel(first[0], first[1], arch, first[2])  # libraries that a process loads once
-    found = []
-    for source, entry, label in kernels:
+
+    def load(unit: Unit) -> float:
         jit.forget()
         begin = time.perf_counter()
-        jit.kernel(source, entry, arch, label)
-        found.append(time.perf_counter() - begin)
-    return found
+        jit.kernel(unit.source, unit.entries[-1], arch, unit.label)
+        return time.perf_counter() - begin
+
+    load(units[0])  # libraries that a process loads once
+    return [load(unit) for unit in units]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where to write the report")
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=[], help='of suite "cuda", only these')
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA device here")
+    device = torch.device("cuda", 0)
+    with Progress() as tell:
+        found = measure(planner.device_of(device), device, choose(SUITES["cuda"], options.cases), tell)
+    files.save(found, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

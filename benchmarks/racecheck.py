@@ -38,7 +38,6 @@ from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search, joined
-from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.launches import Given, Scratch
 from upconv.cuda.pixels import implicit
@@ -189,23 +188,6 @@ def run_abreast(p: Problem, wanted: Callable[[Any], bool]) -> None:
     run_gather(p.abreast, wanted)
 
 
-def run_quick(p: Problem, wanted: Callable[[Any], bool] = lambda t: True) -> None:
-    """The gather-GEMM's form that compiles fast, of blocks that have several tiles and go round their rings again and
-    again: of the cheapest tiling that has one of the kind.
-    """
-    chip = replace(gpu(0), multiprocessors=2)
-    every = sorted(gather_search.considered(p, chip), key=lambda one: one[0].seconds)
-    choices = (gather.Choice(t, p, chip, cost) for cost, t in every)
-    choice = next((c for c in choices if c.quick is not None and wanted(c.quick.tiling)), None)
-    if choice is None or choice.quick is None:
-        raise RuntimeError(f"no tiling of {p} has such a quick form")
-    quick = choice.quick
-    tiles = quick.tiling.arguments(p)[-1]
-    if tiles < 2 * quick.grid:
-        raise RuntimeError(f"{tiles} tiles give {quick.grid} blocks no second one")
-    run_prepared(quick.prepare(0), p)
-
-
 def run_sweep(p: Problem, wanted: Callable[[Any], bool]) -> None:
     """The first sweep of a kind."""
     found = next(s for s in MODES["sweep"].candidates(p, gpu(0)) if wanted(s))
@@ -222,15 +204,8 @@ def run_choice(p: Problem, family: Any) -> None:
     run_prepared(prepared, p)
 
 
-def by_planes(t: Tiling) -> bool:
-    return t.planewise and t.rolled
-
-
-def run_joined(p: Problem, quick: bool = False) -> None:
-    """A tile whose consumers have several tiles each and go round their rings again and again; its ``quick`` form."""
-    if quick:
-        shipped = jit.instance
-        jit.instance = lambda file, constants, entries: shipped(file, {**constants, "quick": True}, entries)
+def run_joined(p: Problem) -> None:
+    """A tile whose consumers have several tiles each and go round their rings again and again."""
     chip = replace(gpu(0), multiprocessors=2)
     choice = joined.choose(p, chip)
     if isinstance(choice, str) or choice.tile.tiles(p) < 4 * choice.grid:
@@ -318,8 +293,6 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "forward-width": case("gather", run_abreast, SMALL, "bf16 channels_last fwd", lambda t: t.split != 2),
     "forward-cluster": case("gather", run_gather, CROSSED, "tf32 nchw fwd", lambda t: t.cluster > 1),
     "forward-beside": case("gather", run_gather, TINY, "bf16 nchw fwd", lambda t: t.beside > 0, False, True),
-    "forward-quick": case("gather", run_quick, PLAIN, "tf32 nchw fwd"),
-    "planes-quick": case("gather", run_quick, STRIDED, "bf16 channels_last grad-input", by_planes),
     "planes-cluster": case(
         "gather", run_gather, CROSSED_BACK, "bf16 channels_last grad-input", lambda t: t.cluster > 1
     ),
@@ -329,7 +302,6 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "joined": case("joined", run_joined, SHEETS, "tf32 nchw fwd"),
     "joined-16": case("joined", run_joined, SHEETS, "bf16 nchw fwd"),
-    "joined-quick": case("joined", run_joined, SHEETS, "tf32 nchw fwd", True),
     "sweep": case("sweep", run_sweep, DEEP, "tf32 nchw fwd", lambda s: not s.turns),
     "sweep-turns": case("sweep", run_sweep, DEEP, "bf16 nchw fwd", lambda s: s.turns),
     "sweep-last": case("sweep", run_sweep, DEEP, "tf32 channels_last fwd", lambda s: not s.turns),
@@ -358,7 +330,6 @@ WIDTH = max(map(len, CASES))
 
 
 def _run(name: str, as_compiled: bool) -> None:
-    jit.at_hand = lambda source, arch, label="": True  # final forms, and no quick ones
     if not as_compiled:
         shipped = jit.instance
         jit.instance = lambda file, constants, entries: every_lane(file, shipped(file, constants, entries))

@@ -42,7 +42,7 @@ def load(stem: str) -> dict[str, Any]:
 
 def mean(rows: Sequence[Row], key: str = "ratio") -> float:
     """The geometric mean of the rows' ratios, but for rows that failed."""
-    return report.geometric_mean([row[key] for row in rows if row[key] is not None])
+    return report.geometric_mean([row[key] for row in rows if row.get(key) is not None])
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: int) -> str:
@@ -129,7 +129,7 @@ def _lines(stem: str, found: Mapping[str, Any]) -> Iterator[Line]:
     at = commit + "".join(f", {count} of {of}" for of, count in older.items())
 
     def line(what: str, packed: str, mine: Sequence[Row], key: str = "ratio") -> Line:
-        own = [row for row in mine if row.get("engine") != "torch" and row[key] is not None]
+        own = [row for row in mine if row.get("engine") != "torch" and row.get(key) is not None]
         ratios = {_name(row, rows): row[key] for row in own}
         return Line(stem, _where(found), what, packed, ratios, len(mine), at, date)
 
@@ -327,7 +327,7 @@ def cold() -> str:
     cells = []
     for head, key, unit in (
         ("forward", "fwd_s", "s"), ("gradient for the input", "grad_input_s", "s"),
-        ("gradient for the weight", "grad_weight_s", "s"), ("optimised kernel, in the background", "later_s", "s"),
+        ("gradient for the weight", "grad_weight_s", "s"),
         ("a kernel from disk", "cached_ms", "ms"),
     ):  # fmt: skip
         values = [row[key] for row in found["rows"] if row[key] is not None]

@@ -34,6 +34,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 import shutil
 from typing import NamedTuple
 
@@ -59,390 +60,180 @@ LAYER = Arguments(stride=(2, 3), padding=(1, 2), output_padding=(0, 0), dilation
 DTYPE, FORMAT, RANK = torch.float32, torch.contiguous_format, 2
 CAPABILITY = (9, 0)  # of the GPUs that they are compiled for: sm_90a
 
-# --- CUDA C++: what both kinds of kernels are launched by -------------------------------------------------------------
+# --- CUDA C++: plain kernels, which state what is computed ------------------------------------------------------------
 
-HOST = r"""
-#include <algorithm>
+PLAIN = r"""
 #include <array>
-#include <cstring>
-#include <mutex>
 #include <optional>
-#include <tuple>
-#include <type_traits>
-#include <utility>
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 namespace {
 
-// --- launches ----------------------------------------------------------------------------------------------------
-
-// A value as a kernel's parameter: pointers from void*, integers in range, tensor maps and structs bit by bit.
-template <typename To, typename From>
-To parameter(const From& value) {
-  if constexpr (std::is_class_v<To>) {
-    static_assert(sizeof(To) == sizeof(From), "a struct is copied bit by bit");
-    To to;
-    std::memcpy(&to, &value, sizeof(To));
-    return to;
-  } else if constexpr (std::is_integral_v<To>) {
-    const To found = static_cast<To>(value);
-    TORCH_CHECK(found == value, "the tensor is too large: a size or the number of its tiles is ", value);
-    return found;
-  } else {
-    return static_cast<To>(value);
-  }
-}
-
-template <typename... Parameters, typename Values, size_t... I>
-void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, const Values& values,
-           std::index_sequence<I...>) {
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameter<Parameters>(std::get<I>(values))...));
-}
-
-// Launches a kernel on the tensor's device and that device's current stream. The kernel's arguments come as tuples
-// and arrays, which are joined.
-template <auto Kernel, int Threads, int SharedBytes, typename... Arguments>
-void launch(const at::Tensor& on, int64_t blocks, const Arguments&... arguments) {
-  TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: it makes ", blocks, " blocks");
-  const c10::cuda::CUDAGuard guard(on.device());
-  if constexpr (SharedBytes > 48 * 1024) {  // more than the default wants to be asked for, once per device
-    static std::array<std::once_flag, 64> asked;
-    std::call_once(asked.at(on.get_device()), [] {
-      C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes));
-    });
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(Threads);
-  config.dynamicSmemBytes = SharedBytes;
-  config.stream = c10::cuda::getCurrentCUDAStream(on.get_device()).stream();
-  const auto values = std::tuple_cat(arguments...);
-  start(Kernel, config, values, std::make_index_sequence<std::tuple_size_v<decltype(values)>>());
-}
-
-void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : nullptr; }
-
-}  // namespace
-"""
-
-# --- CUDA C++: plain kernels, which state what is computed ------------------------------------------------------------
-
-PLAIN = r"""
-namespace kernels {
-
-// PTX in small wrappers, so that a kernel body reads as an algorithm. It includes no headers.
-typedef unsigned int u32;
-typedef unsigned short u16;
-
-// --- numbers ----------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 half_bits(float v) {
-  u16 r;
-  asm("cvt.rn.f16.f32 %0, %1;\n" : "=h"(r) : "f"(v));
-  return r;
-}
-__device__ __forceinline__ u32 bfloat_bits(float v) {
-
-  const u32 b = __float_as_uint(v);
-  return (b & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
-
-}
-__device__ __forceinline__ float half_value(u32 bits) {
-  float r;
-  asm("cvt.f32.f16 %0, %1;\n" : "=f"(r) : "h"((u16)bits));
-  return r;
-}
-__device__ __forceinline__ float bfloat_value(u32 bits) { return __uint_as_float(bits << 16); }
-
-// How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
-
-enum Precision { TF32, IEEE, FP16, BF16, FP64 };
-
-template <int P>
-struct NumberOf {                                       // float16 and bfloat16
-  static __device__ __forceinline__ u32 bits(float v) { return P == FP16 ? half_bits(v) : bfloat_bits(v); }
-  static __device__ __forceinline__ float value(u32 v) { return P == FP16 ? half_value(v) : bfloat_value(v); }
-};
-struct Float32 {
-};
-template <> struct NumberOf<TF32> : Float32 {};
-template <> struct NumberOf<IEEE> : Float32 {};
-
-// How the kernels for CUDA cores store and sum numbers, by their precision P (number.cuh): `ScalarOf<P>`.
-
-typedef long long i64;
-
-template <class T_, class Acc_>
-struct ScalarTypes {
-    using T = T_;      // of tensors
-    using Acc = Acc_;  // of sums
-};
-
-template <int P>
-struct ScalarOf : ScalarTypes<u16, float> {  // float16 and bfloat16
-    static __device__ __forceinline__ float value(u16 v) { return NumberOf<P>::value(v); }
-    static __device__ __forceinline__ u16 stored(float v) { return NumberOf<P>::bits(v); }
-};
-template <class V>
-struct Unchanged : ScalarTypes<V, V> {
-    static __device__ __forceinline__ V value(V v) { return v; }
-    static __device__ __forceinline__ V stored(V v) { return v; }
-};
-template <> struct ScalarOf<IEEE> : Unchanged<float> {};
-template <> struct ScalarOf<FP64> : Unchanged<double> {};
-
-__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
-__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
-
-// A transposed convolution and its two gradients, a kernel each: right for every layer, fast for none. The other kernels compute the same.
+// Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. The kernels compute
 //
-//   y[n, o, p]  = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]         where along each axis
-//   dx[n, c, i] =           sum over o, k of dy[n, o, p] * w[c, o, k]        p + padding = i * stride + k * dilation
-//   dw[c, o, k] =           sum over n, i of x[n, c, i] * dy[n, o, p]        and c and o are channels of one group
+//   y[n, o, p]  = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
+//   dx[n, c, i] =           sum over o, k of dy[n, o, p] * w[c, o, k]
+//   dw[c, o, k] =           sum over n, i of x[n, c, i] * dy[n, o, p]
 //
-// A thread computes an element of y or dx, a block one of dw. Each adds up in an order that is always the same. Sizes are arguments, and so
-// are the elements between neighbours of each tensor: a precision has one binary for every layer in any layout.
+// where c and o are channels of one group. Tensors are contiguous; sums have an order that is always the same.
 
-struct PlainAxis {
-    i64 in, out, kernel, stride, padding, dilation;
-    i64 phase;  // taps from one that an output meets to the next, stride / gcd(stride, dilation)
+constexpr int THREADS = 256;
+
+struct Layer {
+  int batch, groups, cin, cout;  // channels of a group
+  int in[3], out[3], kernel[3], stride[3], padding[3], dilation[3];  // along depth, height and width
 };
 
-struct PlainLayer {
-    i64 batch, groups, cin, cout;  // channels of a group
-    PlainAxis axis[3];             // D, H and W
-    i64 x[5], w[5], y[5];          // elements between images, channels, slices, rows and columns; of w the images are input channels
+template <typename T>
+using SumOf = at::opmath_type<T>;  // float of 16 bits
+
+struct Element {  // image (of a weight: input channel), channel, and place
+  int64_t n;
+  int c, at[3];
 };
 
-template <class C>
-struct Plain {
-using Scalar = ScalarOf<C::precision>;
-using T = typename Scalar::T;
-using Acc = typename Scalar::Acc;
-static constexpr int THREADS = C::threads;
+__device__ int64_t volume(const int (&size)[3]) { return int64_t(size[0]) * size[1] * size[2]; }
 
-// Where an element is: its image, channel and place.
-struct Element { i64 n, c, at[3]; };
-
-// The element `index` of a tensor, whose neighbours are columns of a row, or with `last` channels of a pixel.
-static __device__ __forceinline__ Element element(i64 index, bool last, i64 channels, i64 d, i64 h, i64 w) {
-    Element e;
-    if (last) {
-        e.c = index % channels;
-        index /= channels;
-    }
-    e.at[2] = index % w;
-    index /= w;
-    e.at[1] = index % h;
-    index /= h;
-    e.at[0] = index % d;
-    index /= d;
-    if (!last) {
-        e.c = index % channels;
-        index /= channels;
-    }
-    e.n = index;
-    return e;
+__device__ Element element(int64_t index, int channels, const int (&size)[3]) {
+  Element e;
+  for (int axis = 2; axis >= 0; axis--, index /= size[axis + 1]) e.at[axis] = index % size[axis];
+  e.c = index % channels, e.n = index / channels;
+  return e;
 }
 
-static __device__ __forceinline__ i64 offset(const i64 (&steps)[5], i64 n, i64 c, const i64 (&at)[3]) {
-    return n * steps[0] + c * steps[1] + at[0] * steps[2] + at[1] * steps[3] + at[2] * steps[4];
+__device__ int64_t offset(const Element& e, int channels, const int (&size)[3]) {
+  return (((e.n * channels + e.c) * size[0] + e.at[0]) * size[1] + e.at[1]) * size[2] + e.at[2];
 }
 
-// The taps that output `p` meets, and the input that it meets there, if there is one.
-struct TapsOfOutput {
-    static __device__ __forceinline__ i64 first(const PlainAxis& a, i64 p) {
-        i64 k = 0;
-        while (k < a.kernel && (p + a.padding - k * a.dilation) % a.stride != 0) ++k;
-        return k;
+// The input that an output meets at a tap, if there is one, and the other way round.
+__device__ bool input_at(const Layer& l, const int (&p)[3], const int (&k)[3], int (&i)[3]) {
+  bool meets = true;
+  for (int axis = 0; axis < 3; axis++) {
+    const int reach = p[axis] + l.padding[axis] - k[axis] * l.dilation[axis];
+    i[axis] = reach / l.stride[axis];
+    meets = meets && reach >= 0 && reach % l.stride[axis] == 0 && i[axis] < l.in[axis];
+  }
+  return meets;
+}
+__device__ bool output_at(const Layer& l, const int (&i)[3], const int (&k)[3], int (&p)[3]) {
+  bool meets = true;
+  for (int axis = 0; axis < 3; axis++) {
+    p[axis] = i[axis] * l.stride[axis] + k[axis] * l.dilation[axis] - l.padding[axis];
+    meets = meets && p[axis] >= 0 && p[axis] < l.out[axis];
+  }
+  return meets;
+}
+
+// A thread computes an output.
+template <typename T>
+__global__ void plain_forward(const T* x, const T* w, const T* bias, T* y, Layer l) {
+  const int channels = l.groups * l.cout;
+  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < l.batch * channels * volume(l.out);
+       index += int64_t(gridDim.x) * THREADS) {
+    const Element e = element(index, channels, l.out);
+    SumOf<T> sum = bias ? SumOf<T>(bias[e.c]) : SumOf<T>(0);
+    for (int64_t tap = 0; tap < volume(l.kernel); tap++) {
+      Element at = {e.n}, weight = element(tap, 1, l.kernel);
+      if (!input_at(l, e.at, weight.at, at.at)) continue;
+      weight.c = e.c % l.cout;
+      for (int c = 0; c < l.cin; c++) {
+        weight.n = at.c = e.c / l.cout * l.cin + c;
+        sum += SumOf<T>(x[offset(at, l.groups * l.cin, l.in)]) * SumOf<T>(w[offset(weight, l.cout, l.kernel)]);
+      }
     }
-    static __device__ __forceinline__ i64 step(const PlainAxis& a) { return a.phase; }
-    static __device__ __forceinline__ bool meets(const PlainAxis& a, i64 p, i64 k, i64& i) {
-        const i64 reach = p + a.padding - k * a.dilation;
-        i = reach / a.stride;
-        return reach >= 0 && i < a.in;
-    }
-};
-
-// The taps of input `i`, which are all, and the output that it meets there, if there is one.
-struct TapsOfInput {
-    static __device__ __forceinline__ i64 first(const PlainAxis&, i64) { return 0; }
-    static __device__ __forceinline__ i64 step(const PlainAxis&) { return 1; }
-    static __device__ __forceinline__ bool meets(const PlainAxis& a, i64 i, i64 k, i64& p) {
-        p = i * a.stride + k * a.dilation - a.padding;
-        return p >= 0 && p < a.out;
-    }
-};
-
-// The sum over all taps and `channels` of what is read times the weight.
-template <class Taps>
-static __device__ __forceinline__ Acc sum_of_taps(const T* from, const i64 (&steps)[5], const T* w, i64 w_step, i64 channels,
-                                                  const i64 (&at)[3], const PlainLayer& l) {
-    const PlainAxis &d = l.axis[0], &h = l.axis[1], &columns = l.axis[2];
-    const i64 first_h = Taps::first(h, at[1]), first_column = Taps::first(columns, at[2]);
-    Acc sum = 0;
-    i64 k[3], met[3];
-    for (k[0] = Taps::first(d, at[0]); k[0] < d.kernel; k[0] += Taps::step(d)) {
-        if (!Taps::meets(d, at[0], k[0], met[0])) continue;
-        for (k[1] = first_h; k[1] < h.kernel; k[1] += Taps::step(h)) {
-            if (!Taps::meets(h, at[1], k[1], met[1])) continue;
-            for (k[2] = first_column; k[2] < columns.kernel; k[2] += Taps::step(columns)) {
-                if (!Taps::meets(columns, at[2], k[2], met[2])) continue;
-                const T *value = from + offset(steps, 0, 0, met), *weight = w + offset(l.w, 0, 0, k);
-                for (i64 c = 0; c < channels; ++c)
-                    sum = multiply_add(Scalar::value(value[c * steps[1]]), Scalar::value(weight[c * w_step]), sum);
-            }
-        }
-    }
-    return sum;
-}
-
-static __device__ __forceinline__ void forward(const T* x, const T* w, const T* bias, T* y, const PlainLayer& l) {
-    const i64 channels = l.groups * l.cout, d = l.axis[0].out, h = l.axis[1].out, columns = l.axis[2].out;
-    const i64 total = l.batch * channels * d * h * columns;
-    for (i64 index = (i64)blockIdx.x * THREADS + threadIdx.x; index < total; index += (i64)gridDim.x * THREADS) {
-        const Element e = element(index, l.y[1] == 1, channels, d, h, columns);
-        const i64 first = e.c / l.cout * l.cin;  // input channel of the group
-        const T *image = x + e.n * l.x[0] + first * l.x[1], *weights = w + first * l.w[0] + e.c % l.cout * l.w[1];
-        Acc sum = sum_of_taps<TapsOfOutput>(image, l.x, weights, l.w[0], l.cin, e.at, l);
-        if (bias) sum += Scalar::value(bias[e.c]);
-        y[offset(l.y, e.n, e.c, e.at)] = Scalar::stored(sum);
-    }
-}
-
-static __device__ __forceinline__ void grad_input(const T* dy, const T* w, T* dx, const PlainLayer& l) {
-    const i64 channels = l.groups * l.cin, d = l.axis[0].in, h = l.axis[1].in, columns = l.axis[2].in;
-    const i64 total = l.batch * channels * d * h * columns;
-    for (i64 index = (i64)blockIdx.x * THREADS + threadIdx.x; index < total; index += (i64)gridDim.x * THREADS) {
-        const Element e = element(index, l.x[1] == 1, channels, d, h, columns);
-        const T* image = dy + e.n * l.y[0] + e.c / l.cin * l.cout * l.y[1];
-        const Acc sum = sum_of_taps<TapsOfInput>(image, l.y, w + e.c * l.w[0], l.w[1], l.cout, e.at, l);
-        dx[offset(l.x, e.n, e.c, e.at)] = Scalar::stored(sum);
-    }
-}
-
-// A thread's share of an element of dw. The block's threads take as many neighbouring columns at once as there are, of several rows.
-static __device__ __forceinline__ Acc sum_of_pixels(const T* x, const T* dy, const i64 (&tap)[3], const PlainLayer& l) {
-    const PlainAxis &d = l.axis[0], &h = l.axis[1], &w = l.axis[2];
-    int columns = 1;
-    while (columns < w.in && columns < THREADS) columns *= 2;
-    Acc sum = 0;
-    for (i64 row = threadIdx.x / columns; row < l.batch * d.in * h.in; row += THREADS / columns) {
-        const i64 n = row / h.in / d.in;
-        i64 i[3] = {row / h.in % d.in, row % h.in}, p[3];
-        if (!TapsOfInput::meets(d, i[0], tap[0], p[0]) || !TapsOfInput::meets(h, i[1], tap[1], p[1])) continue;
-        for (i[2] = threadIdx.x % columns; i[2] < w.in; i[2] += columns) {
-            if (!TapsOfInput::meets(w, i[2], tap[2], p[2])) continue;
-            sum = multiply_add(Scalar::value(x[offset(l.x, n, 0, i)]), Scalar::value(dy[offset(l.y, n, 0, p)]), sum);
-        }
-    }
-    return sum;
-}
-
-static __device__ __forceinline__ void grad_weight(const T* x, const T* dy, T* dw, const PlainLayer& l) {
-    __shared__ Acc sums[THREADS];
-    const i64 kd = l.axis[0].kernel, kh = l.axis[1].kernel, kw = l.axis[2].kernel;
-    for (i64 index = blockIdx.x; index < l.groups * l.cin * l.cout * kd * kh * kw; index += gridDim.x) {
-        const Element e = element(index, false, l.cout, kd, kh, kw);  // e.n is the input channel
-        sums[threadIdx.x] = sum_of_pixels(x + e.n * l.x[1], dy + (e.n / l.cin * l.cout + e.c) * l.y[1], e.at, l);
-        for (int half = THREADS / 2; half > 0; half /= 2) {
-            __syncthreads();
-            if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-        }
-        if (threadIdx.x == 0) dw[offset(l.w, e.n, e.c, e.at)] = Scalar::stored(sums[0]);
-        __syncthreads();
-    }
-}
-};
-
-// Two blocks a multiprocessor: asked for one, the compiler spills registers.
-template <class C>
-__global__ void __launch_bounds__(C::threads, 2)
-    plain_forward(const typename Plain<C>::T* __restrict__ x, const typename Plain<C>::T* __restrict__ w,
-                  const typename Plain<C>::T* __restrict__ bias, typename Plain<C>::T* __restrict__ y, PlainLayer layer) {
-    Plain<C>::forward(x, w, bias, y, layer);
-}
-
-template <class C>
-__global__ void __launch_bounds__(C::threads, 2)
-    plain_grad_input(const typename Plain<C>::T* __restrict__ dy, const typename Plain<C>::T* __restrict__ w,
-                     typename Plain<C>::T* __restrict__ dx, PlainLayer layer) {
-    Plain<C>::grad_input(dy, w, dx, layer);
-}
-
-template <class C>
-__global__ void __launch_bounds__(C::threads, 2)
-    plain_grad_weight(const typename Plain<C>::T* __restrict__ x, const typename Plain<C>::T* __restrict__ dy,
-                      typename Plain<C>::T* __restrict__ dw, PlainLayer layer) {
-    Plain<C>::grad_weight(x, dy, dw, layer);
-}
-
-template <int P>
-struct PlainOf {
-  static constexpr int precision = P, threads = 256;
-};
-
-}  // namespace kernels
-
-namespace {
-
-template <class F>
-void by_dtype(const at::Tensor& t, const F& run) {
-  switch (t.scalar_type()) {
-    case at::kFloat: return run(kernels::PlainOf<kernels::IEEE>());
-    case at::kHalf: return run(kernels::PlainOf<kernels::FP16>());
-    case at::kBFloat16: return run(kernels::PlainOf<kernels::BF16>());
-    case at::kDouble: return run(kernels::PlainOf<kernels::FP64>());
-    default: TORCH_CHECK(false, "tensors must be floating; got ", t.scalar_type());
+    y[index] = T(sum);
   }
 }
 
-// Blocks for so many results, which take further ones in turn.
-int64_t blocks(int64_t results) { return std::min<int64_t>(results, 1 << 20); }
+// A thread computes an input's gradient.
+template <typename T>
+__global__ void plain_grad_input(const T* dy, const T* w, T* dx, Layer l) {
+  const int channels = l.groups * l.cin;
+  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < l.batch * channels * volume(l.in);
+       index += int64_t(gridDim.x) * THREADS) {
+    const Element e = element(index, channels, l.in);
+    SumOf<T> sum = 0;
+    for (int64_t tap = 0; tap < volume(l.kernel); tap++) {
+      Element at = {e.n}, weight = element(tap, 1, l.kernel);
+      if (!output_at(l, e.at, weight.at, at.at)) continue;
+      weight.n = e.c;
+      for (weight.c = 0; weight.c < l.cout; weight.c++) {
+        at.c = e.c / l.cin * l.cout + weight.c;
+        sum += SumOf<T>(dy[offset(at, l.groups * l.cout, l.out)]) * SumOf<T>(w[offset(weight, l.cout, l.kernel)]);
+      }
+    }
+    dx[index] = T(sum);
+  }
+}
+
+// A block computes a weight's gradient: its threads divide the pixels and add their sums in pairs.
+template <typename T>
+__global__ void plain_grad_weight(const T* x, const T* dy, T* dw, Layer l) {
+  __shared__ SumOf<T> sums[THREADS];
+  const int64_t weights = int64_t(l.groups) * l.cin * l.cout * volume(l.kernel), pixels = l.batch * volume(l.in);
+  for (int64_t index = blockIdx.x; index < weights; index += gridDim.x) {
+    const Element weight = element(index, l.cout, l.kernel);
+    SumOf<T> sum = 0;
+    for (int64_t pixel = threadIdx.x; pixel < pixels; pixel += THREADS) {
+      Element from = element(pixel, 1, l.in), to = from;
+      if (!output_at(l, from.at, weight.at, to.at)) continue;
+      from.c = weight.n, to.c = weight.n / l.cin * l.cout + weight.c;
+      sum += SumOf<T>(x[offset(from, l.groups * l.cin, l.in)]) * SumOf<T>(dy[offset(to, l.groups * l.cout, l.out)]);
+    }
+    sums[threadIdx.x] = sum;
+    for (int half = THREADS / 2; half > 0; half /= 2) {
+      __syncthreads();
+      if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) dw[index] = T(sums[0]);
+    __syncthreads();
+  }
+}
+
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), const at::Tensor& out, int each, const Arguments&... arguments) {
+  const c10::cuda::CUDAGuard guard(out.device());
+  const int64_t blocks = std::min<int64_t>((out.numel() + each - 1) / each, 1 << 20);  // further results come in turn
+  kernel<<<blocks, THREADS, 0, c10::cuda::getCurrentCUDAStream()>>>(static_cast<Parameters>(arguments)...);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
 
 }  // namespace
 
 void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-             const at::Tensor& y, const std::array<int64_t, 40>& layer) {
-  by_dtype(x, [&](auto of) {
-    launch<kernels::plain_forward<decltype(of)>, 256, 0>(x, blocks((y.numel() + 255) / 256),
-        std::make_tuple(x.data_ptr(), weight.data_ptr(), address(bias), y.data_ptr(), layer));
+             const at::Tensor& out, const std::array<int, 22>& layer) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "forward", [&] {
+    launch(plain_forward<scalar_t>, out, THREADS, x.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr, out.data_ptr(), reinterpret_cast<const Layer&>(layer));
   });
 }
 
-void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
-                const std::array<int64_t, 40>& layer) {
-  by_dtype(grad, [&](auto of) {
-    launch<kernels::plain_grad_input<decltype(of)>, 256, 0>(grad, blocks((out.numel() + 255) / 256),
-        std::make_tuple(grad.data_ptr(), weight.data_ptr(), out.data_ptr(), layer));
+void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out, const std::array<int, 22>& layer) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "grad_input", [&] {
+    launch(plain_grad_input<scalar_t>, out, THREADS, grad.data_ptr(), weight.data_ptr(), out.data_ptr(), reinterpret_cast<const Layer&>(layer));
   });
 }
 
-void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
-                 const std::array<int64_t, 40>& layer) {
-  by_dtype(x, [&](auto of) {
-    launch<kernels::plain_grad_weight<decltype(of)>, 256, 0>(x, blocks(out.numel()),
-        std::make_tuple(x.data_ptr(), grad.data_ptr(), out.data_ptr(), layer));
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out, const std::array<int, 22>& layer) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "grad_weight", [&] {
+    launch(plain_grad_weight<scalar_t>, out, 1, x.data_ptr(), grad.data_ptr(), out.data_ptr(), reinterpret_cast<const Layer&>(layer));
   });
 }
-"""
-
-PLAIN_DECLARATIONS = r"""
-#include <array>
-#include <optional>
-void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-             const at::Tensor& y, const std::array<int64_t, 40>& layer);
-void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
-                const std::array<int64_t, 40>& layer);
-void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
-                 const std::array<int64_t, 40>& layer);
 """
 
 # --- CUDA C++: fast kernels -------------------------------------------------------------------------------------------
 
 FAST = r"""
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
 namespace kernels {
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm. It includes no headers.
@@ -479,17 +270,13 @@ __device__ __forceinline__ void copy_word(u32 to, const void* from, int bytes) {
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
 __device__ __forceinline__ u32 to_tf32(float v) {
-
   u32 r;
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
-
 }
 // By one instruction before sm_90, where nearest-even takes six: ties away from zero.
 __device__ __forceinline__ u32 to_tf32_quick(float v) {
-
   return to_tf32(v);
-
 }
 // What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
 __device__ __forceinline__ u32 low_part(float v, u32 high) {
@@ -1816,41 +1603,12 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int precision = 1;
+  static constexpr int precision = 1, groups = 4, cin_g = 8, cout_g = 16, kernel_d = 1, kernel_h = 3, kernel_w = 5;
+  static constexpr int stride_d = 1, stride_h = 2, stride_w = 3, dilation_d = 1, dilation_h = 2, dilation_w = 1;
+  static constexpr int padding_d = 0, padding_h = 1, padding_w = 2, min_h = -1, span_h = 2, min_w = 0, span_w = 1;
+  static constexpr int co_tile = 8, threads = 256, cells = 4, block_x = 64, block_h = 4, slots = 1, chunk = 8;
+  static constexpr int phases_h = 2, stages = 1, step_kh = 1, row_pitch = 325, run_pitch = 12, part = 4, min_blocks = 1;
   static constexpr bool channels_last = false;
-  static constexpr int groups = 4;
-  static constexpr int cin_g = 8;
-  static constexpr int cout_g = 16;
-  static constexpr int kernel_d = 1;
-  static constexpr int kernel_h = 3;
-  static constexpr int kernel_w = 5;
-  static constexpr int stride_d = 1;
-  static constexpr int stride_h = 2;
-  static constexpr int stride_w = 3;
-  static constexpr int dilation_d = 1;
-  static constexpr int dilation_h = 2;
-  static constexpr int dilation_w = 1;
-  static constexpr int padding_d = 0;
-  static constexpr int padding_h = 1;
-  static constexpr int padding_w = 2;
-  static constexpr int min_h = -1;
-  static constexpr int span_h = 2;
-  static constexpr int min_w = 0;
-  static constexpr int span_w = 1;
-  static constexpr int co_tile = 8;
-  static constexpr int threads = 256;
-  static constexpr int cells = 4;
-  static constexpr int block_x = 64;
-  static constexpr int block_h = 4;
-  static constexpr int slots = 1;
-  static constexpr int chunk = 8;
-  static constexpr int phases_h = 2;
-  static constexpr int stages = 1;
-  static constexpr int step_kh = 1;
-  static constexpr int row_pitch = 325;
-  static constexpr int run_pitch = 12;
-  static constexpr int part = 4;
-  static constexpr int min_blocks = 1;
 };
 
 // =====================================================================================================================
@@ -1859,41 +1617,13 @@ struct Forward {
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int kernel_d = 1;
-  static constexpr int kernel_h = 3;
-  static constexpr int kernel_w = 5;
-  static constexpr int stride_d = 1;
-  static constexpr int stride_h = 2;
-  static constexpr int stride_w = 3;
-  static constexpr int dilation_d = 1;
-  static constexpr int dilation_h = 2;
-  static constexpr int dilation_w = 1;
-  static constexpr int padding_d = 0;
-  static constexpr int padding_h = 1;
-  static constexpr int padding_w = 2;
-  static constexpr int precision = 1;
-  static constexpr bool channels_last = false;
-  static constexpr bool lanes_are_channels = false;
-  static constexpr int channels = 1;
-  static constexpr int groups = 4;
-  static constexpr int cin_g = 8;
-  static constexpr int cout_g = 16;
-  static constexpr int tile_h = 32;
-  static constexpr int tile_w = 32;
-  static constexpr int rows = 4;
-  static constexpr int ci_tile = 8;
-  static constexpr int span_h = 67;
-  static constexpr int span_w = 98;
-  static constexpr int shift = 0;
-  static constexpr int plane_pitch = 34;
-  static constexpr int vector = 2;
-  static constexpr int batch = 14;
-  static constexpr int threads = 256;
-  static constexpr int min_blocks = 2;
-  static constexpr int weights_read = 8;
-  static constexpr int stored = 4;
-  static constexpr int unroll_h = 3;
+  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_d = 1, stride_h = 2, stride_w = 3;
+  static constexpr int dilation_d = 1, dilation_h = 2, dilation_w = 1, padding_d = 0, padding_h = 1, padding_w = 2;
+  static constexpr int precision = 1, channels = 1, groups = 4, cin_g = 8, cout_g = 16, tile_h = 32, tile_w = 32;
+  static constexpr int rows = 4, ci_tile = 8, span_h = 67, span_w = 98, shift = 0, plane_pitch = 34, vector = 2;
+  static constexpr int batch = 14, threads = 256, min_blocks = 2, weights_read = 8, stored = 4, unroll_h = 3;
   static constexpr int unroll_w = 1;
+  static constexpr bool channels_last = false, lanes_are_channels = false;
 };
 
 // =====================================================================================================================
@@ -1902,85 +1632,73 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 1;
-  static constexpr bool channels_last = false;
-  static constexpr int groups = 4;
-  static constexpr int cin = 8;
-  static constexpr int cout = 16;
-  static constexpr int block_ci = 16;
-  static constexpr int block_co = 16;
-  static constexpr int g_pitch = 108;
-  static constexpr int reduce_rows = 1;
-  static constexpr int tile_n = 1;
-  static constexpr int kernel_d = 1;
-  static constexpr int step_d = 1;
-  static constexpr int dilation_d = 1;
-  static constexpr int padding_d = 0;
-  static constexpr int taps_d = 1;
-  static constexpr int sets_d = 1;
-  static constexpr int tile_d = 1;
-  static constexpr int apart_d = 1;
-  static constexpr int kernel_h = 3;
-  static constexpr int step_h = 2;
-  static constexpr int dilation_h = 2;
-  static constexpr int padding_h = 1;
-  static constexpr int taps_h = 3;
-  static constexpr int sets_h = 1;
-  static constexpr int tile_h = 8;
-  static constexpr int apart_h = 2;
-  static constexpr int kernel_w = 5;
-  static constexpr int step_w = 3;
-  static constexpr int dilation_w = 1;
-  static constexpr int padding_w = 2;
-  static constexpr int taps_w = 5;
-  static constexpr int sets_w = 1;
-  static constexpr int tile_w = 32;
-  static constexpr int warp_m = 16;
-  static constexpr int warp_n = 8;
-  static constexpr bool stacked = false;
-  static constexpr bool gapless = false;
-  static constexpr int row_classes = 1;
-  static constexpr bool aligned_x = true;
+  static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_pitch = 108;
+  static constexpr int reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0, taps_d = 1;
+  static constexpr int sets_d = 1, tile_d = 1, apart_d = 1, kernel_h = 3, step_h = 2, dilation_h = 2, padding_h = 1;
+  static constexpr int taps_h = 3, sets_h = 1, tile_h = 8, apart_h = 2, kernel_w = 5, step_w = 3, dilation_w = 1;
+  static constexpr int padding_w = 2, taps_w = 5, sets_w = 1, tile_w = 32, warp_m = 16, warp_n = 8, row_classes = 1;
   static constexpr int x_pitch = 36;
+  static constexpr bool channels_last = false, stacked = false, gapless = false, aligned_x = true;
 };
 
 }  // namespace kernels
 
+namespace {
+
+// A tensor's memory, as whatever pointer a kernel takes.
+struct Memory {
+  void* at;
+  template <typename T>
+  operator T*() const { return static_cast<T*>(at); }
+};
+Memory of(const at::Tensor& t) { return {t.data_ptr()}; }
+Memory of(const std::optional<at::Tensor>& t) { return {t ? t->data_ptr() : nullptr}; }
+
+// Lets a kernel have so many bytes of shared memory, more than the 48 KB of the default.
+template <typename... Parameters>
+int shared(void (*kernel)(Parameters...), int bytes) {
+  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  return bytes;
+}
+
+}  // namespace
+
 void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
-             int64_t blocks, const std::array<int64_t, 8>& sizes) {
+             int blocks, const std::array<int, 8>& sizes) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({30720}, weight.options().dtype(at::kByte));
-  launch<kernels::direct_pack<kernels::WeightRows<kernels::Forward>>, 256, 0>(weight, 30,
-      std::make_tuple(weight.data_ptr(), packed.data_ptr(), 240, 15, 0, 5, 1, 7680));
-  launch<kernels::direct<kernels::Forward>, 256, 66272>(x, blocks,
-      std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()), sizes);
+  kernels::direct_pack<kernels::WeightRows<kernels::Forward>><<<30, 256, 0, stream>>>(of(weight), of(packed), 240,
+      15, 0, 5, 1, 7680);
+  kernels::direct<kernels::Forward><<<blocks, 256, shared(kernels::direct<kernels::Forward>, 66272), stream>>>(
+      of(x), of(packed), of(bias), of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
+      sizes[7]);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
-                int64_t blocks, const std::array<int64_t, 10>& sizes) {
-  launch<kernels::grad_input<kernels::GradInput>, 256, 27824>(grad, blocks,
-      std::make_tuple(grad.data_ptr(), weight.data_ptr(), out.data_ptr()), sizes);
+                int blocks, const std::array<int, 10>& sizes) {
+  const c10::cuda::CUDAGuard guard(grad.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  kernels::grad_input<kernels::GradInput><<<blocks, 256, 27824, stream>>>(of(grad), of(weight), of(out), sizes[0],
+      sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9]);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
-                 int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes) {
-  const at::Tensor sums = at::empty({slices * 30720}, x.options().dtype(at::kByte));
-  launch<kernels::wgrad<kernels::GradWeight>, 256, 175104>(x, blocks,
-      std::make_tuple(x.data_ptr(), grad.data_ptr(), sums.data_ptr()), sizes);
-  launch<kernels::reduce<kernels::GradWeight>, 256, 0>(x, 960,
-      std::make_tuple(sums.data_ptr(), out.data_ptr(), slices, 240, 15, 1, 1));
+                 int blocks, int slices, const std::array<int, 12>& sizes) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const at::Tensor sums = at::empty({int64_t(slices) * 30720}, x.options().dtype(at::kByte));
+  kernels::wgrad<kernels::GradWeight><<<blocks, 256, shared(kernels::wgrad<kernels::GradWeight>, 175104), stream>>>(
+      of(x), of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
+      sizes[8], sizes[9], sizes[10], sizes[11]);
+  kernels::reduce<kernels::GradWeight><<<960, 256, 0, stream>>>(of(sums), of(out), slices, 240, 15, 1, 1);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 """
 
-FAST_DECLARATIONS = r"""
-#include <array>
-#include <optional>
-void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
-             int64_t blocks, const std::array<int64_t, 8>& sizes);
-void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,
-                int64_t blocks, const std::array<int64_t, 10>& sizes);
-void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
-                 int64_t blocks, int64_t slices, const std::array<int64_t, 12>& sizes);
-"""
+HEADERS = ("#include <array>\n", "#include <optional>\n")  # of the functions that Python calls
 
 
 @functools.cache
@@ -1992,21 +1710,23 @@ def build(fast: bool = True):
     Raises:
         RuntimeError: one sentence on what is missing, or the compiler's messages.
     """
-    if torch.version.cuda is None:
-        raise RuntimeError("ModelNew's kernels need a PyTorch with CUDA, and this one is built without")
-    if cpp_extension.CUDA_HOME is None:
-        raise RuntimeError("ModelNew compiles its kernels with nvcc; install the CUDA toolkit or set CUDA_HOME")
-    if not cpp_extension.is_ninja_available():
-        raise RuntimeError("ModelNew compiles its kernels with ninja, which is missing: pip install ninja")
-    if shutil.which(os.environ.get("CXX", "c++").partition(" ")[0]) is None:  # options may follow the name
-        raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none; set CXX")
-    code, declarations = (FAST, FAST_DECLARATIONS) if fast else (PLAIN, PLAIN_DECLARATIONS)
-    digest = hashlib.sha256((HOST + code + declarations).encode()).hexdigest()
+    compiler = os.environ.get("CXX", "c++").partition(" ")[0]  # options may follow the name
+    for missing, what in (
+        (torch.version.cuda is None, "need a PyTorch with CUDA, and this one is built without"),
+        (cpp_extension.CUDA_HOME is None, "are compiled by nvcc: install the CUDA toolkit or set CUDA_HOME"),
+        (not cpp_extension.is_ninja_available(), "are compiled by ninja, which is missing: pip install ninja"),
+        (shutil.which(compiler) is None, "are compiled by a C++ compiler, and there is none: set CXX"),
+    ):
+        if missing:
+            raise RuntimeError(f"ModelNew's kernels {what}")
+    code = FAST if fast else PLAIN
+    functions = re.findall(r"^void (\w+)\((const at::Tensor& [^)]*)\)", code, re.MULTILINE)
+    digest = hashlib.sha256(code.encode()).hexdigest()
     return cpp_extension.load_inline(
         name=f"conv_transpose_{digest[:16]}",
-        cpp_sources=declarations,
-        cuda_sources=HOST + code,
-        functions=["forward", "grad_input", "grad_weight"],
+        cpp_sources="".join((*HEADERS, *(f"void {name}({of});\n" for name, of in functions))),
+        cuda_sources=code,
+        functions=[name for name, _ in functions],
         extra_cuda_cflags=["-O3", *(["-gencode=arch=compute_90a,code=sm_90a"] if fast else [])],
     )
 
@@ -2064,13 +1784,10 @@ def processors(device: int) -> int:
 
 
 def plain_layer(x: Tensor, weight: Tensor, y: Tensor, given: Arguments):
-    """The numbers of the plain kernels' PlainLayer."""
-    lack = 3 - RANK
-    sizes = zip(x.shape[2:], y.shape[2:], weight.shape[2:], given.stride, given.padding, given.dilation)
-    axes = [number for n, o, k, s, p, d in sizes for number in (n, o, k, s, p, d, s // math.gcd(s, d))]
-    steps = [step for t in (x, weight, y) for step in (*t.stride()[:2], *(0,) * lack, *t.stride()[2:])]
-    channels = [x.shape[0], given.groups, weight.shape[0] // given.groups, weight.shape[1]]
-    return [*channels, *(1, 1, 1, 1, 0, 1, 1) * lack, *axes, *steps]
+    """The numbers of the plain kernels' Layer; dimensions that the layer lacks have size 1."""
+    axes = (x.shape[2:], y.shape[2:], weight.shape[2:], given.stride, given.padding, given.dilation)
+    numbers = [n for values, none in zip(axes, (1, 1, 1, 1, 0, 1)) for n in (*(none,) * (3 - RANK), *values)]
+    return [x.shape[0], given.groups, weight.shape[0] // given.groups, weight.shape[1], *numbers]
 
 
 # --- the three passes on tensors -------------------------------------------------------------------------------------
@@ -2097,24 +1814,25 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
     """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
-    x, weight = x.resolve_neg(), weight.resolve_neg()
+    x, weight = x.resolve_neg(), weight.resolve_neg().contiguous()
+    bias = None if bias is None else bias.resolve_neg().contiguous()
     shape = (x.shape[0], weight.shape[1] * given.groups, *output_size(x.shape[2:], weight.shape[2:], given))
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=FORMAT)
     if out.numel() == 0:
         return out
-    bias = None if bias is None else bias.resolve_neg().contiguous()
     if is_fast(x, weight.shape, given):
         x = dense(x)
         launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
-        build(True).forward(x, weight.contiguous(), bias, out, *launch)
-    else:
-        build(False).forward(x, weight, bias, out, plain_layer(x, weight, out, given))
-    return out
+        build(True).forward(x, weight, bias, out, *launch)
+        return out
+    x, result = x.contiguous(), out.contiguous()
+    build(False).forward(x, weight, bias, result, plain_layer(x, weight, result, given))
+    return out.copy_(result)
 
 
 def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
     """(batch, other channels, *output_size) -> (batch, channels, *size)."""
-    grad, weight = grad.resolve_neg(), weight.resolve_neg()
+    grad, weight = grad.resolve_neg(), weight.resolve_neg().contiguous()
     shape = (grad.shape[0], weight.shape[0], *size)
     out = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=FORMAT)
     if out.numel() == 0:
@@ -2122,10 +1840,11 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
     if is_fast(grad, weight.shape, given):
         grad = dense(grad)
         launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
-        build(True).grad_input(grad, weight.contiguous(), out, *launch)
-    else:
-        build(False).grad_input(grad, weight, out, plain_layer(out, weight, grad, given))
-    return out
+        build(True).grad_input(grad, weight, out, *launch)
+        return out
+    grad, result = grad.contiguous(), out.contiguous()
+    build(False).grad_input(grad, weight, result, plain_layer(result, weight, grad, given))
+    return out.copy_(result)
 
 
 def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
@@ -2138,71 +1857,36 @@ def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
         x, grad = dense(x, 4), dense(grad)
         launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
         build(True).grad_weight(x, grad, out, *launch)
-    else:
-        build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
+        return out
+    x, grad = x.contiguous(), grad.contiguous()
+    build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
     return out
 
 
-# --- autograd: each of the three is linear in both of its tensors, and the derivatives are the other two --------------
+class ConvTranspose(torch.autograd.Function):
+    """Of an input x, a weight w and an output y two give the third, linearly in both: so do the derivatives."""
 
-
-class ForwardFunction(torch.autograd.Function):
-    forward = staticmethod(forward)
+    @staticmethod
+    def forward(x, w, y, bias, size, shape, given):
+        if y is None:
+            return forward(x, w, bias, given)
+        return grad_input(y, w, size, given) if x is None else grad_weight(x, y, shape, given)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, _, ctx.given = inputs
-        ctx.save_for_backward(x, weight)
+        x, w, y, _, *ctx.rest = inputs
+        ctx.save_for_backward(x, w, y)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        by_x, by_weight, by_bias, _ = ctx.needs_input_grad
+        x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
+        by_x, by_w, by_y, by_bias, *_ = ctx.needs_input_grad
         return (
-            GradInputFunction.apply(grad, weight, x.shape[2:], ctx.given) if by_x else None,
-            GradWeightFunction.apply(x, grad, weight.shape, ctx.given) if by_weight else None,
+            ConvTranspose.apply(None, w, y, None, *ctx.rest) if by_x else None,
+            ConvTranspose.apply(x, None, y, None, *ctx.rest) if by_w else None,
+            ConvTranspose.apply(x, w, None, None, *ctx.rest) if by_y else None,
             grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
-            None,
-        )
-
-
-class GradInputFunction(torch.autograd.Function):
-    forward = staticmethod(grad_input)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        grad, weight, _, ctx.given = inputs
-        ctx.save_for_backward(grad, weight)
-
-    @staticmethod
-    def backward(ctx, other):  # of the input's shape
-        grad, weight = ctx.saved_tensors
-        by_grad, by_weight, *_ = ctx.needs_input_grad
-        return (
-            ForwardFunction.apply(other, weight, None, ctx.given) if by_grad else None,
-            GradWeightFunction.apply(other, grad, weight.shape, ctx.given) if by_weight else None,
-            None,
-            None,
-        )
-
-
-class GradWeightFunction(torch.autograd.Function):
-    forward = staticmethod(grad_weight)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, grad, _, ctx.given = inputs
-        ctx.save_for_backward(x, grad)
-
-    @staticmethod
-    def backward(ctx, other):  # of the weight's shape
-        x, grad = ctx.saved_tensors
-        by_x, by_grad, *_ = ctx.needs_input_grad
-        return (
-            GradInputFunction.apply(grad, other, x.shape[2:], ctx.given) if by_x else None,
-            ForwardFunction.apply(x, other, None, ctx.given) if by_grad else None,
-            None,
-            None,
+            *(None,) * 3,
         )
 
 
@@ -2232,33 +1916,29 @@ class Layer(nn.Module):
     """
 
     def __init__(
-        self,
-        in_channels,
-        out_channels,
-        kernel_size,
-        stride=1,
-        padding=0,
-        output_padding=0,
-        groups=1,
-        bias=True,
-        dilation=1,
-    ) -> None:
+        self, in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, groups=1, bias=True,
+        dilation=1, padding_mode="zeros", device=None, dtype=None,
+    ) -> None:  # fmt: skip
         super().__init__()
         values = (kernel_size, stride, padding, output_padding, dilation)
-        kernel, *sizes = ((v,) * RANK if isinstance(v, int) else tuple(v) for v in values)
+        kernel, *sizes = (tuple(v) if hasattr(v, "__iter__") else (v,) * RANK for v in values)
+        sizes = [v * RANK if len(v) == 1 else v for v in sizes]
         if any(len(v) != RANK for v in (kernel, *sizes)):
             raise ValueError(f"sizes must be integers or {RANK} of them; got {values}")
         self.given = Arguments(*sizes, groups)
         stride, padding, output_padding, dilation, _ = self.given
+        if padding_mode != "zeros":
+            raise ValueError(f"padding_mode must be zeros; got {padding_mode!r}")
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise ValueError(f"channels must be a multiple of groups; got {in_channels}, {out_channels} and {groups}")
         if min(*kernel, *stride, *dilation, 1) < 1 or min(*padding, *output_padding, 0) < 0:
             raise ValueError(f"sizes must be positive and paddings not negative; got {kernel} and {self.given}")
         if any(more >= max(s, d) for more, s, d in zip(output_padding, stride, dilation)):
             raise ValueError(f"output_padding must be smaller than stride or dilation; got {output_padding}")
-        self.weight = nn.Parameter(torch.empty(in_channels, out_channels // groups, *kernel))
+        made = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(in_channels, out_channels // groups, *kernel, **made))
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_channels)) if bias else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_channels, **made)) if bias else None)
         if bias:
             bound = 1 / math.sqrt(self.weight[0].numel())
             nn.init.uniform_(self.bias, -bound, bound)
@@ -2300,5 +1980,5 @@ class ModelNew(nn.Module):
         if torch.is_autocast_enabled():
             x = x.to(weight.dtype)
         check(x, weight, layer.given)
-        out = ForwardFunction.apply(x, weight, bias, layer.given)
+        out = ConvTranspose.apply(x, weight, None, bias, x.shape[2:], weight.shape, layer.given)
         return out.squeeze(0) if single else out

@@ -105,13 +105,6 @@ def _same_start() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def _final_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the kernels that are tested are those that stay, but in the tests of quick forms themselves."""
-    if request.node.get_closest_marker("gpu") and "test_provisional" not in request.node.nodeid:
-        monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
-
-
 NANS = """
 extern "C" __global__ void nans(int words) {
   extern __shared__ volatile unsigned int memory[];
@@ -429,7 +422,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         def clusters(self, blocks: int) -> int:
             return 132
 
-    def kernel(source: str, entry: str, arch: str, label: str, keep: bool = True) -> str:
+    def kernel(source: str, entry: str, arch: str, label: str) -> str:
         found.loaded.append(entry)
         return entry
 
@@ -437,7 +430,6 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         return struct.pack("<16Q", *[address] * 16)
 
     monkeypatch.setattr(jit, "kernel", kernel)
-    monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
     stand_in(
         monkeypatch,
         Launcher=Launcher,

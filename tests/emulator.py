@@ -85,7 +85,7 @@ class Emulator:
     counters: list[torch.Tensor] = field(default_factory=list)
     """Zeros that kernels count in, and leave as zeros."""
 
-    def kernel(self, source: str, entry: str, arch: str, label: str = "", keep: bool = True) -> tuple[Code, str]:
+    def kernel(self, source: str, entry: str, arch: str, label: str = "") -> tuple[Code, str]:
         code = self.codes.setdefault(source, Code(self.mutate(source)))
         if entry not in code.entries:
             code.entries.append(entry)
@@ -162,7 +162,6 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
 
     monkeypatch.setattr(launch.Counters, "make", noted)
     monkeypatch.setattr(jit, "kernel", found.kernel)
-    monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
     stand_in(
         monkeypatch,
         Launcher=found.launcher,

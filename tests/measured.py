@@ -37,8 +37,7 @@ def ceilings(copy: float = 1e10, flops: float = 1e11, kinds: tuple[str, ...] = (
 def fast_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rounds a row, and ceilings that need no measuring."""
     for name in ("QUICK", "FULL"):
-        monkeypatch.setattr(f"upconv.cli.measuring.{name}", SHORT)
-    monkeypatch.setattr(timing, "QUICK", SHORT)
+        monkeypatch.setattr(f"upconv.cli.bench.{name}", SHORT)
     monkeypatch.setattr(roofline, "measure", lambda kinds, device, seconds=0.0: ceilings(kinds=tuple(kinds)))
 
 

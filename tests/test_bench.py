@@ -8,7 +8,6 @@ import math
 import os
 import re
 import threading
-import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -22,12 +21,12 @@ from rich.console import Console
 from measured import CPU, SHORT, TINY, ceilings, plans_fixture  # noqa: F401
 from strategies import gradient_problems
 from upconv import cpu, planner, reference
-from upconv.bench import check, files, latency, memory, plots, report, roofline, run, suites, tables, timing, uncached
+from upconv.bench import check, files, latency, plots, report, roofline, run, suites, tables, timing, uncached
 from upconv.bench.report import Row
 from upconv.bench.run import How, Job
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import Repeats
-from upconv.cuda.compile import jit, nvrtc
+from upconv.cuda.compile import nvrtc
 from upconv.cuda.gpu import H200
 from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Problem
 
@@ -101,7 +100,6 @@ def test_ways_are_every_combination_that_exists() -> None:
     found = run.jobs("models", suites.choose(SUITES["models"], ["hifigan", "PIX"]), ways, small=True, bias=None)
     assert len(found) == 4 * 4 * (2 + 1)  # 1-D tensors have no channels_last
     assert {job.problem.precision for job in found} == {"ieee", "bf16", "fp16", "fp64"}
-    assert all(job.key == run.key(run.blank(job, CPU)) for job in found)
     gpu = torch.device("cuda")
     assert [way.precision for way in run.ways(gpu)] == ["tf32"]
     assert [way.precision for way in run.ways(gpu, [torch.float32], ["ieee", "tf32"])] == ["ieee", "tf32"]
@@ -109,12 +107,6 @@ def test_ways_are_every_combination_that_exists() -> None:
 
 
 # --- a layer on the command line -------------------------------------------------------------------------------------
-
-
-ARGUMENTS = (
-    "the layer's arguments are in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, "
-    'dilation, like "64,64,(3,7),stride=2,padding=1"'
-)
 
 
 def test_a_layer_is_read_in_torch_order() -> None:
@@ -134,28 +126,19 @@ def test_a_layer_is_read_in_torch_order() -> None:
             "--input must be batch, channels and 1 to 3 spatial sizes joined by x, like 8x64x512x512; got '8x64'",
         ),
         ("64,64,3", "8x32x9x9", "--input must have the layer's 64 channels; got '8x32x9x9' with 32"),
-        ("64,64", "8x64x9", f"{ARGUMENTS}; got '64,64': missing a required argument: 'kernel_size'"),
-        (
-            "64,64,(3,3,3)", "8x64x9x9",
-            "the layer's kernel_size must be an integer or 2 of them, one per spatial size; got (3, 3, 3)",
-        ),
-        ("64,64,3,bias=1", "8x64x9", "the layer's bias must be True or False; got 1"),
-        ("64,64,3,groups=True", "8x64x9", "the layer's groups must be an integer; got True"),
-        (
-            "64,64,exit()", "8x64x9",
-            "the layer must be torch.nn's arguments as literals, like \"64,64,(3,7),stride=2,padding=1\"; "
-            "got '64,64,exit()'",
-        ),
-        (
-            "64,64,3,groups=7", "8x64x9",
-            "the layer fits no transposed convolution: in_channels must be a positive multiple of groups=7, got 64",
-        ),
+        ("64,64,exit()", "8x64x9", "{}; got '64,64,exit()'"),
+        ("64,64", "8x64x9", "{}; got '64,64': "),
+        ("64,64,(3,3,3)", "8x64x9x9", "{}; got '64,64,(3,3,3)': kernel must"),
+        ("64,64,3,groups=7", "8x64x9", "{}; got '64,64,3,groups=7': in_channels must"),
+        ("64,64,3.5", "8x64x9", "{}; got '64,64,3.5': "),
+        ("64,64,3,stride=0", "8x64x9", "{}; got '64,64,3,stride=0': stride must"),
     ],
 )  # fmt: skip
 def test_a_bad_layer_is_one_sentence(layer: str, input: str, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         suites.parse_layer(layer, input)
-    assert str(caught.value) == sentence
+    assert sentence.format('like "64,64,(3,7),stride=2,padding=1"') in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # --- timing ----------------------------------------------------------------------------------------------------------
@@ -209,13 +192,11 @@ def test_operands_are_random_and_in_the_layout() -> None:
     for t in (a.input, a.weight, a.grad):
         assert t.is_contiguous(memory_format=torch.channels_last) and t.dtype is torch.bfloat16
     assert not torch.equal(a.input, b.input)
-    out = reference.forward(p, a.input, a.weight)[..., 3:-3, 3:-3]
-    assert 0.8 < out.std().item() < 1.2
 
 
 def test_kernelbenchs_inputs_are_positive_and_its_weights_those_of_torch_nn() -> None:
     p = Problem.make(2, 8, 16, (9, 9), 3, groups=2, bias=True)
-    tensors = timing.operands(p, CPU, 0, "rand")
+    tensors = timing.operands(p, CPU, 0, positive=True)
     module = torch.nn.ConvTranspose2d(8, 16, 3, groups=2)
     assert tensors.bias is not None and module.bias is not None
     reach = 1 / math.sqrt(8 * 9)
@@ -246,15 +227,6 @@ def test_ceilings_are_rates_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> 
     best = roofline.better(low, other)
     assert best["copy_bytes_per_s"] == low["copy_bytes_per_s"]
     assert best["matmul_flops_per_s"] == {"ieee": 1e16, "bf16": low["matmul_flops_per_s"]["bf16"]}
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
-def test_peak_memory_counts_what_a_call_holds_beside_inputs_and_results() -> None:
-    # PyTorch's float64 path keeps a matrix of out_channels * taps rows and a column per input pixel.
-    p = Problem.make(1, 8, 32, (160, 160), 3, padding=1, dtype=torch.float64, precision="fp64")
-    columns = 8 * 32 * 9 * 160 * 160
-    found = memory.peak_bytes(p, "torch", CPU)
-    assert found is not None and 0.98 * columns < found < 1.1 * columns  # pages are counted in batches
 
 
 def test_what_runs_with_cudnn_benchmark_on_runs_in_one_other_thread() -> None:
@@ -295,8 +267,8 @@ def test_on_a_gpu_the_better_of_cudnns_two_ways_counts(monkeypatch: pytest.Monke
     monkeypatch.setattr(timing, "clock", lambda device, wait: take)
     was = torch.backends.cudnn.benchmark
     runs = {"ours": [work("ours"), work("ours 2")], "torch": [work("torch"), work("torch 2")]}
-    seconds, rounds = timing.compare(runs, torch.device("cuda"), SHORT, tuned=("torch",))
-    assert {name: found.median for name, found in seconds.items()} == {"ours": 2.0, "torch": 1.0} and rounds == 3
+    seconds = timing.compare(runs, torch.device("cuda"), SHORT, tuned=("torch",))
+    assert seconds == {"ours": [2.0] * 3, "torch": [1.0] * 3}
     assert set(begun[:6]) == {*((n, False) for n in ("ours", "ours 2")), *product(("torch", "torch 2"), (False, True))}
     assert torch.backends.cudnn.benchmark == was
 
@@ -424,28 +396,21 @@ def test_a_case_that_cannot_run_does_not_cost_the_others(plans, known_ceilings, 
 
     monkeypatch.setattr(cpu, "forward", explode)
     todo = [Job("custom", f"{n}", TINY.with_(batch=n)) for n in (2, 3, 4)]
-    *_, (rows, found) = run.run(todo, CPU, How(SHORT))
-    assert [row["failure"] for row in rows] == [None, "RuntimeError: no memory", None] and found == CEILINGS
+    heard: list[tuple[object, ...]] = []
+    found = run.measure(todo, CPU, How(SHORT), lambda *said: heard.append(said))
+    rows = found["rows"]
+    assert [row["failure"] for row in rows] == [None, "RuntimeError: no memory", None]
+    assert found["ceilings"] == CEILINGS and all(row["roof_ms"] > 0 for row in rows)
+    assert heard[1:] == [(f"{n} float32 nchw fwd", n - 2, 3) for n in (2, 3, 4)]
     assert report.wrong(rows) == rows[1:2] and rows[1]["ours_ms"] is None
 
 
-def test_an_unfinished_run_goes_on_where_it_stopped(known_ceilings) -> None:
-    todo = [Job("custom", name, TINY.with_(batch=n)) for n, name in enumerate("abc", 1)]
-    *_, (first, _) = run.run(todo[:2], CPU, How(SHORT))
-    faster = roofline.Ceilings(copy_bytes_per_s=4e9, matmul_flops_per_s={"ieee": 1e9})
-    roofs = [found["roof_ms"] for found in first]
-    begun: list[tuple[str, str]] = []
-    known = ([first[1], {**first[0], "layer": "another"}], faster)
-    every = list(run.run(todo, CPU, How(SHORT), known=known, tell=lambda what, job: begun.append((what, job.case))))
-    assert begun == [("row", "a"), ("row", "c")]
-    assert [len(rows) for rows, _ in every] == [2, 3, 3]
-    rows, found = every[-1]
-    assert [row["case"] for row in rows] == ["a", "b", "c"] and rows[1]["ours_ms"] == first[1]["ours_ms"]
-    # The better of both runs' ceilings counts for all rows.
-    assert found == {"copy_bytes_per_s": 4e9, "matmul_flops_per_s": {"ieee": 1e10}}
-    p = todo[1].problem
-    assert roofs[1] == pytest.approx(1e3 * max(p.flops / 1e10, p.bytes / 1e9))
-    assert rows[1]["roof_ms"] == pytest.approx(1e3 * max(p.flops / 1e10, p.bytes / 4e9))
+def test_the_better_of_two_measurements_of_the_ceilings_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = iter((ceilings(4e9, 1e9), ceilings(1e9, 1e10)))
+    monkeypatch.setattr(roofline, "measure", lambda precisions, device: next(both))
+    found = run.measure([Job("custom", "a", TINY)], CPU, How(SHORT))
+    assert found["ceilings"] == ceilings(4e9, 1e10)
+    assert found["rows"][0]["roof_ms"] == pytest.approx(1e3 * max(TINY.flops / 1e10, TINY.bytes / 4e9))
 
 
 # --- reports ---------------------------------------------------------------------------------------------------------
@@ -461,7 +426,7 @@ def row(case: str, ratio: float | None, engine: str = "cpu:flip", **changes: obj
         "layer": f"layer {case}", "scale": 1.0, "flops": 10**9, "bytes": 10**7, "rounds": 5,
         "failure": None if ratio is not None else "wrong result: relative error 1.0e+00, PyTorch's 2.0e-07",
     }  # fmt: skip
-    return {**dict.fromkeys(report.KEYS[report.LAYERS]), **found, **changes}
+    return {**found, **changes}
 
 
 ROWS = [row("A", 4.0), row("B", 1.0, "torch"), row("C", None), row("D", 0.5), row("FSR-s3", 8.0, scale=1 / 256)]
@@ -469,14 +434,16 @@ ROWS = [row("A", 4.0), row("B", 1.0, "torch"), row("C", None), row("D", 0.5), ro
 
 @pytest.fixture
 def sample() -> report.Report:
-    return report.build(ROWS, CPU, ceilings=CEILINGS)
+    return report.gather(ROWS, CPU, ceilings=CEILINGS)
 
 
-def test_a_delegated_row_counts_as_one_and_never_as_ours() -> None:
-    found = report.summarise(ROWS)
-    assert (found["ours"], found["delegated"], found["wrong"]) == (3, ["B"], 1)
-    assert found["mean_of_ours"] == pytest.approx(16 ** (1 / 3)) and found["mean_of_all"] == pytest.approx(2.0)
-    assert found["lowest"] is ROWS[3]
+def test_a_delegated_row_counts_as_one_and_never_as_ours(sample: report.Report) -> None:
+    ours, theirs = tables.summary(sample)
+    assert ours == (
+        f"[bold]{16 ** (1 / 3):.2f}x[/] PyTorch's speed, geometric mean over the 3 rows that upconv's engine computes; "
+        "lowest D 0.50x"
+    )
+    assert theirs == "2.00x with the 1 rows left to PyTorch's own operator at 1: B"
 
 
 def test_a_report_survives_the_file(sample: report.Report, tmp_path: Path) -> None:
@@ -495,16 +462,12 @@ def test_a_report_of_the_first_keys_alone_is_read(sample: report.Report, tmp_pat
     older = {key: value for key, value in sample.items() if key not in ("load", "complete")}
     path.write_text(json.dumps({**older, "rows": rows}))
     found = report.load(path)
-    assert report.summarise(found["rows"])["mean_of_all"] == pytest.approx(2.0)
     assert found["complete"] is True and found["load"] == {"start": None, "end": None}
     plots.plot([found], tmp_path / "r.png")
     console = Console(record=True, width=200, file=io.StringIO())
     tables.show(found, console)
     text = console.export_text()
-    assert "quartiles" not in text and "load average" not in text and "4.00x" in text
-    path.write_text(json.dumps({**sample, "rows": [{key: row[key] for key in keys.split()[:-2]} for row in ROWS]}))
-    with pytest.raises(ValueError, match=r"r\.json lacks rows\[\]\.engine, rows\[\]\.plan"):
-        report.load(path)
+    assert "spread" not in text and "load average" not in text and "4.00x" in text and "2.00x with the 1 rows" in text
 
 
 def test_a_failing_write_leaves_the_old_file(sample: report.Report, tmp_path: Path) -> None:
@@ -558,8 +521,6 @@ def test_plots_are_pictures(sample: report.Report, tmp_path: Path) -> None:
     plots.plot([sample, sample], tmp_path / "r.svg")
     text = (tmp_path / "r.svg").read_text()
     assert "<svg" in text and "FSR-s3" in text and "8.00x" in text and "PyTorch's own" in text
-    with pytest.raises(ValueError, match=r"the plot's file must end in \.png or \.svg, got "):
-        plots.plot([sample], tmp_path / "r.pdf")
     with pytest.raises(ValueError, match="a plot needs at least one row with a speed"):
         plots.plot([{**sample, "rows": [ROWS[2]]}], tmp_path / "r.png")
 
@@ -568,15 +529,14 @@ def test_plots_are_pictures(sample: report.Report, tmp_path: Path) -> None:
 
 
 def kept(found: report.Report, path: Path) -> None:
-    """Every row has the keys of the kind; the report survives its file and has a table."""
-    assert all(set(row) == set(report.KEYS[found["kind"]]) for row in found["rows"])
+    """The report survives its file and has a table."""
     files.save(found, path)
     assert report.load(path) == found
     tables.show(found, Console(width=200, file=io.StringIO()))
 
 
 def test_host_time_is_ours_and_torchs_on_the_same_layer(tmp_path: Path) -> None:
-    found = latency.host(CPU, SHORT)
+    found = latency.host(CPU, print, SHORT)
     assert [(row["dtype"], row["mode"]) for row in found["rows"]] == [
         ("float32", "no_grad"), ("float32", "training"), ("bfloat16", "no_grad"),
     ]  # fmt: skip
@@ -589,10 +549,10 @@ def test_host_time_is_ours_and_torchs_on_the_same_layer(tmp_path: Path) -> None:
 
 
 def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
-    found = latency.shapes(CPU, ((5, 6), (7, 9)))
+    found = latency.shapes(CPU, print, ((5, 6), (7, 9)))
     assert [row["shape"] for row in found["rows"]] == ["4x64x5x6", "4x64x7x9"]
     for row in found["rows"]:
-        assert row["torch_benchmark_ms"] is None and row["ours_compiled"] is None
+        assert "torch_benchmark_ms" not in row and row["ours_compiled"] is None
         assert all(row[key] > 0 for key in ("ours_ms", "torch_ms", "torch_again_ms"))
     kept(found, tmp_path / "s.json")
 
@@ -603,34 +563,20 @@ def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import cold
 
     monkeypatch.setattr(cold, "_PRECISIONS", {"bf16": torch.bfloat16})
-    monkeypatch.setattr(cold, "_AGAIN", 0.0)
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "users"))
-    texts: list[str] = []
-    cubin = jit.cubin
-    monkeypatch.setattr(jit, "cubin", lambda *given: texts.append(given[0]) or cubin(*given))
     cases = [case for case in SUITES["cuda"] if case.name == "kb64"]
     where, heard = planner.Device("cuda", gpu=H200), list[str]()
-    found = cold.of_kernels(where, CPU, cases, heard.append)
-    assert [(row["case"], row["layout"]) for row in found["rows"]] == [("kb64", "nchw")]
-    for row, case in zip(found["rows"], cases):
-        p = case.problem.with_(dtype=torch.bfloat16, precision="bf16")
-        for key, pass_ in (("fwd_s", "fwd"), ("grad_input_s", "grad-input"), ("grad_weight_s", "grad-weight")):
-            there = bool(planner.plan(p, where).choices(pass_))  # type: ignore[arg-type]
-            assert (row[key] is not None) == there and (row[key] is None or 0.05 < float(row[key]) < 60)
-    every = len(set(heard))  # first all at once, then again, one by one, those that a call waits for
-    assert any(label.endswith(", quick") for label in heard) and len(set(heard[:every])) == every > 3
-    assert set(heard[every:]) < set(heard) and len(heard[every:]) == len(set(heard[every:])) > 2
-    assert len(texts) == len(set(texts)) == len(heard)  # none that could have been compiled before
+    found = cold.measure(where, CPU, cases, heard.append)
+    ((row),) = found["rows"]
+    p = cases[0].problem.with_(dtype=torch.bfloat16, precision="bf16")
+    for key, pass_ in (("fwd_s", "fwd"), ("grad_input_s", "grad-input"), ("grad_weight_s", "grad-weight")):
+        there = bool(planner.plan(p, where).choices(pass_))  # type: ignore[arg-type]
+        assert (row[key] is not None) == there and (row[key] is None or 0.05 < float(row[key]) < 60)
+    assert len(set(heard)) == len(heard) > 2
     assert not (tmp_path / "users").exists() and os.environ["UPCONV_CACHE_DIR"] == str(tmp_path / "users")
     assert uncached.NO_CACHE not in nvrtc.FLAGS
-    assert any(row["later_s"] for row in found["rows"]) and all(row["cached_ms"] is None for row in found["rows"])
+    assert row["cached_ms"] is None
     kept(found, tmp_path / "c.json")
-    heard.clear()
-    monkeypatch.setattr(jit, "cubin", lambda *given: time.sleep(0.0 if heard.count(given[2]) > 1 else 0.3))
-    with pytest.raises(RuntimeError, match=r"NVRTC took 0\.00 s for what took it 0\.3\d s: from a cache"):
-        cold.of_kernels(where, CPU, cases, heard.append)
-    with pytest.raises(ValueError, match="cold kernels need a CUDA device, for which kernels are compiled; got cpu"):
-        cold.measure(CPU)
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -642,9 +588,10 @@ def test_a_row_on_a_gpu(dtype: str, precision) -> None:
     p = Problem.make(4, 32, 32, (40, 50), 4, 2, 1, dtype=getattr(torch, dtype), precision=precision)
     device = torch.device("cuda", 0)
     was = torch.backends.cudnn.benchmark
-    *_, ((found,), rates) = run.run([Job("custom", "x", p)], device, How(SHORT))
+    measured = run.measure([Job("custom", "x", p)], device, How(SHORT))
+    (found,), rates = measured["rows"], measured["ceilings"]
     assert found["failure"] is None and found["rounds"] == 3 and found["ours_ms"] and found["torch_ms"]
-    assert (found["tolerance_used"] is None) == (found["engine"] == "torch")
+    assert found["tolerance_used"] is not None
     assert rates["matmul_flops_per_s"][precision] > 1e12 and 0 < (found["percent_of_roof"] or 0) < 100
     assert torch.backends.cudnn.benchmark == was
 
@@ -667,7 +614,7 @@ def test_the_clock_of_a_gpu_leaves_the_host_out() -> None:
 @pytest.mark.gpu
 def test_latency_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
-    assert all(0.1 < float(row["torch_us"] or 0) < 1e4 for row in latency.host(device, SHORT)["rows"])
-    for row in latency.shapes(device, ((9, 9), (11, 10)))["rows"]:
+    assert all(0.1 < float(row["torch_us"] or 0) < 1e4 for row in latency.host(device, print, SHORT)["rows"])
+    for row in latency.shapes(device, print, ((9, 9), (11, 10)))["rows"]:
         assert row["torch_benchmark_ms"] is not None
         assert (row["ours_compiled"] is not None) and row["ours_ms"] is not None

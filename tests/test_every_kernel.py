@@ -1,7 +1,7 @@
 """Every kernel that the planner chooses for the suites, compiled for six GPUs: no spills, and tensor cores are used.
 
 Of each layer of the ``cuda`` suite the forward's and both gradients' kernels in all precisions and layouts: those that
-a training step takes, those that pack weights themselves, quick forms, and those in reserve for where memory is short.
+a training step takes, those that pack weights themselves, and those in reserve for where memory is short.
 That is 5,500 sources of about a second each: with UPCONV_TEST_EVERY=1 and ``pytest -n 16`` all of them, else a dozen.
 Of what the planner does not choose random choices of each family are compiled, and extreme layers.
 """
@@ -126,12 +126,9 @@ def planned(case: Case, gpu: Gpu, kind: Kind) -> Any:
 
 
 def kernels(choice: Any) -> Iterator[Kernel]:
-    """What a choice may launch: as benchmarks/cold.py does, quick forms and final ones."""
+    """What a choice may launch."""
     for unit in (*choice.sources(), *choice.packing_sources):
-        quick = getattr(unit, "quick", None)
-        for form in (unit, None if quick is None else quick()):
-            if form is not None:
-                yield Kernel(form, getattr(choice, "inner", choice))
+        yield Kernel(unit, getattr(choice, "inner", choice))
 
 
 @cache

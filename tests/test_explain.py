@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import upconv
@@ -186,9 +186,9 @@ class Plain(nn.Linear):
 ready = Net()
 """
 WANTED = [
-    ("up.0", "16->8 k4 s2 p1 on 2x16x16x16", 1), ("(the model itself)", "8->4 k2 s2 p0 on 2x8x32x32", 1),
-    ("again", "4->4 k3 s1 p1 on 2x4x64x64", 2),
+    ("up.0", "16->8 k4 s2 p1 on 2x16x16x16", 1), ("again", "4->4 k3 s1 p1 on 2x4x64x64", 2),
 ]  # fmt: skip
+"""The modules; what the model's forward calls as a function is no layer that upconv could take."""
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def net(tmp_path: Path) -> str:
 def test_a_model_has_a_line_a_layer(name: str, net: str) -> None:
     code, out = explain("--model", f"{net}:{name}", "--input", "2x3x32x32", "--gpu", "H200", "--dtype", "bfloat16")
     lines = out.splitlines()
-    assert code == 0 and lines[0] == f"{net}:{name} on 2x3x32x32 · bfloat16 · fwd" and len(lines) == 2 + 3 + 1
+    assert code == 0 and lines[0] == f"{net}:{name} on 2x3x32x32 · bfloat16 · fwd" and len(lines) == 2 + 2 + 1
     seconds = roof = 0.0
     rates = estimated_ceilings(gpu.H200)
     for line, (module, layer, times) in zip(lines[2:], WANTED):
@@ -217,7 +217,7 @@ def test_a_model_has_a_line_a_layer(name: str, net: str) -> None:
         assert line.split() == [*module.split(), *layer.split(), *figures.split()]
         seconds, roof = seconds + times * plan.choice.seconds, roof + times * of
     assert lines[-1] == (
-        f"upconv computes 3 of 3 transposed convolutions; upconv's take about {1e3 * seconds:.3g} ms together, "
+        f"upconv computes 2 of 2 transposed convolutions; upconv's take about {1e3 * seconds:.3g} ms together, "
         f"{roof / seconds:.0%} of their roof."
     )
 
@@ -225,11 +225,7 @@ def test_a_model_has_a_line_a_layer(name: str, net: str) -> None:
 def test_several_inputs_and_other_layers(net: str) -> None:
     given = ("--device", "cpu", "--ceilings", "1e10,1e11")
     code, out = explain("--model", f"{net}:Two", "--input", "2x3x32x32", "--input", "7x5", *given)
-    assert code == 0 and [tuple(line.split()[:1]) for line in out.splitlines()[2:5]] == [
-        ("up.0",),
-        ("(the",),
-        ("again",),
-    ]
+    assert code == 0 and [line.split()[0] for line in out.splitlines()[2:4]] == ["up.0", "again"]
     assert "nothing estimates their time here" in out.splitlines()[-1]
     assert explain("--model", f"{net}:Plain", "--input", "2x3", *given)[1].splitlines()[1:] == [
         "The model calls no transposed convolution on this input, so upconv has nothing to compute."
@@ -264,7 +260,7 @@ def test_what_does_not_run_or_go_together_is_one_sentence(net: str) -> None:
 
 
 def test_calls_are_those_that_the_model_makes() -> None:
-    """On the meta device, on a CPU, in channels_last and of an accelerated model: as hooks see them on real tensors."""
+    """On the meta device, on a CPU, in channels_last and of an accelerated model."""
 
     class Values(nn.Module):
         def __init__(self, needs: bool) -> None:
@@ -275,27 +271,23 @@ def test_calls_are_those_that_the_model_makes() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.up(x if not self.needs or x.sum().item() == 0 else x[:1])
-            return F.conv_transpose3d(self.flat(x.mean(2))[:, :, None, None], torch.ones(2, 1, 1, 2, 2).to(x))
+            out: torch.Tensor = self.flat(self.flat(x.mean(2)).repeat(1, 3, 1))
+            return out
 
-    for needs in (False, True):
-        for accelerated in (False, True):
-            made = Values(needs)
-            if accelerated:
-                upconv.accelerate(made)
-            weights = made.up.weight.clone()
-            found = calls(lambda made=made: made, [(2, 3, 9, 11)], torch.float32, "channels_last")
-            x = torch.zeros(2, 3, 9, 11)
-            middle = made.up(x)
-            assert torch.equal(made.up.weight, weights), "the caller's model stays as it is"
-            up = Problem.make(
-                2, 3, 6, (9, 11), (3, 4), (2, 1), (1, 0), (1, 0), (1, 2), 3, bias=True, layout="channels_last"
-            )
-            assert up.output_shape == tuple(middle.shape)
-            assert found[0] == ("up", up, 1)
-            flat = Problem.make(2, 6, 2, (middle.shape[3],), 5, bias=True)
-            assert found[1] == ("flat", flat, 1)
-            last = Problem.make(2, 2, 1, (1, 1, *flat.out_size), (1, 2, 2))
-            assert found[2][0] == "(the model itself)" and found[2][1].with_(layout="nchw") == last
+    for needs, accelerated in product((False, True), repeat=2):
+        made = Values(needs)
+        if accelerated:
+            upconv.accelerate(made)
+        weights = made.up.weight.clone()
+        found = calls(lambda made=made: made, [(2, 3, 9, 11)], torch.float32, "channels_last")
+        middle = made.up(torch.zeros(2, 3, 9, 11))
+        assert torch.equal(made.up.weight, weights), "the caller's model stays as it is"
+        up = Problem.make(
+            2, 3, 6, (9, 11), (3, 4), (2, 1), (1, 0), (1, 0), (1, 2), 3, bias=True, layout="channels_last"
+        )
+        assert up.output_shape == tuple(middle.shape)
+        flat = Problem.make(2, 6, 2, (middle.shape[3],), 5, bias=True)
+        assert found == [("up", up, 1), ("flat", flat, 1), ("flat", flat.with_(size=flat.out_size), 1)]
 
 
 @pytest.mark.parametrize(
@@ -303,53 +295,12 @@ def test_calls_are_those_that_the_model_makes() -> None:
     [
         (lambda: nn.ConvTranspose2d(3, 8, 2, 2), (2, 4, 9, 9), "to have 3 channels, but got 4 channels instead"),
         (lambda: nn.ConvTranspose1d(6, 8, 3, groups=2), (2, 3, 9), "to have 6 channels, but got 3 channels instead"),
-        (lambda: _with(nn.ConvTranspose2d(3, 8, 2), "bias", (5,)), (2, 3, 9, 9), "expected bias to be 1-dimensional"),
-        (lambda: _with(nn.ConvTranspose2d(6, 6, 2, groups=2), "weight", (5, 3, 2, 2)), (2, 5, 9, 9), "groups=2"),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_do_not_fit_are_pytorchs_error(make: Any, shape: tuple[int, ...], words: str) -> None:
     with pytest.raises(ValueError, match="the model does not run on ") as error:
         calls(make, [shape], torch.float32)
     assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def _with(module: nn.Module, name: str, shape: tuple[int, ...]) -> nn.Module:
-    setattr(module, name, nn.Parameter(torch.zeros(shape)))
-    return module
-
-
-class Layers(nn.Module):
-    """Convolutions and transposed ones in turn, as a real device gives their layouts; may need values, so a CPU."""
-
-    def __init__(self, rank: int, needs: bool) -> None:
-        super().__init__()
-        up, down = getattr(nn, f"ConvTranspose{rank}d"), getattr(nn, f"Conv{rank}d")
-        self.all = nn.Sequential(up(3, 8, 2, 2), nn.ReLU(), up(8, 6, 3, 2), down(6, 4, 3), up(4, 4, 3), up(4, 1, 1))
-        self.needs = needs
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.all(x if not self.needs or x.sum().item() == 0 else x[:1])
-        return out
-
-
-@pytest.mark.parametrize("rank", (1, 2, 3))
-@pytest.mark.parametrize("layout", ("nchw", "channels_last"))
-def test_later_layers_have_the_layout_of_a_real_device(rank: int, layout: Any) -> None:
-    shape = (2, 3, *(9,) * rank)
-    found = calls(lambda: Layers(rank, needs=False), [shape], torch.float32, layout)
-    assert found == calls(lambda: Layers(rank, needs=True), [shape], torch.float32, layout)
-    assert {call.problem.layout for call in found} == {layout if rank > 1 else "nchw"} and len(found) == 4
-
-
-def test_a_weight_in_channels_last_gives_such_results() -> None:
-    def make(needs: bool) -> nn.Module:
-        model = Layers(2, needs)
-        model.all[0].to(memory_format=torch.channels_last)
-        return model
-
-    found = calls(lambda: make(False), [(2, 3, 9, 9)], torch.float32)
-    assert [call.problem.layout for call in found] == ["nchw", *["channels_last"] * 3]
-    assert found == calls(lambda: make(True), [(2, 3, 9, 9)], torch.float32)
 
 
 def test_an_output_size_becomes_the_padding_of_the_output(net: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import math
 import random
 import re
+import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,13 +23,13 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import upconv
-from conftest import by_turns
+from conftest import by_turns, compiled_for_host
 from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
 from upconv.cuda.compile import nvrtc
-from upconv.cuda.direct import plain, staged, staged_costs
+from upconv.cuda.direct import staged, staged_costs
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
 from upconv.cuda.launches import Map
@@ -35,11 +38,11 @@ from upconv.export import (
     check,
     command,
     cpp,
-    device,
     gpu_of,
     kernelbench,
     kernelbench_problem,
     passes,
+    plain,
     problem_of,
     program,
     signatures,
@@ -51,6 +54,12 @@ from upconv.export.passes import Kernel
 from upconv.planner import Device, plan
 from upconv.problem import Pass, Problem
 
+CALL = """
+extern "C" __attribute__((visibility("default")))
+const char* run_{0}(int grid, int threads, int shared, const char* arguments, int together, int seed) {{
+  return machine::launch([] {{ machine::call({1}); }}, grid, threads, shared, arguments, together, seed);
+}}
+"""
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason="what files leave out NVRTC says")
 MODELS = Path(__file__).parent.parent / "models"
 NUMBERS = signatures.KERNELBENCH
@@ -134,10 +143,28 @@ def test_arguments_that_pytorch_refuses_are_refused() -> None:
     for arguments, words in (
         ((64, 65, 3, 1, 0, 0, 2), "multiple of groups"), ((64, 64, 3, 0), "positive"), ((64, 64, 3, 1, -1), "negative"),
         ((64, 64, 3, 2, 0, 2), "output_padding must be smaller"), ((64, 64, (3, 3, 3)), "integers or 2 of them"),
-        ((64, 64, 3, (2, 2, 2)), "integers or 2 of them"),
+        ((64, 64, 3, (2, 2, 2)), "integers or 2 of them"), ((64, 64, (3,)), "integers or 2 of them"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             model(*arguments)
+
+
+def test_arguments_that_pytorch_takes_are_taken(faked: Callable[[Problem], dict[str, Any]]) -> None:
+    """One number in brackets is for all axes; device and dtype are those of torch.nn."""
+    model = faked(parse_layer("4,6,3", "2x4x5x6"))["ModelNew"]
+    for arguments in (
+        {"stride": (2,), "padding": [1], "output_padding": (1,), "dilation": (2,)},
+        {"kernel_size": [2, 3], "stride": torch.Size((2, 1)), "padding_mode": "zeros", "dtype": torch.float64},
+        {"bias": False, "device": "cpu", "groups": 2},
+    ):
+        arguments = {"in_channels": 4, "out_channels": 6, "kernel_size": 3, **arguments}
+        torch.manual_seed(5)
+        ours = model(**arguments)
+        torch.manual_seed(5)
+        theirs = nn.ConvTranspose2d(**arguments)
+        ours.conv_transpose2d.load_state_dict(theirs.state_dict())
+        x = torch.randn(2, 4, 5, 6, dtype=theirs.weight.dtype)
+        torch.testing.assert_close(ours(x), theirs(x))
 
 
 def test_inputs_are_checked_in_a_sentence() -> None:
@@ -233,7 +260,7 @@ def check_launches(found: Iterable[Kernel], p: Problem, gpu: Gpu, count: int = 2
                 choice = replace(choice, splits=staged_costs.cost(choice.problem, choice.tile, gpu)[2])
             record = cpp.main_launch(replace(k, choice=choice))
             assert (blocks, tuple(integers)) == (record.grid, cpp.sizes(record)), (str(q), k.name)
-            if slices and not isinstance(choice, plain.Choice):
+            if slices:
                 assert slices[0] == cpp.sizes(cpp.launches(replace(k, choice=choice))[-1])[0]
 
 
@@ -249,18 +276,10 @@ def test_launches_are_the_librarys(name: str) -> None:
     check_launches(passes.kernels(p, H200), p, H200)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_launches_of_plain_kernels_are_the_librarys(name: str) -> None:
-    p = layer(name)
-    for layout in ("nchw", *(["channels_last"] if p.rank > 1 else [])):
-        given = [p.with_(pass_=pass_, bias=False, layout=layout) for pass_ in passes.NAMES]
-        check_launches([Kernel(q.pass_, plain.candidate(q, H200)) for q in given], p.with_(layout=layout), H200, 5)
-
-
 def test_blocks_claim_tiles_where_the_librarys_do() -> None:
     p = parse_layer("16,64,(3,5)", "8x16x256x256").with_(precision="tf32")
     forward = cpp.definition(passes.kernels(p, H200)[0])
-    assert "at::zeros({2}, x" in forward and "address(bias), out.data_ptr(), zeros.data_ptr())" in forward
+    assert "at::zeros({2}, x" in forward and "of(bias), of(out), of(zeros), sizes[0]" in forward
     few = cpp.definition(passes.kernels(p.with_(batch=2), H200)[0])
     assert "zeros" not in few
 
@@ -369,47 +388,50 @@ class FakeExtension:
         return call(x, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation)  # type: ignore[no-any-return]
 
 
+@cache
+def plain_kernels() -> Any:
+    """The plain kernels compiled for the host, a thread a fiber."""
+    names = {f"plain_{name}_{kind}": f"plain_{name}<{kind}>" for name in passes.NAMES.values() for kind in KINDS}
+    head = "#include <cstdint>\nnamespace at { template <class T> using opmath_type = T; }\n"
+    source = head + plain.kernels(passes.NAMES) + "}\n" + "".join(CALL.format(*one) for one in names.items())
+    with tempfile.TemporaryDirectory() as folder:
+        main = Path(folder) / "plain.cpp"
+        main.write_text(source)
+        return ctypes.CDLL(str(compiled_for_host(main, Path(folder) / "plain.so")))
+
+
+KINDS = {"float": torch.float32, "double": torch.float64}
+
+
 class PlainExtension:
-    """Computes plain passes with PyTorch, by the numbers that the kernels are given."""
+    """The plain kernels, on CPU tensors."""
 
     @staticmethod
-    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, numbers: list[int]) -> Tensor:
-        assert not (x.is_neg() or weight.is_neg() or y.is_neg()), "kernels read memory as it is"
-        rank = x.dim() - 2
-        (batch, groups, cin, cout), steps = numbers[:4], [numbers[i : i + 5] for i in (25, 30, 35)]
-        axes = [numbers[i : i + 7] for i in range(4, 25, 7)][3 - rank :]
-        assert (batch, groups * cin, cin, cout) == (x.shape[0], x.shape[1], weight.shape[0] // groups, weight.shape[1])
-        for t, of in zip((x, weight, y), steps):
-            assert t.stride() == (*of[:2], *of[5 - rank :])
-        sizes, outs, kernel, stride, padding, dilation, phases = zip(*axes)
-        assert (sizes, outs, kernel) == (x.shape[2:], y.shape[2:], weight.shape[2:])
-        assert all(n * math.gcd(s, d) == s for n, s, d in zip(phases, stride, dilation))
-        more = [
-            o - ((n - 1) * s - 2 * p + d * (k - 1) + 1)
-            for n, o, k, s, p, d in zip(sizes, outs, kernel, stride, padding, dilation)
-        ]
-        call: Any = getattr(nn.functional, f"conv_transpose{rank}d")
-        return call(x, weight, bias, stride, padding, more, groups, dilation)  # type: ignore[no-any-return]
+    def run(name: str, blocks: int, tensors: Sequence[Tensor | None], layer: Sequence[int]) -> None:
+        assert all(t is None or (t.is_contiguous() and not t.is_neg()) for t in tensors), "memory is read as it is"
+        kind = {dtype: kind for kind, dtype in KINDS.items()}[tensors[0].dtype]  # type: ignore[union-attr]
+        function = plain_kernels()[f"run_plain_{name}_{kind}"]
+        function.restype = ctypes.c_char_p
+        pointers = (0 if t is None else t.data_ptr() for t in tensors)
+        assert function(blocks, 256, 0, struct.pack(f"<{len(tensors)}Q22i", *pointers, *layer), 1, 0) is None
 
     @classmethod
-    def forward(cls, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, numbers: list[int]) -> None:
-        out.copy_(cls.convolve(x, weight, bias, out, numbers))
+    def forward(cls, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, layer: Sequence[int]) -> None:
+        cls.run("forward", -(-out.numel() // 256), (x, weight, bias, out), layer)
 
     @classmethod
-    def grad_input(cls, grad: Tensor, weight: Tensor, out: Tensor, numbers: list[int]) -> None:
-        like = torch.zeros_like(out)
-        FakeExtension.derive(out, like, lambda x: cls.convolve(x, weight, None, grad, numbers), grad)
+    def grad_input(cls, grad: Tensor, weight: Tensor, out: Tensor, layer: Sequence[int]) -> None:
+        cls.run("grad_input", -(-out.numel() // 512), (grad, weight, out), layer)  # a thread has several
 
     @classmethod
-    def grad_weight(cls, x: Tensor, grad: Tensor, out: Tensor, numbers: list[int]) -> None:
-        FakeExtension.derive(out, torch.zeros_like(out), lambda w: cls.convolve(x, w, None, grad, numbers), grad)
+    def grad_weight(cls, x: Tensor, grad: Tensor, out: Tensor, layer: Sequence[int]) -> None:
+        cls.run("grad_weight", -(-out.numel() // 2), (x, grad, out), layer)
 
 
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem], dict[str, Any]]:
     """Loads a file whose kernels are PyTorch's, to run on the CPU."""
     monkeypatch.setattr(program, "fast", lambda *given: "")
-    monkeypatch.setattr(device, "plain", lambda: "")
 
     def make(p: Problem) -> dict[str, Any]:
         found = load(source(p, "90a"))
@@ -575,14 +597,14 @@ def test_other_layers_are_served_by_the_plain_kernels(
 
 def test_a_changed_weight_is_seen(faked: Callable[[Problem], dict[str, Any]]) -> None:
     """Also by a change which PyTorch does not count."""
-    p = parse_layer("4,6,3,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
+    p = parse_layer("4,4,3,groups=4,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
     module = faked(p)
     model, extension = module["ModelNew"]().double(), module["build"](True)
     x = torch.randn(p.input_shape, dtype=torch.float64)
     weight = model.conv_transpose2d.weight
     for change in (lambda: weight.data.mul_(2), lambda: weight.detach().numpy().fill(0.5), lambda: None):
         with torch.no_grad():
-            assert torch.equal(model(x), extension.convolve(x, weight, None))
+            torch.testing.assert_close(model(x), extension.convolve(x, weight, None))
         change()
 
 
@@ -590,7 +612,7 @@ def test_a_changed_weight_is_seen(faked: Callable[[Problem], dict[str, Any]]) ->
 def test_a_check_tells_right_from_wrong(
     wrong: str | None, faked: Callable[[Problem], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p = parse_layer("4,6,3,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
+    p = parse_layer("4,4,3,groups=4,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
     module = faked(p)
     if wrong is not None:
         whole = getattr(module["fake"], wrong)
@@ -647,9 +669,11 @@ def test_kernels_for_one_size_are_not_exported(layer: str, input: str, why: str)
         assert not getattr(k.choice.tiling, "lines", False) if isinstance(k.choice, wgrad.Choice) else True
 
 
-def test_a_layer_that_only_a_flat_kernel_of_the_tensor_cores_serves_is_exported_by_another_family() -> None:
+def test_a_pass_that_only_a_kernel_for_one_size_serves_has_the_plain_kernel() -> None:
     p = Problem.make(4, 100, 16, (1, 1), 45, precision="tf32")  # 2,025 taps
-    assert isinstance(passes.kernels(p, H200)[0].choice, plain.Choice)
+    assert "fwd" not in {k.pass_ for k in passes.kernels(p, H200)}
+    text = source(p, "90a")
+    assert "forward_launch" not in text and "build(False).forward" in text
 
 
 def test_export_says_what_is_wrong(tmp_path: Path) -> None:

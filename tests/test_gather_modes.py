@@ -119,7 +119,6 @@ def draw_tiling(p: Problem, rng: random.Random) -> Tiling | None:
             wgmma=rng.random() < 0.7,
             paired=sub == (8, 8) and tile[2] % 16 == 0 and rng.random() < 0.7,
             cluster=rng.choice((1, 1, 1, 2, 3)),
-            quick=rng.random() < 0.2,
         )
         try:
             return tiling.checked(H200.shared_bytes)
@@ -217,7 +216,7 @@ def tilings(p: Problem, what: str, rng: random.Random) -> Iterator[Tiling]:
     for t in rng.sample(every, min(len(every), 8)):
         yield t
         changes: list[dict[str, Any]] = [
-            {"cluster": rng.choice((2, 2, 3, 4))}, {"planewise": True, "stages_p": 1}, {"quick": True},
+            {"cluster": rng.choice((2, 2, 3, 4))}, {"planewise": True, "stages_p": 1},
             {"resident": not t.resident}, {"stages_w": 2, "w_stage": rng.randint(1, 9)},
         ]  # fmt: skip
         with contextlib.suppress(Unfit):
@@ -324,7 +323,6 @@ LAST: OfTiling = {
     "boxes that step over rows": lambda t: t.tensor_map and max(t.box_steps[2:4]) > 1,
     "planes one by one": lambda t: t.planewise and t.straight,
     "planes one by one, in rounds": lambda t: t.planewise and t.rolled,
-    "planes at once, in a quick form": lambda t: t.planewise and t.plane_barriers == 1,
     "pixels by threads": lambda t: not t.tensor_map and t.aligned_channels and t.wgmma,
     "channels off 16 bytes": lambda t: not t.aligned_channels and t.wgmma,
     "both parts of a box": lambda t: t.tensor_map and t.parts == 2,
@@ -337,7 +335,6 @@ STEPS: OfTiling = {
     "straight, for several phases": lambda t: len({first for first, _ in t.stretches}) < len(t.variants),
     "in rounds": lambda t: t.rolled,
     "in a loop": lambda t: not (t.straight or t.rolled) and t.parts == 1,
-    "quick": lambda t: t.quick,
     "continued": lambda t: t.continued,
     "continued in rounds": lambda t: t.continued and t.rolled,
     "of four sets of fragments": lambda t: t.fragment_sets == 4,

@@ -269,26 +269,11 @@ def test_shifts_have_the_fewest_columns() -> None:
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def test_the_order_of_phases() -> None:
-    """Of few tiles whose phases differ those of most taps come first; some of a phase lie side by side."""
-    few = Problem.make(1, 64, 64, (16, 16), 3, 2, 1, 1, layout="channels_last")
-    t = implicit.alone(any_size(few), H200)[0]
-    assert t.steps[0] == 4 * t.steps[-1] > 0 and t.sorted(few, H200) and t.column_blocks == 2
-    assert t.sizes(few, H200)[-2] == t.tiles(few) // 8
-    heavy = Problem.make(4, 256, 128, (4, 16, 16), 4, 2, 1, layout="channels_last")  # of more weights than pixels
-    t = next(t for t in implicit.alone(any_size(heavy), H200) if t.columns == 64)
-    assert t.even and not t.sorted(heavy, H200) and t.order(heavy, H200)[0] == 132 // 2
-    assert t.order(heavy.with_(batch=32), H200) == (1, 132 // 16)
-
-
 def steps_of_blocks(t: implicit.Tile, p: Problem, gpu: Gpu) -> NDArray[np.int64]:
     """Each block's steps, as the kernel orders tiles."""
     count, of = t.tiles(p), len(t.phases)
-    *_, abreast, turn = t.sizes(p, gpu)
     q = np.arange(count) // t.column_blocks
-    first = q // (of * abreast) * abreast
-    width = np.minimum(abreast, count // (t.column_blocks * of) - first)
-    steps = np.array(t.steps)[((q - first * of) // width + first // turn) % of]
+    steps = np.array(t.steps)[(q % of + q // of // t.turn(gpu)) % of]
     grid = t.grid(p, gpu)
     return np.array([steps[b::grid].sum() for b in range(grid)])
 
@@ -300,7 +285,7 @@ def steps_of_blocks(t: implicit.Tile, p: Problem, gpu: Gpu) -> NDArray[np.int64]
 def test_blocks_have_what_the_model_counts(
     batch: int, size: tuple[int, ...], channels: int, multiprocessors: int
 ) -> None:
-    """A block's tiles are of all phases by turns, or those of most taps come first."""
+    """A block's tiles are of all phases by turns."""
     gpu = replace(H200, multiprocessors=multiprocessors)
     p = Problem.make(batch, 128, channels, size, 3, 2, 1, 1, layout="channels_last")
     for t in implicit.alone(any_size(p), gpu):
@@ -318,7 +303,6 @@ def test_boxes_beyond_the_last_channel_cost_the_model() -> None:
     partial, whole = (MODES["implicit"].choose(p, H200) for p in (layer, layer.with_(in_channels=64)))
     assert isinstance(partial, TileChoice) and isinstance(whole, TileChoice)
     assert whole.seconds < 0.7 * partial.seconds
-    assert abs(partial.seconds - 2660e-6) < 0.05 * 2660e-6, "as measured on an H100"
 
 
 def test_segments_keep_blocks_busy() -> None:
@@ -331,13 +315,11 @@ def test_segments_keep_blocks_busy() -> None:
 # --- launches --------------------------------------------------------------------------------------------------------
 
 
-def test_long_kernels_do_not_begin_beside_their_packing() -> None:
+def test_implicit_does_not_begin_beside_its_packing() -> None:
     """Of blocks that read the same pixels and weights (docs/experiments.md)."""
-    many = Problem.make(100, 256, 256, (56, 56), 2, 2, precision="tf32", **LAST)
-    for mode, p, beside in (("implicit", many, False), ("pairs", SMALL_BACK, True)):
+    for mode, p, beside in (("implicit", SMALL.with_(**LAST), False), ("pairs", SMALL_BACK, True)):
         choice = MODES[mode].choose(p, H200)
-        assert isinstance(choice, TileChoice)
-        assert choice.launches(Given("contiguous"))[-1].dependent == beside == (choice.seconds < 40e-6)
+        assert isinstance(choice, TileChoice) and choice.launches(Given("contiguous"))[-1].dependent == beside
 
 
 @needs_gxx

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from upconv.cuda.compile import jit
-from upconv.cuda.gemm import gather
-from upconv.cuda.gpu import H200
 
 KERNELS = jit.KERNELS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -28,27 +26,6 @@ def test_every_arrival_of_one_lane_is_made_by_all(name: str) -> None:
         assert changed.count(arrival) == text.count(arrival)
     with pytest.raises(ValueError, match="must have"):
         racecheck.every_lane(name, changed)
-
-
-# --- cases -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "tiles"), (("forward-quick", 20), ("planes-quick", 4)))
-def test_blocks_of_quick_forms_have_several_tiles(name: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[gather.Choice] = []
-    monkeypatch.setattr(racecheck, "gpu", lambda index: H200)
-    monkeypatch.setattr(gather.Choice, "prepare", lambda choice, device: ran.append(choice))
-    monkeypatch.setattr(racecheck, "run_prepared", lambda prepared, p: None)
-    racecheck.CASES[name][1]()
-    (choice,) = ran
-    assert choice.tiling.quick and choice.tiling.arguments(choice.problem)[-1] == tiles and choice.grid == 2
-
-
-def test_a_quick_form_with_a_tile_for_a_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(racecheck, "gpu", lambda index: H200)
-    p = racecheck.problem(racecheck.PLAIN, "tf32", "nchw", "fwd").with_(batch=1, size=(16, 16))
-    with pytest.raises(RuntimeError, match="2 tiles give 2 blocks no second one"):
-        racecheck.run_quick(p)
 
 
 # --- the tools -------------------------------------------------------------------------------------------------------

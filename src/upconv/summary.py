@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from upconv import convert, convolutions, dispatch, modules, planner, refusals
 from upconv.cuda import engine
+from upconv.model_layers import described, output_padding
 from upconv.problem import short
 
 if TYPE_CHECKING:
@@ -133,13 +135,14 @@ def summary(model: nn.Module, *example: Any) -> Summary:
 
         print(upconv.summary(model, (8, 3, 256, 256)))
 
-    The model runs once on the example, in eval mode and without gradients. Afterwards its buffers, its modes and the
-    state of the random generators are as before. Kernels that are not loaded are not compiled; PyTorch's operator
-    stands in. Autocast and precision settings count as they are now.
+    The model runs once on the example, in eval mode and without gradients. Afterwards its buffers' values, its modes
+    and the state of the random generators are as before. Kernels that are not loaded are not compiled; PyTorch's
+    operator stands in. Autocast and precision settings count as they are now.
 
     Args:
         model: any module, accelerated or not; its transposed convolutions are listed, and plain ones if some are
-            accelerated. Scripted modules are PyTorch's and are not listed. A model with lazy layers is run as a copy.
+            accelerated. Scripted modules are PyTorch's and are not listed. A model with such or lazy layers is run as a
+            copy.
         example: the model's arguments, tensors or shapes, as for `upconv.warmup`.
 
     Returns:
@@ -148,59 +151,32 @@ def summary(model: nn.Module, *example: Any) -> Summary:
     Raises:
         Whatever the model raises on the example.
     """
-    lazy = any(isinstance(m, LazyModuleMixin) for m in model.modules())
-    model = copy.deepcopy(model) if lazy else model
+    scripted = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
+    copied = scripted or any(isinstance(m, LazyModuleMixin) for m in model.modules())
+    model = copy.deepcopy(model) if copied else model
     listed: list[tuple[str, Any]] = [
         (" = ".join(names), module)
         for names, module in convert.modules_of(model, _ConvNd)
         if module.transposed or modules.is_ours(module)
     ]
-    calls: dict[str, Counter[Row]] = {name: Counter() for name, _ in listed}
     devices = {t.device.index for t in model.parameters() if t.is_cuda}
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(sorted(devices)))
+    with torch.random.fork_rng(sorted(devices)):
         args, kwargs = convert.arguments(model, example)
-        for name, module in listed:
-            hook = module.register_forward_pre_hook(_noting(name, calls[name]), with_kwargs=True)
-            stack.callback(hook.remove)
-        if not lazy:  # whose buffers may have no values yet; its copy goes
-            stack.enter_context(_spare_buffers(model))
-        stack.enter_context(convert.evaluated(model))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(engine.collecting())
-        model(*args, **kwargs)
+        # The forward has copies of the buffers.
+        spare = {} if copied else {name: t.detach().clone() for name, t in model.named_buffers()}
+        with convert.evaluated(model), torch.no_grad(), engine.collecting():
+            run = (
+                partial(functional_call, model, spare, tuple(args), kwargs)
+                if spare
+                else partial(model, *args, **kwargs)
+            )
+            calls = described(listed, _row, run)
     rows = []
     for name, module in listed:
-        rows += [replace(row, calls=count) for row, count in calls[name].items()]
+        rows += [replace(row, name=name, calls=count) for row, count in calls[name].items()]
         if not calls[name]:
             rows.append(Row(name, _layer(module), "", "", "", "", "", "the model did not call it on this example"))
-    return Summary(rows, any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()))
-
-
-@contextmanager
-def _spare_buffers(model: nn.Module) -> Iterator[None]:
-    """The model has copies of its buffers; afterwards its own again, whatever the forward did to the copies."""
-    held = [(module, dict(module._buffers.items()), _transient(module)) for module in model.modules()]
-    every = {id(t): t for _, buffers, _ in held for t in buffers.values() if t is not None}
-    spare = {key: t.detach().clone() for key, t in every.items()}
-    for module, buffers, _ in held:
-        for name, tensor in buffers.items():
-            if tensor is not None:
-                module._buffers[name] = spare[id(tensor)]
-    try:
-        yield
-    finally:
-        for module, buffers, transient in held:
-            if transient is not None:  # a scripted module neither gains nor loses any
-                module._buffers.clear()
-                module._non_persistent_buffers_set = transient
-            for name, tensor in buffers.items():
-                module._buffers[name] = tensor
-
-
-def _transient(module: nn.Module) -> set[str] | None:
-    """The names of the buffers that a module does not save; None for a scripted one, whose set is fixed."""
-    return None if isinstance(module, torch.jit.ScriptModule) else set(module._non_persistent_buffers_set)
+    return Summary(rows, scripted)
 
 
 # --- a call ----------------------------------------------------------------------------------------------------------
@@ -208,44 +184,34 @@ def _transient(module: nn.Module) -> set[str] | None:
 _Whose = tuple[str, str, str, str]  # the forward, both gradients, and why
 
 
-def _noting(name: str, calls: Counter[Row]) -> Callable[..., None]:
-    """A hook that counts a module's calls, each as the row that describes it."""
-
-    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = (*args, *(kwargs[key] for key in ("input", "output_size") if key in kwargs))
-        if not given:
-            return  # the forward says what is missing
-        x, *rest = given
-        if not isinstance(x, Tensor) or x.is_nested:
-            shown = "nested" if isinstance(x, Tensor) else type(x).__name__
-            why = "nested tensors are PyTorch's" if shown == "nested" else f"the input is a {shown}, not a tensor"
-            where = str((x if isinstance(x, Tensor) else module.weight).device)
-            calls[Row(name, _layer(module), shown, where, PYTORCH, PYTORCH, PYTORCH, why)] += 1
-            return
-        reason = modules.passed_over(module)
-        if reason is None and dispatch.observed():
-            reason = "PyTorch must see the call: a transform, a trace or a mode is active"
-        if reason is not None:
-            whose: _Whose = PYTORCH, PYTORCH, PYTORCH, reason
-        elif module.transposed:
-            whose = _transposed(module, x, rest[0] if rest else None)
-        else:
-            whose = _plain(module, x)
-        device = str(x.device) + (f" ({torch.cuda.get_device_name(x.device)})" if x.is_cuda else "")
-        calls[Row(name, _layer(module), "x".join(map(str, x.shape)), device, *whose)] += 1
-
-    return hook
+def _row(module: Any, given: Sequence[Any]) -> Row:
+    """What describes a call, but for the module's name."""
+    x = given[0]
+    if not isinstance(x, Tensor) or x.is_nested:
+        shown = "nested" if isinstance(x, Tensor) else type(x).__name__
+        why = "nested tensors are PyTorch's" if shown == "nested" else f"the input is a {shown}, not a tensor"
+        where = str((x if isinstance(x, Tensor) else module.weight).device)
+        return Row("", _layer(module), shown, where, PYTORCH, PYTORCH, PYTORCH, why)
+    reason = modules.passed_over(module)
+    if reason is None and dispatch.observed():
+        reason = "PyTorch must see the call: a transform, a trace or a mode is active"
+    if reason is not None:
+        whose: _Whose = PYTORCH, PYTORCH, PYTORCH, reason
+    else:
+        whose = _transposed(module, given) if module.transposed else _plain(module, x)
+    device = str(x.device) + (f" ({torch.cuda.get_device_name(x.device)})" if x.is_cuda else "")
+    return Row("", _layer(module), "x".join(map(str, x.shape)), device, *whose)
 
 
-def _transposed(module: Any, x: Tensor, output_size: Any) -> _Whose:
-    weight, bias, rank = module.weight, module.bias, len(module.kernel_size)
-    stride, padding, dilation = module.stride, module.padding, module.dilation
-    extra = module._output_padding(x, output_size, stride, padding, module.kernel_size, rank, dilation)
-    kind, plan = x.device.type, None
+def _transposed(module: Any, given: Sequence[Any]) -> _Whose:
+    x, weight, bias, kind, plan = given[0], module.weight, module.bias, given[0].device.type, None
     if all(t is None or type(t) in dispatch.PLAIN for t in (x, weight, bias)):
         if kind in dispatch.DEVICES and torch.is_autocast_enabled(kind):
             x, weight, bias = dispatch.autocast(x, weight, bias)
-        plan = dispatch.find_plan(rank, x, weight, bias, stride, padding, extra, module.groups, dilation)
+        plan = dispatch.find_plan(
+            len(module.kernel_size), x, weight, bias, module.stride, module.padding, output_padding(module, given),
+            module.groups, module.dilation,
+        )  # fmt: skip
     if plan is None:
         return PYTORCH, PYTORCH, PYTORCH, refusals.unserved(x, weight, bias)
     names = plan.forward, plan.grad_input.name, plan.grad_weight.name

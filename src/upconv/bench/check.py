@@ -98,23 +98,18 @@ def tolerance_used(precision: Precision, ours: Tensor, theirs: Tensor) -> float:
     return worst
 
 
-def spread(total: int, count: int) -> list[int]:
-    """``count`` indices below ``total``, evenly spread, the last one always among them."""
-    return [total - 1 - i * total // count for i in reversed(range(count))]
-
-
 def _truth(name: str, p: Problem, given: Operands, budget: int) -> Truth:
     images, groups, ins, outs = _counts(name, p, budget)
-    device, of_group = given.input.device, (p.in_channels // p.groups, p.out_channels // p.groups)
+    of_group = p.in_channels // p.groups, p.out_channels // p.groups
 
-    def index(values: list[int]) -> Tensor:
-        return torch.tensor(values, device=device)
+    def spread(total: int, count: int) -> Tensor:
+        """``count`` indices below ``total``, evenly spread, the last one always among them."""
+        return total - 1 - torch.arange(count, device=given.input.device).flip(0) * total // count
 
-    chosen = spread(p.groups, groups)
-    in_local, out_local = spread(of_group[0], ins), spread(of_group[1], outs)
-    batch, columns = index(spread(p.batch, images)), index(out_local)
-    in_channels = index([g * of_group[0] + i for g in chosen for i in in_local])
-    out_channels = index([g * of_group[1] + o for g in chosen for o in out_local])
+    chosen, in_local, columns = spread(p.groups, groups), spread(of_group[0], ins), spread(of_group[1], outs)
+    batch = spread(p.batch, images)
+    in_channels = (chosen[:, None] * of_group[0] + in_local).flatten()
+    out_channels = (chosen[:, None] * of_group[1] + columns).flatten()
 
     def images_and(channels: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda t: t.index_select(0, batch).index_select(1, channels)

@@ -6,10 +6,10 @@ import errno
 import json
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 
@@ -34,10 +34,8 @@ def writable(option: str, text: str, suffixes: Sequence[str] = ()) -> Path:
             raise ValueError(f"{option} must be a file in a folder that exists; got {text!r}")
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        if _replaceable(path):
-            temporary = _beside(path)
-            temporary.touch(exist_ok=False)
-            temporary.unlink()
+        if path.is_file() or not path.exists():
+            _beside(path).unlink()
     except OSError as error:
         raise ValueError(f"{option} cannot be written: {error.strerror}; got {text!r}") from None
     return path
@@ -47,32 +45,28 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
     """Lets ``write`` fill a temporary file beside ``path``, then moves it there: a reader sees the old or the new file.
 
     The temporary file ends as ``path`` does. When ``write`` fails it is removed, and ``path`` stays as it was. A link
-    stays one. What is no file (a device, a pipe) is written in place.
+    stays one. What is no file (a device, a pipe) is written through.
     """
-    if not _replaceable(path):
-        with tempfile.TemporaryDirectory() as folder:
-            whole = Path(folder) / f"whole{path.suffix}"
-            write(whole)
-            path.write_bytes(whole.read_bytes())
-        return
-    temporary = _beside(path)
+    file = path.is_file() or not path.exists()
+    temporary = _beside(path) if file else _beside(Path(gettempdir(), f"upconv{path.suffix}"))
     try:
         write(temporary)
-        if path.exists():
-            shutil.copymode(path, temporary)
-        os.replace(temporary, os.path.realpath(path))
+        if not file:
+            path.write_bytes(temporary.read_bytes())
+        else:
+            if path.exists():
+                shutil.copymode(path, temporary)
+            os.replace(temporary, os.path.realpath(path))
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _replaceable(path: Path) -> bool:
-    return path.is_file() or not path.exists()
-
-
 def _beside(path: Path) -> Path:
-    """A temporary file in the folder of a file, or of what a link names."""
+    """An empty temporary file in the folder of a file, or of what a link names."""
     real = Path(os.path.realpath(path))
-    return real.with_name(f".{real.stem[:40]}-{os.getpid()}-{threading.get_ident()}{real.suffix}")
+    found = real.with_name(f".{real.stem[:40]}-{os.getpid()}-{threading.get_ident()}{real.suffix}")
+    found.touch(exist_ok=False)
+    return found
 
 
 def save(found: Mapping[str, Any], path: Path) -> None:

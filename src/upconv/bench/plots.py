@@ -22,42 +22,35 @@ def plot(reports: Sequence[Report], path: Path) -> None:
     """Draws a panel for each dtype, layout and pass of the reports, PNG or SVG by the path's suffix.
 
     Raises:
-        ValueError: another suffix, or a report without a row that has a speed.
+        ValueError: a report without a row that has a speed.
         ImportError: matplotlib is not installed.
     """
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise ValueError(f"the plot's file must end in .png or .svg, got {str(path)!r}")
-    found = [panel for report in reports for panel in _panels(report)]
+    panels: list[tuple[str, list[Row]]] = []
+    for found in reports:
+        rows = [row for row in found["rows"] if row.get("ratio") is not None]
+        if not rows:
+            raise ValueError("a plot needs at least one row with a speed, and this report has none")
+        by_way: dict[str, list[Row]] = {}
+        for row in rows:
+            by_way.setdefault(" · ".join(str(column.text(row)) for column in SWEPT[1:]), []).append(row)
+        panels += [(f"{name}\n(roof: {ceiling_text(found['ceilings'])})", mine) for name, mine in by_way.items()]
     import matplotlib
     from matplotlib.figure import Figure
 
     style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
     with matplotlib.rc_context(style):  # type: ignore[arg-type]
-        across = min(_ABREAST, len(found))
-        down = -(-len(found) // across)
-        height = max(4.0, 1.6 + 0.27 * max(len(rows) for _, rows, _ in found))
+        across = min(_ABREAST, len(panels))
+        down = -(-len(panels) // across)
+        height = max(4.0, 1.6 + 0.27 * max(len(rows) for _, rows in panels))
         figure = Figure(figsize=(6.2 * across, height * down), layout="constrained")
-        panels = figure.subplots(down, across, squeeze=False).flat
-        for (name, rows, ceilings), axes in zip(found, panels):
-            _draw(axes, rows)
-            axes.set_title(name, loc="left", fontweight="bold")
-            axes.set_xlabel(f"percent of the roof ({ceilings}), speed-up over PyTorch", fontsize=8)
-        for axes in panels:  # those left over
-            axes.set_axis_off()
+        axes = list(figure.subplots(down, across, squeeze=False).flat)
+        for (name, rows), panel in zip(panels, axes):
+            _draw(panel, rows)
+            panel.set_title(name, loc="left", fontsize=8)
+        for panel in axes[len(panels) :]:
+            panel.set_axis_off()
         figure.supxlabel(conditions(reports[0]), fontsize=8, color="#555555")
         files.publish(path, lambda temporary: figure.savefig(temporary, dpi=150))
-
-
-def _panels(report: Report) -> list[tuple[str, list[Row], str]]:
-    """Title, rows and ceilings of each panel of a report."""
-    panels: dict[str, list[Row]] = {}
-    for row in report["rows"]:
-        if row.get("ratio") is not None:
-            name = " · ".join(str(column.text(row)) for column in SWEPT[1:])
-            panels.setdefault(name, []).append(row)
-    if not panels:
-        raise ValueError("a plot needs at least one row with a speed, and this report has none")
-    return [(name, rows, ceiling_text(report["ceilings"])) for name, rows in panels.items()]
 
 
 def _draw(axes: Axes, rows: Sequence[Row]) -> None:
@@ -72,10 +65,10 @@ def _draw(axes: Axes, rows: Sequence[Row]) -> None:
     ]
     axes.bar_label(bars, texts, padding=3, fontsize=7.5)
     axes.axvline(100, color="#333333", linewidth=0.9)
+    axes.set_xlabel("percent of the roof, speed-up over PyTorch", fontsize=8)
     axes.set_xlim(0, 1.22 * max(100.0, *shares))
     axes.set_yticks(places, [row["case"] for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.legend(fontsize=7.5, loc="lower right")

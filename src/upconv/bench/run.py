@@ -1,28 +1,27 @@
-"""A run of the bench: suites and ways to run them make jobs, and each job, checked and timed, a row of the report."""
+"""Layers of suites: a suite's cases and ways to run them make jobs, and each job, checked and timed, a row."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from upconv import planner
-from upconv.bench import check, memory, roofline, timing
-from upconv.bench.report import KEYS, LAYERS, Row
+from upconv.bench import check, exported, report, roofline, timing
+from upconv.bench.report import Report, Row
 from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import Case, quick
-from upconv.bench.timing import Inputs, Quartiles, Repeats, Side
+from upconv.bench.timing import Operands, Repeats, Work
 from upconv.planner import Plan
 from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Layout, Pass, Precision, Problem, dtype_name
-
-Key = tuple[object, ...]
 
 
 class Way(NamedTuple):
@@ -42,17 +41,11 @@ class Job:
     case: str
     problem: Problem
     scale: float = 1.0
+    """The share of the case's multiplications."""
 
-    @property
-    def key(self) -> Key:
-        """The `key` of the job's row."""
+    def __str__(self) -> str:
         p = self.problem
-        return self.suite, self.case, p.layer, p.pass_, dtype_name(p.dtype), p.precision, p.layout
-
-
-def key(found: Row) -> Key:
-    """What a row measures: two rows with the same key can stand for each other."""
-    return tuple(found[name] for name in ("suite", "case", "layer", "pass", "dtype", "precision", "layout"))
+        return f"{self.case} {dtype_name(p.dtype)} {p.layout} {p.pass_}"
 
 
 @dataclass(frozen=True)
@@ -60,17 +53,21 @@ class How:
     """How rows are measured."""
 
     repeats: Repeats
-    peaks: bool = False
-    """Also peak memory."""
-    inputs: Inputs = "normal"
-    """See `timing.operands`."""
     frozen: bool = False
     """Also forwards with `upconv.freeze`."""
-    seed: int = 0
+    exported: Mapping[str, Path] = field(default_factory=dict)
+    """By case: files whose forwards are measured too."""
 
-
-class DeviceLost(RuntimeError):
-    """A CUDA device that this process cannot use any more."""
+    def works(self, job: Job, given: Operands) -> dict[str, Work]:
+        """Each side's way to run a job, by its name in reports."""
+        p, sides = job.problem, ["ours", "torch"]
+        if p.pass_ == "fwd" and self.frozen:
+            sides.insert(1, "frozen")
+        found = {side: timing.work(side, p, given) for side in sides}  # type: ignore[arg-type]
+        if p.pass_ == "fwd" and job.case in self.exported:
+            module = exported.layer(self.exported[job.case], p, given)
+            found["exported"] = lambda: (module(given.input),)
+        return found
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -151,84 +148,71 @@ def plan_text(plan: Plan, pass_: Pass) -> str:
 
 
 def row(job: Job, device: torch.device, how: How) -> Row:
-    """Checks and times one job.
+    """Checks and times one job; the roof is left to `set_roof`.
 
     Every side runs the timed shape and is compared with the reference; only right results are timed. Where the plan is
-    PyTorch's own operator there is one implementation: its time stands for all, the ratio is 1 and the engine
-    ``torch``. The roof is left to `set_roof`.
+    PyTorch's own operator its time stands for ours too, the ratio is 1 and the engine ``torch``.
     """
-    begin = time.perf_counter()
-    found = blank(job, device, how.inputs)
-    p = job.problem
-    asked: tuple[Side, ...] = ("ours", "frozen", "torch") if how.frozen and p.pass_ == "fwd" else ("ours", "torch")
+    begin, p = time.perf_counter(), job.problem
+    plan = planner.plan(p, planner.device_of(device))
+    found: Row = {
+        "suite": job.suite, "case": job.case, "layer": p.layer, "pass": p.pass_, "dtype": dtype_name(p.dtype),
+        "precision": p.precision, "layout": p.layout, "scale": job.scale, "engine": plan.engine(p.pass_),
+        "plan": plan_text(plan, p.pass_), "flops": p.flops, "bytes": p.bytes, "ours_ms": None, "torch_ms": None,
+        "ratio": None, "failure": None,
+    }  # fmt: skip
     try:
         with timing.precision_flags(p.precision):
-            _check(found, p, device, how, frozen="frozen" in asked)
+            found |= _check(job, device, how)
             if found["failure"] is None:
-                run = ("torch",) if found["engine"] == "torch" else asked
-                seconds, found["rounds"] = timing.sides(p, device, run, how.repeats, how.seed, how.inputs)
-                _set_times(found, {side: seconds.get(side, seconds["torch"]) for side in asked}, seconds)
-                for side in ("ours", "torch") if how.peaks else ():
-                    found[f"{side}_peak_bytes"] = memory.peak_bytes(p, side, device)
+                found |= timing.entries(_taken(job, device, how, found["engine"]))
     except Exception as error:  # one case that cannot run (out of memory, say) does not cost the others
-        fail(found, f"{type(error).__name__}: {error}".splitlines()[0])
-    found["wall_s"] = time.perf_counter() - begin
+        found["failure"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found | {"wall_s": time.perf_counter() - begin}
+
+
+SET_BYTES = 2 * 10**9
+"""Input sets of a row together stay below this, but there are at least two and at most four."""
+
+
+def _taken(job: Job, device: torch.device, how: How, engine: str) -> timing.Taken:
+    """Seconds of each side, one a round. PyTorch's are those of the better ``cudnn.benchmark``."""
+    p = job.problem
+    count = max(2, min(4, SET_BYTES // max(p.bytes, 1)))
+    sets = [how.works(job, timing.operands(p, device, seed)) for seed in range(count)]
+    alike = ("ours", "frozen") if engine == "torch" else ()
+    works = {side: [each[side] for each in sets] for side in sets[0] if side not in alike}
+    taken = timing.compare(works, device, how.repeats, tuned=("torch",))
+    return {side: taken.get(side, taken["torch"]) for side in sets[0]}
+
+
+def _check(job: Job, device: torch.device, how: How) -> Row:
+    """A row's entries of errors, and its failure if a result is wrong."""
+    p = job.problem
+    given = timing.operands(p, device, 0)
+    known, works = check.truths(p, given), how.works(job, given)
+    theirs, worst = works.pop("torch")(), 0.0
+    for side, work in works.items():
+        if side == "frozen":
+            work()  # packs; the calls after it use what it keeps
+        error, torch_error, right = check.errors(p, known, work(), theirs)
+        worst = max(worst, error)
+        found: Row = {"rel_error": _finite(worst), "torch_rel_error": _finite(torch_error)}
+        if not right:
+            of = "" if side == "ours" else f" of {timing.NAMES[side]}"
+            return found | {"failure": f"wrong result{of}: relative error {error:.1e}, PyTorch's {torch_error:.1e}"}
+    if device.type == "cuda" and p.pass_ == "fwd":
+        del known, works, theirs
+        given = timing.operands(p, device, 0, positive=True)
+        results = {side: work()[0] for side, work in how.works(job, given).items()}
+        wanted = results.pop("torch")
+        used = max(check.tolerance_used(p.precision, result, wanted) for result in results.values())
+        found["tolerance_used"] = _finite(used)
     return found
 
 
-_TIMES = tuple(f"{side}{which}_ms" for side in ("ours", "torch", "frozen") for which in ("", "_lower", "_upper"))
-
-
-def fail(found: Row, reason: str) -> None:
-    """Makes a row one that has no speed, and says why."""
-    found |= {**dict.fromkeys((*_TIMES, "ratio", "frozen_ratio", "warning")), "failure": reason}
-
-
-def blank(job: Job, device: torch.device, inputs: Inputs = "normal") -> Row:
-    """The row of a job with nothing measured yet."""
-    p = job.problem
-    plan = planner.plan(p, planner.device_of(device))
-    named = ("suite", "case", "layer", "pass", "dtype", "precision", "layout")
-    return dict.fromkeys(KEYS[LAYERS]) | dict(zip(named, job.key)) | {
-        "roof_ms": 0.0, "engine": plan.engine(p.pass_), "plan": plan_text(plan, p.pass_), "scale": job.scale,
-        "flops": p.flops, "bytes": p.bytes, "rounds": 0, "inputs": inputs, "wall_s": 0.0,
-    }  # fmt: skip
-
-
-def _check(found: Row, p: Problem, device: torch.device, how: How, frozen: bool) -> None:
-    given = timing.operands(p, device, how.seed, how.inputs)
-    known = check.truths(p, given)
-    ours, theirs = timing.work("ours", p, given)(), timing.work("torch", p, given)()
-    error, torch_error, right = check.errors(p, known, ours, theirs)
-    kind = "wrong result"
-    if right and frozen:
-        kept = timing.work("frozen", p, given)
-        kept()  # packs; the calls after it use what it keeps
-        frozen_error, _, right = check.errors(p, known, kept(), theirs)
-        error, kind = max(error, frozen_error), "wrong result with frozen weights"
-        del kept
-    found["rel_error"] = error if math.isfinite(error) else None
-    found["torch_rel_error"] = torch_error if math.isfinite(torch_error) else None
-    if not right:
-        found["failure"] = f"{kind}: relative error {error:.1e}, PyTorch's {torch_error:.1e}"
-    elif device.type == "cuda" and p.pass_ == "fwd" and found["engine"] != "torch":
-        del known, ours, theirs
-        given = timing.operands(p, device, how.seed, "rand")
-        pair = [timing.work(side, p, given)()[0] for side in ("ours", "torch")]
-        used = check.tolerance_used(p.precision, *pair)
-        found["tolerance_used"] = used if math.isfinite(used) else None
-
-
-_NAMES = {"ours": "upconv", "torch": "PyTorch", "frozen": "frozen upconv"}
-
-
-def _set_times(found: Row, of_sides: dict[Side, Quartiles], measured: dict[str, Quartiles]) -> None:
-    for side, seconds in of_sides.items():
-        found |= timing.entries(side, seconds)
-    found["warning"] = timing.unsteady({_NAMES[side]: values for side, values in measured.items()})
-    found["ratio"] = found["torch_ms"] / found["ours_ms"]
-    if "frozen" in of_sides:
-        found["frozen_ratio"] = found["torch_ms"] / found["frozen_ms"]
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def set_roof(found: Row, ceilings: Ceilings) -> None:
@@ -244,68 +228,38 @@ def set_roof(found: Row, ceilings: Ceilings) -> None:
 
 # --- all rows --------------------------------------------------------------------------------------------------------
 
-Tell = Callable[[Literal["plan", "row"], Job], object]
-"""Hears of each job, on a GPU as its kernels are planned ahead of all rows, and ahead of its row."""
+Tell = Callable[..., object]
+"""Hears what begins, and how many of how many rows are done: a `progress.Progress`."""
 
 
-def run(
-    todo: Sequence[Job],
-    device: torch.device,
-    how: How,
-    *,
-    known: tuple[Sequence[Row], Ceilings] | None = None,
-    tell: Tell = lambda what, job: None,
-) -> Iterator[tuple[list[Row], Ceilings]]:
-    """All rows so far in order, and the ceilings, behind each row and at the end.
+def measure(todo: Sequence[Job], device: torch.device, how: How, tell: Tell = lambda *said: None) -> Report:
+    """The report of all jobs.
 
     The ceilings are measured ahead of the rows and behind them. Of the two measurements the better counts: a machine
     that others use too reaches its ceiling only at times.
-
-    Args:
-        todo: the jobs.
-        device: where they run.
-        how: how they are measured.
-        known: rows and ceilings of an earlier, unfinished run on the same device; its rows are not measured again, and
-            of its ceilings and these the better count for all.
-        tell: hears of the jobs.
-
-    Raises:
-        DeviceLost: the row before left the device unusable (an illegal access, say).
     """
     precisions = list(dict.fromkeys(job.problem.precision for job in todo))
-    rows = {key(found): found for found in known[0]} if known else {}
-    ceilings = roofline.measure(precisions, device)
-    if known:
-        ceilings = roofline.better(ceilings, known[1])
+    ceilings = Ceilings(copy_bytes_per_s=0.0, matmul_flops_per_s={})
 
-    def so_far() -> tuple[list[Row], Ceilings]:
-        found = [rows[job.key] for job in todo if job.key in rows]
-        for one in found:
-            set_roof(one, ceilings)
-        return found, ceilings
+    def rows() -> Iterator[Row]:
+        nonlocal ceilings
+        tell("measuring what the machine copies and multiplies", 0, len(todo))
+        ceilings = roofline.measure(precisions, device)
+        exported.build(how.exported, tell)
+        if device.type == "cuda":
+            _compile_ahead(todo, device, tell)
+        for done, job in enumerate(todo):
+            tell(str(job), done, len(todo))
+            yield row(job, device, how)
+        ceilings = roofline.better(ceilings, roofline.measure(precisions, device))
 
-    missing = [job for job in todo if job.key not in rows]
-    if device.type == "cuda":
-        compile_ahead(missing, device, tell)
-    for job in missing:
-        tell("row", job)
-        found = rows[job.key] = row(job, device, how)
-        yield so_far()
-        if device.type == "cuda" and found["failure"] is not None:
-            _check_device(device, job)
-    ceilings = roofline.better(ceilings, roofline.measure(precisions, device))
-    yield so_far()
+    found = report.gather(rows(), device)
+    for one in found["rows"]:
+        set_roof(one, ceilings)
+    return {**found, "ceilings": ceilings}
 
 
-def _check_device(device: torch.device, job: Job) -> None:
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise DeviceLost(f"{job.case} ({job.problem}) left {device} unusable: {reason}") from None
-
-
-def compile_ahead(todo: Sequence[Job], device: torch.device, tell: Tell) -> None:
+def _compile_ahead(todo: Sequence[Job], device: torch.device, tell: Tell) -> None:
     """Compiles the kernels of all jobs at once, in threads, so that no row waits for its own.
 
     What no family can plan or NVRTC compile is left to the row that needs it, which says so. Of a gradient also the
@@ -318,7 +272,7 @@ def compile_ahead(todo: Sequence[Job], device: torch.device, tell: Tell) -> None
         return
     arch, found = where.gpu.arch, dict[str, str]()
     for job in todo:
-        tell("plan", job)
+        tell(f"planning {job}")
         with suppress(Exception):
             plan = planner.plan(job.problem, where)
             for choice in {**plan.choices("fwd"), **plan.choices(job.problem.pass_)}.values():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from upconv.modules import TRANSPOSED
 from upconv.problem import Problem
 
 IntOrInts = int | tuple[int, ...]
@@ -307,16 +307,6 @@ def _elements(p: Problem) -> int:
 _EXAMPLE = '"64,64,(3,7),stride=2,padding=1"'
 
 
-def _layer(
-    in_channels: Any, out_channels: Any, kernel_size: Any, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
-    groups: Any = 1, bias: Any = True, dilation: Any = 1,
-) -> None:  # fmt: skip
-    """The arguments of ``torch.nn.ConvTranspose2d`` that make a `Problem`."""
-
-
-_SIGNATURE = inspect.signature(_layer)
-
-
 def parse_input(text: str) -> tuple[int, ...]:
     """``8x64x512x512`` as ``(8, 64, 512, 512)``: batch, channels, then 1 to 3 spatial sizes.
 
@@ -351,23 +341,7 @@ def parse_layer(text: str, input: str) -> Problem:
     Raises:
         ValueError: one sentence that names the argument and the value got.
     """
-    shape = parse_input(input)
-    given = _arguments(text)
-    for name, value in given.items():
-        _check_type(name, value, len(shape) - 2)
-    if shape[1] != given["in_channels"]:
-        raise ValueError(
-            f"--input must have the layer's {given['in_channels']} channels; got {input!r} with {shape[1]}"
-        )
-    kernel = given.pop("kernel_size")
-    try:
-        return Problem.make(shape[0], **given, size=shape[2:], kernel=kernel)
-    except ValueError as error:
-        raise ValueError(f"the layer fits no transposed convolution: {error}") from None
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """The arguments by name; their values are Python literals of any type."""
+    batch, channels, *size = parse_input(input)
     try:
         call = ast.parse(f"_({text}\n)", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "_":
@@ -377,21 +351,14 @@ def _arguments(text: str) -> dict[str, Any]:
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise ValueError(f"the layer must be torch.nn's arguments as literals, like {_EXAMPLE}; got {text!r}") from None
     try:
-        bound = _SIGNATURE.bind(*positional, **named)
-    except TypeError as error:
-        names = ", ".join(_SIGNATURE.parameters)
-        raise ValueError(f"the layer's arguments are {names}, like {_EXAMPLE}; got {text!r}: {error}") from None
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def _check_type(name: str, value: object, rank: int) -> None:
-    several = list(value) if isinstance(value, (tuple, list)) and len(value) in (1, rank) else [value]
-    if name == "bias":
-        right, what = isinstance(value, bool), "True or False"
-    elif name in ("in_channels", "out_channels", "groups"):
-        right, what = type(value) is int, "an integer"
-    else:
-        right, what = all(type(v) is int for v in several), f"an integer or {rank} of them, one per spatial size"
-    if not right:
-        raise ValueError(f"the layer's {name} must be {what}; got {value!r}")
+        made: Any = list(TRANSPOSED)[len(size) - 1](*positional, **named, device="meta")
+        problem = Problem.make(
+            batch, made.in_channels, made.out_channels, size, made.kernel_size, made.stride, made.padding,
+            made.output_padding, made.dilation, made.groups, bias=made.bias is not None,
+        )  # fmt: skip
+    except (TypeError, ValueError, RuntimeError) as error:  # PyTorch's own words for what it does not take
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the layer must be torch.nn's arguments, like {_EXAMPLE}; got {text!r}: {reason}") from None
+    if channels != problem.in_channels:
+        raise ValueError(f"--input must have the layer's {problem.in_channels} channels; got {input!r} with {channels}")
+    return problem

@@ -11,16 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from upconv.bench import report
-from upconv.bench.report import LAYERS, Report, Row, kind_of
+from upconv.bench.report import LAYERS, Report, Row, geometric_mean, kind_of
 
 WIDE = 110
-"""Columns of a terminal from which on the table of layers spells each layer and the quartiles out."""
-WITHIN = 1.05
-"""An exported file is to take at most this many times the library's own layer."""
+"""Columns of a terminal from which on the table of layers spells each layer out."""
 
 
 class Column(NamedTuple):
-    """A column of a table."""
+    """A column of a table; a table of rows that have nothing there has no such column."""
 
     head: str
     text: Callable[[Row], str | Text]
@@ -28,8 +26,6 @@ class Column(NamedTuple):
     """Not numbers, which are aligned at the right."""
     when: Callable[[Sequence[Row]], bool] = lambda rows: True
     """Whether a table of these rows has the column."""
-    wide: bool | None = None
-    """True: only in a wide terminal; False: only in a narrow one."""
 
 
 # --- cells -----------------------------------------------------------------------------------------------------------
@@ -43,25 +39,29 @@ def si(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
-
-
-def _has(key: str) -> Callable[[Sequence[Row]], bool]:
-    return lambda rows: any(row[key] is not None for row in rows)
-
-
-def _number(head: str, key: str, form: str = ".3g", unit: float = 1.0, after: str = "") -> Column:
+def _value(head: str, key: str, shown: Callable[[Any], str]) -> Column:
     """A row's value; the column is left out where no row has one."""
 
     def text(row: Row) -> str:
-        return "" if row[key] is None else f"{row[key] / unit:{form}}{after}"
+        return "" if row.get(key) is None else shown(row[key])
 
-    return Column(head, text, when=_has(key))
+    return Column(head, text, when=lambda rows: any(row.get(key) is not None for row in rows))
+
+
+def _number(head: str, key: str, form: str = ".3g", unit: float = 1.0) -> Column:
+    return _value(head, key, lambda value: f"{value / unit:{form}}")
+
+
+def _ms(head: str, key: str) -> Column:
+    return _value(head, key, lambda ms: f"{ms:.3f}" if ms < 10 else f"{ms:.2f}" if ms < 100 else f"{ms:.0f}")
+
+
+def _times(head: str, key: str) -> Column:
+    return _value(head, key, lambda ratio: f"{ratio:.2f}x")
 
 
 def _word(key: str, head: str | None = None) -> Column:
-    return Column(head or key, lambda row: str(row[key]), words=True)
+    return Column(head or key, lambda row: str(row.get(key) or ""), words=True)
 
 
 def _swept(key: str, text: Callable[[Row], str] | None = None) -> Column:
@@ -70,28 +70,23 @@ def _swept(key: str, text: Callable[[Row], str] | None = None) -> Column:
     return Column(key, of, words=True, when=lambda rows: len(set(map(of, rows))) > 1)
 
 
-def _quartiles(side: str) -> Column:
-    def text(row: Row) -> str:
-        lower, upper = row[f"{side}_lower_ms"], row[f"{side}_upper_ms"]
-        return "" if lower is None else f"{_ms(lower)}-{_ms(upper)}"
-
-    return Column("quartiles", text, when=_has(f"{side}_upper_ms"), wide=True)
-
-
 def _spread(row: Row) -> str:
     """How far the quartiles are apart in percent of the median, of the side where that is more."""
     shares = [
         (row[f"{side}_upper_ms"] - row[f"{side}_lower_ms"]) / row[f"{side}_ms"]
-        for side in ("ours", "torch", "frozen")
-        if row[f"{side}_upper_ms"] is not None
+        for side in ("ours", "torch", "frozen", "exported")
+        if row.get(f"{side}_upper_ms") is not None
     ]
     return f"{max(shares):.0%}" if shares else ""
 
 
 def _ours(row: Row) -> str | Text:
     if row["ours_ms"] is None:
-        return Text("wrong" if row["rel_error"] is not None else "failed", style="bold red")
-    return _ms(row["ours_ms"])
+        return Text("wrong" if row.get("rel_error") is not None else "failed", style="bold red")
+    return _OURS.text(row)
+
+
+_OURS = _ms("upconv ms", "ours_ms")
 
 
 def _ratio(row: Row) -> Text:
@@ -102,6 +97,11 @@ def _ratio(row: Row) -> Text:
     # 5% is what the medians of two equal implementations differ by on a shared machine.
     ratio = row["ratio"]
     return Text(f"{ratio:.2f}x", style="green" if ratio > 1.05 else "yellow" if ratio >= 0.95 else "red")
+
+
+def _scale(row: Row) -> str:
+    scale = row.get("scale", 1)
+    return "1" if scale == 1 else f"1/{1 / scale:.0f}"
 
 
 def _ratio_or_failure(row: Row) -> str:
@@ -116,30 +116,23 @@ SWEPT = (
     _swept("layout"),
     _swept("pass"),
 )
+_LAYER = _word("layer", "layer and input")
 _COLUMNS: dict[str, tuple[Column, ...]] = {
     LAYERS: (
         _word("case"),
-        _word("layer", "layer and input")._replace(wide=True),
+        _LAYER,
         *SWEPT,
-        Column(
-            "scale",
-            lambda row: "1" if row["scale"] == 1 else f"1/{1 / row['scale']:.0f}",
-            when=lambda rows: any(row["scale"] != 1 for row in rows),
-        ),
+        Column("scale", _scale, when=lambda rows: any(row.get("scale", 1) != 1 for row in rows)),
         Column("upconv ms", _ours),
-        _quartiles("ours"),
-        Column("PyTorch ms", lambda row: _ms(row["torch_ms"])),
-        _quartiles("torch"),
-        Column("spread", _spread, when=_has("torch_upper_ms"), wide=False),
+        _ms("PyTorch ms", "torch_ms"),
+        Column("spread", _spread, when=lambda rows: any(map(_spread, rows))),
         Column("speed-up", _ratio),
-        Column("of roof", lambda row: "" if row["ours_ms"] is None else f"{row['percent_of_roof'] or 0:.0f}%"),
-        Column("frozen ms", lambda row: _ms(row["frozen_ms"]), when=_has("frozen_ms")),
-        _quartiles("frozen"),
-        _number("frozen", "frozen_ratio", ".2f", after="x"),
-        _number("peak MB", "ours_peak_bytes", ".1f", 1e6),
-        _number("PyTorch's", "torch_peak_bytes", ".1f", 1e6),
+        _value("of roof", "percent_of_roof", lambda percent: f"{percent:.0f}%"),
+        _ms("frozen ms", "frozen_ms"),
+        _times("frozen", "frozen_ratio"),
+        _ms("exported ms", "exported_ms"),
+        _times("exported", "exported_ratio"),
         _number("error", "rel_error", ".0e"),
-        _number("PyTorch's", "torch_rel_error", ".0e")._replace(when=_has("tolerance_used")),
         _number("of tolerance", "tolerance_used", ".0e"),
         Column("engine", lambda row: Text(row["engine"], style="dim" if row["engine"] == "torch" else ""), words=True),
     ),
@@ -158,9 +151,9 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _number("upconv ms", "ours_ms"),
         Column("ratio", _ratio_or_failure),
         _number("convolutions too ms", "convolutions_ms"),
-        _number("ratio, convolutions too", "convolutions_ratio", ".2f", after="x"),
+        _times("ratio, convolutions too", "convolutions_ratio"),
         _number("torch.compile, with upconv ms", "compile_ours_ms"),
-        _number("ratio, compiled", "compile_ratio", ".2f", after="x"),
+        _times("ratio, compiled", "compile_ratio"),
         _number("PyTorch peak MB", "torch_peak_bytes", ".0f", 1e6),
         _number("upconv peak MB", "ours_peak_bytes", ".0f", 1e6),
         _number("convolutions too peak MB", "convolutions_peak_bytes", ".0f", 1e6),
@@ -172,7 +165,6 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _number("forward s", "fwd_s"),
         _number("for the input s", "grad_input_s"),
         _number("for the weight s", "grad_weight_s"),
-        _number("later s", "later_s"),
         _number("from disk ms", "cached_ms"),
     ),
     "shapes": (
@@ -185,6 +177,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _number("upconv again ms", "ours_again_ms"),
         _word("engine"),
     ),
+    # Of older reports: KernelBench's exported files, which are now a side of the layers.
     "exported": (
         _word("case"),
         _word("layer"),
@@ -192,44 +185,37 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _number("exported ms", "ours_ms", ".3f"),
         Column("ratio", _ratio_or_failure),
         _number("upconv ms", "library_ms", ".3f"),
-        Column(
-            "exported / upconv",
-            lambda row: "" if row["library_ms"] is None else f"{row['ours_ms'] / row['library_ms']:.2f}x",
-        ),
         _number("of tolerance", "worst"),
         _number("grad-input error", "grad_input_error", ".1e"),
         _number("grad-weight error", "grad_weight_error", ".1e"),
-        _number("lines", "lines", ".0f"),
-        _number("build s", "build_s", ".0f"),
     ),
 }
 """What tables of each kind show."""
 
 
-def constant(rows: Sequence[Row]) -> list[str]:
-    """The words that hold for all layers; none without any."""
-    return [str(swept.text(rows[0])) for swept in SWEPT if rows and not swept.when(rows)]
-
-
-def columns(found: Report, wide: bool = True) -> list[Column]:
+def columns(found: Report) -> list[Column]:
     """What a table of the report shows."""
-    rows = found["rows"]
-    return [column for column in _COLUMNS[kind_of(found)] if column.wide in (None, wide) and column.when(rows)]
+    return [column for column in _COLUMNS[kind_of(found)] if column.when(found["rows"])]
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
 
+_TITLES = {
+    "host": "time per call; on a GPU it is enqueued only",
+    "shapes": "first calls on ten input sizes that the process has not seen",
+    "training": "a training step: forward, loss, backward, Adam",
+    "cold": "NVRTC's time for what a first call waits for, for what follows it in a thread, and to load from disk",
+    "exported": "exported files by KernelBench's rules",
+}
+
 
 def title(found: Report) -> str:
-    """What was measured, in a line."""
-    what = {
-        "host": "host time per call, enqueued only" if found["device"].get("type") == "cuda" else "time per call",
-        "shapes": "first calls on ten input sizes that the process has not seen",
-        "training": "a training step: forward, loss, backward, Adam",
-        "cold": "NVRTC's time for what a first call waits for, for what follows it in a thread, and to load from disk",
-        "exported": "exported files by KernelBench's rules",
-    }
-    words = constant(found["rows"]) if kind_of(found) == LAYERS else [what[found["kind"]], found.get("layer")]
+    """What was measured, in a line; of layers what all of them have in common."""
+    rows, kind = found["rows"], kind_of(found)
+    if kind == LAYERS:
+        words = [str(swept.text(rows[0])) for swept in SWEPT if rows and not swept.when(rows)]
+    else:
+        words = [_TITLES[kind], found.get("layer") or ""]
     return " · ".join(word for word in ("upconv bench", *words) if word)
 
 
@@ -246,45 +232,43 @@ def conditions(found: Report) -> str:
 
 
 def ceiling_text(ceilings: Any) -> str:
+    """The rates of a roof, in a line."""
     rates = [f"matmul {name} {si(rate, 'FLOP/s')}" for name, rate in ceilings["matmul_flops_per_s"].items()]
     return " · ".join([f"copy {si(ceilings['copy_bytes_per_s'], 'B/s')}", *rates])
 
 
 def summary(found: Report) -> list[str]:
-    """What all rows together say, in sentences; of some kinds nothing."""
-    kind, rows = kind_of(found), found["rows"]
-    return _means(report.summarise(rows)) if kind == LAYERS else [_files(rows)] if kind == "exported" else []
-
-
-def _means(of: dict[str, Any]) -> list[str]:
-    lines = []
-    if of["ours"]:
+    """What all rows of layers say together, in sentences."""
+    timed = [row for row in found["rows"] if row.get("ratio") is not None]
+    if kind_of(found) == "exported":
+        mean = geometric_mean([row["ratio"] for row in timed])
+        return [f"{len(timed)} of {len(found['rows'])} files correct, geometric mean {mean:.2f}x over PyTorch"]
+    if kind_of(found) != LAYERS:
+        return []
+    ours, lines = [row for row in timed if row["engine"] != "torch"], []
+    if ours:
+        lowest = min(ours, key=lambda row: float(row["ratio"]))
         lines.append(
-            f"[bold]{of['mean_of_ours']:.2f}x[/] PyTorch's speed, geometric mean over the {of['ours']} rows that "
-            f"upconv's engine computes; lowest {of['lowest']['case']} {of['lowest']['ratio']:.2f}x"
+            f"[bold]{geometric_mean([row['ratio'] for row in ours]):.2f}x[/] PyTorch's speed, geometric mean over the "
+            f"{len(ours)} rows that upconv's engine computes; lowest {lowest['case']} {lowest['ratio']:.2f}x"
         )
-    if of["frozen"] is not None:
-        lines.append(f"{of['frozen']:.2f}x of the same rows with upconv.freeze, which keeps packed weights")
-    if of["delegated"]:
-        names, count = ", ".join(dict.fromkeys(of["delegated"])), len(of["delegated"])
-        lines.append(f"{of['mean_of_all']:.2f}x with the {count} rows left to PyTorch's own operator at 1: {names}")
+    for key, what in (
+        ("frozen_ratio", "of the same rows with upconv.freeze, which keeps packed weights"),
+        ("exported_ratio", "of the rows that exported files compute"),
+    ):
+        ratios = [row[key] for row in ours if row.get(key) is not None]
+        lines += [f"{geometric_mean(ratios):.2f}x {what}"] if ratios else []
+    theirs = [row["case"] for row in timed if row["engine"] == "torch"]
+    if theirs:
+        mean = geometric_mean([row["ratio"] for row in timed])
+        names = ", ".join(dict.fromkeys(theirs))
+        lines.append(f"{mean:.2f}x with the {len(theirs)} rows left to PyTorch's own operator at 1: {names}")
     return lines
-
-
-def _files(rows: Sequence[Row]) -> str:
-    right = [row for row in rows if not row["failure"]]
-    text = f"{len(right)} of {len(rows)} files correct"
-    if not right:
-        return text
-    near = sum(row["ours_ms"] <= WITHIN * row["library_ms"] for row in right)
-    mean = report.geometric_mean([row["ratio"] for row in right])
-    return f"{text}, geometric mean {mean:.2f}x over PyTorch; {near} within 5% of upconv's layer"
 
 
 def show(found: Report, console: Console) -> None:
     """Prints the report: title, conditions, table, summary, failures and warnings."""
-    layers = kind_of(found) == LAYERS
-    wide = not layers or console.width >= WIDE
+    layers, wide = kind_of(found) == LAYERS, console.width >= WIDE
     console.print(Text(title(found), style="bold"))
     console.print(Text(conditions(found), style="dim"))
     start, end = found["load"]["start"], found["load"]["end"]
@@ -296,20 +280,17 @@ def show(found: Report, console: Console) -> None:
         console.print(Text("incomplete: the run was interrupted", style="yellow"))
     # Without lines between columns 80 of a terminal are enough.
     grid = Table(header_style="bold", pad_edge=False, box=HEAVY_HEAD if wide else None, collapse_padding=not wide)
-    shown = columns(found, wide)
+    shown = [column for column in columns(found) if column is not _LAYER or wide]
     for column in shown:
-        folded = column.head == "layer and input"
-        grid.add_column(
-            column.head, justify="left" if column.words else "right", style="dim" if folded else None,
-            no_wrap=layers and not folded, overflow="fold",
-        )  # fmt: skip
+        unbroken = layers and column is not _LAYER
+        grid.add_column(column.head, justify="left" if column.words else "right", no_wrap=unbroken, overflow="fold")
     for row in found["rows"]:
         grid.add_row(*(column.text(row) for column in shown))
     console.print(grid)
     for line in summary(found):
         console.print(line)
     for row in report.wrong(found["rows"]) if layers else ():
-        console.print(Text(f"{row['case']}: {row['failure'] or 'no result'}", style="red"))
+        console.print(Text(f"{row['case']}: {row.get('failure') or 'no result'}", style="red"))
     for row in found["rows"]:
         if row.get("warning"):
             name = row.get("case") or f"{row.get('dtype')} {row.get('mode')}"

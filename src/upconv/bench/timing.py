@@ -25,21 +25,13 @@ from torch import Tensor, nn
 
 import upconv
 from upconv.cpu import memory_format
-from upconv.cuda.compile import provisional
 from upconv.modules import TRANSPOSED
 from upconv.problem import Precision, Problem
 
 Side = Literal["ours", "torch", "frozen"]
 """``frozen`` is ours with `upconv.freeze`, by which packed weights are kept between calls."""
-Inputs = Literal["normal", "rand"]
-INPUTS: tuple[Inputs, ...] = ("normal", "rand")
 Results = tuple[Tensor, ...]
 Work = Callable[[], Results]
-
-_CALLS: dict[str, tuple[Callable[..., Tensor], ...]] = {
-    "ours": (upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d),
-    "torch": (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
-}
 
 
 class Operands(NamedTuple):
@@ -51,74 +43,62 @@ class Operands(NamedTuple):
     grad: Tensor | None
 
 
-def operands(p: Problem, device: torch.device, seed: int, inputs: Inputs = "normal") -> Operands:
+def operands(p: Problem, device: torch.device, seed: int, *, positive: bool = False) -> Operands:
     """Random tensors in the problem's dtype and layout.
 
-    Args:
-        p: the problem.
-        device: where they are made.
-        seed: of the generator.
-        inputs: ``normal`` draws all of them from the standard normal distribution, the weights scaled so that outputs
-            have unit variance. ``rand`` is KernelBench's way: inputs uniform on [0, 1), weights and bias as
-            ``torch.nn`` initialises a layer's, uniform within ``1 / sqrt(out_channels / groups * taps)``.
+    The input is normal, or with ``positive`` as KernelBench's, uniform on [0, 1). Weight and bias are as ``torch.nn``
+    initialises a layer's, uniform within ``1 / sqrt(out_channels / groups * taps)``.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    layout = memory_format(p.layout, p.rank)
-
-    def draw(shape: Sequence[int], reach: float | None = None) -> Tensor:
-        """``reach``: of ``rand``, values are from -reach to reach."""
-        drawn = torch.randn if inputs == "normal" else torch.rand
-        t = drawn(shape, generator=generator, dtype=p.dtype, device=device)
-        if reach is not None and inputs == "rand":
-            t = t.mul_(2 * reach).sub_(reach)
-        return t.contiguous(memory_format=layout) if len(shape) == p.rank + 2 else t
-
     reach = 1 / math.sqrt(p.out_channels // p.groups * p.taps)  # Source: torch.nn.init._calculate_fan_in_and_fan_out
-    weight = draw(p.weight_shape, reach)
-    if inputs == "normal":
-        reduction = p.in_channels // p.groups * max(phase.tap_count for phase in p.phases)
-        weight.mul_(1 / math.sqrt(reduction))
-    bias = draw((p.out_channels,), reach) if p.bias else None
-    return Operands(draw(p.input_shape), weight, bias, None if p.pass_ == "fwd" else draw(p.output_shape))
+
+    def uniform(shape: Sequence[int]) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=p.dtype, device=device)
+
+    def normal(shape: Sequence[int]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=p.dtype, device=device)
+
+    def laid(t: Tensor) -> Tensor:
+        return t.contiguous(memory_format=memory_format(p.layout, p.rank))
+
+    x = laid((uniform if positive else normal)(p.input_shape))
+    weight = laid(uniform(p.weight_shape).mul_(2 * reach).sub_(reach))
+    bias = uniform((p.out_channels,)).mul_(2 * reach).sub_(reach) if p.bias else None
+    return Operands(x, weight, bias, None if p.pass_ == "fwd" else laid(normal(p.output_shape)))
 
 
 def work(side: Side, p: Problem, given: Operands) -> Work:
     """A pass of ``p`` as a user would call it, ready to run: what it needs from outside of the timed region is done.
 
-    Its results are those of `result_names`: the output, or gradients through autograd. A forward is a module's, of ours
-    one that `upconv.accelerate` has seen. For ``grad-input`` and ``grad-weight`` the forward has run and its graph is
-    kept; a step is the forward and all gradients.
+    Its results are those of `result_names`: the output, or gradients through autograd. For ``grad-input`` and
+    ``grad-weight`` the forward has run and its graph is kept; a step is the forward and all gradients.
     """
+    module: Any = layer(side, p, given)
     if p.pass_ == "fwd":
-        module = layer(side, p, given)
         return lambda: (module(given.input),)
-    call = _CALLS[side][p.rank - 1]
-    x, w = given.input.detach().requires_grad_(), given.weight.detach().requires_grad_()
-    b = None if given.bias is None else given.bias.detach().requires_grad_()
-
-    def forward() -> Tensor:
-        return call(x, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+    x = given.input.detach().requires_grad_()
+    every = [t for t in (x, module.weight, module.bias) if t is not None]
 
     def step() -> Results:
-        out = forward()
-        return (out.detach(), *torch.autograd.grad(out, [t for t in (x, w, b) if t is not None], given.grad))
+        out = module(x)
+        return (out.detach(), *torch.autograd.grad(out, every, given.grad))
 
     if p.pass_ == "step":
         return step
-    kept = forward()
-    wanted = x if p.pass_ == "grad-input" else w
+    kept, wanted = module(x), x if p.pass_ == "grad-input" else module.weight
     return lambda: torch.autograd.grad(kept, wanted, given.grad, retain_graph=True)
 
 
 def layer(side: Side, p: Problem, given: Operands) -> nn.Module:
-    """A side's module for inference: PyTorch's layer with the given weights, accelerated, or also frozen."""
+    """A side's module: PyTorch's layer with the given weights, accelerated, or also frozen."""
     sizes = (p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, p.output_padding)
     module = list(TRANSPOSED)[p.rank - 1](*sizes, p.groups, p.bias, p.dilation, device="meta", dtype=p.dtype)
+    training = p.pass_ != "fwd"
     weight = given.weight.clone() if side == "frozen" else given.weight  # what is kept of it must serve no other side
-    module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-    if given.bias is not None:
-        module.register_parameter("bias", nn.Parameter(given.bias, requires_grad=False))
-    module.eval()
+    for name, value in (("weight", weight), ("bias", given.bias)):
+        if value is not None:
+            module.register_parameter(name, nn.Parameter(value, requires_grad=training))
+    module.train(training)
     if side != "torch":
         upconv.accelerate(module)
     if side == "frozen":
@@ -155,8 +135,6 @@ Clock = Callable[[Callable[[], object]], float]
 """Runs a function once and says how many seconds it took; freeing its result is not part of it."""
 
 FLUSH_BYTES = 256 * 10**6
-
-
 WAIT_CYCLES = 1_200_000
 """Of a GPU ahead of a run: 0.6 ms at 2 GHz, since the writes alone are over before a slow host has launched the run."""
 
@@ -170,7 +148,25 @@ def clock(device: torch.device, *, flush: bool = True, wait: bool = True) -> Clo
         wait: on a GPU, whether the host has time to enqueue a run before its clock starts: else a run for which the
             GPU waits for the host is timed as what it takes both.
     """
-    return _CudaClock(device, flush, wait) if device.type == "cuda" else _cpu_clock
+    if device.type != "cuda":
+        return _cpu_clock
+    buffer = torch.empty(FLUSH_BYTES if flush else 0, dtype=torch.uint8, device=device)
+
+    def take(run: Callable[[], object]) -> float:
+        with torch.cuda.device(device):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if wait:
+                torch.cuda._sleep(WAIT_CYCLES)
+            buffer.fill_(1)
+            buffer.fill_(2)
+            begin.record()
+            result = run()
+            end.record()
+            end.synchronize()
+            del result
+            return float(begin.elapsed_time(end)) / 1e3
+
+    return take
 
 
 def _cpu_clock(run: Callable[[], object]) -> float:
@@ -179,26 +175,6 @@ def _cpu_clock(run: Callable[[], object]) -> float:
     end = time.perf_counter()
     del result
     return end - begin
-
-
-class _CudaClock:
-    def __init__(self, device: torch.device, flush: bool, wait: bool) -> None:
-        self.device, self.wait = device, wait
-        self.buffer = torch.empty(FLUSH_BYTES if flush else 0, dtype=torch.uint8, device=device)
-
-    def __call__(self, run: Callable[[], object]) -> float:
-        with torch.cuda.device(self.device):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            if self.wait:
-                torch.cuda._sleep(WAIT_CYCLES)
-            self.buffer.fill_(1)
-            self.buffer.fill_(2)
-            begin.record()
-            result = run()
-            end.record()
-            end.synchronize()
-            del result
-            return float(begin.elapsed_time(end)) / 1e3
 
 
 def cudnn_clocks(take: Clock) -> dict[str, Clock]:
@@ -223,47 +199,59 @@ def cudnn_clocks(take: Clock) -> dict[str, Clock]:
 _tuned = ThreadPoolExecutor(1, thread_name_prefix="upconv-cudnn-benchmark")
 
 
-# --- spread ----------------------------------------------------------------------------------------------------------
+# --- what a row says of times ----------------------------------------------------------------------------------------
 
 UNSTEADY = 0.5
+"""Quartiles that are further apart than this share of the median make a row that says little."""
+NAMES = {
+    "ours": "upconv",
+    "torch": "PyTorch",
+    "frozen": "frozen upconv",
+    "convolutions": "upconv with convolutions",
+    "compile": "compiled",
+    "compile_ours": "compiled, with upconv",
+    "exported": "the exported file",
+}
+"""The sides of reports in words."""
+_RATIOS = {
+    "ratio": ("torch", "ours"),
+    "frozen_ratio": ("torch", "frozen"),
+    "exported_ratio": ("torch", "exported"),
+    "convolutions_ratio": ("torch", "convolutions"),
+    "compile_ratio": ("compile", "compile_ours"),
+}
+Taken = Mapping[str, Sequence[float]]
+"""Seconds by side, one a round."""
 
 
-class Quartiles(NamedTuple):
-    """Timings of one side: three quarters of them take at least ``lower``, and three quarters at most ``upper``."""
-
-    lower: float
-    median: float
-    upper: float
-
-    @property
-    def spread(self) -> float:
-        """How far the quartiles are apart, as a share of the median."""
-        return (self.upper - self.lower) / self.median if self.median else 0.0
-
-
-def quartiles(values: Sequence[float]) -> Quartiles:
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """The quartiles of timings, interpolated between neighbours as NumPy does; of one timing itself, thrice."""
     lower, middle, upper = quantiles([*values, *values[:1]][: max(2, len(values))], n=4, method="inclusive")
-    return Quartiles(lower, middle, upper)
+    return lower, middle, upper
 
 
-def entries(side: str, found: Quartiles, unit: str = "ms") -> dict[str, float]:
-    """A row's entries for the times of a side."""
-    names = (f"{side}_lower_{unit}", f"{side}_{unit}", f"{side}_upper_{unit}")
-    return {name: {"ms": 1e3, "us": 1e6}[unit] * seconds for name, seconds in zip(names, found)}
+def entries(taken: Taken) -> dict[str, Any]:
+    """A row's entries for timings: medians and quartiles in milliseconds, ratios, rounds, and `unsteady`."""
+    found: dict[str, Any] = {"rounds": len(next(iter(taken.values())))}
+    for side, seconds in taken.items():
+        names = (f"{side}_lower_ms", f"{side}_ms", f"{side}_upper_ms")
+        found |= {name: 1e3 * value for name, value in zip(names, quartiles(seconds))}
+    found |= {
+        name: found[f"{a}_ms"] / found[f"{b}_ms"] for name, (a, b) in _RATIOS.items() if a in taken and b in taken
+    }
+    return found | {"warning": unsteady(taken)}
 
 
-def unsteady(sides: Mapping[str, Quartiles]) -> str | None:
-    """A warning of the sides whose times vary by more than half, in a sentence; None where none do.
-
-    Times vary by more than half where the upper and the lower quartile are apart by more than `UNSTEADY` times the
-    median. Such a row says little: something else used the machine.
-    """
-    found = {name: side for name, side in sides.items() if side.spread > UNSTEADY}
+def unsteady(taken: Taken) -> str | None:
+    """A warning of the sides whose times vary by more than half, in a sentence; None where none do."""
+    found = []
+    for side, seconds in taken.items():
+        lower, middle, upper = quartiles(seconds)
+        if middle and (share := (upper - lower) / middle) > UNSTEADY:
+            found.append(f"{NAMES[side]}'s by {share:.0%} of their median")
     if not found:
         return None
-    each = (f"{name}'s by {side.spread:.0%} of their median" for name, side in found.items())
-    return f"times vary by more than half: {', '.join(each)}; measure again on an idle machine"
+    return f"times vary by more than half: {', '.join(found)}; measure again on an idle machine"
 
 
 # --- interleaving ----------------------------------------------------------------------------------------------------
@@ -310,7 +298,6 @@ def interleave(
             one(name, turn)
         if time.perf_counter() - begin > repeats.seconds / 4:
             break
-    provisional.settle()
     taken: dict[Key, list[float]] = {name: [] for name in runs}
     begin, turn = time.perf_counter(), 0
     while turn < repeats.least or (turn < repeats.most and time.perf_counter() - begin < repeats.seconds):
@@ -326,45 +313,29 @@ def compare(
     repeats: Repeats,
     tuned: Sequence[str],
     wait: bool = True,
-) -> tuple[dict[str, Quartiles], int]:
-    """Seconds of each name's work on sets of inputs, and the rounds.
+) -> dict[str, list[float]]:
+    """Seconds of each name's work on sets of inputs, one a round.
 
     Args:
         runs: as `interleave` takes them.
         device: where. On a GPU every set runs once ahead of the rounds: kernels are compiled, weights packed and
             cuDNN's plans found in the first call of each.
         repeats: how often.
-        tuned: the names that a GPU also times with ``cudnn.benchmark`` on; the better time counts.
+        tuned: the names that a GPU also times with ``cudnn.benchmark`` on; the better median counts.
         wait: see `clock`.
     """
     take = clock(device, wait=wait)
     if device.type != "cuda":
-        taken = interleave(runs, take, repeats)
-    else:
-        under = cudnn_clocks(take)
-        every = {(name, f): works for name, works in runs.items() for f in under if f == "off" or name in tuned}
-        clocks = {key: under[key[1]] for key in every}
-        was = torch.backends.cudnn.benchmark
-        try:
-            for key, works in every.items():
-                for run in works:
-                    clocks[key](run)
-            found = interleave(every, clocks, repeats)
-        finally:
-            torch.backends.cudnn.benchmark = was
-        taken = {name: min((found[key] for key in every if key[0] == name), key=median) for name in runs}
-    return {name: quartiles(values) for name, values in taken.items()}, len(next(iter(taken.values())))
-
-
-SET_BYTES = 2 * 10**9
-"""Input sets of a row together stay below this, but there are at least two and at most four."""
-
-
-def sides(
-    p: Problem, device: torch.device, asked: Sequence[Side], repeats: Repeats, seed: int, inputs: Inputs = "normal"
-) -> tuple[dict[str, Quartiles], int]:
-    """Seconds of each side of a layer, and the rounds. PyTorch's are those of the better ``cudnn.benchmark``."""
-    count = max(2, min(4, SET_BYTES // max(p.bytes, 1)))
-    sets = [operands(p, device, seed + i, inputs) for i in range(count)]
-    runs = {str(side): [work(side, p, given) for given in sets] for side in asked}
-    return compare(runs, device, repeats, tuned=("torch",))
+        return interleave(runs, take, repeats)
+    under = cudnn_clocks(take)
+    every = {(name, f): works for name, works in runs.items() for f in under if f == "off" or name in tuned}
+    clocks = {key: under[key[1]] for key in every}
+    was = torch.backends.cudnn.benchmark
+    try:
+        for key, works in every.items():
+            for run in works:
+                clocks[key](run)
+        found = interleave(every, clocks, repeats)
+    finally:
+        torch.backends.cudnn.benchmark = was
+    return {name: min((found[key] for key in every if key[0] == name), key=median) for name in runs}

@@ -9,7 +9,7 @@ off (the models have plain convolutions) and its better time counts.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -21,33 +21,18 @@ from torch import Tensor, nn
 
 import upconv
 from upconv.bench import report, timing
-from upconv.bench.models import Case, cases
-from upconv.bench.report import KEYS, Report, Row
+from upconv.bench.models import Case
+from upconv.bench.report import Report, Row
 from upconv.bench.timing import Repeats
 from upconv.cpu import memory_format
-from upconv.cuda.compile import provisional
 from upconv.problem import Layout
 from upconv.replay import native, replays
 
 Side = Literal["ours", "convolutions", "torch", "compile", "compile_ours"]
 Mode = Literal["step", "fwd"]
 MODES: tuple[Mode, ...] = ("step", "fwd")
-DTYPES = ("float32", "bfloat16")
-"""Those of the command line: bfloat16 is autocast's."""
 EAGER: tuple[Side, ...] = ("ours", "convolutions", "torch")
 COMPILED: tuple[Side, ...] = ("compile", "compile_ours")
-NAMES: dict[Side, str] = {
-    "ours": "upconv",
-    "convolutions": "upconv with convolutions",
-    "torch": "PyTorch",
-    "compile": "compiled",
-    "compile_ours": "compiled, with upconv",
-}
-RATIOS: dict[str, tuple[Side, Side]] = {
-    "ratio": ("torch", "ours"),
-    "convolutions_ratio": ("torch", "convolutions"),
-    "compile_ratio": ("compile", "compile_ours"),
-}
 REPEATS = Repeats(8.0, 10, 200)
 """Medians of steps that a host bounds differ by 5 % where they are of 60 (DCGAN in float32: 0.97 and 1.05)."""
 RATE = 1e-4
@@ -77,14 +62,14 @@ class Run:
 
 
 def runs(
-    todo: Sequence[Case] | None = None,
+    todo: Sequence[Case],
     *,
     autocast: Sequence[bool] = (False, True),
     layouts: Sequence[Layout] = ("nchw",),
     modes: Sequence[Mode] = ("step",),
 ) -> list[Run]:
     """Every combination that exists, model by model; a model of sequences has no channels_last."""
-    every = product(cases() if todo is None else todo, modes, layouts, autocast)
+    every = product(todo, modes, layouts, autocast)
     return [
         Run(case, cast, layout, mode) for case, mode, layout, cast in every if case.images or layout != "channels_last"
     ]
@@ -138,40 +123,39 @@ class Trainer:
 
 def measure(
     device: torch.device,
-    todo: Sequence[Run] | None = None,
+    todo: Sequence[Run],
+    tell: Callable[..., object],
     repeats: Repeats = REPEATS,
     *,
     compiled: bool = True,
-    progress: Callable[[str], object] = lambda case: None,
 ) -> Report:
-    """Median milliseconds of every row and side, with quartiles, and peak memory.
+    """The report of these rows: times of every side, and peak memory.
 
     Args:
         device: where.
-        todo: the rows; None for a step of every model, in float32 and under bfloat16 autocast.
+        todo: the rows.
+        tell: hears of each row and side as it begins.
         repeats: how often.
         compiled: also time ``torch.compile``'s of PyTorch's model and of ours; where it fails, its time is missing.
-        progress: hears of each row and side as it begins.
-
-    Raises:
-        report.Interrupted: Ctrl-C, with the report of the rows before it.
     """
     if device.type == "cuda":
         native.wait()  # a training run has it from its first half a minute on
-    every = runs() if todo is None else todo
-    rows = (_row(run, device, repeats, compiled, progress) for run in every)
-    return report.gather(rows, device, kind="training", layer="whole models")
+    asked = (*EAGER, *(COMPILED if compiled else ()))
+
+    def rows() -> Iterator[Row]:
+        for done, run in enumerate(todo):
+            yield _row(run, device, repeats, asked, lambda text, done=done: tell(text, done, len(todo)))  # type: ignore[misc]
+
+    return report.gather(rows(), device, kind="training", layer="whole models")
 
 
-def _row(run: Run, device: torch.device, repeats: Repeats, compiled: bool, progress: Callable[[str], object]) -> Row:
-    row: Row = dict.fromkeys(KEYS["training"])
-    row |= {"case": run.name, "pass": run.mode, "layout": run.layout, "rounds": 0}
-    if compiled:
-        torch.compiler.reset()  # Dynamo compiles a model's code for few copies of it, and runs the rest uncompiled
+def _row(run: Run, device: torch.device, repeats: Repeats, asked: Sequence[Side], tell: Callable[[str], object]) -> Row:
+    row: Row = {"case": run.name, "pass": run.mode, "layout": run.layout, "failure": None, "ratio": None}
+    torch.compiler.reset()  # Dynamo compiles a model's code for few copies of it, and runs the rest uncompiled
     trainers: dict[Side, Trainer] = {}
     first: dict[Side, list[Found]] = {}
-    for side in (*EAGER, *(COMPILED if compiled else ())):
-        progress(f"{run.name} {side}")
+    for side in asked:
+        tell(f"{run.name} {side}")
         try:
             trainer = Trainer(run, side, device)
             first[side] = _first(trainer)
@@ -183,20 +167,13 @@ def _row(run: Run, device: torch.device, repeats: Repeats, compiled: bool, progr
     for side in trainers:
         wrong = _wrong(first[side], first["torch"])
         if wrong is not None:
-            return row | {"failure": f"wrong: {wrong}" + (f" ({NAMES[side]})" if side in COMPILED else "")}
-    progress(f"{run.name} times")
+            return row | {"failure": f"wrong: {wrong}" + (f" ({timing.NAMES[side]})" if side in COMPILED else "")}
+    tell(f"{run.name} times")
     # A compiled graph's guards hold the flag and its thread's state: it keeps to the one that it was compiled under.
     tuned = [side for side in trainers if side not in COMPILED]
     works = {str(side): [trainer] for side, trainer in trainers.items()}
     # A step that waits for its host does so when it trains.
-    taken, row["rounds"] = timing.compare(works, device, repeats, tuned, wait=False)
-    for side in trainers:
-        row |= timing.entries(side, taken[side])
-    row["warning"] = timing.unsteady({NAMES[side]: taken[side] for side in trainers})
-    for ratio, (a, b) in RATIOS.items():
-        if a in taken and b in taken:
-            row[ratio] = taken[a].median / taken[b].median
-    return row
+    return row | timing.entries(timing.compare(works, device, repeats, tuned, wait=False))
 
 
 Found = tuple[str, float, list[Tensor]]
@@ -230,7 +207,6 @@ def _peak(trainer: Trainer, device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     for _ in range(replays.CALLS + 1):
-        provisional.settle()
         trainer()
     found = []
     for _ in range(3):

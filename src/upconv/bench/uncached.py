@@ -17,15 +17,18 @@ def no_caches() -> Iterator[None]:
     """An empty cache of kernels, in a folder that goes with it, and none of NVRTC's own.
 
     CUDA 13's answers code that was compiled before, in this process or another, within 0.05 s. Neither another text nor
-    ``CUDA_CACHE_DISABLE`` helps; an option does (docs/experiments.md).
+    ``CUDA_CACHE_DISABLE`` helps; an option does (docs/experiments.md), which older versions do not know.
     """
-    before = {name: os.environ.get(name) for name in ("UPCONV_CACHE_DIR", "UPCONV_CACHE")}
+    before = {name: os.environ.pop(name, None) for name in ("UPCONV_CACHE_DIR", "UPCONV_CACHE")}
     flags: tuple[str, ...] = nvrtc.FLAGS
     with tempfile.TemporaryDirectory(prefix="upconv-cold-") as folder:
         os.environ["UPCONV_CACHE_DIR"] = folder
-        os.environ.pop("UPCONV_CACHE", None)
-        if _has_option():
+        if nvrtc.unavailable() is None:
             with_flags((*flags, NO_CACHE))
+            try:
+                jit.built("", "80")
+            except nvrtc.CompileError:
+                with_flags(flags)
         try:
             yield
         finally:
@@ -34,21 +37,6 @@ def no_caches() -> Iterator[None]:
                 os.environ.pop(name, None)
                 if value is not None:
                     os.environ[name] = value
-
-
-def _has_option() -> bool:
-    """Whether NVRTC has a cache of its own, and an option to do without; older ones have neither."""
-    if nvrtc.unavailable() is not None:
-        return False
-    flags: tuple[str, ...] = nvrtc.FLAGS
-    with_flags((*flags, NO_CACHE))
-    try:
-        jit.built("", "80")
-    except nvrtc.CompileError:
-        return False
-    finally:
-        with_flags(flags)
-    return True
 
 
 def with_flags(flags: tuple[str, ...]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from upconv import __version__
 from upconv.cli import bench, explain, export, machine
 
 # Options are named in full: left to guess, some versions of typer take a metavar like DTYPE for the name.
@@ -33,8 +34,6 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from upconv import __version__
-
         print(f"upconv {__version__}")
         raise typer.Exit
 

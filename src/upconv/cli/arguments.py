@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import io
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar, cast
+from typing import Any, Literal, NoReturn, TextIO, TypeVar, cast
 
+import torch
 import typer
+from rich.console import Console
 from typer import Option
 
-if TYPE_CHECKING:
-    import torch
-    from rich.console import Console
-
-    from upconv.problem import Precision
+from upconv.problem import PRECISIONS, dtype_name
 
 Choice = TypeVar("Choice", bound=str)
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+DTYPES: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in PRECISIONS}
 
 DEVICE = Option(None, "--device", metavar="cpu|cuda[:i]", help="Where to run; default: CUDA if there is one.")
-DTYPE = Option("float32", "--dtype", metavar="DTYPE", help="float32, bfloat16, float16, float64.")
-LAYOUT = Option("nchw", "--layout", metavar="LAYOUT", help="nchw, channels_last.")
-_KINDS = "tf32, ieee, bf16, fp16, fp64; float32 default: ieee, on CUDA tf32."
-PRECISION = Option(None, "--precision", metavar="KIND", help=_KINDS)
+PRECISION = Option(None, "--precision", help="Default of float32: ieee, on CUDA tf32.")
+MODEL = Option(None, "--model", metavar="FILE.py:NAME", help="A module, or what makes one when called.")
 
 
 def stop(message: object, code: int = 2) -> NoReturn:
@@ -37,68 +34,38 @@ def stop(message: object, code: int = 2) -> NoReturn:
 
 def console() -> Console:
     """The console of stdout: as wide as the terminal, and without one so wide that nothing is cut or broken."""
-    from rich.console import Console
-
     found = Console(highlight=False)
-    if found.is_terminal:
-        return found
-    return Console(file=cast(TextIO, _Trimmed(sys.stdout)), highlight=False, width=10_000)
+    return found if found.is_terminal else Console(file=cast(TextIO, _Trimmed()), highlight=False, width=10_000)
 
 
-class _Trimmed(io.TextIOBase):
-    """A stream that leaves out the spaces at the ends of lines, which fill the last column of a table."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream = stream
+class _Trimmed:
+    """Stdout without the spaces at the ends of lines, which fill the last column of a table."""
 
     def write(self, text: str) -> int:
-        self._stream.write(re.sub(r" +(?=\n)", "", text))
-        return len(text)
+        return sys.stdout.write(re.sub(r" +(?=\n)", "", text))
 
-    def flush(self) -> None:
-        self._stream.flush()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """By it rich chooses the characters of a table's lines."""
-        return self._stream.encoding
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
 
 
-def one(name: str, value: str, allowed: Sequence[Choice]) -> Choice:
-    """The value, which must be one of those allowed. Errors: ValueError, one sentence."""
-    for choice in allowed:
-        if value == choice:
-            return choice
-    raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+def repeated(name: str, allowed: Sequence[str], help: str) -> Any:
+    """An option that may be given several times, each time with one of these values."""
+
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise typer.BadParameter(f"must be one of {', '.join(allowed)}; got {text!r}")
+        return text
+
+    return Option([], name, parser=parse, metavar=name[2:].upper(), help=f"{', '.join(allowed)}; repeated. {help}")
 
 
-def several(name: str, values: Sequence[str] | None, allowed: Sequence[Choice]) -> list[Choice]:
+def several(values: Sequence[str], allowed: Sequence[Choice]) -> list[Choice]:
     """Repeated values, without doubles, in ``allowed``'s order; ``all`` stands for every one of them."""
-    choices: list[str] = [*allowed, "all"]
-    for value in values or ():
-        one(name, value, choices)
-    return [choice for choice in allowed if values and (choice in values or "all" in values)]
-
-
-def dtypes() -> dict[str, torch.dtype]:
-    """The dtypes by the names that options take."""
-    from upconv.problem import PRECISIONS, dtype_name
-
-    return {dtype_name(dtype): dtype for dtype in PRECISIONS}
-
-
-def precisions() -> list[Precision]:
-    """Every precision that ``--precision`` takes."""
-    from upconv.problem import PRECISIONS
-
-    return [kind for found in PRECISIONS.values() for kind in found]
+    return [choice for choice in allowed if choice in values or "all" in values]
 
 
 def device_of(text: str | None) -> torch.device:
     """The device of ``--device``; without it a CUDA device where there is one, else the CPU."""
-    import torch
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if text is None:
         text = "cuda" if count else "cpu"
@@ -120,8 +87,6 @@ def network(text: str) -> torch.nn.Module:
     Raises:
         ValueError: there is no such file or name, it makes no module, or the user's code raises; in one sentence.
     """
-    import torch
-
     place, _, name = text.rpartition(":")
     if not place or not name.isidentifier():
         raise ValueError(f"--model must be FILE.py:NAME or a module's name and NAME; got {text!r}")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import typer
 from typer import Option
 
-from upconv.cli.arguments import stop
+from upconv.bench.files import writable
+from upconv.cli.arguments import Dtype, stop
+from upconv.export import command as exports
+from upconv.problem import Precision
 
 HELP = """Write one layer as a self-contained Python file: ModelNew with its CUDA kernels inline.
 
@@ -17,7 +20,6 @@ Examples:
 
   upconv export --layer "64,64,(3,7),stride=2,bias=False" --input 8x64x512x512 -o layer.py
 """
-_DTYPE = "Of --layer: float32, bfloat16, float16, float64."
 _ARCH = "80, 86, 89, 90a, 100a, 120; default this machine's GPU, else 90a."
 
 
@@ -30,16 +32,11 @@ def command(
         None, "--layer", metavar="LAYER", help='Like "64,64,(3,7),stride=2,padding=1,bias=False".'
     ),
     input: str | None = Option(None, "--input", metavar="NxCxHxW", help="The input to plan for; others run as well."),
-    dtype: str = Option("float32", "--dtype", metavar="DTYPE", help=_DTYPE),
-    precision: str | None = Option(
-        None, "--precision", metavar="KIND", help="Of --layer in float32: tf32, ieee; default tf32."
-    ),
+    dtype: Dtype = Option("float32", "--dtype", help="Of --layer."),
+    precision: Precision | None = Option(None, "--precision", help="Of --layer in float32: tf32, ieee; default tf32."),
     arch: str | None = Option(None, "--arch", metavar="ARCH", help=_ARCH),
     check: bool = Option(False, "--check", help="Compile the file, compare it with PyTorch and time both."),
 ) -> None:
-    from upconv.bench.files import writable
-    from upconv.export import command as exports
-
     try:
         path = writable("--output", output, (".py",))
         made = exports.make(number, layer, input, dtype, precision, arch)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json as json_
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from datetime import datetime
 
+import torch
 import typer
+from rich.console import Console
+from rich.text import Text
 from typer import Option
 
-from upconv.cli.arguments import DEVICE, DTYPE, LAYOUT, console, device_of, dtypes, network, one, stop
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from upconv import accelerate, warmup
+from upconv import env as environment
+from upconv.bench.progress import Progress
+from upconv.bench.suites import parse_input
+from upconv.bench.tables import si
+from upconv.cli.arguments import DEVICE, DTYPES, MODEL, Dtype, console, device_of, network, stop
+from upconv.cpu import memory_format
+from upconv.cuda.compile import cache as kept
+from upconv.problem import Layout
 
 
 def env(json: bool = Option(False, "--json", help="Print JSON.")) -> None:
@@ -20,24 +28,18 @@ def env(json: bool = Option(False, "--json", help="Print JSON.")) -> None:
 
     Example: upconv env --json
     """
-    from upconv.env import report
-
-    found = report()
+    found = environment.report()
     if json:
         print(json_.dumps(found, indent=1))
-        return
-    screen = console()
-    for name, values in found.items():
-        screen.print(name, style="bold")
-        print_values(screen, values, 1)
+    else:
+        print_values(console(), found, 0)
 
 
 def print_values(screen: Console, values: Mapping[str, object], depth: int) -> None:
-    from rich.text import Text
-
+    """Names and values, a line each; those of a mapping are indented below its name."""
     for name, value in values.items():
         if isinstance(value, dict):
-            screen.print(Text("  " * depth + name))
+            screen.print(Text("  " * depth + name, style="" if depth else "bold"))
             print_values(screen, value, depth + 1)
         else:
             shown = "-" if value is None else str(value)
@@ -69,17 +71,12 @@ cache_app = typer.Typer(
 def cache(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
-    from datetime import datetime
-
-    from upconv.bench.tables import si
-    from upconv.cuda.compile.cache import contents
-
-    found = contents()
+    found = kept.contents()
     newest = None if found.newest is None else datetime.fromtimestamp(found.newest).isoformat(" ", "seconds")
     print_values(
         console(),
         {
-            "directory": None if found.folder is None else str(found.folder),
+            "directory": found.folder,
             "in use": f"no: {found.problem}" if found.problem else "yes",
             "kernels": found.entries,
             "size": si(found.bytes, "B"),
@@ -96,14 +93,12 @@ def clear(yes: bool = Option(False, "--yes", "-y", help="Do not ask.")) -> None:
 
     Example: upconv cache clear --yes
     """
-    from upconv.cuda.compile import cache as kept
-
     found = kept.contents()
     if found.folder is None or not found.folder.exists():
         print("there is no cache directory" if found.folder is None else f"{found.folder} does not exist")
         return
-    if not yes and not typer.confirm(f"Remove {found.entries} compiled kernels from {found.folder}?"):
-        raise typer.Abort
+    if not yes:
+        typer.confirm(f"Remove {found.entries} compiled kernels from {found.folder}?", abort=True)
     try:
         removed = kept.clear()
     except OSError as error:
@@ -113,11 +108,11 @@ def clear(yes: bool = Option(False, "--yes", "-y", help="Do not ask.")) -> None:
 
 @cache_app.command()
 def warm(
-    model: str = Option(..., "--model", metavar="FILE.py:NAME", help="A module, or what makes one when called."),
+    model: str = MODEL,
     input: str = Option(..., "--input", metavar="NxCxHxW", help="The model's input: batch, channels, 1 to 3 sizes."),
     device: str | None = DEVICE,
-    dtype: str = DTYPE,
-    layout: str = LAYOUT,
+    dtype: Dtype = Option("float32", "--dtype"),
+    layout: Layout = Option("nchw", "--layout"),
     training: bool = Option(False, "--training", help="The gradients' kernels too."),
     convolutions: bool = Option(
         False, "--convolutions", help="Plain convolutions' kernels too, as accelerate(convolutions=True)."
@@ -127,26 +122,16 @@ def warm(
 
     Example: upconv cache warm --model net.py:Generator --input 8x64x32x32 --dtype bfloat16
     """
-    import torch
-
-    from upconv import accelerate, warmup
-    from upconv.bench.progress import Progress
-    from upconv.bench.suites import parse_input
-    from upconv.cpu import memory_format
-    from upconv.problem import LAYOUTS
-
     try:
-        kind = dtypes()[one("--dtype", dtype, list(dtypes()))]
-        shape = parse_input(input)
-        where = device_of(device)
+        shape, where = parse_input(input), device_of(device)
         if where.type != "cuda":
             raise ValueError(f"--device must be a CUDA device, since only its kernels are compiled; got {str(where)!r}")
-        order = memory_format(one("--layout", layout, LAYOUTS), len(shape) - 2)
         made = network(model)
     except ValueError as error:
         stop(error)
-    accelerate(made.to(where, kind), convolutions=convolutions)
-    example = torch.randn(shape, device=where, dtype=kind).contiguous(memory_format=order)
+    order = memory_format(layout, len(shape) - 2)
+    accelerate(made.to(where, DTYPES[dtype]), convolutions=convolutions)
+    example = torch.randn(shape, device=where, dtype=DTYPES[dtype]).contiguous(memory_format=order)
     try:
         with Progress() as tell:
             compiled = [str(line) for line in warmup(made, example, training=training, progress=tell)]

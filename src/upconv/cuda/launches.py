@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,14 +26,6 @@ class Unit:
     label: str
     source: str
     entries: tuple[str, ...]
-    quick: Callable[[], Unit | None] | None = field(default=None, compare=False, repr=False)
-    """A form that compiles fast, of the same entries that compute the same to the last bit, if there is one."""
-    kept: bool = True
-    """On disk, once compiled."""
-
-    def passing(self) -> Unit:
-        """As another's `quick`."""
-        return replace(self, label=f"{self.label}, quick", kept=False)
 
 
 @dataclass(frozen=True)

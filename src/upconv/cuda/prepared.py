@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upconv.cuda.compile import jit, nvrtc
+from upconv.cuda.compile import jit
 from upconv.cuda.compile.launch import Counters, Launcher, Launches, TooManyBlocks, bind, stream_handle
-from upconv.cuda.compile.provisional import Provisional
 from upconv.cuda.gpu import current_stream
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launches import (
@@ -44,25 +43,9 @@ Run = tuple[Any, ...]
 
 
 def loaded(launch: Launch, arguments: str, device: int) -> Launches:
-    """Compiles (or finds) and loads a launch's kernel; a `Provisional` where its unit has a quick form.
-
-    ``arguments``: `Launcher`'s. Errors: those of ``jit.kernel``.
-    """
-    arch, unit, entry = gpu_of(device).arch, launch.unit, launch.entry
-
-    def of(one: Unit) -> Launcher:
-        kernel = jit.kernel(one.source, entry, arch, one.label, one.kept)
-        return Launcher(kernel, device, launch.threads, launch.shared_bytes, arguments, launch.cooperative)
-
-    if unit.quick is None or jit.at_hand(unit.source, arch, unit.label) or (quick := unit.quick()) is None:
-        return of(unit)
-    if entry.startswith("pack"):  # which both forms have alike
-        return of(quick)
-    try:
-        return Provisional(lambda: of(quick), lambda: jit.cubin(unit.source, arch, unit.label), lambda: of(unit))
-    except nvrtc.CompileError as error:
-        jit.tell(f"{unit.label} has no quick form: {error}")
-        return of(unit)
+    """Compiles (or finds) and loads a launch's kernel. ``arguments``: `Launcher`'s. Errors: those of ``jit.kernel``."""
+    kernel = jit.kernel(launch.unit.source, launch.entry, gpu_of(device).arch, launch.unit.label)
+    return Launcher(kernel, device, launch.threads, launch.shared_bytes, arguments, launch.cooperative)
 
 
 class _Run:
@@ -193,11 +176,10 @@ class Program:
         for launch, grid, take, dependent in self._steps:
             launch(handle, grid, take(values), dependent and fresh)
 
-    def final(self) -> list[Any]:
-        """The launchers, without quick forms, and with a context for tensor maps."""
+    def launchers(self) -> list[Any]:
+        """Those of the launches, with a context for tensor maps."""
         bind(self.device)
-        launchers = [launcher for launcher, *_ in self._steps]
-        return [one.final() if isinstance(one, Provisional) else one for one in launchers]
+        return [launcher for launcher, *_ in self._steps]
 
     def anywhere(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
         """The same, on copies of operands that begin elsewhere than they must; PyTorch's allocations never do."""

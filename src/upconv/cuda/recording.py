@@ -135,7 +135,7 @@ class Recording:
                 self._zeros[id(counters)] = len(self.buffers)
                 self._buffer(ZEROS, torch.empty(zeros.words, dtype=torch.int32, device="meta"))
             at[zeros] = self._zeros[id(counters)]
-        for one, launcher in zip(program.launches, program.final()):
+        for one, launcher in zip(program.launches, program.launchers()):
             launcher.kernel.ready(self.device)
             self.steps.append(step(one, launcher.kernel.handle, at, fresh))
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from upconv.cuda import engine
-from upconv.cuda.compile import provisional
 from upconv.planner import Plan
 from upconv.problem import Pass
 
@@ -20,10 +19,9 @@ def compile_all(
     """Compiles (in threads) and loads the kernels of some plans on their devices, for ``training`` all three passes'.
 
     ``progress(label, done, total)`` is called behind each source. Returns a line for each source, compiled or found in
-    the cache; no kernel has its quick form then. Errors: RuntimeError naming problem and plan.
+    the cache. Errors: RuntimeError naming problem and plan.
     """
     if not wanted:
-        provisional.settle()
         return []
     from upconv.cuda.compile import jit  # which a CPU's calls do without
 
@@ -62,5 +60,4 @@ def compile_all(
                 runner.prepared.load()  # what it leaves to its first use
         if training and each.biased:
             _ = (gradients if each.of is None else engine.gradients_of(each.of.sums, each.device)).bias
-    provisional.settle()
     return sorted(lines)

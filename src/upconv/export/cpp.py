@@ -6,6 +6,7 @@ What depends on the size of a call is Python's: the blocks and the sizes that ke
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from textwrap import dedent
 from typing import Literal
 
@@ -13,62 +14,31 @@ import torch
 
 from upconv.cuda.compile import boxes
 from upconv.cuda.compile.boxes import Tensor5
-from upconv.cuda.direct import plain
 from upconv.cuda.launches import Given, Int, Launch, Long, Map, Pointer, Scratch, Zeros
 from upconv.cuda.wgrad import wgrad
 from upconv.export.passes import Kernel
 
 LAUNCH = dedent(
     """\
-    // --- launches ----------------------------------------------------------------------------------------------------
+    // A tensor's memory, as whatever pointer a kernel takes.
+    struct Memory {
+      void* at;
+      template <typename T>
+      operator T*() const { return static_cast<T*>(at); }
+    };
+    Memory of(const at::Tensor& t) { return {t.data_ptr()}; }
+    Memory of(const std::optional<at::Tensor>& t) { return {t ? t->data_ptr() : nullptr}; }
 
-    // A value as a kernel's parameter: pointers from void*, integers in range, tensor maps and structs bit by bit.
-    template <typename To, typename From>
-    To parameter(const From& value) {
-      if constexpr (std::is_class_v<To>) {
-        static_assert(sizeof(To) == sizeof(From), "a struct is copied bit by bit");
-        To to;
-        std::memcpy(&to, &value, sizeof(To));
-        return to;
-      } else if constexpr (std::is_integral_v<To>) {
-        const To found = static_cast<To>(value);
-        TORCH_CHECK(found == value, "the tensor is too large: a size or the number of its tiles is ", value);
-        return found;
-      } else {
-        return static_cast<To>(value);
-      }
+    // Lets a kernel have so many bytes of shared memory, more than the 48 KB of the default.
+    template <typename... Parameters>
+    int shared(void (*kernel)(Parameters...), int bytes) {
+      C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+      return bytes;
     }
-
-    template <typename... Parameters, typename Values, size_t... I>
-    void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, const Values& values,
-               std::index_sequence<I...>) {
-      C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameter<Parameters>(std::get<I>(values))...));
-    }
-
-    // Launches a kernel on the tensor's device and that device's current stream. The kernel's arguments come as tuples
-    // and arrays, which are joined.
-    template <auto Kernel, int Threads, int SharedBytes, typename... Arguments>
-    void launch(const at::Tensor& on, int64_t blocks, const Arguments&... arguments) {
-      TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: it makes ", blocks, " blocks");
-      const c10::cuda::CUDAGuard guard(on.device());
-      if constexpr (SharedBytes > 48 * 1024) {  // more than the default wants to be asked for, once per device
-        static std::array<std::once_flag, 64> asked;
-        std::call_once(asked.at(on.get_device()), [] {
-          C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes));
-        });
-      }
-      cudaLaunchConfig_t config = {};
-      config.gridDim = dim3(static_cast<unsigned>(blocks));
-      config.blockDim = dim3(Threads);
-      config.dynamicSmemBytes = SharedBytes;
-      config.stream = c10::cuda::getCurrentCUDAStream(on.get_device()).stream();
-      const auto values = std::tuple_cat(arguments...);
-      start(Kernel, config, values, std::make_index_sequence<std::tuple_size_v<decltype(values)>>());
-    }
-
-    void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : nullptr; }
     """
 )
+
+DEFAULT_SHARED = 48 << 10
 
 TENSOR_MAP = dedent(
     """\
@@ -93,10 +63,9 @@ TENSOR_MAP = dedent(
 
     // A map over a dense tensor, and the box that one copy brings: `box` elements traversed by `steps` along each axis,
     // innermost first. `second`: the map has the channels behind the columns, and so has the box.
-    CUtensorMap tensor_map(const at::Tensor& t, bool channels_last, bool second, CUtensorMapDataType type,
-                           const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
-                           CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
-      const c10::cuda::CUDAGuard guard(t.device());
+    kernels::TensorMap tensor_map(const at::Tensor& t, bool channels_last, bool second, CUtensorMapDataType type,
+                                  const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
+                                  CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
       C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
       std::array<cuuint64_t, 5> counts;   // columns, rows, slices, channels, images; in channels_last channels first
       std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all axes but the innermost
@@ -108,10 +77,10 @@ TENSOR_MAP = dedent(
         std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
         std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
       }
-      CUtensorMap map;
-      const CUresult result =
-          encode_tiled()(&map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
-                         CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      kernels::TensorMap map;
+      const CUresult result = encode_tiled()(
+          reinterpret_cast<CUtensorMap*>(&map), type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(),
+          steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
       TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(result));
       return map;
     }
@@ -119,89 +88,21 @@ TENSOR_MAP = dedent(
 )
 
 
-_PLAIN_LAYER = "const std::array<int64_t, 40>& layer"
-_PLAIN = {
-    "forward": (
-        f"void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,\n"
-        f"             const at::Tensor& y, {_PLAIN_LAYER})"
-    ),
-    "grad_input": (
-        f"void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& out,\n"
-        f"                {_PLAIN_LAYER})"
-    ),
-    "grad_weight": (
-        f"void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,\n"
-        f"                 {_PLAIN_LAYER})"
-    ),
-}
-PLAIN_DECLARATIONS = "".join(f"{text};\n" for text in _PLAIN.values()).rstrip()
-PLAIN = dedent(
-    """\
-    namespace {
-
-    template <class F>
-    void by_dtype(const at::Tensor& t, const F& run) {
-      switch (t.scalar_type()) {
-        case at::kFloat: return run(kernels::PlainOf<kernels::IEEE>());
-        case at::kHalf: return run(kernels::PlainOf<kernels::FP16>());
-        case at::kBFloat16: return run(kernels::PlainOf<kernels::BF16>());
-        case at::kDouble: return run(kernels::PlainOf<kernels::FP64>());
-        default: TORCH_CHECK(false, "tensors must be floating; got ", t.scalar_type());
-      }
-    }
-
-    // Blocks for so many results, which take further ones in turn.
-    int64_t blocks(int64_t results) { return std::min<int64_t>(results, 1 << 20); }
-
-    }  // namespace
-
-    @forward@ {
-      by_dtype(x, [&](auto of) {
-        launch<kernels::plain_forward<decltype(of)>, 256, 0>(x, blocks((y.numel() + 255) / 256),
-            std::make_tuple(x.data_ptr(), weight.data_ptr(), address(bias), y.data_ptr(), layer));
-      });
-    }
-
-    @grad_input@ {
-      by_dtype(grad, [&](auto of) {
-        launch<kernels::plain_grad_input<decltype(of)>, 256, 0>(grad, blocks((out.numel() + 255) / 256),
-            std::make_tuple(grad.data_ptr(), weight.data_ptr(), out.data_ptr(), layer));
-      });
-    }
-
-    @grad_weight@ {
-      by_dtype(x, [&](auto of) {
-        launch<kernels::plain_grad_weight<decltype(of)>, 256, 0>(x, blocks(out.numel()),
-            std::make_tuple(x.data_ptr(), grad.data_ptr(), out.data_ptr(), layer));
-      });
-    }
-    """
-)
-for _name, _text in _PLAIN.items():
-    PLAIN = PLAIN.replace(f"@{_name}@", _text)
-
-
-def includes() -> str:
-    """The headers of the host code."""
-    standard = ("algorithm", "array", "cstring", "mutex", "optional", "tuple", "type_traits", "utility")
-    lines = [f"#include <{name}>" for name in standard]
-    lines += [
-        "#include <c10/cuda/CUDAException.h>",
-        "#include <c10/cuda/CUDAGuard.h>",
-        "#include <c10/cuda/CUDAStream.h>",
-    ]
-    return "\n".join(lines)
-
-
-def host() -> str:
-    """What all launches share."""
-    return f"namespace {{\n\n{LAUNCH}\n}}  // namespace\n"
+INCLUDES = """\
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+"""
 
 
 def helpers(found: Sequence[Kernel]) -> str:
     """What the fast kernels' launches share."""
     every = (one for k in found for launch in launches(k) for one in launch.arguments)
-    return f"namespace {{\n\n{TENSOR_MAP}\n}}  // namespace\n" if any(isinstance(one, Map) for one in every) else ""
+    text = f"{LAUNCH}\n{TENSOR_MAP}" if any(isinstance(one, Map) for one in every) else LAUNCH
+    return f"namespace {{\n\n{text}\n}}  // namespace\n"
 
 
 def launches(k: Kernel) -> tuple[Launch, ...]:
@@ -236,48 +137,57 @@ def sizes(launch: Launch) -> tuple[int, ...]:
 
 def prototype(k: Kernel) -> str:
     """The declaration of a pass."""
-    array = f"const std::array<int64_t, {len(sizes(main_launch(k)))}>& sizes"
+    array = f"const std::array<int, {len(sizes(main_launch(k)))}>& sizes"
     if k.pass_ == "grad-weight":
         tensors = ("const at::Tensor& x", "const at::Tensor& grad", "const at::Tensor& out")
-        counts = "int64_t blocks, int64_t slices"
+        counts = "int blocks, int slices"
     else:
         bias = ("const std::optional<at::Tensor>& bias",) if k.pass_ == "fwd" else ()
         tensors = (f"const at::Tensor& {_source(k)}", "const at::Tensor& weight", *bias, "const at::Tensor& out")
-        counts = "int64_t blocks"
+        counts = "int blocks"
     begin = f"void {k.name}("
     return f"{begin}{', '.join(tensors)},\n{' ' * len(begin)}{counts}, {array})"
 
 
 def definition(k: Kernel) -> str:
     """The function of a pass."""
-    lines, source, entries, records = [], _source(k), iter(k.entries), list(launches(k))
+    source, entries, records = _source(k), iter(k.entries), list(launches(k))
+    lines = [f"const c10::cuda::CUDAGuard guard({source}.device());"]
+    lines.append("const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();")
     if k.packed_words:
         packing = records.pop(0)
         lines.append(f"const at::Tensor packed = {_bytes('weight', str(k.choice.packed_bytes(Given())))};")
-        lines.append(_launch(next(entries), packing, "weight", str(packing.grid), [_tuple(_fixed(k, packing))]))
+        lines.append(_launch(next(entries), packing, str(packing.grid), _fixed(k, packing)))
     main, *adding = records
     for last in adding:
         (operand,) = (one.operand for one in last.arguments if isinstance(one, Pointer) and one.operand != "result")
         assert isinstance(operand, Scratch)
-        lines.append(f"const at::Tensor sums = {_bytes(source, f'slices * {operand.bytes // sizes(last)[0]}')};")
+        lines.append(
+            f"const at::Tensor sums = {_bytes(source, f'int64_t(slices) * {operand.bytes // sizes(last)[0]}')};"
+        )
     if words := zeros(main):
         lines.append(f"const at::Tensor zeros = at::zeros({{{words}}}, {source}.options().dtype(at::kInt));")
-    lines.append(_launch(next(entries), main, source, "blocks", _varying(k, main)))
+    lines.append(_launch(next(entries), main, "blocks", _varying(k, main)))
     for last in adding:
         slices = ["slices" if isinstance(one, Int) else text for one, text in zip(last.arguments, _fixed(k, last))]
-        lines.append(_launch(next(entries), last, source, str(last.grid), [_tuple(slices)]))
+        lines.append(_launch(next(entries), last, str(last.grid), slices))
+    lines.append("C10_CUDA_KERNEL_LAUNCH_CHECK();")
     return prototype(k) + " {\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
 
 
-def _launch(entry: str, launch: Launch, on: str, blocks: str, arguments: list[str]) -> str:
-    text = f"launch<{entry}, {launch.threads}, {launch.shared_bytes}>({on}, {blocks}"
+def _launch(entry: str, launch: Launch, blocks: str, arguments: Iterable[str]) -> str:
+    shared = str(launch.shared_bytes)
+    if launch.shared_bytes > DEFAULT_SHARED:
+        shared = f"shared({entry}, {shared})"
+    text = f"{entry}<<<{blocks}, {launch.threads}, {shared}, stream>>>("
+    line = text
     for argument in arguments:
-        text += f",\n      {argument}" if len(text.rpartition("\n")[2]) + len(argument) > 112 else f", {argument}"
+        more = "" if line is text else ", "
+        if len(line) + len(more) + len(argument.partition("\n")[0]) > 112:
+            text, more, line = text + more.rstrip() + "\n      ", "", "      "
+        text += more + argument
+        line = (line + more + argument).rpartition("\n")[2]
     return f"{text});"
-
-
-def _tuple(values: Iterable[str]) -> str:
-    return f"std::make_tuple({', '.join(values)})"
 
 
 def _source(k: Kernel) -> str:
@@ -288,13 +198,17 @@ def _bytes(like: str, count: str) -> str:
     return f"at::empty({{{count}}}, {like}.options().dtype(at::kByte))"
 
 
-def _varying(k: Kernel, launch: Launch) -> list[str]:
-    """The arguments of what computes: pointers, the array of sizes, and tensor maps."""
-    pointers = [_pointer(k, one) for one in launch.arguments if isinstance(one, Pointer)]
+def _varying(k: Kernel, launch: Launch) -> Iterator[str]:
+    """The arguments of what computes: its sizes come as an array, its tensor maps as one struct."""
+    number = count(0)
     maps = [_map(k, one) for one in launch.arguments if isinstance(one, Map)]
-    array = f"std::array<CUtensorMap, {len(maps)}>{{\n      " + ",\n      ".join(maps) + "}"
-    numbers = _tuple(["sizes"]) if isinstance(k.choice, plain.Choice) else "sizes"  # as one struct
-    return [_tuple(pointers), numbers, *([_tuple([array])] if maps else [])]
+    for one in launch.arguments:
+        if isinstance(one, Pointer):
+            yield _pointer(k, one)
+        elif isinstance(one, Int | Long):
+            yield f"sizes[{next(number)}]"
+    if maps:
+        yield "{" + ",\n       ".join(maps) + "}"
 
 
 def _fixed(k: Kernel, launch: Launch) -> Iterator[str]:
@@ -305,13 +219,11 @@ def _fixed(k: Kernel, launch: Launch) -> Iterator[str]:
 
 def _pointer(k: Kernel, one: Pointer) -> str:
     if isinstance(one.operand, Zeros):
-        return "zeros.data_ptr()"
+        return "of(zeros)"
     if isinstance(one.operand, Scratch):
-        return "sums.data_ptr()"
-    if one.operand in ("", "bias"):
-        return "address(bias)" if one.operand else "nullptr"
+        return "of(sums)"
     names = {"source": _source(k), "input": "x", "gradient": "grad", "result": "out"}
-    return f"{names.get(one.operand, one.operand)}.data_ptr()"
+    return f"of({names.get(one.operand, one.operand)})" if one.operand else "nullptr"
 
 
 def _map(k: Kernel, one: Map) -> str:

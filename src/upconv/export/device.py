@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.scalars import PRECISIONS
 from upconv.export import shake
 from upconv.export.passes import Kernel
 
 _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILINE)
 _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _SPACES = "namespace kernels {{\n\n{}\n}}  // namespace kernels\n"
+WIDTH = 120
+"""Columns of the file."""
 _DEAD = re.compile(r"^\.(?:global|const)\b[^\n]*\n", re.MULTILINE)  # PTX has constants that no code reads
 
 
@@ -33,33 +33,28 @@ def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
 
 
 def constants(k: Kernel, templates: str) -> str:
-    """The struct of constants by which a pass' kernels are instantiated; those that the templates read."""
-    text = re.sub(rf"\b{jit.CONFIG}\b", k.config, jit.parts_of(k.unit.source)[0])
+    """The struct of constants by which a pass' kernels are instantiated; those that the templates read, by type."""
     read = set(re.findall(r"\bC::(\w+)", templates))
-    lines = (line for line in text.splitlines(keepends=True) if not (found := _MEMBER.match(line)) or found[1] in read)
-    return "".join(lines)
+    lines = [f"struct {k.config} {{"]
+    members = _MEMBER.findall(jit.parts_of(k.unit.source)[0])
+    for kind, name, value in sorted(members, key=lambda one: one[0] == "bool"):
+        if name.partition("[")[0] not in read:
+            continue
+        begin, one = f"  static constexpr {kind} ", f"{name} = {value};"
+        if lines[-1].startswith(begin) and len(lines[-1]) + len(one) < WIDTH:
+            lines[-1] = f"{lines[-1][:-1]}, {one}"
+        else:
+            lines.append(begin + one)
+    return "\n".join((*lines, "};", ""))
 
 
-_MEMBER = re.compile(r"  static constexpr [\w ]+? (\w+)(?:\[\d+\])* = ")
+_MEMBER = re.compile(r"^  static constexpr (\w[\w ]*?) (\w+(?:\[\d+\])*) = (.*);$", re.MULTILINE)
 
 
 def spaced(*parts: str) -> str:
     """Texts in the kernels' namespace."""
     return _SPACES.format("\n".join(parts))
 
-
-@lru_cache(maxsize=1)
-def plain() -> str:
-    """The plain kernels, for the oldest GPUs too, and their constants for a precision."""
-    return spaced(_shaken([("plain", _PLAIN, _PLAIN_ENTRIES, "plain.cu")], "75"), _PLAIN)
-
-
-_PLAIN = "template <int P>\nstruct PlainOf {\n  static constexpr int precision = P, threads = 256;\n};\n"
-_PLAIN_ENTRIES = tuple(
-    f"plain_{name}<PlainOf<{p}>>"
-    for name in ("forward", "grad_input", "grad_weight")
-    for p in sorted(set(PRECISIONS.values()))
-)
 
 _Unit = tuple[str, str, Sequence[str], str]
 """A label, what stands ahead of the templates, the kernels, and their file."""

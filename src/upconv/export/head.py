@@ -5,12 +5,10 @@ from __future__ import annotations
 import textwrap
 
 from upconv.cuda.gpu import Gpu
+from upconv.export.device import WIDTH
 from upconv.export.passes import Kernel
 from upconv.export.signatures import Signature
 from upconv.problem import Problem
-
-WIDTH = 120
-"""Columns of the file."""
 
 _MULTIPLIED = {
     "tf32": (

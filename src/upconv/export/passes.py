@@ -1,4 +1,4 @@
-"""The kernels of an exported file: one for each pass, which serves every batch and spatial size."""
+"""The fast kernels of an exported file: one for a pass, which serves every batch and spatial size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from upconv.cuda.compile import jit
-from upconv.cuda.direct import direct, plain, staged
+from upconv.cuda.direct import direct, staged
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Unit
@@ -16,7 +16,7 @@ from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 
-Choice = gather.Choice | direct.Choice | plain.Choice | wgrad.Choice | staged.Choice
+Choice = gather.Choice | direct.Choice | wgrad.Choice | staged.Choice
 
 NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "grad_input", "grad-weight": "grad_weight"}
 
@@ -71,23 +71,15 @@ class Kernel:
         return 1, 1
 
 
-def kernels(p: Problem, gpu: Gpu) -> tuple[Kernel, ...]:
-    """The kernel of each pass, planned for ``p``'s own size.
-
-    Raises:
-        ValueError: no kernel serves a pass.
-    """
-    return tuple(Kernel(pass_, _choice(p, pass_, gpu)) for pass_ in NAMES)
+def kernels(p: Problem, gpu: Gpu, forward_only: bool = False) -> tuple[Kernel, ...]:
+    """The kernel of each pass, planned for ``p``'s own size; none of a pass that plain kernels serve alone."""
+    wanted = tuple(NAMES)[: 1 if forward_only else None]
+    choices = {pass_: select(_pass(p, pass_), Device("cuda", gpu=gpu), general=True).choice for pass_ in wanted}
+    return tuple(Kernel(pass_, choice) for pass_, choice in choices.items() if isinstance(choice, Choice))
 
 
-def _choice(p: Problem, pass_: Pass, gpu: Gpu) -> Choice:
-    wanted = p.with_(pass_="fwd") if pass_ == "fwd" else p.with_(pass_=pass_, bias=False)
-    selection = select(wanted, Device("cuda", gpu=gpu), general=True)
-    choice = selection.choice
-    if not isinstance(choice, Choice):
-        reason = "; ".join(c.reason for c in selection.candidates)
-        raise ValueError(f"the layer must have kernels to be exported, and for {pass_} there is none: {reason}")
-    return choice
+def _pass(p: Problem, pass_: Pass) -> Problem:
+    return p.with_(pass_="fwd") if pass_ == "fwd" else p.with_(pass_=pass_, bias=False)
 
 
 def whole_rows(c: staged.Choice) -> int:

@@ -6,43 +6,41 @@ import textwrap
 from collections.abc import Mapping
 
 from upconv.cuda.gpu import Gpu
-from upconv.export import cpp, device, passes, sizes
-from upconv.export.head import WIDTH, head
+from upconv.export import cpp, device, passes, plain, sizes
+from upconv.export.device import WIDTH
+from upconv.export.head import head
 from upconv.export.passes import Kernel
 from upconv.export.signatures import Signature
-from upconv.export.template import FILE, TF32
-from upconv.problem import Problem
+from upconv.export.template import AUTOGRAD, CALLS, FAST_CALLS, FILE, FORWARD_ONLY, TF32
+from upconv.problem import Pass, Problem
 
 _TITLES = {"fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight"}
 _NAMES = ("batch, channels, length", "batch, channels, height, width", "batch, channels, depth, height, width")
 
 
-def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
+def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = False) -> str:
     """The file for a layer at every batch and spatial size, planned for ``p``'s.
 
     Args:
         p: the forward, with the precision and the layout that the file is to have.
         signature: the constructor of ``ModelNew``.
         gpu: the GPU that the kernels are chosen and compiled for.
-
-    Raises:
-        ValueError: no kernel serves the layer.
+        forward_only: the file has no gradients.
     """
-    found = passes.kernels(p, gpu)
+    found = passes.kernels(p, gpu, forward_only)
+    names = {one: name for one, name in passes.NAMES.items() if one == "fwd" or not forward_only}
     by_flags = p.precision == "tf32"
     values = {
         "HEAD": head(p, signature, gpu, found),
         "CONSTANTS": _constants(p),
-        "HOST": f"{cpp.includes()}\n\n{cpp.host()}",
-        "PLAIN": f"{device.plain()}\n{cpp.PLAIN}",
-        "PLAIN_DECLARATIONS": cpp.PLAIN_DECLARATIONS,
+        "PLAIN": plain.text(names),
         "FAST": fast(found, gpu),
-        "DECLARATIONS": ";\n".join(map(cpp.prototype, found)) + ";",
         "ARCH": gpu.arch,
         "CAPABILITY": str(gpu.capability),
         "DEVICES": _devices(gpu),
         "LAUNCHES": "\n\n".join(sizes.launch(k, gpu) for k in found),
-        **_multiples(found),
+        "PASSES": "forward" if forward_only else "three passes",
+        "CALLS": "\n\n".join((*(_call(one, found) for one in names), FORWARD_ONLY if forward_only else AUTOGRAD)),
         "TF32": TF32 if by_flags else "",
         "FLAGS": " and rounds_to_tf32()" if by_flags else "",
         "MODEL": signature.model().rstrip("\n"),
@@ -52,12 +50,21 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
     return _filled(FILE, values)
 
 
+def _call(pass_: Pass, found: tuple[Kernel, ...]) -> str:
+    """A pass on tensors: by its fast kernel, if it has one and that serves them, else by the plain one."""
+    fast_call = ""
+    for k in found:
+        if k.pass_ == pass_:
+            rows, of_grad = (f", {n}" if n > 1 else "" for n in k.multiples)
+            fast_call = _filled(FAST_CALLS[pass_], {"ROWS": rows, "GRAD_ROWS": of_grad})
+    return CALLS[pass_].replace("@FAST_CALL@", fast_call)
+
+
 def fast(found: tuple[Kernel, ...], gpu: Gpu) -> str:
     """The kernels' templates, a struct of constants for each pass, then the host's code."""
     templates = device.templates(found, gpu)
-    needed = device.includes(found)
     parts = [
-        "".join(f"#include <{name}>\n" for name in needed),
+        cpp.INCLUDES + "".join(f"#include <{name}>\n" for name in device.includes(found)),
         device.spaced(templates, *(f"{_banner(k)}\n{device.constants(k, templates)}" for k in found)),
         cpp.helpers(found),
         *map(cpp.definition, found),
@@ -93,13 +100,6 @@ def _constants(p: Problem) -> str:
             f"DTYPE, FORMAT, RANK = {p.dtype}, torch.{layout}, {p.rank}",
         )
     )
-
-
-def _multiples(found: tuple[Kernel, ...]) -> dict[str, str]:
-    """For each tensor that ``dense`` is called with the argument behind it."""
-    forward, grad_input, grad_weight = (k.multiples for k in found)
-    values = {"FORWARD": forward[0], "GRAD_INPUT": grad_input[0], "X": grad_weight[0], "GRAD": grad_weight[1]}
-    return {f"{name}_ROWS": f", {n}" if n > 1 else "" for name, n in values.items()}
 
 
 def _devices(gpu: Gpu) -> str:

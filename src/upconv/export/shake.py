@@ -67,6 +67,7 @@ def shaken(files: dict[str, str], found: list[Places], wanted: set[str]) -> str:
     text = _BREAKS.sub(" ", "\n".join("".join(_kept(tree, tree.items)) for tree in trees))
     text = text.replace("inline __noinline__", "__forceinline__")
     text = re.sub(r"^[ \t]+\n|[ \t]+$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"(\{\n)\n+(?=[ \t]+\S)|\n+(\n\}\n)", r"\1\2", text)  # where conditions were
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 

@@ -130,6 +130,9 @@ def layer(p: Problem) -> Signature:
         ("groups", "int", p.groups),
         ("bias", "bool", p.bias),
         ("dilation", "int | tuple", p.dilation),
+        ("padding_mode", "str", "zeros"),
+        ("device", "torch.device | None", None),
+        ("dtype", "torch.dtype | None", None),
     )
     parameters = tuple((name, kind, repr(value)) for name, kind, value in values)
     handed = tuple((name, name) for name, _, _ in values[2:])

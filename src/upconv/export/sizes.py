@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from textwrap import dedent
 
-from upconv.cuda.direct import direct, plain, staged, staged_costs, staged_tiles
+from upconv.cuda.direct import direct, staged, staged_costs, staged_tiles
 from upconv.cuda.direct.cells import axes
 from upconv.cuda.direct.walks import Walk
 from upconv.cuda.gemm import gather
@@ -26,16 +26,6 @@ _BODIES = {
         """(blocks, sizes): a block takes cells, the results between two strides, of one row of depth."""
         rows, columns = ceil(result[1], {rows}), ceil(result[2], {columns})  # of blocks
         return batch * result[0] * rows * columns{groups}, (*source, *result, rows, columns)
-        ''',
-    "plain": '''
-        """(blocks, {slices_named}sizes): a {each} for each result."""
-        def steps(channels, depth, height, width):
-            """Elements between images, channels, slices, rows and columns."""
-            return {steps}
-
-        axes = [n for of_axis in zip({inputs}, {outputs}, {axes}) for n in (*of_axis[:2], *of_axis[2])]
-        tensors = (*steps({cin}, *{inputs}), *{weight}, *steps({cout}, *{outputs}))
-        return {blocks}, {slices}(batch, {groups}, {cin_g}, {cout_g}, *axes, *tensors)
         ''',
     "direct_walk": '''
         """(blocks, sizes): a thread goes down a strip of cells, the results between two strides."""
@@ -89,8 +79,6 @@ def _values(k: Kernel, gpu: Gpu) -> tuple[str, dict[str, object]]:
         return "gather", _gather(c)
     if isinstance(c, wgrad.Choice):
         return "wgrad", _wgrad(c, gpu)
-    if isinstance(c, plain.Choice):
-        return "plain", _plain(k, c)
     if isinstance(c, staged.Choice):
         return "staged_input" if k.pass_ == "grad-input" else "staged_weight", _staged(k, c, gpu)
     return _direct(c)
@@ -158,25 +146,6 @@ def _staged(k: Kernel, c: staged.Choice, gpu: Gpu) -> dict[str, object]:
     return {
         "h": s.h, "w": s.w, "whole": whole, "blocks": f"shares{_times(blocks)}", "fill": fill,
         "most": staged_costs.most_ranges(p, s),
-    }  # fmt: skip
-
-
-def _plain(k: Kernel, c: plain.Choice) -> dict[str, object]:
-    p, weight = c.problem, k.pass_ == "grad-weight"
-    pixels = "depth * height * width"
-    steps = f"channels * {pixels}, {pixels}, height * width, width, 1"
-    if p.layout == "channels_last":
-        steps = f"channels * {pixels}, 1, height * width * channels, width * channels, channels"
-    results = f"batch * {p.out_channels if k.pass_ == 'fwd' else p.in_channels} * math.prod(result)"
-    return {
-        "each": "block" if weight else "thread", "steps": steps,
-        "slices_named": "slices of sums, " if weight else "", "slices": "1, " if weight else "",
-        "inputs": "result" if k.pass_ == "grad-input" else "source",
-        "outputs": "source" if k.pass_ == "grad-input" else "result",
-        "axes": plain.geometry(p), "weight": plain.strides(p.weight_shape, "contiguous"),
-        "cin": p.in_channels, "cout": p.out_channels,
-        "groups": p.groups, "cin_g": p.in_channels // p.groups, "cout_g": p.out_channels // p.groups,
-        "blocks": str(plain.blocks(p)) if weight else f"min(ceil({results}, 256), 2**20)",
     }  # fmt: skip
 
 

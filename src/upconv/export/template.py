@@ -8,6 +8,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 import shutil
 from typing import NamedTuple
 
@@ -31,32 +32,17 @@ class Arguments(NamedTuple):
 @CONSTANTS@
 CAPABILITY = @CAPABILITY@  # of the GPUs that they are compiled for: sm_@ARCH@
 
-# --- CUDA C++: what both kinds of kernels are launched by -------------------------------------------------------------
-
-HOST = r"""
-@HOST@"""
-
 # --- CUDA C++: plain kernels, which state what is computed ------------------------------------------------------------
 
 PLAIN = r"""
 @PLAIN@"""
-
-PLAIN_DECLARATIONS = r"""
-#include <array>
-#include <optional>
-@PLAIN_DECLARATIONS@
-"""
 
 # --- CUDA C++: fast kernels -------------------------------------------------------------------------------------------
 
 FAST = r"""
 @FAST@"""
 
-FAST_DECLARATIONS = r"""
-#include <array>
-#include <optional>
-@DECLARATIONS@
-"""
+HEADERS = ("#include <array>\\n", "#include <optional>\\n")  # of the functions that Python calls
 
 
 @functools.cache
@@ -68,21 +54,23 @@ def build(fast: bool = True):
     Raises:
         RuntimeError: one sentence on what is missing, or the compiler's messages.
     """
-    if torch.version.cuda is None:
-        raise RuntimeError("ModelNew's kernels need a PyTorch with CUDA, and this one is built without")
-    if cpp_extension.CUDA_HOME is None:
-        raise RuntimeError("ModelNew compiles its kernels with nvcc; install the CUDA toolkit or set CUDA_HOME")
-    if not cpp_extension.is_ninja_available():
-        raise RuntimeError("ModelNew compiles its kernels with ninja, which is missing: pip install ninja")
-    if shutil.which(os.environ.get("CXX", "c++").partition(" ")[0]) is None:  # options may follow the name
-        raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none; set CXX")
-    code, declarations = (FAST, FAST_DECLARATIONS) if fast else (PLAIN, PLAIN_DECLARATIONS)
-    digest = hashlib.sha256((HOST + code + declarations).encode()).hexdigest()
+    compiler = os.environ.get("CXX", "c++").partition(" ")[0]  # options may follow the name
+    for missing, what in (
+        (torch.version.cuda is None, "need a PyTorch with CUDA, and this one is built without"),
+        (cpp_extension.CUDA_HOME is None, "are compiled by nvcc: install the CUDA toolkit or set CUDA_HOME"),
+        (not cpp_extension.is_ninja_available(), "are compiled by ninja, which is missing: pip install ninja"),
+        (shutil.which(compiler) is None, "are compiled by a C++ compiler, and there is none: set CXX"),
+    ):
+        if missing:
+            raise RuntimeError(f"ModelNew's kernels {what}")
+    code = FAST if fast else PLAIN
+    functions = re.findall(r"^void (\\w+)\\((const at::Tensor& [^)]*)\\)", code, re.MULTILINE)
+    digest = hashlib.sha256(code.encode()).hexdigest()
     return cpp_extension.load_inline(
         name=f"conv_transpose_{digest[:16]}",
-        cpp_sources=declarations,
-        cuda_sources=HOST + code,
-        functions=["forward", "grad_input", "grad_weight"],
+        cpp_sources="".join((*HEADERS, *(f"void {name}({of});\\n" for name, of in functions))),
+        cuda_sources=code,
+        functions=[name for name, _ in functions],
         extra_cuda_cflags=["-O3", *(["-gencode=arch=compute_@ARCH@,code=sm_@ARCH@"] if fast else [])],
     )
 
@@ -117,16 +105,13 @@ def processors(device: int) -> int:
 
 
 def plain_layer(x: Tensor, weight: Tensor, y: Tensor, given: Arguments):
-    """The numbers of the plain kernels' PlainLayer."""
-    lack = 3 - RANK
-    sizes = zip(x.shape[2:], y.shape[2:], weight.shape[2:], given.stride, given.padding, given.dilation)
-    axes = [number for n, o, k, s, p, d in sizes for number in (n, o, k, s, p, d, s // math.gcd(s, d))]
-    steps = [step for t in (x, weight, y) for step in (*t.stride()[:2], *(0,) * lack, *t.stride()[2:])]
-    channels = [x.shape[0], given.groups, weight.shape[0] // given.groups, weight.shape[1]]
-    return [*channels, *(1, 1, 1, 1, 0, 1, 1) * lack, *axes, *steps]
+    """The numbers of the plain kernels' Layer; dimensions that the layer lacks have size 1."""
+    axes = (x.shape[2:], y.shape[2:], weight.shape[2:], given.stride, given.padding, given.dilation)
+    numbers = [n for values, none in zip(axes, (1, 1, 1, 1, 0, 1)) for n in (*(none,) * (3 - RANK), *values)]
+    return [x.shape[0], given.groups, weight.shape[0] // given.groups, weight.shape[1], *numbers]
 
 
-# --- the three passes on tensors -------------------------------------------------------------------------------------
+# --- the @PASSES@ on tensors -------------------------------------------------------------------------------------
 
 
 @TF32@def is_fast(x: Tensor, shape, given: Arguments) -> bool:
@@ -148,116 +133,7 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
-    """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
-    x, weight = x.resolve_neg(), weight.resolve_neg()
-    shape = (x.shape[0], weight.shape[1] * given.groups, *output_size(x.shape[2:], weight.shape[2:], given))
-    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=FORMAT)
-    if out.numel() == 0:
-        return out
-    bias = None if bias is None else bias.resolve_neg().contiguous()
-    if is_fast(x, weight.shape, given):
-        x = dense(x@FORWARD_ROWS@)
-        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
-        build(True).forward(x, weight.contiguous(), bias, out, *launch)
-    else:
-        build(False).forward(x, weight, bias, out, plain_layer(x, weight, out, given))
-    return out
-
-
-def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
-    """(batch, other channels, *output_size) -> (batch, channels, *size)."""
-    grad, weight = grad.resolve_neg(), weight.resolve_neg()
-    shape = (grad.shape[0], weight.shape[0], *size)
-    out = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=FORMAT)
-    if out.numel() == 0:
-        return out
-    if is_fast(grad, weight.shape, given):
-        grad = dense(grad@GRAD_INPUT_ROWS@)
-        launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
-        build(True).grad_input(grad, weight.contiguous(), out, *launch)
-    else:
-        build(False).grad_input(grad, weight, out, plain_layer(out, weight, grad, given))
-    return out
-
-
-def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
-    """Inputs and gradients of the outputs -> (channels, other channels // groups, *kernel), which is the shape."""
-    x, grad = x.resolve_neg(), grad.resolve_neg()
-    out = torch.zeros(shape, dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
-        return out
-    if is_fast(x, shape, given):
-        x, grad = dense(x@X_ROWS@), dense(grad@GRAD_ROWS@)
-        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
-        build(True).grad_weight(x, grad, out, *launch)
-    else:
-        build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
-    return out
-
-
-# --- autograd: each of the three is linear in both of its tensors, and the derivatives are the other two --------------
-
-
-class ForwardFunction(torch.autograd.Function):
-    forward = staticmethod(forward)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, weight, _, ctx.given = inputs
-        ctx.save_for_backward(x, weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        by_x, by_weight, by_bias, _ = ctx.needs_input_grad
-        return (
-            GradInputFunction.apply(grad, weight, x.shape[2:], ctx.given) if by_x else None,
-            GradWeightFunction.apply(x, grad, weight.shape, ctx.given) if by_weight else None,
-            grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
-            None,
-        )
-
-
-class GradInputFunction(torch.autograd.Function):
-    forward = staticmethod(grad_input)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        grad, weight, _, ctx.given = inputs
-        ctx.save_for_backward(grad, weight)
-
-    @staticmethod
-    def backward(ctx, other):  # of the input's shape
-        grad, weight = ctx.saved_tensors
-        by_grad, by_weight, *_ = ctx.needs_input_grad
-        return (
-            ForwardFunction.apply(other, weight, None, ctx.given) if by_grad else None,
-            GradWeightFunction.apply(other, grad, weight.shape, ctx.given) if by_weight else None,
-            None,
-            None,
-        )
-
-
-class GradWeightFunction(torch.autograd.Function):
-    forward = staticmethod(grad_weight)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, grad, _, ctx.given = inputs
-        ctx.save_for_backward(x, grad)
-
-    @staticmethod
-    def backward(ctx, other):  # of the weight's shape
-        x, grad = ctx.saved_tensors
-        by_x, by_grad, *_ = ctx.needs_input_grad
-        return (
-            GradInputFunction.apply(grad, other, x.shape[2:], ctx.given) if by_x else None,
-            ForwardFunction.apply(x, other, None, ctx.given) if by_grad else None,
-            None,
-            None,
-        )
-
+@CALLS@
 
 # --- the module ------------------------------------------------------------------------------------------------------
 
@@ -285,33 +161,29 @@ class Layer(nn.Module):
     """
 
     def __init__(
-        self,
-        in_channels,
-        out_channels,
-        kernel_size,
-        stride=1,
-        padding=0,
-        output_padding=0,
-        groups=1,
-        bias=True,
-        dilation=1,
-    ) -> None:
+        self, in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, groups=1, bias=True,
+        dilation=1, padding_mode="zeros", device=None, dtype=None,
+    ) -> None:  # fmt: skip
         super().__init__()
         values = (kernel_size, stride, padding, output_padding, dilation)
-        kernel, *sizes = ((v,) * RANK if isinstance(v, int) else tuple(v) for v in values)
+        kernel, *sizes = (tuple(v) if hasattr(v, "__iter__") else (v,) * RANK for v in values)
+        sizes = [v * RANK if len(v) == 1 else v for v in sizes]
         if any(len(v) != RANK for v in (kernel, *sizes)):
             raise ValueError(f"sizes must be integers or {RANK} of them; got {values}")
         self.given = Arguments(*sizes, groups)
         stride, padding, output_padding, dilation, _ = self.given
+        if padding_mode != "zeros":
+            raise ValueError(f"padding_mode must be zeros; got {padding_mode!r}")
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise ValueError(f"channels must be a multiple of groups; got {in_channels}, {out_channels} and {groups}")
         if min(*kernel, *stride, *dilation, 1) < 1 or min(*padding, *output_padding, 0) < 0:
             raise ValueError(f"sizes must be positive and paddings not negative; got {kernel} and {self.given}")
         if any(more >= max(s, d) for more, s, d in zip(output_padding, stride, dilation)):
             raise ValueError(f"output_padding must be smaller than stride or dilation; got {output_padding}")
-        self.weight = nn.Parameter(torch.empty(in_channels, out_channels // groups, *kernel))
+        made = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(in_channels, out_channels // groups, *kernel, **made))
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_channels)) if bias else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_channels, **made)) if bias else None)
         if bias:
             bound = 1 / math.sqrt(self.weight[0].numel())
             nn.init.uniform_(self.bias, -bound, bound)
@@ -329,8 +201,108 @@ class Layer(nn.Module):
         if torch.is_autocast_enabled():
             x = x.to(weight.dtype)
         check(x, weight, layer.given)
-        out = ForwardFunction.apply(x, weight, bias, layer.given)
+        out = ConvTranspose.apply(x, weight, None, bias, x.shape[2:], weight.shape, layer.given)
         return out.squeeze(0) if single else out
+'''
+
+CALLS = {
+    "fwd": '''def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
+    """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
+    x, weight = x.resolve_neg(), weight.resolve_neg().contiguous()
+    bias = None if bias is None else bias.resolve_neg().contiguous()
+    shape = (x.shape[0], weight.shape[1] * given.groups, *output_size(x.shape[2:], weight.shape[2:], given))
+    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=FORMAT)
+    if out.numel() == 0:
+        return out
+@FAST_CALL@    x, result = x.contiguous(), out.contiguous()
+    build(False).forward(x, weight, bias, result, plain_layer(x, weight, result, given))
+    return out.copy_(result)
+''',
+    "grad-input": '''def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
+    """(batch, other channels, *output_size) -> (batch, channels, *size)."""
+    grad, weight = grad.resolve_neg(), weight.resolve_neg().contiguous()
+    shape = (grad.shape[0], weight.shape[0], *size)
+    out = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=FORMAT)
+    if out.numel() == 0:
+        return out
+@FAST_CALL@    grad, result = grad.contiguous(), out.contiguous()
+    build(False).grad_input(grad, weight, result, plain_layer(result, weight, grad, given))
+    return out.copy_(result)
+''',
+    "grad-weight": '''def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
+    """Inputs and gradients of the outputs -> (channels, other channels // groups, *kernel), which is the shape."""
+    x, grad = x.resolve_neg(), grad.resolve_neg()
+    out = torch.zeros(shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return out
+@FAST_CALL@    x, grad = x.contiguous(), grad.contiguous()
+    build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
+    return out
+''',
+}
+"""Each pass; `FAST_CALLS` are those that their kernels serve."""
+
+FAST_CALLS = {
+    "fwd": """    if is_fast(x, weight.shape, given):
+        x = dense(x@ROWS@)
+        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
+        build(True).forward(x, weight, bias, out, *launch)
+        return out
+""",
+    "grad-input": """    if is_fast(grad, weight.shape, given):
+        grad = dense(grad@ROWS@)
+        launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
+        build(True).grad_input(grad, weight, out, *launch)
+        return out
+""",
+    "grad-weight": """    if is_fast(x, shape, given):
+        x, grad = dense(x@ROWS@), dense(grad@GRAD_ROWS@)
+        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        build(True).grad_weight(x, grad, out, *launch)
+        return out
+""",
+}
+
+AUTOGRAD = '''class ConvTranspose(torch.autograd.Function):
+    """Of an input x, a weight w and an output y two give the third, linearly in both: so do the derivatives."""
+
+    @staticmethod
+    def forward(x, w, y, bias, size, shape, given):
+        if y is None:
+            return forward(x, w, bias, given)
+        return grad_input(y, w, size, given) if x is None else grad_weight(x, y, shape, given)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, w, y, _, *ctx.rest = inputs
+        ctx.save_for_backward(x, w, y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
+        by_x, by_w, by_y, by_bias, *_ = ctx.needs_input_grad
+        return (
+            ConvTranspose.apply(None, w, y, None, *ctx.rest) if by_x else None,
+            ConvTranspose.apply(x, None, y, None, *ctx.rest) if by_w else None,
+            ConvTranspose.apply(x, w, None, None, *ctx.rest) if by_y else None,
+            grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
+            *(None,) * 3,
+        )
+'''
+
+FORWARD_ONLY = '''class ConvTranspose(torch.autograd.Function):
+    """The file has the forward alone."""
+
+    @staticmethod
+    def forward(x, w, y, bias, size, shape, given):
+        return forward(x, w, bias, given)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output): ...
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("this file computes no gradients: export the layer without --forward-only")
 '''
 
 TF32 = '''def rounds_to_tf32() -> bool:

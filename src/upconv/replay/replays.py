@@ -23,7 +23,6 @@ from torch import Tensor
 
 from upconv import cpu
 from upconv.cuda import engine, weights
-from upconv.cuda.compile import provisional
 from upconv.cuda.gpu import capturing
 from upconv.planner import Plan
 from upconv.replay import calls, native
@@ -98,8 +97,7 @@ def recorder() -> Any:
     if module is None:
         hoped = not native.hopeless()
         return None
-    # A recording has final kernels, for which nobody is to wait here. What is captured does without what outlives it.
-    return None if provisional.pending() or capturing() else module
+    return None if capturing() else module  # what is captured does without what outlives it
 
 
 def counted(holder: Any, key: Any, record: Callable[[], Any]) -> Any:

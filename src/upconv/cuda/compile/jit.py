@@ -133,12 +133,11 @@ _cubins: dict[str, Future[bytes]] = {}
 _MOST_CUBINS = 256
 
 
-def cubin(source: str, arch: str, label: str = "kernel", keep: bool = True) -> bytes:
+def cubin(source: str, arch: str, label: str = "kernel") -> bytes:
     """The machine code for ``sm_<arch>``: from memory, else from disk, else compiled.
 
-    ``label`` names the source in messages. ``keep``: the code is looked for on disk, and kept there. Threads that ask
-    for the same code compile it once. Errors: CompileError; RuntimeError when NVRTC cannot be used, with
-    `nvrtc.unavailable`'s sentence.
+    ``label`` names the source in messages. Threads that ask for the same code compile it once. Errors: CompileError;
+    RuntimeError when NVRTC cannot be used, with `nvrtc.unavailable`'s sentence.
     """
     nvrtc.require()
     name = _name(source, arch)
@@ -149,7 +148,7 @@ def cubin(source: str, arch: str, label: str = "kernel", keep: bool = True) -> b
     if found is not None:
         return found.result()
     try:
-        code = (_from_disk(name, arch, label) if keep else None) or _compiled(source, arch, label, name, keep)
+        code = _from_disk(name, arch, label) or _compiled(source, arch, label, name)
     except BaseException as error:
         with _lock.now:
             _cubins.pop(name, None)
@@ -160,14 +159,6 @@ def cubin(source: str, arch: str, label: str = "kernel", keep: bool = True) -> b
         while len(_cubins) > _MOST_CUBINS:
             del _cubins[next(iter(_cubins))]
     return code
-
-
-def at_hand(source: str, arch: str, label: str = "kernel") -> bool:
-    """Whether `cubin` would compile nothing. Errors: RuntimeError when NVRTC cannot be used."""
-    nvrtc.require()
-    name = _name(source, arch)
-    found = _cubins.get(name)
-    return _from_disk(name, arch, label) is not None if found is None else found.done()
 
 
 def _name(source: str, arch: str) -> str:
@@ -182,12 +173,11 @@ def _from_disk(name: str, arch: str, label: str) -> bytes | None:
     return kept[1]
 
 
-def _compiled(source: str, arch: str, label: str, name: str, keep: bool) -> bytes:
+def _compiled(source: str, arch: str, label: str, name: str) -> bytes:
     start = time.perf_counter()
     code = built(source, arch, label).code
     tell(f"compiled {label} for sm_{arch} in {time.perf_counter() - start:.1f} s")
-    if keep:
-        cache.write(name, code)
+    cache.write(name, code)
     return code
 
 
@@ -218,7 +208,7 @@ def kernels_of(code: bytes) -> dict[str, str]:
     return found
 
 
-def kernel(source: str, entry: str, arch: str, label: str = "kernel", keep: bool = True) -> Kernel:
+def kernel(source: str, entry: str, arch: str, label: str = "kernel") -> Kernel:
     """The kernel ``entry`` of a source, compiled and loaded on first use.
 
     Errors: those of `cubin`; ValueError for an entry that the source does not have; RuntimeError from the driver.
@@ -228,7 +218,7 @@ def kernel(source: str, entry: str, arch: str, label: str = "kernel", keep: bool
     found = _kernels.get((name, entry))
     if found is not None:
         return found
-    code = cubin(source, arch, label, keep)
+    code = cubin(source, arch, label)
     symbols = kernels_of(code)
     if entry not in symbols:
         raise ValueError(f"entry must be one of {label}'s, {', '.join(symbols) or 'which has none'}; got {entry!r}")

@@ -7,17 +7,16 @@ The tiling's arithmetic is in `tiling`, candidates in `gather_search`, what they
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from upconv.cuda import family
-from upconv.cuda.axes import Unfit, result_shape, source_shape
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Tensor5, channels_last, dense, of_class
 from upconv.cuda.compile.launch import cluster_fits
@@ -44,7 +43,7 @@ from upconv.cuda.launches import (
 )  # fmt: skip
 from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries, weight_map
 from upconv.cuda.rearrange import batches
-from upconv.derived import derived, varied
+from upconv.derived import derived
 from upconv.problem import Problem
 
 # Pixels along a side of images that `batches` tries side by side. What tiles of larger ones read comes from many places
@@ -61,9 +60,7 @@ _LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
 _CLAIMED_TILES = 18  # for each multiprocessor
 # Of 1-D layers, what claims gain, which the model lacks.
 _LINES_CLAIMED = 0.95
-_LONG_CODE = 32  # matrix instructions in a row, from which on NVRTC takes over a second
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
-_launched = attrgetter("boxable", "packs", "claimed", "grid")
 """What a choice's launches go by beside the shared memory of a block."""
 
 
@@ -205,12 +202,11 @@ class Choice(PackingLaunch):
         t, label = self.tiling, f"gather {layer_text(self.problem)}"
         unit = 0 if self.general else store_unit(t, self.problem)
         text = source(t, store_unit=unit, claimed=self.claimed)
-        packed = Unit(label, text, ("pack", "gather"), self._quickly(lambda choice: choice.sources()[0]))
+        packed = Unit(label, text, ("pack", "gather"))
         if not self.boxable:
             return (packed,)
         boxed = source(t, boxed=True, store_unit=unit, claimed=self.claimed)
-        quick = self._quickly(lambda choice: choice.sources()[1])
-        return packed, Unit(f"{label} unpacked", boxed, ("gather",), quick)
+        return packed, Unit(f"{label} unpacked", boxed, ("gather",))
 
     @property
     def packing_sources(self) -> tuple[Unit, ...]:
@@ -219,31 +215,7 @@ class Choice(PackingLaunch):
             return ()
         unit = store_unit(self.tiling, self.problem)
         text = source(self.tiling, store_unit=unit, packs=True)
-        quick = self._quickly(lambda choice: choice.packing_sources[0])
-        return (Unit(f"gather {layer_text(self.problem)} packing", text, ("gather",), quick),)
-
-    @derived
-    def quick(self) -> Choice | None:
-        """The same to the last bit, compiled fast; None where this is, or has no such form.
-
-        NVRTC takes seconds for long straight code, and a third of that for a loop, which is a little slower
-        (docs/experiments.md).
-        """
-        t = self.tiling
-        if t.quick or not t.wgmma or t.parts > 1 or t.longest_stretch * t.nb < _LONG_CODE:
-            return None
-        try:
-            found = replace(self, tiling=varied(t, quick=True).checked(self.gpu.shared_bytes))
-        except Unfit:
-            return None
-        if found.tiling.longest_stretch >= t.longest_stretch:
-            return None
-        fits = found.tiling.shared_bytes <= t.shared_bytes
-        return found if fits and _launched(found) == _launched(self) else None
-
-    def _quickly(self, of: Callable[[Choice], Unit]) -> Callable[[], Unit | None]:
-        """What a unit has as `Unit.quick`, where ``of`` finds the unit of a choice."""
-        return lambda: None if self.quick is None else of(self.quick).passing()
+        return (Unit(f"gather {layer_text(self.problem)} packing", text, ("gather",)),)
 
     def on(self, device: int) -> Choice:
         """Where no cluster fits on it (on a small part of one), tiles have a block each, whose sums round otherwise. So

@@ -71,11 +71,6 @@ class Tile(Base):
         return f"joined<{jit.CONFIG}>"
 
     @property
-    def long_code(self) -> bool:
-        """Several stages of weights are several copies of the straight code; the quick form has a loop over them."""
-        return self.taps > self.taps_of_stage
-
-    @property
     def line(self) -> bool:
         """Whether there is one row."""
         return self.problem.rank == 1
@@ -220,7 +215,6 @@ class Tile(Base):
             "weight_stages": self.weight_stages,
             "warps_of_stage": self.warps_of_stage,
             "taps_of_stage": self.taps_of_stage,
-            "quick": False,
             "shared_bytes": self.shared_bytes,
         }
         paddings = (0,) * (3 - p.rank) + ahead(p)

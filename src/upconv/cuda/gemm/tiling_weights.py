@@ -18,7 +18,6 @@ _PACK_BLOCKS = 512  # wanted where weights are packed
 _MOST_PACK_TAPS, _LEAST_PACK_TAPS = 64, 4  # of a block: shared memory is 33 KB; less would read parts of sectors
 FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
 STEPS_UNROLLED = 25  # code and compile time grow with it
-_STEPS_QUICK = 4  # of a kernel that is to compile fast
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
 _STEPS_ROLLED = 25  # of a variant's chunk, from which on its steps are a loop of rounds
 _STEPS_OF_ROUND = 5, 16  # at least, at most
@@ -29,7 +28,7 @@ _STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of
 
 _STEPS = "problem", "unroll", "subs", "w_subs", "chunk", "wgmma"
 _of_steps = derived_from(*_STEPS)
-_of_stretches = derived_from(*_STEPS, "planewise", "split", "sub", "tile", "quick")
+_of_stretches = derived_from(*_STEPS, "planewise", "split", "sub", "tile")
 
 
 @lru_cache(maxsize=4096)
@@ -81,8 +80,6 @@ class TiledWeights(TiledPixels):
     """Fragments of a stage of the weights' ring."""
     resident: bool = False
     """All weights of an M-group stay in shared memory."""
-    quick: bool = False
-    """To be compiled fast, by loops of few steps: it computes the same to the last bit, from weights packed alike."""
 
     # --- M: output channels and sub-positions ------------------------------------------------------------------------
 
@@ -160,7 +157,7 @@ class TiledWeights(TiledPixels):
     @_of_stretches
     def straight(self) -> bool:
         """Whether the steps of a variant's chunk are one stretch of code, without a loop."""
-        return self._short and not self.rolled and not self.quick
+        return self._short and not self.rolled
 
     @_of_steps
     def _short(self) -> bool:
@@ -179,8 +176,6 @@ class TiledWeights(TiledPixels):
         """
         if not self._short or self.mb > 1:
             return False
-        if self.quick:
-            return self.planewise and self._round_of_chunk[0] > 0
         if self._multiplied.most * self.k_steps < _STEPS_ROLLED:
             return False
         # With one instruction a step ptxas serialises some (C7513, C7515), but none of consumers in turn.
@@ -194,7 +189,7 @@ class TiledWeights(TiledPixels):
         """
         if not self.planewise:
             return self._round
-        return (0, 0) if self.split == 2 and not self.quick else self._round_of_planes
+        return (0, 0) if self.split == 2 else self._round_of_planes
 
     @_of_steps
     def _round(self) -> tuple[int, int]:
@@ -267,10 +262,6 @@ class TiledWeights(TiledPixels):
         return all(n % self.fragment_sets == 0 for n in steps)
 
     @_of_stretches
-    def plane_barriers(self) -> int:
-        return 1 if self.quick and not self.rolled else super().plane_barriers
-
-    @_of_stretches
     def longest_stretch(self) -> int:
         """Most steps of a stretch of code without a loop."""
         if self.straight:
@@ -283,7 +274,7 @@ class TiledWeights(TiledPixels):
         if self.rolled:
             return self._round_of_chunk[0]
         counts = self._multiplied.lengths
-        steps = (_STEPS_QUICK if self.quick else STEPS_UNROLLED) if self.wgmma else 2
+        steps = STEPS_UNROLLED if self.wgmma else 2
         if self.parts == 2:
             steps = _STEPS_PROMOTED[0 if self.wgmma else 1]
         return _unrolled(counts, max(1, steps // (self.k_steps * self.parts)))

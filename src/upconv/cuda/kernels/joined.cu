@@ -356,7 +356,7 @@ static __device__ __forceinline__ void multiply_taps(float (&acc)[PLACES / 2], u
     const int tap = first + k;
     u64 a = ROWS_OF<32> | (u64)(of_taps + k * (TAP_BYTES / 16));
     u64 b = ROWS_OF<32> | (u64)(pixels - tap / C::kernel_w * shift_h - tap % C::kernel_w * (C::dilation_w * 2));
-    if (C::quick || tap < TAPS) WgmmaOf<PLACES>::template multiply<C::precision, false, false, true>(acc, a, b);
+    if (tap < TAPS) WgmmaOf<PLACES>::template multiply<C::precision, false, false, true>(acc, a, b);
   }
 }
 
@@ -385,14 +385,12 @@ static __device__ __forceinline__ void consume(const Type* bias, char* y, const 
     for (int i = 0; i < count; i++, stage.next()) {
       u32 pixels = uniform(lower(memory.stages.stage(stage)) + begin);
       memory.stages.wait_full(stage);
-#pragma unroll C::quick ? 1 : STAGES_OF_SLICE           // quick: a loop, which compiles faster than straight code
+#pragma unroll
       for (int part = 0; part < STAGES_OF_SLICE; part++, weights.next()) {
         u32 of_taps = uniform(lower(memory.weights.stage(weights)));
         memory.weights.wait_full(weights);
         wgmma_fence();
-        constexpr int LEFT = C::quick ? TAPS % C::taps_of_stage : 0;
-        if (LEFT > 0 && part == TAPS / C::taps_of_stage) multiply_taps<LEFT>(acc, of_taps, pixels, part * C::taps_of_stage, shift_h);
-        else multiply_taps<C::taps_of_stage>(acc, of_taps, pixels, part * C::taps_of_stage, shift_h);
+        multiply_taps<C::taps_of_stage>(acc, of_taps, pixels, part * C::taps_of_stage, shift_h);
         wgmma_commit();
         wgmma_wait<1>();
         give_back(behind_w, lane);

@@ -24,19 +24,19 @@ pixels(const char* __restrict__ packed, const typename M::Type* __restrict__ bia
 template <class M>
 __global__ void __launch_bounds__(M::THREADS, 1)
 pixels_last(char* __restrict__ y, const typename M::Type* __restrict__ bias, int out_n, int out_d, int out_h, int out_w,
-            int box_n, int box_d, int box_h, int box_w, int tiles_d, int tiles_h, int tiles_w, int tiles, int abreast, int turn,
+            int box_n, int box_d, int box_h, int box_w, int tiles_d, int tiles_h, int tiles_w, int tiles, int turn,
             const __grid_constant__ typename M::Maps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const typename M::Sizes sizes = {out_n, out_d, out_h, out_w, box_n, box_d, box_h, box_w, tiles_d, tiles_h, tiles_w, tiles, abreast, turn};
+  const typename M::Sizes sizes = {out_n, out_d, out_h, out_w, box_n, box_d, box_h, box_w, tiles_d, tiles_h, tiles_w, tiles, turn};
   run<M>({nullptr, bias, y, sizes, maps, shared_address(memory)});
 }
 
 template <class M>
 __global__ void __cluster_dims__(M::CLUSTER) __launch_bounds__(M::THREADS, 1)
 pixels_last_clusters(char* __restrict__ y, const typename M::Type* __restrict__ bias, int out_n, int out_d, int out_h, int out_w,
-                     int box_n, int box_d, int box_h, int box_w, int tiles_d, int tiles_h, int tiles_w, int tiles, int abreast, int turn,
+                     int box_n, int box_d, int box_h, int box_w, int tiles_d, int tiles_h, int tiles_w, int tiles, int turn,
                      const __grid_constant__ typename M::Maps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const typename M::Sizes sizes = {out_n, out_d, out_h, out_w, box_n, box_d, box_h, box_w, tiles_d, tiles_h, tiles_w, tiles, abreast, turn};
+  const typename M::Sizes sizes = {out_n, out_d, out_h, out_w, box_n, box_d, box_h, box_w, tiles_d, tiles_h, tiles_w, tiles, turn};
   run<M>({nullptr, bias, y, sizes, maps, shared_address(memory)});
 }

@@ -4,8 +4,7 @@
 // weights, by another; both are swizzled, float32 is rounded to TF32 on its way, and both operands are read by descriptors.
 //
 // A forward's results are of phases: a tile has neighbouring ones of a phase, its steps are of the phase's taps alone, and what it stores
-// is the strides apart. Tiles of the same pixels follow each other, a phase each, for L2's sake, and a block has another phase each time; or,
-// where tiles are few, those of most taps come first.
+// is the strides apart. Tiles of the same pixels follow each other, a phase each, for L2's sake, and a block has another phase each time.
 //
 // Taps share nothing, so that a tile is a box of any shape: its pixels follow each other in shared memory, whatever rows they lie in, and
 // images of 14 x 14 fill it, where tiles of whole rows leave a quarter empty. (`gather`, whose taps are shifts of one
@@ -56,7 +55,7 @@ struct Sizes {
   int out_n, out_d, out_h, out_w;                       // of the result
   int box_n, box_d, box_h, box_w;                       // of a tile: ROWS pixels at most
   int tiles_d, tiles_h, tiles_w, tiles;                 // along these axes, of a phase; all, with phases and blocks of columns
-  int abreast, turn;                                    // tiles of a phase before those of the next; tiles of which the first phase is another
+  int turn;                                             // pixel tiles after which the first phase is another
 };
 
 struct Tile { int n, d, h, w, column, phase; };         // first pixel (of the phase's) and column
@@ -66,10 +65,8 @@ static __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
   t.column = q % COLUMN_BLOCKS * COLUMNS;  q /= COLUMN_BLOCKS;  // blocks of the same pixels are neighbours, for L2's sake
   t.phase = 0;
   if constexpr (PHASES > 1) {
-    int first = q / (PHASES * s.abreast) * s.abreast, rest = q - first * PHASES;
-    int width = min(s.abreast, s.tiles / (COLUMN_BLOCKS * PHASES) - first);  // the last ones are fewer
-    t.phase = (rest / width + first / s.turn) % PHASES;
-    q = first + rest % width;
+    t.phase = (q % PHASES + q / PHASES / s.turn) % PHASES;
+    q /= PHASES;
   }
   t.w = q % s.tiles_w * s.box_w;  q /= s.tiles_w;
   t.h = q % s.tiles_h * s.box_h;  q /= s.tiles_h;

@@ -74,18 +74,9 @@ class TileChoice(PackingLaunch):
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile."""
-        unit = self._unit(self.tile.constants())
-        return (replace(unit, quick=self._quick) if self.tile.long_code else unit,)
-
-    def _unit(self, constants: dict[str, Any]) -> Unit:
-        """The kernel and what packs its weights."""
         t, p = self.tile, self.problem
-        source = jit.instance(f"{t.file}.cu", constants, (*packing_entries(t.struct, p), t.instance))
-        return Unit(f"{t.mode} {layer_text(p)}", source, ("pack", t.entry))
-
-    def _quick(self) -> Unit:
-        """The same to the last bit, compiled fast."""
-        return self._unit(self.tile.constants() | {"quick": True}).passing()
+        source = jit.instance(f"{t.file}.cu", t.constants(), (*packing_entries(t.struct, p), t.instance))
+        return (Unit(f"{t.mode} {layer_text(p)}", source, ("pack", t.entry)),)
 
     # --- launches ----------------------------------------------------------------------------------------------------
 
@@ -114,8 +105,8 @@ class TileChoice(PackingLaunch):
         t = self.tile
         result = Pointer("result", alignment=16 if t.aligned else 1)
         arguments = t.arguments(self.problem, self.gpu, given, self.bias(given), result)
-        overlaps = self.seconds < t.longest_overlap
-        return Launch(self.sources()[0], t.entry, self.grid, t.threads, t.shared_bytes, arguments, dependent=overlaps)
+        unit, beside = self.sources()[0], t.beside_pack
+        return Launch(unit, t.entry, self.grid, t.threads, t.shared_bytes, arguments, dependent=beside)
 
 
 C = TypeVar("C", bound=TileChoice)

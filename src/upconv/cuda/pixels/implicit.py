@@ -46,14 +46,11 @@ _MOST_SUMS = 176  # of a consumer's thread, whose addresses and the like take 56
 _MOST_TAPS = 512  # and phases
 _MOST_TILES = 2**30  # which the kernel counts in 32 bits, a grid beyond the last
 _CLUSTERS = 2, 4, 8
-_BESIDE_PACK = 40e-6  # seconds of a kernel that begins beside `pack`, at most
 _FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
 _TURNED = 64  # channels of the result in a box of a forward's channels-last weights
-_LONG = 16  # steps of a tile, from which on stores have time
 _PARTIAL = 2.1  # lines of the copy engine for a pixel of a box that reaches beyond the last channel
 _STORE = {"fwd": 1.19, "grad-input": 0.3}  # clocks for 8 results, by pass; twice as many where lanes store 8 bytes
-_FEW = 1.5  # tiles of each phase that a block has
 _SQUARE = 64  # channels and columns of weights, which a block of `pack` turns
 
 
@@ -94,8 +91,8 @@ class Tile(Base):
     mode = "implicit"
     named = ("columns", "mb", "halves", "cluster", "forward", "turned", "wide_stores")
     biased = True
-    longest_overlap = _BESIDE_PACK
-    """Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights
+    beside_pack = False
+    """Blocks that begin one by one lose touch with those that read the same pixels and weights
     (docs/experiments.md)."""
 
     @property
@@ -179,13 +176,8 @@ class Tile(Base):
 
     @property
     def wide_stores(self) -> bool:
-        """Whether float32 results are stored 16 bytes a lane, where they may be (`stores_wide`).
-
-        Not where one consumer of a forward stores while the other has long tiles to multiply, which that disturbs
-        (docs/experiments.md). Nor of clusters, whose blocks then have more to divide.
-        """
-        short = self.halves or not self.forward or self.mean_steps < _LONG
-        return stores_wide(self.element, self.columns, self.channels[1]) and self.cluster == 1 and short
+        """As `stores_wide`; not of clusters, whose blocks then have more to divide."""
+        return stores_wide(self.element, self.columns, self.channels[1]) and self.cluster == 1
 
     def faults(self) -> Iterator[str]:
         if self.sums > _MOST_SUMS:
@@ -227,43 +219,18 @@ class Tile(Base):
         """Of all phases."""
         return self._fullest(p)[0] * self.column_blocks * len(self.phases)
 
-    @property
-    def mean_steps(self) -> float:
-        return sum(self.steps) / len(self.steps)
-
     @derived
     def even(self) -> bool:
         """Whether all phases have as many taps."""
         return len({*self.steps}) == 1
 
-    def sorted(self, p: Problem, gpu: Gpu) -> bool:
-        """Whether tiles of most taps come first: where blocks have few, and phases differ."""
-        few = self.tiles(p) < _FEW * len(self.phases) * gpu.multiprocessors
-        return not self.even and (few or self.cluster > 1)
+    def turn(self, gpu: Gpu) -> int:
+        """Pixel tiles after which the first phase is another, so that a block's tiles are of all phases by turns.
 
-    def order(self, p: Problem, gpu: Gpu) -> tuple[int, int]:
-        """(tiles of a phase before those of the next, tiles of which the first phase is another).
-
-        Few tiles of the same pixels, a phase each, have L2 read pixels once; some of a phase side by side its weights.
-        Where the latter are more than the pixels, in 3-D, all blocks have one phase at a time. How many side by side,
-        with weights that blocks share, is as measured (docs/experiments.md). Where phases differ, eight only if a block
-        comes to all of them again and again.
+        From tile to tile its phase moves on by as much as the blocks leave beyond whole rounds, or by one.
         """
         blocks, of = max(1, gpu.multiprocessors // self.column_blocks), len(self.phases)
-        # From tile to tile a block's phase moves on by as much as the blocks leave beyond whole rounds, or one more.
-        turn = _MOST_TILES if math.gcd(blocks, of) == 1 else max(1, blocks // of)
-        if self.sorted(p, gpu):
-            return _MOST_TILES, _MOST_TILES
-        if p.rank < 3 and self.even:
-            return 4, turn
-        if p.rank < 3:
-            apart = blocks % (8 * of)  # a block's next tile, among those of eight places
-            stays = -(-8 // apart) if apart else 0  # tiles of a block until its phase is another
-            rounds = self.tiles(p) // gpu.multiprocessors // of
-            return (8, _MOST_TILES) if apart and math.gcd(apart, 8 * of) <= 8 and rounds >= stays else (1, turn)
-        if math.prod(p.weight_shape) > math.prod(source_shape(p)):
-            return blocks, _MOST_TILES
-        return 1, turn
+        return _MOST_TILES if math.gcd(blocks, of) == 1 else max(1, blocks // of)
 
     def grid(self, p: Problem, gpu: Gpu) -> int:
         tiles = self.tiles(p)
@@ -277,8 +244,7 @@ class Tile(Base):
         steps = (1, *self.steps_between[1])
         counts = tuple(-(-n // (of * step)) for n, of, step in zip(sides, box, steps))
         assert math.prod(counts) == count
-        abreast, turn = self.order(p, gpu)
-        return (*sides, *box, *counts[1:], self.tiles(p), min(count, abreast), turn)
+        return (*sides, *box, *counts[1:], self.tiles(p), self.turn(gpu))
 
     def source_map(self, p: Problem) -> Map:
         """Over the source with a problem's box, of channels, W, H, D and images."""
@@ -302,14 +268,11 @@ class Tile(Base):
         return result, bias, *ints(self.sizes(p, gpu)), self.source_map(p), weight
 
     def waves(self, p: Problem, gpu: Gpu) -> tuple[int, int]:
-        """(tiles of the block that has most, their steps): sorted, of each round those of its first tile's phase."""
+        """(tiles of the block that has most, their steps)."""
         tiles, of = self.tiles(p) * self.cluster, len(self.phases)
         waves = -(-tiles // gpu.multiprocessors)
         if self.even or self.cluster > 1:
             return waves, waves * -(-self.steps[0] // self.cluster)
-        if self.sorted(p, gpu):
-            firsts = (wave * gpu.multiprocessors * of // tiles for wave in range(waves))
-            return waves, sum(self.steps[phase] for phase in firsts)
         rounds, rest = divmod(waves, of)
         return waves, rounds * sum(self.steps) + sum(self.steps[:rest])
 

@@ -81,8 +81,8 @@ class Tile:
     """Of a block: a producer's warpgroup and the consumers'."""
     biased: ClassVar[bool] = False
     """Whether a gradient may have a bias."""
-    longest_overlap: ClassVar[float] = math.inf
-    """Seconds of a kernel that begins beside what packs its weights, at most."""
+    beside_pack: ClassVar[bool] = True
+    """Whether the kernel may begin while its weights are packed."""
 
     @property
     def element(self) -> int:
@@ -165,11 +165,6 @@ class Tile:
     def aligned(self) -> bool:
         """Whether a result is stored by units of up to 16 bytes, at which it must begin."""
         return True
-
-    @property
-    def long_code(self) -> bool:
-        """Whether the kernel is straight code for which NVRTC takes long, and has a quick form (``quick``)."""
-        return False
 
     def constants(self) -> dict[str, jit.Constant]:
         """The kernel's; here what all modes have."""

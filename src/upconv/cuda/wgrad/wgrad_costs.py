@@ -15,16 +15,17 @@ from upconv.problem import Problem
 _MAX_SLICE_BYTES = 96 << 20  # of partial sums
 # Fitted, on an H200, to timed tilings of both layouts (docs/design.md, Cost models). Clocks of a block, which begins
 # and leaves its sums, and of a chunk, whose first fragments are waited for; mma.sync's warps meet twice, too.
-_BLOCK, _CHUNK, _SYNC_CHUNK = 2600.0, 145.0, 1550.0
-# Units of `Rates.unit_turned` for 128 16-byte copies by a warpgroup, beside two others and beside three; for turning 32
-# bytes of x of each of its threads. And clocks of such a copy by threads that also multiply.
-_COPIED = {2: 2.0, 3: 2.54}
-_TURNED, _SYNC_COPIED = 3.45, 0.62
-_COLUMNS = {2: 0.76, 4: 0.92}  # of the clocks for an instruction's columns, by bytes of an element
-_SHORT = 0.62  # more reads of rows of x that take half a line; three times as many of a quarter
+_BLOCK, _CHUNK, _SYNC_CHUNK = 2350.0, 136.0, 1550.0
+# Units of `Rates.unit_turned` for 128 16-byte copies by a warpgroup; for turning 32 bytes of x of each of its threads.
+# Clocks of a copy by threads that also multiply. And of a chunk that is turned: nothing else runs while warps meet.
+_COPIED, _TURNED, _SYNC_COPIED = 2.17, 3.06, 0.62
+_TURNED_CHUNK = 805.0
+_COLUMNS = {2: 0.91, 4: 0.71}  # of the clocks for an instruction's columns, by bytes of an element
+_SHORT = 0.55  # more reads of rows of x that take half a line; three times as many of a quarter
 # Seconds, and passes over the sums, or over the weight: of blocks that add up their sums, of one that is alone, and of
 # a second launch.
-_ADDING, _ALONE, _STEPS = (3.2e-6, 1.85), (0.0, 2.2), (2.75e-6, 4.3)
+_ADDING, _ALONE, _STEPS = (3.03e-6, 1.46), (0.0, 1.37), (2.84e-6, 3.16)
+_SECTOR = 32  # bytes that are written together
 
 AnyTiling = SyncTiling | WarpgroupTiling
 Ending = Literal["alone", "together", "steps"]
@@ -86,7 +87,7 @@ def _warpgroup_chunk(t: WarpgroupTiling, straddling: float) -> dict[str, float]:
         "fragments": 2048 * fragments * _conflicts(t),
         "loads": loads * fragments * 2 / t.warpgroups,
         "chunks_turned": 0.0 if t.box_g else 1.0,
-        "turned": t.raw_bytes / (128 * 32) * _TURNED if t.box_g else t.g_units / 128 * _COPIED[t.warpgroups],
+        "turned": t.raw_bytes / (128 * 32) * _TURNED if t.box_g else t.g_units / 128 * _COPIED,
         "descriptors": t.a_shared,
     }
 
@@ -135,7 +136,7 @@ def _chunk(t: AnyTiling, straddling: float) -> dict[str, float]:
     """What a chunk asks for (`Work`), with the clocks that nothing hides."""
     if isinstance(t, SyncTiling):
         return _sync_chunk(t) | {"beside": _SYNC_CHUNK}
-    return _warpgroup_chunk(t, straddling) | {"beside": _CHUNK}
+    return _warpgroup_chunk(t, straddling) | {"beside": _CHUNK + (_TURNED_CHUNK if t.turned else 0.0)}
 
 
 def _chunk_clocks(t: AnyTiling, straddling: float) -> float:
@@ -196,4 +197,19 @@ def _ending_seconds(t: AnyTiling, p: Problem, splits: int, gpu: Gpu, general: bo
     else:
         assert isinstance(t, WarpgroupTiling)
         (fixed, passes), of = _ADDING, t.tiles * splits * t.sums_bytes
-    return fixed + passes * of / gpu.bandwidth
+    found = fixed + passes * of / gpu.bandwidth
+    if how != "steps":  # sectors are written in parts
+        found += max(0.0, _SECTOR / _run(t, p) - 1) * t.element * numel / gpu.bandwidth
+    return found
+
+
+def _run(t: AnyTiling, p: Problem) -> int:
+    """Bytes that a block writes side by side into the weight: of its taps, and of output channels if it has all."""
+    if t.channels_last:
+        return t.block[1] * t.element
+    run = t.element
+    for taps, kernel in zip(reversed((t.block[1], *t.taps)), (*reversed(p.kernel), *(1,) * (3 - p.rank), 0)):
+        run *= taps
+        if taps != kernel:
+            break
+    return run
