@@ -36,7 +36,7 @@ from upconv.cuda.launches import (
     strides_of,
 )  # fmt: skip
 from upconv.cuda.rearrange import batches
-from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Ending, ending, estimate
+from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Ending, Model, ending
 from upconv.cuda.wgrad.wgrad_search import best, refusal
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
@@ -258,4 +258,4 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     found = best(p, gpu, general)
     if found is None:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
-    return Choice(found.tiling, p, gpu, found.splits, estimate(found.tiling, p, gpu, found.splits, general))
+    return Choice(found.tiling, p, gpu, found.splits, Model(p, gpu, general).cost(found.tiling, found.splits))

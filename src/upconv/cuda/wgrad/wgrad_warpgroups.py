@@ -141,7 +141,7 @@ class WarpgroupTiling(Tiling):
     @derived
     def g_width(self) -> int:
         """Output channels of a box (channels_last)."""
-        return next(w for w in (64, 32, 16) if self.block[1] % w == 0 and w * self.element <= 128)
+        return next((w for w in (64, 32) if self.block[1] % w == 0 and w * self.element <= 128), 16)
 
     @property
     def g_pitch(self) -> int:
@@ -251,16 +251,16 @@ class WarpgroupTiling(Tiling):
     def stage_bytes(self) -> int:
         return -(-(self.x_bytes + self.g_bytes) // 1024) * 1024
 
-    @property
+    @derived
     def shared_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + self.raw_bytes + 16
 
-    @property
+    @derived_from("block", "taps")
     def sums_bytes(self) -> int:
         """Bytes of a block's sums in shared memory, where its stages were."""
         return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
 
-    @property
+    @derived
     def adds_up(self) -> bool:
         """Whether blocks may write the weight themselves: of several splits together, or of one alone.
 
@@ -325,7 +325,7 @@ class WarpgroupTiling(Tiling):
             return False
         return self.warpgroups == 2 or self.block[0] <= 64
 
-    @property
+    @derived_from("problem", "taps", "subs", "stacked", "warpgroups", "split_m")
     def run(self) -> int:
         """Units of a warpgroup that are neighbours along W."""
         width, units = self.taps[2], self.unit_count
