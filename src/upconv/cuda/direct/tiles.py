@@ -19,7 +19,7 @@ from upconv.problem import Problem
 
 _UNROLLED = 512  # multiply-adds of a thread for a column of taps (longer: registers spill)
 _MOST_UNROLLED = 1024  # and for all taps: 1.0 s of NVRTC
-_SUMS = 72  # registers of a thread that hold sums (float64: half of them)
+_SUMS = 72  # of a thread (more spill)
 _INPUTS = 16  # and the input's elements that meet them (grad-weight; 32 spill)
 _UNIT = 16  # bytes
 _HOISTED = 110  # sums and elements of a column from which on the compiler keeps all of them in registers
@@ -204,7 +204,7 @@ class Tile:
         """This tile, when the kernels can run it."""
         if self.shared_bytes > shared_limit:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
-        if self.sums > (_SUMS // 2 if self.accumulator == 8 else _SUMS):
+        if self.sums > _SUMS:
             raise Unfit(f"{self.sums} sums of a thread are too many")
         if not 1 <= self.warps <= _MOST_WARPS or (self.weight and self.tap_groups > self.warps):
             raise Unfit(f"{self.warps} warps cannot share {self.tap_groups} groups of taps")
@@ -237,7 +237,14 @@ class Tile:
     def resident(self) -> int:
         """Blocks that a multiprocessor is to hold, which bounds the registers of their threads."""
         least = 16 * _BATCH_OF[0] // 4 + self._registers
-        return max(1, min(65536 // (-(-least // 8) * 8 * self.threads), _SHARED // (self.shared_bytes + 1024), 4))
+        return max(
+            1,
+            min(
+                65536 // (-(-least // 8) * 8 * self.threads),
+                _SHARED // (self.shared_bytes + 1024),
+                max(4, 16 // self.warps),
+            ),
+        )
 
     @property
     def _registers(self) -> int:
@@ -262,7 +269,7 @@ class Tile:
 
     @derived
     def passes(self) -> tuple[int, int, int]:
-        """In which a block's threads bring the units of a tile's rows, its rows, and in NCHW the channels of a chunk."""
+        """In which a block's threads bring the units of a tile's rows, its rows, and in NCHW a chunk's channels."""
         pixels = self.problem.layout == "channels_last" and not self.lanes_are_channels
         units = self.span[1] * (self.chunk if pixels else self.lanes) // self.vector
         lines = max(1, self.threads // units)  # at a time
@@ -413,7 +420,7 @@ def _tiles(layer: Problem, p: Problem) -> Iterator[Tile]:
     to = probe.groups_of[1]
     channels = sorted({-(-to // -(-to // n)) for n in (1, 4, 8, 16, 32)})
     chunks = sorted({min(n, probe.groups_of[0]) for n in (1, 4, 16)})
-    for of_thread, warps, r, w in product(channels, (4, 8), rows, widths):
+    for of_thread, warps, r, w in product(channels, (1, 4, 8), rows, widths):
         units = warps * (1 if probe.lanes_are_channels else 32)
         tile = replace(probe, h=units // w * r, w=w, rows=r, channels=of_thread, warps=warps)
         if w <= units and tile.sums <= _SUMS:
