@@ -743,28 +743,11 @@ static constexpr int COUT = C::groups * C::cout;
 static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
 static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
 
-// Rows of g's tile: every apart-th row between the first and the last (dense), the greatest common divisor of stride and dilation
-// apart; or a row of each tap for each q when that is fewer.
-static constexpr int Q_STEP_D = C::step_d / C::apart_d, Q_STEP_H = C::step_h / C::apart_h;
-static constexpr int TAP_STEP_D = C::dilation_d / C::apart_d, TAP_STEP_H = C::dilation_h / C::apart_h;
-static constexpr int SPAN_D = (C::tile_d - 1) * Q_STEP_D + (C::taps_d - 1) * TAP_STEP_D + 1;
-static constexpr int SPAN_H = (C::tile_h - 1) * Q_STEP_H + (C::taps_h - 1) * TAP_STEP_H + 1;
-static constexpr bool DENSE_D = SPAN_D <= C::tile_d * C::taps_d;
-static constexpr bool DENSE_H = C::stacked || SPAN_H <= C::tile_h * C::taps_h;
-// From a row of q to the next, and from a tap to the next, in rows of g's tile.
-static constexpr int Q_ROWS_D = DENSE_D ? Q_STEP_D : C::taps_d, Q_ROWS_H = DENSE_H ? Q_STEP_H : C::taps_h;
-static constexpr int TAP_ROWS_D = DENSE_D ? TAP_STEP_D : 1, TAP_ROWS_H = DENSE_H ? TAP_STEP_H : 1;
-// Gapless: each tap has pixels of its own, one row of them.
-static constexpr int G_ROWS_D = C::gapless ? 1 : DENSE_D ? SPAN_D : C::tile_d * C::taps_d;
-static constexpr int G_ROWS_H = C::gapless ? 1 : C::stacked ? C::tile_h * C::step_h : DENSE_H ? SPAN_H : C::tile_h * C::taps_h;
-static constexpr int G_COLUMNS = (C::tile_w - 1) * C::step_w + (C::taps_w - 1) * C::dilation_w + 1;
-static constexpr int STACK = C::stacked ? (C::taps_h + C::step_h - 1) / C::step_h : 1;  // rows of x that may meet a row of g
-static constexpr int X_ROWS_H = C::tile_h + STACK - 1;  // of x's tile in a slice
+static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
 static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
-static constexpr int CLASS_ROWS = (G_ROWS_H + C::row_classes - 1) / C::row_classes;
-static constexpr int G_ROWS = C::tile_n * G_ROWS_D * (C::row_classes * CLASS_ROWS);
-static constexpr int G_UNITS = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // of a row (NCHW)
-static constexpr int G_BYTES = G_ROWS * (C::channels_last ? G_COLUMNS : C::block_co) * C::g_pitch * ELEMENT;
+static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1) / C::row_classes;
+static constexpr int G_ROWS = C::tile_n * C::g_rows_d * (C::row_classes * CLASS_ROWS);
+static constexpr int G_BYTES = G_ROWS * (C::channels_last ? C::g_columns : C::block_co) * C::g_pitch * ELEMENT;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -810,10 +793,10 @@ static __device__ __forceinline__ int take_work(Work& work, int index) {
 // (n, d, h) of row `r` of a tile, in its tensor.
 struct Rows { int n, d, h; };
 static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
-static __device__ __forceinline__ int g_row_h(int h) { return DENSE_H ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
+static __device__ __forceinline__ int g_row_h(int h) { return C::dense_h ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
 static __device__ __forceinline__ Rows g_row(int r) {
-  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
+  int h = r % C::g_rows_h, d = r / C::g_rows_h % C::g_rows_d;
+  return {r / (C::g_rows_h * C::g_rows_d), C::dense_d ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
 }
 };
 
@@ -826,8 +809,9 @@ struct WgradMemory { int batch, d, h, w; };             // a tensor
 // g's tile of a WgradShape S, as threads copy it.
 template <class S>
 struct WgradG {
-  static constexpr int ROWS = S::G_ROWS, ROWS_H = S::G_ROWS_H, BLOCK = S::C::block_co, CHANNELS = S::COUT, OF_GROUP = S::C::cout;
-  static constexpr int COLUMNS = S::G_COLUMNS, UNITS = S::G_UNITS, PITCH = S::C::g_pitch;
+  using C = typename S::C;
+  static constexpr int ROWS = S::G_ROWS, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = S::COUT, OF_GROUP = C::cout;
+  static constexpr int COLUMNS = C::g_columns, UNITS = C::g_units, PITCH = C::g_pitch;
   static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
 };
@@ -1029,7 +1013,6 @@ static constexpr int WARPS_N = C::block_co / C::warp_n;
 static constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
 static constexpr int M_FRAGMENTS = C::warp_m / 16;
 static constexpr int N_FRAGMENTS = C::warp_n / 8;
-static constexpr int X_UNITS = (C::tile_w + (C::aligned_x ? 0 : VEC - 1) + VEC - 1) / VEC;  // of a row (NCHW)
 static constexpr int X_BYTES = S::X_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
 static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
 
@@ -1043,7 +1026,7 @@ using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
 
 struct X {                                              // as threads copy it
   static constexpr int ROWS = S::X_ROWS, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
-  static constexpr int COLUMNS = C::tile_w, UNITS = X_UNITS, PITCH = C::x_pitch;
+  static constexpr int COLUMNS = C::tile_w, UNITS = C::x_units, PITCH = C::x_pitch;
   static __device__ __forceinline__ Rows row(int r) { return S::x_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return h; }
 };
@@ -1077,9 +1060,9 @@ static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, 
   int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS;
   Rows at = S::x_row(row);
   Half half;
-  half.row_n = at.n * S::G_ROWS_D;
-  half.row_d = at.d * S::Q_ROWS_D;
-  half.row_h = at.h * S::Q_ROWS_H;
+  half.row_n = at.n * C::g_rows_d;
+  half.row_d = at.d * C::q_rows_d;
+  half.row_h = at.h * C::q_rows_h;
   half.column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
   int phase = C::aligned_x ? 0 : (x_phase + ((u32)(at.n * S::CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
   half.x_at = row * C::block_ci * C::x_pitch + half.column + phase;
@@ -1088,11 +1071,11 @@ static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, 
 
 // Where a half begins in g's tile for a row of taps.
 static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
-  int d = half.row_d + td * S::TAP_ROWS_D, h = half.row_h + th * S::TAP_ROWS_H;
-  int row = (half.row_n + d) * S::G_ROWS_H + h;
-  int image = half.row_n / S::G_ROWS_D;
-  int at_d = S::DENSE_D ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
-  int at_h = S::DENSE_H ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
+  int d = half.row_d + td * C::tap_rows_d, h = half.row_h + th * C::tap_rows_h;
+  int row = (half.row_n + d) * C::g_rows_h + h;
+  int image = half.row_n / C::g_rows_d;
+  int at_d = C::dense_d ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
+  int at_h = C::dense_h ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
   int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
   return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
 }
@@ -1282,13 +1265,14 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_pitch = 108;
-  static constexpr int reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0, taps_d = 1;
-  static constexpr int sets_d = 1, tile_d = 1, apart_d = 1, kernel_h = 3, step_h = 2, dilation_h = 2, padding_h = 1;
-  static constexpr int taps_h = 3, sets_h = 1, tile_h = 8, apart_h = 2, kernel_w = 5, step_w = 3, dilation_w = 1;
-  static constexpr int padding_w = 2, taps_w = 5, sets_w = 1, tile_w = 32, warp_m = 16, warp_n = 8, row_classes = 1;
-  static constexpr int x_pitch = 36;
-  static constexpr bool channels_last = false, stacked = false, gapless = false, aligned_x = true;
+  static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_columns = 98;
+  static constexpr int g_units = 26, g_pitch = 108, reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1;
+  static constexpr int dilation_d = 1, padding_d = 0, taps_d = 1, sets_d = 1, tile_d = 1, kernel_h = 3, step_h = 2;
+  static constexpr int dilation_h = 2, padding_h = 1, taps_h = 3, sets_h = 1, tile_h = 8, kernel_w = 5, step_w = 3;
+  static constexpr int dilation_w = 1, padding_w = 2, taps_w = 5, sets_w = 1, tile_w = 32, apart_d = 1, g_rows_d = 1;
+  static constexpr int q_rows_d = 1, tap_rows_d = 1, apart_h = 2, g_rows_h = 10, q_rows_h = 1, tap_rows_h = 1;
+  static constexpr int warp_m = 16, warp_n = 8, x_units = 8, x_pitch = 36, stack = 1, row_classes = 1;
+  static constexpr bool channels_last = false, dense_d = true, dense_h = true, aligned_x = true, gapless = false;
 };
 
 }  // namespace kernels
