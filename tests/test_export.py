@@ -29,7 +29,7 @@ from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
 from upconv.cuda.compile import nvrtc
-from upconv.cuda.direct import staged, staged_costs
+from upconv.cuda.direct import costs, direct
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
 from upconv.cuda.launches import Map
@@ -52,7 +52,7 @@ from upconv.export import (
 from upconv.export.check import load
 from upconv.export.passes import Kernel
 from upconv.planner import Device, plan
-from upconv.problem import Pass, Problem
+from upconv.problem import Problem
 
 CALL = """
 extern "C" __attribute__((visibility("default")))
@@ -256,8 +256,8 @@ def check_launches(found: Iterable[Kernel], p: Problem, gpu: Gpu, count: int = 2
                 shares = slices[0] // choice.tiling.k_slices
                 assert q != p or shares == choice.splits
                 choice = replace(choice, splits=shares)
-            elif slices and isinstance(choice, staged.Choice):
-                choice = replace(choice, splits=staged_costs.cost(choice.problem, choice.tile, gpu)[2])
+            elif slices and isinstance(choice, direct.Choice):
+                choice = replace(choice, ranges=costs.cost(choice.problem, choice.tile, gpu)[1])
             record = cpp.main_launch(replace(k, choice=choice))
             assert (blocks, tuple(integers)) == (record.grid, cpp.sizes(record)), (str(q), k.name)
             if slices:
@@ -300,7 +300,7 @@ def test_channels_last_files(name: str, dtype: torch.dtype) -> None:
     check_launches(passes.kernels(p, H200), p, H200, 6)
 
 
-STAGED = {
+ON_CORES = {
     f"{name} {layout} {precision}": layer(name, layout=layout, dtype=dtype, precision=precision)
     for name in ("depthwise", "image")
     for layout in ("nchw", "channels_last")
@@ -310,14 +310,13 @@ STAGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize("name", ON_CORES)
 @pytest.mark.parametrize("gpu", (H200, A100, RTX4090), ids=lambda gpu: gpu.arch)
-def test_staged_gradients_are_launched_as_the_librarys(name: str, gpu: Gpu) -> None:
-    """Both gradients by staged kernels, whichever family the planner prefers."""
-    p = STAGED[name]
-    kinds: tuple[Pass, ...] = ("grad-input", "grad-weight")
-    for pass_ in kinds:
-        choice = staged.choose(p.with_(pass_=pass_, bias=False), gpu)
+def test_kernels_on_cuda_cores_are_launched_as_the_librarys(name: str, gpu: Gpu) -> None:
+    """All passes, whichever family the planner prefers."""
+    p = ON_CORES[name]
+    for pass_ in passes.NAMES:
+        choice = direct.choose(p.with_(pass_=pass_, bias=False), gpu)
         assert not isinstance(choice, str), choice
         check_launches([Kernel(pass_, choice)], p, gpu)
 

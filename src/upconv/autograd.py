@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from upconv import cpu, dispatch, planner, refusals
 from upconv.cuda import engine
 from upconv.planner import Plan
 from upconv.replay.calls import Gradients, Operation
-
-if TYPE_CHECKING:
-    from upconv.cuda.recording import Recording
 
 
 def uncast(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Callable[..., Any]:
@@ -149,16 +146,6 @@ class Transposed(Bilinear):
         if self.plan.choice is not None:
             return engine.forward(self.plan, x, weight, bias)
         return cpu.forward(self.plan.problem, self.plan.forward, x, weight, bias)
-
-    def record_forward(self, to: Recording, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return engine.record_forward(to, self.plan, x, weight, bias)
-
-    def record_gradients(
-        self, to: Recording, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> Gradients:
-        if self.plan.backward != planner.FAMILIES:
-            to.refuse("it calls PyTorch's operators")
-        return engine.record_gradients(to, self.plan, grad, x, weight, mask)
 
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
         if self.plan.backward != planner.FAMILIES:

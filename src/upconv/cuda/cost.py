@@ -71,6 +71,8 @@ class Cost:
     """Of the launch."""
     tensor: float = 0.0
     """Matrix instructions."""
+    issue: float = 0.0
+    """Instructions of CUDA cores."""
     shared: float = 0.0
     """Shared memory: operands, copies, and pixels that producers transpose."""
     l2: float = 0.0
@@ -87,6 +89,7 @@ class Cost:
     def terms(self) -> Iterator[tuple[str, float]]:
         """Names and seconds."""
         yield "tensor cores", self.tensor
+        yield "instruction issue", self.issue
         yield "shared memory", self.shared
         yield "L2", self.l2
         yield "latency", self.latency

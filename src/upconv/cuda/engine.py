@@ -25,7 +25,6 @@ from upconv.problem import Pass, is_channels_last
 if TYPE_CHECKING:
     from upconv.cuda.bias import BiasRunner
     from upconv.cuda.prepared import Prepared, PreparedWeight
-    from upconv.cuda.recording import Recording
     from upconv.planner import Plan
 
 
@@ -228,16 +227,6 @@ class WeightRunner:
         assert self.otherwise is not None
         return self.strides if is_channels_last(x.shape, x.stride()) else self.otherwise
 
-    def record(self, to: Recording, x: Tensor, grad: Tensor, dtype: torch.dtype, lasting: bool = True) -> Tensor:
-        """States a call."""
-        strides = self.strides if self.otherwise is None else self._doubtful(x)
-        out = to.make(self.shape, strides, dtype if self.casts else x.dtype)
-        program = self.prepared.program(grad, out, lasting) if x.is_contiguous(memory_format=self.format) else None
-        if program is None:
-            to.refuse("it copies a tensor")
-        to.run(program, (x, grad, out), False)
-        return to.cast(out, dtype)
-
 
 def _prepare(plan: Plan, index: int, pass_: Pass) -> Any:
     choice = plan.selection(pass_).choice
@@ -280,18 +269,6 @@ class Runner:
             raise failure(self.plan, self.index, error, self.pass_) from error
         return out
 
-    def record(self, to: Recording, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True) -> Tensor:
-        """States a call with a weight that is not frozen."""
-        dense = x.is_contiguous(memory_format=self.format) and (bias is None or bias.is_contiguous())
-        if not self.casts:
-            weight, bias = to.cast(weight, x.dtype), None if bias is None else to.cast(bias, x.dtype)
-        program = self.prepared.program(x, weight, bias, lasting) if dense else None
-        if program is None:
-            to.refuse("it copies an operand")
-        out = to.make(self.shape, self.strides, x.dtype)
-        to.run(program, (x, weight, bias, out), True)
-        return out
-
     def _launch(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, lasting: bool) -> None:
         """Packs the weight, or takes a frozen one's copy, and runs the kernel."""
         capturing = _capturing()
@@ -317,54 +294,6 @@ def failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") ->
     assert selected.choice is not None
     where = f"{plan.device.kind}:{selected.name} on cuda:{index} ({selected.choice.summary})"
     return RuntimeError(f"upconv could not compute {plan.problem.with_(pass_=pass_)} by {where}: {error}")
-
-
-# --- recordings ------------------------------------------------------------------------------------------------------
-# What the calls above do, stated for operands on the meta device. Errors: those of `Recording.refuse`.
-
-
-def record_forward(
-    to: Recording, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True
-) -> Tensor:
-    """States `forward`."""
-    runner = runner_of(plan, to.device)
-    assert runner is not None
-    return runner.record(to, x, weight, bias, lasting)
-
-
-def record_convolution(to: Recording, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """States `convolution`."""
-    runner = gradients_of(plan, to.device).input
-    assert runner is not None
-    if bias is None or runner.biased:
-        return runner.record(to, x, weight, None if bias is None else to.cast(bias, x.dtype))
-    out = runner.record(to, x, weight, None)
-    to.add(out, bias)
-    return out
-
-
-def record_gradients(
-    to: Recording, plan: Plan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool], lasting: bool = True
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """States `gradients`."""
-    runners = gradients_of(plan, to.device)
-    by_input = runners.input if mask[0] else None
-    by_weight = runners.weight if mask[1] else None
-    by_bias = runners.bias if mask[2] else None
-    grad_input = grad_weight = grad_bias = None
-    if not grad.is_contiguous(memory_format=runners.format):
-        to.refuse("it copies the output's gradient")
-    if (mask[0] and by_input is None) or (mask[1] and by_weight is None):
-        to.refuse("it calls PyTorch's operator")
-    if by_weight is not None:
-        grad_weight = by_weight.record(to, x, grad, weight.dtype, lasting)
-    if by_input is not None:
-        grad_input = by_input.record(to, grad, weight, None, lasting)
-    if by_bias is not None:
-        grad_bias = by_bias.record(to, grad, weight.dtype, lasting)
-    elif mask[2]:
-        grad_bias = to.sum(grad, weight.dtype)
-    return grad_input, grad_weight, grad_bias
 
 
 # --- loading and compiling -------------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from textwrap import dedent
 
-from upconv.cuda.direct import direct, staged, staged_costs, staged_tiles
-from upconv.cuda.direct.cells import axes
-from upconv.cuda.direct.walks import Walk
+from upconv.cuda.direct import costs, direct, tiles
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad import wgrad
@@ -23,21 +21,10 @@ _BODIES = {
         return {blocks}, (batch, *source, *result, *counts, tiles)
         ''',
     "direct": '''
-        """(blocks, sizes): a block takes cells, the results between two strides, of one row of depth."""
-        rows, columns = ceil(result[1], {rows}), ceil(result[2], {columns})  # of blocks
-        return batch * result[0] * rows * columns{groups}, (*source, *result, rows, columns)
-        ''',
-    "direct_walk": '''
-        """(blocks, sizes): a thread goes down a strip of cells, the results between two strides."""
-        runs, strips = ceil(result[2], {run}), ceil(result[1], {strip_rows})
-        threads = batch * {channels} * ceil(runs * strips, 128) * 128
-        return ceil(threads, 128), (*source[1:], *result[1:], runs, strips, {strip}, threads)
-        ''',
-    "staged_input": '''
-        """(blocks, sizes): a block takes a tile, and what it needs of the output's gradient."""
-        rows, columns = ceil(result[1], {h}), ceil(result[2], {w})  # of blocks
+        """(blocks, sizes): a block takes a tile, and what it needs of the source."""
+        rows, columns = ceil(result[1], {rows}){phases}, ceil(result[2], {columns})  # of blocks
         blocks = batch * result[0] * rows * columns{groups}
-        return blocks, (batch, *result, *source, rows, columns, {whole})
+        return blocks, (batch, *source, *result, rows, columns, {whole})
         ''',
     "wgrad": '''
         """(blocks, slices of sums, sizes): blocks share the chunks of {tile} pixels, their sums are added after.
@@ -50,7 +37,7 @@ _BODIES = {
         shares = ceil(chunks, each)
         return {blocks}, {slices}, (batch, *source, *result, *counts[1:], chunks, each)
         ''',
-    "staged_weight": '''
+    "direct_weight": '''
         """(blocks, slices of sums, sizes): blocks share the tiles of {h} x {w} positions, their sums are added after.
 
         The tiles are cut into as many shares as fill the processors about twice.
@@ -59,7 +46,7 @@ _BODIES = {
         tiles = batch * source[0] * rows * columns
         each = ceil(tiles, max(1, min(tiles, {most}, round({fill}))))
         shares = ceil(tiles, each)
-        return {blocks}, shares, (batch, *source, *result, rows, columns, {whole}, each)
+        return {blocks}, shares, (batch, *result, *source, rows, columns, {whole}, each)
         ''',
 }
 
@@ -79,9 +66,7 @@ def _values(k: Kernel, gpu: Gpu) -> tuple[str, dict[str, object]]:
         return "gather", _gather(c)
     if isinstance(c, wgrad.Choice):
         return "wgrad", _wgrad(c, gpu)
-    if isinstance(c, staged.Choice):
-        return "staged_input" if k.pass_ == "grad-input" else "staged_weight", _staged(k, c, gpu)
-    return _direct(c)
+    return "direct_weight" if k.pass_ == "grad-weight" else "direct", _direct(k, c, gpu)
 
 
 def _times(n: int) -> str:
@@ -135,28 +120,17 @@ def _waves(c: wgrad.Choice, most: int, gpu: Gpu) -> int:
     return 0
 
 
-def _staged(k: Kernel, c: staged.Choice, gpu: Gpu) -> dict[str, object]:
-    s, p = c.tile, c.problem
-    unit, row = whole_rows(c), "source[2]" if k.pass_ == "grad-input" else "result[2]"
-    whole = f"int({row} % {unit} == 0)" if unit > 1 else str(unit)
-    if k.pass_ == "grad-input":
-        return {"h": s.h, "w": s.w, "groups": _times(s.channel_blocks), "whole": whole}
-    blocks = staged_tiles.weight_blocks(p, s)
-    fill = f"{2 * staged_costs.resident(s, gpu)} * processors / {blocks}"
-    return {
-        "h": s.h, "w": s.w, "whole": whole, "blocks": f"shares{_times(blocks)}", "fill": fill,
-        "most": staged_costs.most_ranges(p, s),
-    }  # fmt: skip
-
-
-def _direct(c: direct.Choice) -> tuple[str, dict[str, object]]:
-    p, tile = c.problem, c.tile
-    _, h, w = axes(p)
-    if isinstance(tile, Walk):
-        return "direct_walk", {
-            "run": w.stride * tile.cells, "strip_rows": h.stride * tile.strip, "strip": tile.strip,
-            "channels": p.groups,
+def _direct(k: Kernel, c: direct.Choice, gpu: Gpu) -> dict[str, object]:
+    t, unit = c.tile, whole_rows(c)
+    whole = f"int({'result' if t.weight else 'source'}[2] % {unit} == 0)" if unit > 1 else str(unit)
+    if not t.weight:
+        _, h, w = t.axes
+        return {
+            "rows": t.h * h.out_step, "columns": t.w * w.out_step, "phases": _times(t.phases),
+            "groups": _times(t.channel_blocks), "whole": whole,
         }  # fmt: skip
-    blocks = -(-p.groups // tile.slots) * -(-p.out_channels // p.groups // tile.co)
-    rows, columns = h.stride * tile.block_h, w.stride * tile.cells * tile.block_x
-    return "direct", {"rows": rows, "columns": columns, "groups": _times(blocks)}
+    blocks = tiles.weight_blocks(t)
+    return {
+        "h": t.h, "w": t.w, "whole": whole, "blocks": f"shares{_times(blocks)}",
+        "fill": f"{2 * costs.resident(t, gpu)} * processors / {blocks}", "most": costs.most_ranges(c.problem, t),
+    }  # fmt: skip
