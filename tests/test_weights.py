@@ -206,7 +206,7 @@ def test_a_gradient_for_the_weight_ends_its_promise(monkeypatch: pytest.MonkeyPa
     weights.freeze(weight)
     plan = planner.plan(Problem.make(1, 4, 3, (5, 5), 3), planner.cpu_device())
     none = SimpleNamespace(input=None, weight=None, bias=None)
-    monkeypatch.setattr(engine, "gradients_of", lambda plan, index: none)
+    monkeypatch.setattr(engine, "loaded", lambda plan, index: none)
     monkeypatch.setattr(engine, "_current_device", lambda: -1)
     monkeypatch.setattr(engine.cpu, "gradients", lambda *_: (None, torch.zeros(()), None))
     for asked, frozen in ((False, True), (True, False)):

@@ -140,7 +140,7 @@ class Transposed(Bilinear):
         return self
 
     def loaded(self, index: int) -> bool:
-        return index in engine.loaded(self.plan).runners
+        return engine.loaded(self.plan, index).has("fwd")
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.plan.choice is not None:

@@ -345,8 +345,7 @@ class Convolution(Bilinear):
         return cpu.dense_strides(self.result, self._format)
 
     def loaded(self, index: int) -> bool:
-        found = engine.loaded(self.plan).gradients.get(index)
-        return not self.for_output or (found is not None and "input" in vars(found))
+        return not self.for_output or engine.loaded(self.plan, index).has("grad-input")
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if engine.ready(self, x.get_device(), bias is not None) and self.for_output:
