@@ -19,10 +19,10 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output channels halved,
+- forward: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output channels halved,
   weights ring of 3 x 4 fragments, 214 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output
-  channels halved, weights ring of 3 x 4 fragments, 214 KB shared.
+- gradient for the input: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output
+  channels halved, weights ring of 3 x 4 fragments, 216 KB shared.
 - gradient for the weight: wgmma tf32, 128x64 channels x 1x1x3 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K
   in 66 slices, 198 KB shared.
 
@@ -1318,10 +1318,10 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
 struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+__device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(full);
 }
 
 template <class C>
@@ -1443,12 +1443,10 @@ static constexpr int NB = G::NB;
 
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
   constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
   return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1512,8 +1510,7 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
 struct ChunkOf;
 
@@ -1525,23 +1522,16 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513. ROLLED: where the
+// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
   wgmma_fence();
@@ -1555,12 +1545,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
@@ -1585,35 +1573,34 @@ static __device__ __forceinline__ constexpr int block_of(int variant, int entry)
 }
 
 template <int VARIANT, int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP / G::STEPS_PER_TAP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
   S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-    if (C::continued && STEP == 0) S::give_back(behind, lane);
 }
 
 // Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
 template <int VARIANT, int... STEPS>
-static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
+static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
   weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
 // is then compiled, and fetched.
 template <int STRETCH>
-static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::first_of_stretches[STRETCH];  // variant
   int stretch = variant;
   if (C::stretches == 1 || stretch == STRETCH) {
     u32 a[C::fragment_sets][4];
     const typename Counting<steps_of(first)>::type steps;
     weights.load(a[0], 0);
-    multiply_from<first>(steps, acc, a, weights, pixels, behind, lane);
+    multiply_from<first>(steps, acc, a, weights, pixels, lane);
   } else ;
 }
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  multiply_stretch<0>(variant, acc, weights, pixels, behind, lane);
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
+  multiply_stretch<0>(variant, acc, weights, pixels, lane);
 }
 };
 
@@ -1636,14 +1623,14 @@ using Number = typename G::Number;
 static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int GROUPS = C::run_groups;
 static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
@@ -1993,16 +1980,14 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
+      Chunk::give_back(last, lane);
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
@@ -2940,14 +2925,14 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output channels halved, weights
+// Forward: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output channels halved, weights
 // ring of 3 x 4 fragments, 214 KB shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int precision = 0, cin = 128, cin_g = 128, ck = 32, tile_n = 1, tile_d = 1, tile_h = 1, tile_w = 256;
+  static constexpr int precision = 0, cin = 128, cin_g = 128, ck = 32, tile_n = 2, tile_d = 1, tile_h = 1, tile_w = 128;
   static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 1, rows_h = 1, row_step_d = 1;
-  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, first_w = -2, columns = 258, plane = 258;
+  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, first_w = -2, columns = 130, plane = 130;
   static constexpr int planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0, first_h = 0;
   static constexpr int box_units = 33, column_pad = 2, cout = 128, cout_g = 128, taps = 3, out_step_d = 1;
   static constexpr int out_step_h = 1, out_step_w = 1, sub_h = 1, sub_w = 64, split = 1, mb = 1, subs = 1;
@@ -2957,20 +2942,19 @@ struct Forward {
   static constexpr int stretches = 1, first_of_stretches[1] = {0}, stages_w = 3, w_stage = 4, ring_fragments = 12;
   static constexpr int pack_taps = 3, run_groups = 16, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, paired = false;
-  static constexpr bool wide = true, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = true;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output channels
-// halved, weights ring of 3 x 4 fragments, 214 KB shared.
+// Gradient for the input: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output channels
+// halved, weights ring of 3 x 4 fragments, 216 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int precision = 0, cin = 128, cin_g = 128, ck = 32, tile_n = 1, tile_d = 1, tile_h = 1, tile_w = 256;
+  static constexpr int precision = 0, cin = 128, cin_g = 128, ck = 32, tile_n = 2, tile_d = 1, tile_h = 1, tile_w = 128;
   static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 1, rows_h = 1, row_step_d = 1;
-  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, first_w = 0, columns = 258, plane = 258;
+  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, first_w = 0, columns = 130, plane = 130;
   static constexpr int planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 0, cout = 128, cout_g = 128;
   static constexpr int taps = 3, out_step_d = 1, out_step_h = 1, out_step_w = 1, sub_h = 1, sub_w = 64, split = 1;
   static constexpr int mb = 1, subs = 1, rows_per_sub = 64, w_subs = 1, variants = 1, cout_blocks = 1, m_groups = 1;
@@ -2979,9 +2963,8 @@ struct GradInput {
   static constexpr int tap_indices[3] = {0, 1, 2}, stretches = 1, first_of_stretches[1] = {0}, stages_w = 3;
   static constexpr int w_stage = 4, ring_fragments = 12, pack_taps = 3, run_groups = 16, store = 0, store_unit = 0;
   static constexpr int cluster = 1, producer_registers = 72, consumer_registers = 184;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, paired = false;
-  static constexpr bool wide = true, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = false;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, wide = true;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = false;
 };
 
 // =====================================================================================================================
@@ -3076,10 +3059,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({196608}, weight.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<128, 256, 0, stream>>>(of(weight), of(packed), 1);
   const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 219444), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 219448), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {132, 1, 1, 32, 1}, {1, 1, 1, 1, 1},
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {132, 1, 1, 32, 2}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -3090,7 +3073,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({196608}, weight.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::GradInput>><<<128, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 219220), stream>>>(
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 221272), stream>>>(
       of(grad), of(packed), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
       sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -3164,16 +3147,16 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x1x256 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 1, 256))]
-    tiles = batch * math.prod(counts)
+    """(blocks, sizes): persistent blocks, which take tile after tile of 2x1x1x128 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 1, 128))]
+    tiles = ceil(batch, 2) * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x1x256 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 1, 256))]
-    tiles = batch * math.prod(counts)
+    """(blocks, sizes): persistent blocks, which take tile after tile of 2x1x1x128 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 1, 128))]
+    tiles = ceil(batch, 2) * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 

@@ -1227,10 +1227,10 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
 struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+__device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(full);
 }
 
 template <class C>
@@ -1315,12 +1315,10 @@ static constexpr int NB = G::NB;
 
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
   constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
   return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1376,8 +1374,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 // A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
 struct ChunkOf;
 
@@ -1389,23 +1386,16 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513. ROLLED: where the
+// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
   wgmma_fence();
@@ -1419,12 +1409,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
@@ -1451,7 +1439,7 @@ using G = GatherWork<C>;
 using S = StepOf<C>;
 using Sums = float[G::MB][G::NB][32];
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, u32, int lane) {
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int lane) {
 #pragma unroll
   for (int b = 0; b < G::MB; b++) {
     int e = G::first_entry(variant, b), last = G::end_entry(variant, b);
@@ -1480,14 +1468,14 @@ using Number = typename G::Number;
 static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int GROUPS = C::run_groups;
 static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
@@ -1837,16 +1825,14 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
+      Chunk::give_back(last, lane);
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
@@ -2701,9 +2687,8 @@ struct Forward {
   static constexpr int tap_indices[75] = {74, 73, 72, 71, 70, 69, 68, 67, 66, 65, 64, 63, 62, 61, 60, 59, 58, 57, 56, 55, 54, 53, 52, 51, 50, 49, 48, 47, 46, 45, 44, 43, 42, 41, 40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
   static constexpr int stages_w = 6, w_stage = 7, ring_fragments = 42, pack_taps = 4, run_groups = 3, store = 0;
   static constexpr int store_unit = 0, cluster = 1, producer_registers = 56, consumer_registers = 200;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, paired = false;
-  static constexpr bool wide = false, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2726,9 +2711,8 @@ struct GradInput {
   static constexpr int tap_indices[180] = {0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, 0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11, 6, 12, 7, 13, 8, 14, 9, 15, 10, 16, 11, 17, 12, 18, 13, 19, 14, 20, 15, 21, 16, 22, 17, 23, 18, 24, 19, -1, 20, -1, 21, -1, 22, -1, 23, -1, 24, 25, -1, 26, -1, 27, -1, 28, -1, 29, -1, 30, 25, 31, 26, 32, 27, 33, 28, 34, 29, 35, 30, 36, 31, 37, 32, 38, 33, 39, 34, 40, 35, 41, 36, 42, 37, 43, 38, 44, 39, 45, 40, 46, 41, 47, 42, 48, 43, 49, 44, -1, 45, -1, 46, -1, 47, -1, 48, -1, 49, 50, -1, 51, -1, 52, -1, 53, -1, 54, -1, 55, 50, 56, 51, 57, 52, 58, 53, 59, 54, 60, 55, 61, 56, 62, 57, 63, 58, 64, 59, 65, 60, 66, 61, 67, 62, 68, 63, 69, 64, 70, 65, 71, 66, 72, 67, 73, 68, 74, 69, -1, 70, -1, 71, -1, 72, -1, 73, -1, 74};
   static constexpr int stages_w = 3, w_stage = 6, ring_fragments = 18, pack_taps = 5, run_groups = 1, store = 0;
   static constexpr int store_unit = 0, cluster = 1, producer_registers = 56, consumer_registers = 200;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, paired = false;
-  static constexpr bool wide = false, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================

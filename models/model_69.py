@@ -21,8 +21,8 @@ Constraints:
 Kernels:
 - forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 8 x 5
   fragments, 161 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
-  weights ring of 3 x 5 fragments, 219 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn,
+  weights ring of 6 x 5 fragments, 226 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
   (NxDxHxW of q), K in 33 slices, 204 KB shared.
 
@@ -1214,10 +1214,10 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
 struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+__device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(full);
 }
 
 template <class C>
@@ -1291,6 +1291,8 @@ template <int N> struct WgmmaOf;
 #define NUMBERS_5 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 WGMMA_WIDTH(56, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27", "%28", "%29", "%30", "%31", "%32", "%33", "%34", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20), FOUR_SUMS(24))
 WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
+WGMMA_WIDTH(120, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59", "%60", "%61", "%62", "%63", "%64", "%65", "%66", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48), FOUR_SUMS(52), FOUR_SUMS(56))
+WGMMA_WIDTH(128, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48))
 WGMMA_WIDTH(184, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91", "%92", "%93", "%94", "%95", "%96", "%97", "%98", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80), FOUR_SUMS(84), FOUR_SUMS(88))
 WGMMA_WIDTH(192, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80))
 
@@ -1303,12 +1305,10 @@ static constexpr int NB = G::NB;
 
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
   constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
   return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1372,8 +1372,7 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
 struct ChunkOf;
 
@@ -1385,23 +1384,16 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513. ROLLED: where the
+// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
   wgmma_fence();
@@ -1415,12 +1407,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
@@ -1442,7 +1432,7 @@ template <int STEP>
 static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32& behind, int lane) {
   constexpr int shift = C::round_shifts[STEP / G::STEPS_PER_TAP];
   S::step(acc, a, weights, pixels, shift, STEP, G::LONGEST_STRETCH, lane, left);
-  if ((C::continued || BY_PLANES) && STEP == 0 && behind) {
+  if (BY_PLANES && STEP == 0 && behind) {
     S::give_back(behind, lane);
     behind = 0;
   }
@@ -1452,8 +1442,9 @@ static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typena
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
   u32 a[C::fragment_sets][4];
+  u32 behind = 0;                                       // the plane that the last step may still read
   int left = G::entries_of(variant) / C::taps_unrolled;
   u32 full = pixels.full, empty = pixels.empty;
   weights.load(a[0], 0);
@@ -1470,7 +1461,7 @@ static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, W
       multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[b], a, weights, shifted, --left, behind, lane);
     }
   }
-  if (!C::continued) wgmma_wait<0>();
+  wgmma_wait<0>();
 }
 };
 
@@ -1493,14 +1484,14 @@ using Number = typename G::Number;
 static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int GROUPS = C::run_groups;
 static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
@@ -1851,23 +1842,17 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
+      Chunk::give_back(last, lane);
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    if constexpr (C::continued) {
-      wgmma_wait<0>();
-      Chunk::give_back(behind, lane);
-    }
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
@@ -2720,34 +2705,32 @@ struct Forward {
   static constexpr int round_shifts[5] = {0, 1, 2, 3, 4}, stages_w = 8, w_stage = 5, ring_fragments = 40, pack_taps = 4;
   static constexpr int run_groups = 3, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, paired = false;
-  static constexpr bool wide = false, continued = true, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
-// weights ring of 3 x 5 fragments, 219 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
+// ring of 6 x 5 fragments, 226 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int precision = 0, cin = 128, cin_g = 128, ck = 16, tile_n = 1, tile_d = 1, tile_h = 8, tile_w = 64;
-  static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 1, rows_h = 10, row_step_d = 1;
-  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[10] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, first_w = 0;
-  static constexpr int columns = 68, plane = 68, planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1;
-  static constexpr int first_d = 0, first_h = 0, box_units = 17, column_pad = 0, cout = 64, cout_g = 64, taps = 15;
-  static constexpr int out_step_d = 1, out_step_h = 1, out_step_w = 1, sub_h = 1, sub_w = 64, split = 0, mb = 1;
-  static constexpr int subs = 1, rows_per_sub = 64, w_subs = 1, variants = 1, cout_blocks = 1, m_groups = 1;
-  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, blocks_of_w[1] = {0}, steps = 1;
-  static constexpr int taps_unrolled = 5, fragment_sets = 5, entries[2] = {0, 15};
-  static constexpr int tap_rows[15] = {0, 1, 2, 3, 4, 68, 69, 70, 71, 72, 136, 137, 138, 139, 140};
+  static constexpr int precision = 0, cin = 128, cin_g = 128, ck = 16, tile_n = 1, tile_d = 1, tile_h = 2, tile_w = 128;
+  static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 1, rows_h = 4, row_step_d = 1;
+  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[4] = {0, 1, 2, 3}, first_w = 0, columns = 132;
+  static constexpr int plane = 132, planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0;
+  static constexpr int first_h = 0, box_units = 33, column_pad = 0, cout = 64, cout_g = 64, taps = 15, out_step_d = 1;
+  static constexpr int out_step_h = 1, out_step_w = 1, sub_h = 1, sub_w = 64, split = 2, mb = 1, subs = 1;
+  static constexpr int rows_per_sub = 64, w_subs = 1, variants = 1, cout_blocks = 1, m_groups = 1, subs_d[1] = {0};
+  static constexpr int subs_h[1] = {0}, subs_w[1] = {0}, blocks_of_w[1] = {0}, steps = 1, taps_unrolled = 5;
+  static constexpr int fragment_sets = 5, entries[2] = {0, 15};
+  static constexpr int tap_rows[15] = {0, 1, 2, 3, 4, 132, 133, 134, 135, 136, 264, 265, 266, 267, 268};
   static constexpr int tap_indices[15] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14};
-  static constexpr int round_shifts[5] = {0, 1, 2, 3, 4}, stages_w = 3, w_stage = 5, ring_fragments = 15, pack_taps = 4;
-  static constexpr int run_groups = 8, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
+  static constexpr int round_shifts[5] = {0, 1, 2, 3, 4}, stages_w = 6, w_stage = 5, ring_fragments = 30, pack_taps = 4;
+  static constexpr int run_groups = 16, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, paired = false;
-  static constexpr bool wide = false, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, wide = true;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2856,10 +2839,10 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({491520}, weight.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::GradInput>><<<256, 256, 0, stream>>>(of(weight), of(packed), 1);
   const at::Tensor zeros = at::zeros({2}, grad.options().dtype(at::kInt));
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 224600), stream>>>(
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 231792), stream>>>(
       of(grad), of(packed), nullptr, of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {68, 10, 1, 16, 1}, {1, 1, 1, 1, 1},
+      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {132, 4, 1, 16, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2941,8 +2924,8 @@ def forward_launch(batch, source, result, processors):
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x64 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 8, 64))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x2x128 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 2, 128))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

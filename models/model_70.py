@@ -19,8 +19,8 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 6
-  fragments, 225 KB shared.
+- forward: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 5
+  x 6 fragments, 219 KB shared.
 - gradient for the input: wgmma tf32, tile 1x4x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
   weights ring of 4 x 5 fragments, 208 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 48x32 channels x 2x3x3 taps a block, chunks of 1x2x2x32
@@ -1319,10 +1319,10 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
 struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+__device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(full);
 }
 
 template <class C>
@@ -1446,12 +1446,10 @@ static constexpr int NB = G::NB;
 
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
   constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
   return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1515,8 +1513,7 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
 struct ChunkOf;
 
@@ -1528,23 +1525,16 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513. ROLLED: where the
+// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
   wgmma_fence();
@@ -1558,12 +1548,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
@@ -1585,7 +1573,7 @@ template <int STEP>
 static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32& behind, int lane) {
   constexpr int shift = C::round_shifts[STEP / G::STEPS_PER_TAP];
   S::step(acc, a, weights, pixels, shift, STEP, G::LONGEST_STRETCH, lane, left);
-  if ((C::continued || BY_PLANES) && STEP == 0 && behind) {
+  if (BY_PLANES && STEP == 0 && behind) {
     S::give_back(behind, lane);
     behind = 0;
   }
@@ -1595,8 +1583,9 @@ static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typena
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
   u32 a[C::fragment_sets][4];
+  u32 behind = 0;                                       // the plane that the last step may still read
   int left = G::entries_of(variant) / C::taps_unrolled;
   u32 full = pixels.full, empty = pixels.empty;
   weights.load(a[0], 0);
@@ -1613,7 +1602,7 @@ static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, W
       multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[b], a, weights, shifted, --left, behind, lane);
     }
   }
-  if (!C::continued) wgmma_wait<0>();
+  wgmma_wait<0>();
 }
 };
 
@@ -1640,7 +1629,7 @@ using G = GatherWork<C>;
 using S = StepOf<C>;
 using Sums = float[G::MB][G::NB][32];
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, u32, int lane) {
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int lane) {
 #pragma unroll
   for (int b = 0; b < G::MB; b++) {
     int e = G::first_entry(variant, b), last = G::end_entry(variant, b);
@@ -1669,14 +1658,14 @@ using Number = typename G::Number;
 static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int GROUPS = C::run_groups;
 static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
@@ -2027,16 +2016,14 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
+      Chunk::give_back(last, lane);
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
@@ -2982,28 +2969,27 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 6
-// fragments, 225 KB shared.
+// Forward: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 5 x 6
+// fragments, 219 KB shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int precision = 0, cin = 48, cin_g = 48, ck = 8, tile_n = 1, tile_d = 2, tile_h = 8, tile_w = 16;
-  static constexpr int in_step_d = 2, in_step_h = 1, in_step_w = 1, rows_d = 6, rows_h = 10, row_step_d = 2;
-  static constexpr int row_step_h = 1, offsets_d[6] = {-2, -1, 0, 1, 2, 3};
-  static constexpr int offsets_h[10] = {-2, -1, 0, 1, 2, 3, 4, 5, 6, 7}, first_w = -2, columns = 18, plane = 18;
-  static constexpr int planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = -2;
-  static constexpr int first_h = -2, box_units = 5, column_pad = 2, cout = 24, cout_g = 24, taps = 27, out_step_d = 2;
-  static constexpr int out_step_h = 1, out_step_w = 1, sub_h = 8, sub_w = 8, split = 2, mb = 1, subs = 2;
-  static constexpr int rows_per_sub = 32, w_subs = 1, variants = 1, cout_blocks = 1, m_groups = 1, subs_d[2] = {0, 1};
-  static constexpr int subs_h[2] = {0, 0}, subs_w[1] = {0}, blocks_of_w[1] = {0}, steps = 2, taps_unrolled = 18;
-  static constexpr int fragment_sets = 3, entries[2] = {0, 36};
-  static constexpr int tap_rows[36] = {0, 1, 2, 18, 19, 20, 36, 37, 38, 180, 181, 182, 198, 199, 200, 216, 217, 218, 360, 361, 362, 378, 379, 380, 396, 397, 398, 540, 541, 542, 558, 559, 560, 576, 577, 578};
-  static constexpr int tap_indices[72] = {26, -1, 25, -1, 24, -1, 23, -1, 22, -1, 21, -1, 20, -1, 19, -1, 18, -1, 17, 26, 16, 25, 15, 24, 14, 23, 13, 22, 12, 21, 11, 20, 10, 19, 9, 18, 8, 17, 7, 16, 6, 15, 5, 14, 4, 13, 3, 12, 2, 11, 1, 10, 0, 9, -1, 8, -1, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0};
-  static constexpr int stages_w = 6, w_stage = 6, ring_fragments = 36, pack_taps = 4, run_groups = 2, store = 0;
+  static constexpr int precision = 0, cin = 48, cin_g = 48, ck = 8, tile_n = 1, tile_d = 4, tile_h = 8, tile_w = 8;
+  static constexpr int in_step_d = 1, in_step_h = 2, in_step_w = 1, rows_d = 6, rows_h = 18, row_step_d = 1;
+  static constexpr int row_step_h = 2, offsets_d[6] = {-2, -1, 0, 1, 2, 3};
+  static constexpr int offsets_h[18] = {-2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, first_w = -2;
+  static constexpr int columns = 10, plane = 10, planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1;
+  static constexpr int first_d = -2, first_h = -2, box_units = 3, column_pad = 2, cout = 24, cout_g = 24, taps = 27;
+  static constexpr int out_step_d = 1, out_step_h = 2, out_step_w = 1, sub_h = 8, sub_w = 8, split = 0, mb = 1;
+  static constexpr int subs = 2, rows_per_sub = 32, w_subs = 1, variants = 1, cout_blocks = 1, m_groups = 1;
+  static constexpr int subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, blocks_of_w[1] = {0}, steps = 2;
+  static constexpr int taps_unrolled = 18, fragment_sets = 3, entries[2] = {0, 36};
+  static constexpr int tap_rows[36] = {0, 1, 2, 10, 11, 12, 20, 21, 22, 30, 31, 32, 180, 181, 182, 190, 191, 192, 200, 201, 202, 210, 211, 212, 360, 361, 362, 370, 371, 372, 380, 381, 382, 390, 391, 392};
+  static constexpr int tap_indices[72] = {26, -1, 25, -1, 24, -1, 23, 26, 22, 25, 21, 24, 20, 23, 19, 22, 18, 21, -1, 20, -1, 19, -1, 18, 17, -1, 16, -1, 15, -1, 14, 17, 13, 16, 12, 15, 11, 14, 10, 13, 9, 12, -1, 11, -1, 10, -1, 9, 8, -1, 7, -1, 6, -1, 5, 8, 4, 7, 3, 6, 2, 5, 1, 4, 0, 3, -1, 2, -1, 1, -1, 0};
+  static constexpr int stages_w = 5, w_stage = 6, ring_fragments = 30, pack_taps = 4, run_groups = 1, store = 0;
   static constexpr int store_unit = 0, cluster = 1, producer_registers = 56, consumer_registers = 200;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, paired = false;
-  static constexpr bool wide = false, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -3026,9 +3012,8 @@ struct GradInput {
   static constexpr int round_shifts[9] = {0, 1, 2, 18, 19, 20, 36, 37, 38}, stages_w = 4, w_stage = 5;
   static constexpr int ring_fragments = 20, pack_taps = 4, run_groups = 2, store = 0, store_unit = 0, cluster = 1;
   static constexpr int producer_registers = 72, consumer_registers = 184;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, paired = false;
-  static constexpr bool wide = false, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = false;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = false;
 };
 
 // =====================================================================================================================
@@ -3123,10 +3108,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({442368}, weight.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<168, 256, 0, stream>>>(of(weight), of(packed), 1);
   const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 230992), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 225024), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {20, 10, 6, 8, 1}, {1, 1, 1, 1, 1},
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {12, 18, 6, 8, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -3211,8 +3196,8 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x2x8x16 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (4, 8, 16))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x4x8x8 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (4, 16, 8))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

@@ -19,8 +19,8 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 2 x 8
-  fragments, 219 KB shared.
+- forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights resident, 219
+  KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
   weights ring of 3 x 6 fragments, 211 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x3 taps a block, chunks of 2x1x2x64
@@ -884,27 +884,40 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
   using W = WeightsOf<C>;
   constexpr int STEP_BYTES = G::WGS_M * G::FRAGMENT;
   wait_for_results();                                   // of `pack`
-  typename G::AloneOrder order(s);
-  CursorOf<C::stages_w> cursor = {0, 1};
-#pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-    const typename G::Tile t = G::tile_at(index, s);
+  if constexpr (C::resident) {
+    if (blockIdx.x >= s.tiles) return;
+    const typename G::Tile t = G::tile_at(blockIdx.x, s);
     typename W::Source from = W::source_of(memory, t);
+    u32 bytes = G::entries_of(t.variant) * G::STEPS_PER_TAP * STEP_BYTES;
+    if (bytes == 0) return;
 #pragma unroll 1
-    for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
+    for (int chunk = 0; chunk < G::CHUNKS; chunk++) {
       W::begin_chunk(from, t, chunk);
+      W::bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
+    }
+  } else {
+    typename G::AloneOrder order(s);
+    CursorOf<C::stages_w> cursor = {0, 1};
 #pragma unroll 1
-      for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
-        int left = G::steps_of(t.variant, b);
+    for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+      const typename G::Tile t = G::tile_at(index, s);
+      typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-        while (left > 0) {
-          int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
-          left -= stretch;
+      for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
+        W::begin_chunk(from, t, chunk);
 #pragma unroll 1
-          for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-            u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
-            barrier_wait(empty + cursor.stage * 8, cursor.parity);
-            W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
+        for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
+          int left = G::steps_of(t.variant, b);
+#pragma unroll 1
+          while (left > 0) {
+            int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
+            left -= stretch;
+#pragma unroll 1
+            for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
+              u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
+              barrier_wait(empty + cursor.stage * 8, cursor.parity);
+              W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
+            }
           }
         }
       }
@@ -926,6 +939,27 @@ __device__ __forceinline__ void begin_chunk(int) {}
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int) {}
+};
+
+template <class C>
+struct Fragments<C, true, true> {                       // resident
+using G = GatherWork<C>;
+using W = WeightsOf<C>;
+u32 ring, full;                                         // this thread's part of its first fragment; barriers
+u32 at;                                                 // of the stretch's first fragment
+bool first;                                             // the first tile waits for the weights
+
+__device__ __forceinline__ Fragments(u32 ring, u32 full, u32, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), first(true) {}
+__device__ __forceinline__ void begin(const char*, const typename G::Tile&) { at = ring; }
+__device__ __forceinline__ void begin_chunk(int chunk) {
+  if (first) barrier_wait(full + chunk * 8, 0);
+}
+__device__ __forceinline__ void load(u32 (&a)[4], int i) { W::load(a, at, i); }
+__device__ __forceinline__ void end_stretch(int steps) { at += steps * (G::WGS_M * G::FRAGMENT); }
+__device__ __forceinline__ void end() { first = false; }
+__device__ __forceinline__ void skip(int) {}
+// The barrier of the stage in hand.
+__device__ __forceinline__ u32 in_hand() const { return 0; }
 };
 
 template <class C>
@@ -1318,10 +1352,10 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
 struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+__device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(full);
 }
 
 template <class C>
@@ -1444,12 +1478,10 @@ static constexpr int NB = G::NB;
 
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
   constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
   return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1513,8 +1545,7 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
 struct ChunkOf;
 
@@ -1526,23 +1557,16 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513. ROLLED: where the
+// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
   wgmma_fence();
@@ -1556,12 +1580,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
@@ -1586,35 +1608,34 @@ static __device__ __forceinline__ constexpr int block_of(int variant, int entry)
 }
 
 template <int VARIANT, int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP / G::STEPS_PER_TAP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
   S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-    if (C::continued && STEP == 0) S::give_back(behind, lane);
 }
 
 // Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
 template <int VARIANT, int... STEPS>
-static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
+static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
   weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
 // is then compiled, and fetched.
 template <int STRETCH>
-static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::first_of_stretches[STRETCH];  // variant
   int stretch = variant;
   if (C::stretches == 1 || stretch == STRETCH) {
     u32 a[C::fragment_sets][4];
     const typename Counting<steps_of(first)>::type steps;
     weights.load(a[0], 0);
-    multiply_from<first>(steps, acc, a, weights, pixels, behind, lane);
+    multiply_from<first>(steps, acc, a, weights, pixels, lane);
   } else ;
 }
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  multiply_stretch<0>(variant, acc, weights, pixels, behind, lane);
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
+  multiply_stretch<0>(variant, acc, weights, pixels, lane);
 }
 };
 
@@ -1637,14 +1658,14 @@ using Number = typename G::Number;
 static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int GROUPS = C::run_groups;
 static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
@@ -1994,23 +2015,17 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
+      Chunk::give_back(last, lane);
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    if constexpr (C::continued) {
-      wgmma_wait<0>();
-      Chunk::give_back(behind, lane);
-    }
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
@@ -2953,28 +2968,27 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 2 x 8
-// fragments, 219 KB shared.
+// Forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights resident, 219 KB
+// shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int precision = 0, cin = 32, cin_g = 32, ck = 16, tile_n = 1, tile_d = 1, tile_h = 4, tile_w = 64;
+  static constexpr int precision = 0, cin = 32, cin_g = 32, ck = 8, tile_n = 1, tile_d = 1, tile_h = 4, tile_w = 64;
   static constexpr int in_step_d = 1, in_step_h = 2, in_step_w = 1, rows_d = 1, rows_h = 10, row_step_d = 1;
   static constexpr int row_step_h = 2, offsets_d[1] = {0}, offsets_h[10] = {-2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
   static constexpr int first_w = -2, columns = 66, plane = 66, planes = 1, plane_barriers = 1, stages_p = 2;
-  static constexpr int stages_s = 2, fetch = 1, first_d = 0, first_h = -2, box_units = 17, column_pad = 2, cout = 32;
+  static constexpr int stages_s = 3, fetch = 1, first_d = 0, first_h = -2, box_units = 17, column_pad = 2, cout = 32;
   static constexpr int cout_g = 32, taps = 9, out_step_d = 1, out_step_h = 2, out_step_w = 1, sub_h = 1, sub_w = 64;
   static constexpr int split = 2, mb = 1, subs = 2, rows_per_sub = 32, w_subs = 1, variants = 1, cout_blocks = 1;
   static constexpr int m_groups = 1, subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, blocks_of_w[1] = {0};
   static constexpr int steps = 0, taps_unrolled = 12, fragment_sets = 3, entries[2] = {0, 12};
   static constexpr int tap_rows[12] = {0, 1, 2, 66, 67, 68, 132, 133, 134, 198, 199, 200};
   static constexpr int tap_indices[24] = {8, -1, 7, -1, 6, -1, 5, 8, 4, 7, 3, 6, 2, 5, 1, 4, 0, 3, -1, 2, -1, 1, -1, 0};
-  static constexpr int stretches = 1, first_of_stretches[1] = {0}, stages_w = 2, w_stage = 8, ring_fragments = 16;
+  static constexpr int stretches = 1, first_of_stretches[1] = {0}, stages_w = 4, w_stage = 6, ring_fragments = 48;
   static constexpr int pack_taps = 4, run_groups = 8, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, paired = false;
-  static constexpr bool wide = false, continued = true, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = false;
+  static constexpr bool resident = true, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2997,9 +3011,8 @@ struct GradInput {
   static constexpr int stretches = 1, first_of_stretches[1] = {0}, stages_w = 3, w_stage = 6, ring_fragments = 18;
   static constexpr int pack_taps = 4, run_groups = 8, store = 0, store_unit = 0, cluster = 1, producer_registers = 72;
   static constexpr int consumer_registers = 184;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, paired = false;
-  static constexpr bool wide = false, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = false;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = false;
 };
 
 // =====================================================================================================================
@@ -3094,10 +3107,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({98304}, weight.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<48, 256, 0, stream>>>(of(weight), of(packed), 1);
   const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 224584), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 225400), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {68, 10, 1, 16, 1}, {1, 1, 1, 1, 1},
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {68, 10, 1, 8, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -19,9 +19,9 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma ieee, tile 1x1x8x16 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
-  8 x 6 fragments, 184 KB shared.
-- gradient for the input: tiles of 8x16 cells in 32 KB, lanes are columns, a thread takes 1 rows x 8 channels.
+- forward: wgmma ieee, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
+  7 x 6 fragments, 222 KB shared.
+- gradient for the input: tiles of 8x16 cells in 33 KB, lanes are columns, a thread takes 4 rows x 8 channels.
 - gradient for the weight: mma.sync ieee, 16x8 channels x 1x2x7 taps a block, chunks of 2x1x8x16 (NxDxHxW of q), K
   in 88 slices, 128 KB shared.
 
@@ -1245,10 +1245,10 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
 struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+__device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(full);
 }
 
 template <class C>
@@ -1340,12 +1340,10 @@ static constexpr int NB = G::NB;
 
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
   constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
   return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1401,8 +1399,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 // A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
 struct ChunkOf;
 
@@ -1414,23 +1411,16 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513. ROLLED: where the
+// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
   if constexpr (C::wgmma) {
@@ -1445,12 +1435,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
   } else {
     weights.load(a[i % SETS], i);
     pixels.template multiply<false>(acc, a[i % SETS], shift, i % G::K_STEPS, 0, lane);
@@ -1508,7 +1496,7 @@ static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename 
       weights.load(low[(i + 1) % SETS], 2 * i + 3);
     }
     if (i + 1 < STEPS) wgmma_wait<1>();
-      if (!C::resident && (i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) S::give_back_weights(done, lane);
+      if (!C::resident && (i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) S::give_back(done, lane);
   }
   wgmma_fence();
 #pragma unroll
@@ -1526,7 +1514,7 @@ using G = GatherWork<C>;
 using S = StepOf<C>;
 using Sums = float[G::MB][G::NB][32];
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, u32, int lane) {
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int lane) {
 #pragma unroll
   for (int b = 0; b < G::MB; b++) {
     int e = G::first_entry(variant, b), last = G::end_entry(variant, b);
@@ -1555,14 +1543,14 @@ using Number = typename G::Number;
 static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int GROUPS = C::run_groups;
 static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
@@ -1912,16 +1900,14 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
+      Chunk::give_back(last, lane);
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
@@ -2081,8 +2067,7 @@ static constexpr int FROM = C::groups * C::from_g, TO = C::groups * C::to_g;  //
 static constexpr int LANES = C::lanes, CHANNELS = C::channels, ROWS = C::rows;  // channels of a block's lanes, and of a thread
 static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, SPAN_H = C::span_h, SPAN_W = C::span_w, SHIFT = C::first_w;
 static constexpr int KERNEL_H = C::kernel_h, KERNEL_W = C::kernel_w, TAPS = C::kernel_d * KERNEL_H * KERNEL_W;
-static constexpr int PHASES = C::out_h / C::cell_rows;  // along H, where a block computes one
-static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector, BATCH = C::batch;
+static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector;
 static constexpr int CHUNK = C::chunk;
 static constexpr bool PIXELS = C::channels_last && !BY_CHANNELS;  // whose channels are neighbours in memory, not in the tile
 static constexpr int CHANNEL_BLOCKS = BY_CHANNELS ? (TO + LANES - 1) / LANES : (C::to_g + CHANNELS - 1) / CHANNELS;  // there of a group
@@ -2109,13 +2094,12 @@ struct Sizes {
   int batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w;
 };
 
-struct Tile { int n, d, h, w, phase; };    // first cell
+struct Tile { int n, d, h, w; };           // first cell
 
 static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
   Tile t;
   t.w = index % s.tiles_w * TILE_W;  index /= s.tiles_w;
-  t.phase = index % s.tiles_h % PHASES;
-  t.h = index % s.tiles_h / PHASES * TILE_H;  index /= s.tiles_h;
+  t.h = index % s.tiles_h * TILE_H;  index /= s.tiles_h;
   t.d = index % s.d;
   t.n = index / s.d;
   return t;
@@ -2151,10 +2135,13 @@ static __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
 }
 
 // Units of a row of the tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's or a chunk's channels of columns. As many
-// rows as they fit into the threads are loaded at a time, in NCHW of all channels of the chunk; a thread has the same columns of all.
-static constexpr int ROW_UNITS = SPAN_W * (BY_CHANNELS ? LANES : PIXELS ? CHUNK : 1) / VECTOR, ROWS_OF_TILE = SPAN_H * (PIXELS ? 1 : CHUNK);
-static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS;
-static constexpr int ROWS_AT_ONCE = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
+// rows as they fit into the threads are loaded at a time, and of several channels in NCHW; a thread has the same columns of all.
+static constexpr int ROW_UNITS = SPAN_W * (BY_CHANNELS ? LANES : PIXELS ? CHUNK : 1) / VECTOR, PLANES = PIXELS ? 1 : CHUNK;
+static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS, IN_ROWS = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
+static constexpr int ROWS_AT_ONCE = IN_ROWS < SPAN_H ? IN_ROWS : SPAN_H, IN_PLANES = IN_ROWS / ROWS_AT_ONCE;
+static constexpr int PLANES_AT_ONCE = IN_PLANES < PLANES ? IN_PLANES : PLANES;
+static constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, PASSES_C = (PLANES + PLANES_AT_ONCE - 1) / PLANES_AT_ONCE;
+static constexpr int BATCH_H = C::batch < PASSES_H ? C::batch : PASSES_H, BATCH_C = C::batch / BATCH_H < PASSES_C ? C::batch / BATCH_H : PASSES_C;
 
 // Where a row's element `at` is in the tile, and in one of the source's rows, and whether that has it; `left`: channels from the tile's
 // first on.
@@ -2176,42 +2163,52 @@ static __device__ __forceinline__ void stage(Acc* tile, const T* source, const T
   const int h = t.h * C::in_h + C::min_h, w = t.w * C::in_w + C::min_w - SHIFT;
   const i64 slice = (i64)s.from_h * s.from_w, pixels = s.from_d * slice, line = (i64)s.from_w * (C::channels_last ? FROM : 1);
   const T* from = source + (C::channels_last ? (t.n * pixels + depth * slice) * FROM + channel : ((i64)t.n * FROM + channel) * pixels + depth * slice);
-  const int thread = thread_index(), first = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
-  if (ROW_UNITS < THREADS && first >= ROWS_AT_ONCE) return;  // the others have nothing to do
-  // A row's source, and whether there is one.
-  const auto row_at = [&](int row) { return from + (CHUNK > 1 && !PIXELS ? row / SPAN_H * pixels + (h + row % SPAN_H) * line : (h + row) * line); };
-  const auto exists = [&](int row) {
-    return CHUNK > 1 && !PIXELS ? row / SPAN_H < left && (u32)(h + row % SPAN_H) < (u32)s.from_h : (u32)(h + row) < (u32)s.from_h;
-  };
+  const int thread = thread_index(), line_of = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
+  const int first = line_of % ROWS_AT_ONCE, plane = line_of / ROWS_AT_ONCE;  // of a thread
+  if (ROW_UNITS < THREADS && plane >= PLANES_AT_ONCE) return;  // the others have nothing to do
 #pragma unroll 1
   for (int round = 0; round < ROUNDS_W; round++) {
     const int at = (ROW_UNITS < THREADS ? thread % ROW_UNITS : thread + round * THREADS) * VECTOR;  // element of a row
     if (ROW_UNITS > THREADS && at >= ROW_UNITS * VECTOR) break;
     if (VECTOR == 1 || whole) {
       const Place in_row = place_in_row(at, w, left, line, s);
-      Acc* to = tile + first * ROW_PITCH + in_row.to;
 #pragma unroll 1
-      for (int row = first; row < ROWS_OF_TILE; row += BATCH * ROWS_AT_ONCE, to += BATCH * ROWS_AT_ONCE * ROW_PITCH) {
-        Loaded unit[BATCH];                // all loads come first: a block waits for memory once in BATCH
+      for (int c = plane; c < PLANES; c += BATCH_C * PLANES_AT_ONCE) {
+        const T* place = from + c * pixels + (h + first) * line + in_row.offset;
+        Acc* to = tile + c * CHANNEL_WORDS + first * ROW_PITCH + in_row.to;
+        int row = h + first;
+#pragma unroll 1
+        for (int i = 0; i < PASSES_H; i += BATCH_H, row += BATCH_H * ROWS_AT_ONCE, to += BATCH_H * ROWS_AT_ONCE * ROW_PITCH, place += BATCH_H * ROWS_AT_ONCE * line) {
+          Loaded unit[BATCH_C][BATCH_H];   // all loads come first: a block waits for memory once in a batch
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-          unit[b] = {};
-          if (in_row.in && exists(row + b * ROWS_AT_ONCE)) unit[b] = *(const Loaded*)(row_at(row + b * ROWS_AT_ONCE) + in_row.offset);
-        }
+          for (int j = 0; j < BATCH_C; j++)
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-          if (row + b * ROWS_AT_ONCE >= ROWS_OF_TILE) break;
-          store_unit(to + b * ROWS_AT_ONCE * ROW_PITCH, unit[b], at);
+            for (int b = 0; b < BATCH_H; b++) {
+              unit[j][b] = {};
+              const bool exists = in_row.in && (PLANES == 1 || c + j * PLANES_AT_ONCE < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
+              if (exists) unit[j][b] = *(const Loaded*)(place + j * PLANES_AT_ONCE * pixels + b * ROWS_AT_ONCE * line);
+            }
+#pragma unroll
+          for (int j = 0; j < BATCH_C; j++)
+#pragma unroll
+            for (int b = 0; b < BATCH_H; b++) {
+              if ((SPAN_H % ROWS_AT_ONCE || PASSES_H % BATCH_H) && row + b * ROWS_AT_ONCE >= h + SPAN_H) continue;
+              if (PLANES > 1 && c + j * PLANES_AT_ONCE >= PLANES) continue;
+              store_unit(to + j * PLANES_AT_ONCE * CHANNEL_WORDS + b * ROWS_AT_ONCE * ROW_PITCH, unit[j][b], at);
+            }
         }
       }
     } else {
 #pragma unroll 1
-      for (int row = first; row < ROWS_OF_TILE; row += ROWS_AT_ONCE)
+      for (int c = plane; c < PLANES; c += PLANES_AT_ONCE)
+#pragma unroll 1
+        for (int row = first; row < SPAN_H; row += ROWS_AT_ONCE)
 #pragma unroll
-        for (int k = 0; k < VECTOR; k++) {
-          const Place place = place_in_row(at + k, w, left, line, s);
-          tile[row * ROW_PITCH + place.to] = place.in && exists(row) ? Scalar::value(row_at(row)[place.offset]) : 0;
-        }
+          for (int k = 0; k < VECTOR; k++) {
+            const Place place = place_in_row(at + k, w, left, line, s);
+            const bool exists = place.in && (PLANES == 1 || c < left) && (u32)(h + row) < (u32)s.from_h;
+            tile[c * CHANNEL_WORDS + row * ROW_PITCH + place.to] = exists ? Scalar::value(from[c * pixels + (h + row) * line + place.offset]) : 0;
+          }
     }
   }
 }
@@ -2224,7 +2221,7 @@ static __device__ __forceinline__ void stage(Acc* tile, const T* source, const T
 //
 // A block computes some channels of a tile of cells (direct_tile.cuh), a thread those of `rows` cells. For each chunk of the source's channels and
 // tap along D the tile and the slice's weights come to shared memory. A cell of the forward has outputs of all phases, so every tap is
-// unrolled; with many taps along H a block has one row of each cell (`cell_rows` 1), and only taps along W are unrolled.
+// unrolled.
 //
 // Stores. A lane's neighbouring results are a run. Where a run is one vector a lane stores it. Else runs go through shared memory,
 // so that lanes store neighbours; stored as they are, or exchanged by pairs of lanes, they take more than twice as long.
@@ -2236,22 +2233,20 @@ using Base = DirectTile<C>;
 using typename Base::Scalar; using typename Base::T; using typename Base::Acc; using typename Base::Pack;
 using typename Base::Sizes; using typename Base::Tile; using typename Base::Own;
 using Base::VEC; using Base::ELEMENT; using Base::BY_CHANNELS; using Base::TO; using Base::LANES; using Base::CHANNELS; using Base::ROWS; using Base::CHUNK;
-using Base::KERNEL_H; using Base::KERNEL_W; using Base::TAPS; using Base::PHASES; using Base::THREADS; using Base::CHANNEL_BLOCKS;
+using Base::KERNEL_H; using Base::KERNEL_W; using Base::THREADS; using Base::CHANNEL_BLOCKS;
 using Base::ROW_PITCH; using Base::column_at; using Base::thread_index;
-static constexpr int CELL_H = C::cell_rows, CELL_W = C::out_w;  // results of a cell that a thread computes
-
-// Taps along H of a block, `step_h` apart from its phase's first on; of all phases all.
-static constexpr int STEP_H = PHASES > 1 ? C::step_h : 1, TAPS_H = (KERNEL_H + STEP_H - 1) / STEP_H;
+static constexpr int CIN_G = C::forward ? C::from_g : C::to_g, COUT_G = C::forward ? C::to_g : C::from_g;
+static constexpr int CELL_H = C::out_h, CELL_W = C::out_w;  // results of a cell
 
 // A tap's weights, for the lanes' channels or a thread's; those of one channel lie by columns of taps, so that four are one load.
 static constexpr bool ONE_CHANNEL = !BY_CHANNELS && CHANNELS == 1;
 static constexpr int WEIGHTS = BY_CHANNELS ? LANES : ONE_CHANNEL ? 1 : (CHANNELS + VEC - 1) / VEC * VEC;
 static constexpr int WEIGHTS_READ = BY_CHANNELS ? 1 : WEIGHTS;
 static __device__ __forceinline__ constexpr int tap_at(int kh, int kw) {
-  return ONE_CHANNEL ? kw * ((TAPS_H + VEC - 1) / VEC * VEC) + kh : (kw * TAPS_H + kh) * WEIGHTS;
+  return ONE_CHANNEL ? kw * ((KERNEL_H + VEC - 1) / VEC * VEC) + kh : (kw * KERNEL_H + kh) * WEIGHTS;
 }
-static constexpr int SLICE_WORDS = ONE_CHANNEL ? KERNEL_W * ((TAPS_H + VEC - 1) / VEC * VEC) : TAPS_H * KERNEL_W * WEIGHTS;  // of a channel of the source
-static constexpr int TAP_WORDS = TAPS_H * KERNEL_W * WEIGHTS;               // without gaps
+static constexpr int SLICE_WORDS = ONE_CHANNEL ? KERNEL_W * ((KERNEL_H + VEC - 1) / VEC * VEC) : KERNEL_H * KERNEL_W * WEIGHTS;  // of a channel of the source
+static constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;               // without gaps
 static constexpr int TAP_BATCH = (CHUNK * TAP_WORDS + THREADS - 1) / THREADS;
 
 // What a block computes: channels (lanes_are_channels: from `channel` on; else of `group`) of a tile.
@@ -2273,25 +2268,18 @@ static __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
   return item;
 }
 
-// The first tap along H of a block's phase; none of the kernel's where it has none.
-static __device__ __forceinline__ int first_tap(int phase) {
-  int first = 0;
-#pragma unroll 1
-  while (PHASES > 1 && first < KERNEL_H && Base::phase_of(first, C::stride_h, C::dilation_h, C::padding_h) != phase) ++first;
-  return first;
-}
-
 // A slice's weights, of the source's channels from `from` on.
-static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int from, int kd, int first_kh) {
+static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int from, int kd) {
   const int thread = thread_index();
 #pragma unroll
   for (int b = 0; b < TAP_BATCH; b++) {
     const int i = thread + b * THREADS, source = from + i / TAP_WORDS, tap = i % TAP_WORDS / WEIGHTS;
-    const int own = i % WEIGHTS, to = item.channel + own, kh = first_kh + tap / KERNEL_W * STEP_H;
-    const i64 in = BY_CHANNELS ? to : item.group * (C::forward ? C::from_g : C::to_g) + (C::forward ? source : to);
-    const bool exists = source < C::from_g && kh < KERNEL_H && (BY_CHANNELS ? to < TO : own < CHANNELS && to < C::to_g);
+    const int own = i % WEIGHTS, to = item.channel + own;
+    const bool exists = source < C::from_g && (BY_CHANNELS ? to < TO : own < CHANNELS && to < C::to_g);
+    const i64 in = BY_CHANNELS ? to : item.group * CIN_G + (C::forward ? source : to);
+    const i64 row = BY_CHANNELS ? in : in * COUT_G + (C::forward ? to : source);
     v[b] = 0;
-    if (i < CHUNK * TAP_WORDS && exists) v[b] = weight[((in * (C::forward ? C::to_g : C::from_g) + (BY_CHANNELS ? 0 : C::forward ? to : source)) * C::kernel_d + kd) * (KERNEL_H * KERNEL_W) + kh * KERNEL_W + tap % KERNEL_W];
+    if (i < CHUNK * TAP_WORDS && exists) v[b] = weight[(row * C::kernel_d + kd) * (KERNEL_H * KERNEL_W) + tap];
   }
 }
 
@@ -2317,21 +2305,19 @@ static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS_READ], cons
 using Sums = Acc[ROWS][CELL_H][CELL_W][CHANNELS];
 
 // A slice's products: a column of taps after the other, whose rows of the tile stay in registers where they are unrolled.
-static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own, int phase, int first_kh) {
+static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own) {
 #pragma unroll C::unroll_w
   for (int kw = 0; kw < KERNEL_W; kw++) {
     const int u = Base::phase_of(kw, C::stride_w, C::dilation_w, C::padding_w);
     const Acc* column = tile + own.at + column_at(Base::column_of_tap(kw));
 #pragma unroll C::unroll_h
-    for (int i = 0; i < TAPS_H; i++) {
-      const int kh = first_kh + i * STEP_H, t = PHASES > 1 ? 0 : Base::phase_of(kh, C::stride_h, C::dilation_h, C::padding_h);
-      const int row = PHASES > 1 ? (phase + C::padding_h - kh * C::dilation_h) / C::stride_h - C::min_h : Base::row_of_tap(kh);
-      if (PHASES > 1 && kh >= KERNEL_H) break;
+    for (int kh = 0; kh < KERNEL_H; kh++) {
+      const int t = Base::phase_of(kh, C::stride_h, C::dilation_h, C::padding_h);
       Acc w[WEIGHTS_READ];
-      read_weights(w, weights + tap_at(i, kw), own.mine);
+      read_weights(w, weights + tap_at(kh, kw), own.mine);
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
-        const Acc v = column[(r * C::in_h + row) * ROW_PITCH];
+        const Acc v = column[(r * C::in_h + Base::row_of_tap(kh)) * ROW_PITCH];
 #pragma unroll
         for (int c = 0; c < CHANNELS; c++) sum[r][t][u][c] = multiply_add(v, w[c], sum[r][t][u][c]);
       }
@@ -2361,29 +2347,31 @@ static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* b
   const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (C::channels_last ? WHOLE_PIXELS ? s.w * TO : C::to_g : s.w) % WIDE == 0;
   const int first = item.group * C::to_g + item.channel + (BY_CHANNELS ? lane : 0);  // channel
   const int channels = BY_CHANNELS ? (lane < LANES && first < TO) : C::to_g - item.channel;
+  constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
+  const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
+  T* to = out + (C::channels_last ? ((i64)t.n * s.d + t.d) * plane * TO + first : ((i64)t.n * TO + first) * channel_step + t.d * plane);
   Acc start[CHANNELS];
 #pragma unroll
   for (int c = 0; c < CHANNELS; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
 #pragma unroll
-    for (int y = 0; y < CELL_H; y++)
+    for (int y = 0; y < CELL_H; y++) {
+      const int row = (t.h + own.ty + r) * C::out_h + y;
 #pragma unroll
       for (int k = 0; k < RUNS; k++) {
-        const int row = (t.h + own.ty + r) * C::out_h + t.phase + y, column = (t.w + own.tx) * CELL_W + (C::channels_last ? k : 0);
-        const int ahead = C::channels_last ? 0 : k;     // channels
+        const int column = (t.w + own.tx) * CELL_W + (C::channels_last ? k : 0), ahead = C::channels_last ? 0 : k;  // channels
         Line line[LINES];
 #pragma unroll
         for (int e = 0; e < RUN; e++) {
-          const int c = !C::channels_last ? k : e % CHANNELS, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
+          const int c = C::channels_last ? e % CHANNELS : k, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
           line[e / WIDE].v[e % WIDE] = Scalar::stored(sum[r][y][x][c] + start[c]);
         }
         const int exists = !C::channels_last ? s.w - column : WHOLE_PIXELS ? (s.w - column) * CHANNELS : channels;
         const int left = row < s.h && column < s.w && ahead < channels ? exists : 0;
-        const i64 of_row = C::channels_last ? ((i64)t.n * s.d + t.d) * s.h + row : (((i64)t.n * TO + first + ahead) * s.d + t.d) * s.h + row;
-        const i64 place = of_row * s.w + column;
-        store_run(out, line, C::channels_last ? place * TO + first : place, left, whole, buffer, lane);
+        store_run(to, line, ((i64)row * s.w + column) * PIXEL + ahead * channel_step, left, whole, buffer, lane);
       }
+    }
 }
 
 static __device__ __forceinline__ void run(unsigned char* memory, const T* __restrict__ source, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out, const Sizes& s, bool whole_units) {
@@ -2391,7 +2379,6 @@ static __device__ __forceinline__ void run(unsigned char* memory, const T* __res
   const int lane = threadIdx.x & 31;
   const Own own = Base::own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
   const Item item = item_of(blockIdx.x, s);
-  const int first_kh = first_tap(item.tile.phase);
   Sums sum = {};
 #pragma unroll 1
   for (int slice = 0; slice < (C::from_g + CHUNK - 1) / CHUNK * C::kernel_d; slice++) {
@@ -2399,13 +2386,13 @@ static __device__ __forceinline__ void run(unsigned char* memory, const T* __res
     if (depth < 0) continue;
     const int channel = BY_CHANNELS ? item.channel : item.group * C::from_g + from, left = BY_CHANNELS ? TO - channel : C::from_g - from;
     T taps[TAP_BATCH];
-    load_weights(taps, weight, item, from, kd, first_kh);
+    load_weights(taps, weight, item, from, kd);
     __syncthreads();                       // the slice before has been read
     Base::stage(tile, source, item.tile, depth, channel, left, whole_units, s);
     store_weights(weights, taps);
     __syncthreads();
 #pragma unroll 1
-    for (int c = 0; c < CHUNK && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own, item.tile.phase, first_kh);
+    for (int c = 0; c < CHUNK && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own);
   }
   if (LINES > 1) __syncthreads();          // the last slice has been read
   store(out, sum, bias, item, own, (Line*)memory + threadIdx.x / 32 * (32 * LINES), lane, s);
@@ -2918,41 +2905,39 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 }
 
 // =====================================================================================================================
-// Forward: wgmma ieee, tile 1x1x8x16 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of 8 x
-// 6 fragments, 184 KB shared.
+// Forward: wgmma ieee, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of 7 x
+// 6 fragments, 222 KB shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int precision = 1, cin = 32, cin_g = 8, ck = 8, tile_n = 1, tile_d = 1, tile_h = 8, tile_w = 16;
-  static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 2, rows_h = 10, row_step_d = 1;
-  static constexpr int row_step_h = 1, offsets_d[2] = {0, 1}, offsets_h[10] = {-1, 0, 1, 2, 3, 4, 5, 6, 7, 8};
-  static constexpr int first_w = -1, columns = 19, plane = 19, planes = 1, plane_barriers = 1, stages_p = 2;
-  static constexpr int stages_s = 2, fetch = 1, first_d = 0, first_h = -1, box_units = 6, column_pad = 3, cout = 32;
-  static constexpr int cout_g = 8, taps = 105, out_step_d = 2, out_step_h = 2, out_step_w = 2, sub_h = 8, sub_w = 8;
-  static constexpr int split = 0, mb = 2, subs = 4, rows_per_sub = 16, w_subs = 2, variants = 1, cout_blocks = 1;
-  static constexpr int m_groups = 4, subs_d[4] = {0, 0, 1, 1}, subs_h[4] = {0, 1, 0, 1}, subs_w[1] = {0};
-  static constexpr int blocks_of_w[2] = {0, 1}, steps = 2, taps_unrolled = 6, fragment_sets = 3;
-  static constexpr int entries[3] = {0, 18, 42};
-  static constexpr int tap_rows[42] = {0, 1, 2, 19, 20, 21, 38, 39, 40, 190, 191, 192, 209, 210, 211, 228, 229, 230, 0, 1, 2, 3, 19, 20, 21, 22, 38, 39, 40, 41, 190, 191, 192, 193, 209, 210, 211, 212, 228, 229, 230, 231};
+  static constexpr int precision = 1, cin = 32, cin_g = 8, ck = 8, tile_n = 1, tile_d = 1, tile_h = 2, tile_w = 64;
+  static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 2, rows_h = 4, row_step_d = 1;
+  static constexpr int row_step_h = 1, offsets_d[2] = {0, 1}, offsets_h[4] = {-1, 0, 1, 2}, first_w = -1, columns = 67;
+  static constexpr int plane = 67, planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0;
+  static constexpr int first_h = -1, box_units = 18, column_pad = 3, cout = 32, cout_g = 8, taps = 105, out_step_d = 2;
+  static constexpr int out_step_h = 2, out_step_w = 2, sub_h = 1, sub_w = 64, split = 0, mb = 2, subs = 4;
+  static constexpr int rows_per_sub = 16, w_subs = 2, variants = 1, cout_blocks = 1, m_groups = 4;
+  static constexpr int subs_d[4] = {0, 0, 1, 1}, subs_h[4] = {0, 1, 0, 1}, subs_w[1] = {0}, blocks_of_w[2] = {0, 1};
+  static constexpr int steps = 2, taps_unrolled = 6, fragment_sets = 3, entries[3] = {0, 18, 42};
+  static constexpr int tap_rows[42] = {0, 1, 2, 67, 68, 69, 134, 135, 136, 268, 269, 270, 335, 336, 337, 402, 403, 404, 0, 1, 2, 3, 67, 68, 69, 70, 134, 135, 136, 137, 268, 269, 270, 271, 335, 336, 337, 338, 402, 403, 404, 405};
   static constexpr int tap_indices[168] = {68, -1, 103, -1, 66, -1, 101, -1, 64, -1, 99, -1, 54, 61, 89, 96, 52, 59, 87, 94, 50, 57, 85, 92, 40, 47, 75, 82, 38, 45, 73, 80, 36, 43, 71, 78, -1, -1, 33, -1, -1, -1, 31, -1, -1, -1, 29, -1, -1, -1, 19, 26, -1, -1, 17, 24, -1, -1, 15, 22, -1, -1, 5, 12, -1, -1, 3, 10, -1, -1, 1, 8, 69, -1, 104, -1, 67, -1, 102, -1, 65, -1, 100, -1, 63, -1, 98, -1, 55, 62, 90, 97, 53, 60, 88, 95, 51, 58, 86, 93, 49, 56, 84, 91, 41, 48, 76, 83, 39, 46, 74, 81, 37, 44, 72, 79, 35, 42, 70, 77, -1, -1, 34, -1, -1, -1, 32, -1, -1, -1, 30, -1, -1, -1, 28, -1, -1, -1, 20, 27, -1, -1, 18, 25, -1, -1, 16, 23, -1, -1, 14, 21, -1, -1, 6, 13, -1, -1, 4, 11, -1, -1, 2, 9, -1, -1, 0, 7};
-  static constexpr int stages_w = 8, w_stage = 6, ring_fragments = 48, pack_taps = 4, run_groups = 1, store = 0;
+  static constexpr int stages_w = 7, w_stage = 6, ring_fragments = 42, pack_taps = 4, run_groups = 8, store = 0;
   static constexpr int store_unit = 0, cluster = 1, producer_registers = 72, consumer_registers = 184;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, paired = false;
-  static constexpr bool wide = false, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
-// Gradient for the input: tiles of 8x16 cells in 32 KB, lanes are columns, a thread takes 1 rows x 8 channels.
+// Gradient for the input: tiles of 8x16 cells in 33 KB, lanes are columns, a thread takes 4 rows x 8 channels.
 // =====================================================================================================================
 
 struct GradInput {
   static constexpr int kernel_d = 3, kernel_h = 5, kernel_w = 7, stride_d = 2, stride_h = 2, stride_w = 2;
   static constexpr int dilation_d = 1, dilation_h = 1, dilation_w = 1, padding_d = 1, padding_h = 2, padding_w = 3;
-  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 8, to_g = 8, tile_h = 8, tile_w = 16, rows = 1;
-  static constexpr int channels = 8, chunk = 8, in_h = 2, in_w = 2, out_h = 1, out_w = 1, cell_rows = 1, step_h = 2;
-  static constexpr int min_h = -2, min_w = -3, span_h = 19, span_w = 40, first_w = 1, plane_pitch = 20, vector = 4;
-  static constexpr int batch = 10, threads = 128, min_blocks = 4, unroll_h = 5, unroll_w = 1;
+  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 8, to_g = 8, tile_h = 8, tile_w = 16, rows = 4;
+  static constexpr int channels = 8, chunk = 8, in_h = 2, in_w = 2, out_h = 1, out_w = 1, min_h = -2, min_w = -3;
+  static constexpr int span_h = 19, span_w = 40, first_w = 1, plane_pitch = 21, vector = 4, batch = 20, threads = 32;
+  static constexpr int min_blocks = 6, unroll_h = 5, unroll_w = 1;
   static constexpr bool channels_last = false, forward = false, lanes_are_channels = false;
 };
 
@@ -3044,10 +3029,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({688128}, weight.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<432, 256, 0, stream>>>(of(weight), of(packed), 1);
   const at::Tensor zeros = at::zeros({5}, x.options().dtype(at::kInt));
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 188880), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 227728), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {24, 10, 2, 8, 1}, {1, 1, 1, 1, 1},
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {72, 4, 2, 8, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -3056,7 +3041,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
                 int blocks, const std::array<int, 10>& sizes) {
   const c10::cuda::CUDAGuard guard(grad.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  kernels::direct<kernels::GradInput><<<blocks, 128, 33280, stream>>>(of(grad), of(weight), nullptr, of(out),
+  kernels::direct<kernels::GradInput><<<blocks, 32, 34496, stream>>>(of(grad), of(weight), nullptr, of(out),
       sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9]);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -3127,8 +3112,8 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x16 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 16, 32))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x2x64 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 4, 128))]
     tiles = batch * math.prod(counts) * 4
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

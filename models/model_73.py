@@ -1319,10 +1319,10 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
 struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+__device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(full);
 }
 
 template <class C>
@@ -1444,12 +1444,10 @@ static constexpr int NB = G::NB;
 
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
   constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
   return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1513,8 +1511,7 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
 struct ChunkOf;
 
@@ -1526,23 +1523,16 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513. ROLLED: where the
+// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
   wgmma_fence();
@@ -1556,12 +1546,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
@@ -1586,37 +1574,36 @@ static __device__ __forceinline__ constexpr int block_of(int variant, int entry)
 }
 
 template <int VARIANT, int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP / G::STEPS_PER_TAP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
   S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-    if (C::continued && STEP == 0) S::give_back(behind, lane);
 }
 
 // Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
 template <int VARIANT, int... STEPS>
-static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
+static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
   weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
 // is then compiled, and fetched.
 template <int STRETCH>
-static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::first_of_stretches[STRETCH];  // variant
   int stretch = variant;
   if (C::stretches == 1 || stretch == STRETCH) {
     u32 a[C::fragment_sets][4];
     const typename Counting<steps_of(first)>::type steps;
     weights.load(a[0], 0);
-    multiply_from<first>(steps, acc, a, weights, pixels, behind, lane);
+    multiply_from<first>(steps, acc, a, weights, pixels, lane);
   } else if constexpr (STRETCH + 1 < C::stretches) {
-    multiply_stretch<STRETCH + 1>(variant, acc, weights, pixels, behind, lane);
+    multiply_stretch<STRETCH + 1>(variant, acc, weights, pixels, lane);
   }
 }
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  multiply_stretch<0>(variant, acc, weights, pixels, behind, lane);
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
+  multiply_stretch<0>(variant, acc, weights, pixels, lane);
 }
 };
 
@@ -1638,7 +1625,7 @@ template <int STEP>
 static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32& behind, int lane) {
   constexpr int shift = C::round_shifts[STEP / G::STEPS_PER_TAP];
   S::step(acc, a, weights, pixels, shift, STEP, G::LONGEST_STRETCH, lane, left);
-  if ((C::continued || BY_PLANES) && STEP == 0 && behind) {
+  if (BY_PLANES && STEP == 0 && behind) {
     S::give_back(behind, lane);
     behind = 0;
   }
@@ -1648,8 +1635,9 @@ static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typena
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
   u32 a[C::fragment_sets][4];
+  u32 behind = 0;                                       // the plane that the last step may still read
   int left = G::entries_of(variant) / C::taps_unrolled;
   u32 full = pixels.full, empty = pixels.empty;
   weights.load(a[0], 0);
@@ -1666,7 +1654,7 @@ static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, W
       multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[b], a, weights, shifted, --left, behind, lane);
     }
   }
-  if (!C::continued) wgmma_wait<0>();
+  wgmma_wait<0>();
 }
 };
 
@@ -1689,14 +1677,14 @@ using Number = typename G::Number;
 static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int GROUPS = C::run_groups;
 static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
@@ -2047,23 +2035,17 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
+      Chunk::give_back(last, lane);
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    if constexpr (C::continued) {
-      wgmma_wait<0>();
-      Chunk::give_back(behind, lane);
-    }
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
@@ -3025,9 +3007,8 @@ struct Forward {
   static constexpr int stretches = 2, first_of_stretches[2] = {0, 1}, stages_w = 6, w_stage = 6, ring_fragments = 36;
   static constexpr int pack_taps = 4, run_groups = 8, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, paired = false;
-  static constexpr bool wide = false, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -3050,9 +3031,8 @@ struct GradInput {
   static constexpr int round_shifts[9] = {0, 9, 1, 18, 27, 19, 36, 45, 37}, stages_w = 8, w_stage = 5;
   static constexpr int ring_fragments = 40, pack_taps = 4, run_groups = 1, store = 0, store_unit = 0, cluster = 1;
   static constexpr int producer_registers = 96, consumer_registers = 160;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, paired = false;
-  static constexpr bool wide = false, continued = true, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = false;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = false;
 };
 
 // =====================================================================================================================

@@ -19,10 +19,10 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 210
+- forward: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 214
   KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn,
-  weights ring of 4 x 7 fragments, 226 KB shared.
+- gradient for the input: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn,
+  weights resident, 220 KB shared.
 - gradient for the weight: wgmma tf32, 32x64 channels x 1x1x5 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K in
   132 slices, 212 KB shared.
 
@@ -698,19 +698,16 @@ enum Stores { STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES };
 template <class C, class Sizes, bool CLAIMED = C::claimed, bool TOGETHER = (C::cluster > 1)>
 struct Orders {
   using Order = DealtOut<Sizes>;
-  using AloneOrder = Order;
   using LoaderOrder = Order;
 };
 template <class C, class Sizes>
 struct Orders<C, Sizes, false, true> {
   using Order = OneTogether<Sizes, C::cluster>;
-  using AloneOrder = Order;
   using LoaderOrder = Order;
 };
 template <class C, class Sizes>
 struct Orders<C, Sizes, true, false> {
   using Order = Told<Sizes, false>;
-  using AloneOrder = Told<Sizes, true>;
   using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
 };
 
@@ -729,7 +726,6 @@ static constexpr int WGS_M = C::split == 1 ? 2 : 1;
 static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int STEPS_PER_TAP = T::K_STEPS * T::PARTS;
-static constexpr int LONGEST_STRETCH = C::taps_unrolled * STEPS_PER_TAP;  // where not STRAIGHT
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -851,8 +847,7 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
   using W = WeightsOf<C>;
   constexpr int STEP_BYTES = G::WGS_M * G::FRAGMENT;
   wait_for_results();                                   // of `pack`
-  if constexpr (C::resident) {
-    if (blockIdx.x >= s.tiles) return;
+  if (blockIdx.x >= s.tiles) return;
     const typename G::Tile t = G::tile_at(blockIdx.x, s);
     typename W::Source from = W::source_of(memory, t);
     u32 bytes = G::entries_of(t.variant) * G::STEPS_PER_TAP * STEP_BYTES;
@@ -862,34 +857,6 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
       W::begin_chunk(from, t, chunk);
       W::bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
     }
-  } else {
-    typename G::AloneOrder order(s);
-    CursorOf<C::stages_w> cursor = {0, 1};
-#pragma unroll 1
-    for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-      const typename G::Tile t = G::tile_at(index, s);
-      typename W::Source from = W::source_of(memory, t);
-#pragma unroll 1
-      for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
-        W::begin_chunk(from, t, chunk);
-#pragma unroll 1
-        for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
-          int left = G::steps_of(t.variant, b);
-#pragma unroll 1
-          while (left > 0) {
-            int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
-            left -= stretch;
-#pragma unroll 1
-            for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-              u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
-              barrier_wait(empty + cursor.stage * 8, cursor.parity);
-              W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
-            }
-          }
-        }
-      }
-    }
-  }
 }
 
 // --- the consumers' side ----------------------------------------------------------------------------------------------
@@ -927,43 +894,6 @@ __device__ __forceinline__ void end() { first = false; }
 __device__ __forceinline__ void skip(int) {}
 // The barrier of the stage in hand.
 __device__ __forceinline__ u32 in_hand() const { return 0; }
-};
-
-template <class C>
-struct Fragments<C, true, false> {                      // from the ring
-using G = GatherWork<C>;
-using W = WeightsOf<C>;
-u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
-CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
-u32 at;                                                 // of the first fragment of the stage in hand
-u32 done;                                               // the barrier that says that it is free
-
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32 empty, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), empty(empty), cursor({0, 0}) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {}
-__device__ __forceinline__ void begin_chunk(int) {}
-// A stage is waited for with its first fragment.
-__device__ __forceinline__ void load(u32 (&a)[4], int i) {
-  if (i % C::w_stage == 0) {
-    barrier_wait(full + cursor.stage * 8, cursor.parity);
-    at = ring + cursor.stage * (C::w_stage * G::WGS_M * G::FRAGMENT);
-    done = empty + cursor.stage * 8;
-    cursor.next();
-  }
-  W::load(a, at, i % C::w_stage);
-}
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
-__device__ __forceinline__ void skip(int variant) {
-  constexpr bool ONE = C::steps == STRAIGHT;
-  constexpr int OF_TAP = (G::STEPS_PER_TAP + C::w_stage - 1) / C::w_stage;  // stages of a tap that is left over
-  int stages = 0;                                       // of a chunk
-  for (int b = 0; b < (ONE ? 1 : G::MB); b++) {
-    int left = G::steps_of(variant, b), longest = ONE ? left : G::LONGEST_STRETCH, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest / G::STEPS_PER_TAP * OF_TAP);
-  }
-  cursor.move(G::chunks_of(variant) * stages);
-}
-__device__ __forceinline__ u32 in_hand() const { return done; }
 };
 
 // Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
@@ -1247,10 +1177,10 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
 struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+__device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(full);
 }
 
 template <class C>
@@ -1334,12 +1264,10 @@ static constexpr int NB = G::NB;
 
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
   constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
   return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1403,8 +1331,7 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
 struct ChunkOf;
 
@@ -1416,23 +1343,16 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513. ROLLED: where the
+// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
   wgmma_fence();
@@ -1446,12 +1366,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
@@ -1476,35 +1394,34 @@ static __device__ __forceinline__ constexpr int block_of(int variant, int entry)
 }
 
 template <int VARIANT, int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP / G::STEPS_PER_TAP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
   S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-    if (C::continued && STEP == 0) S::give_back(behind, lane);
 }
 
 // Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
 template <int VARIANT, int... STEPS>
-static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
+static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
   weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
 // is then compiled, and fetched.
 template <int STRETCH>
-static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::first_of_stretches[STRETCH];  // variant
   int stretch = variant;
   if (C::stretches == 1 || stretch == STRETCH) {
     u32 a[C::fragment_sets][4];
     const typename Counting<steps_of(first)>::type steps;
     weights.load(a[0], 0);
-    multiply_from<first>(steps, acc, a, weights, pixels, behind, lane);
+    multiply_from<first>(steps, acc, a, weights, pixels, lane);
   } else ;
 }
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  multiply_stretch<0>(variant, acc, weights, pixels, behind, lane);
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
+  multiply_stretch<0>(variant, acc, weights, pixels, lane);
 }
 };
 
@@ -1527,14 +1444,14 @@ using Number = typename G::Number;
 static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int GROUPS = C::run_groups;
 static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
@@ -1884,21 +1801,17 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
+      Chunk::give_back(last, lane);
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    wgmma_wait<0>();
-    Chunk::give_back(behind, lane);
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
@@ -2723,49 +2636,47 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 210 KB
+// Forward: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 214 KB
 // shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int precision = 0, cin = 32, cin_g = 32, ck = 32, tile_n = 1, tile_d = 1, tile_h = 1, tile_w = 256;
+  static constexpr int precision = 0, cin = 32, cin_g = 32, ck = 32, tile_n = 2, tile_d = 1, tile_h = 1, tile_w = 128;
   static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 1, rows_h = 1, row_step_d = 1;
-  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, first_w = -12, columns = 268;
-  static constexpr int plane = 268, planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0;
-  static constexpr int first_h = 0, box_units = 34, column_pad = 0, cout = 64, cout_g = 64, taps = 5, out_step_d = 1;
+  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, first_w = -12, columns = 140;
+  static constexpr int plane = 140, planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0;
+  static constexpr int first_h = 0, box_units = 35, column_pad = 0, cout = 64, cout_g = 64, taps = 5, out_step_d = 1;
   static constexpr int out_step_h = 1, out_step_w = 1, sub_h = 1, sub_w = 64, split = 2, mb = 1, subs = 1;
   static constexpr int rows_per_sub = 64, w_subs = 1, variants = 1, cout_blocks = 1, m_groups = 1, subs_d[1] = {0};
   static constexpr int subs_h[1] = {0}, subs_w[1] = {0}, blocks_of_w[1] = {0}, steps = 0, taps_unrolled = 5;
-  static constexpr int fragment_sets = 4, entries[2] = {0, 5}, tap_rows[5] = {0, 3, 6, 9, 12};
+  static constexpr int fragment_sets = 3, entries[2] = {0, 5}, tap_rows[5] = {0, 3, 6, 9, 12};
   static constexpr int tap_indices[5] = {4, 3, 2, 1, 0}, stretches = 1, first_of_stretches[1] = {0}, stages_w = 1;
   static constexpr int w_stage = 7, ring_fragments = 20, pack_taps = 4, run_groups = 16, store = 0, store_unit = 0;
   static constexpr int cluster = 1, producer_registers = 48, consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, paired = false;
-  static constexpr bool wide = true, continued = true, resident = true, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = true;
+  static constexpr bool resident = true, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights
-// ring of 4 x 7 fragments, 226 KB shared.
+// Gradient for the input: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
+// resident, 220 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int precision = 0, cin = 64, cin_g = 64, ck = 32, tile_n = 1, tile_d = 1, tile_h = 1, tile_w = 256;
+  static constexpr int precision = 0, cin = 64, cin_g = 64, ck = 16, tile_n = 2, tile_d = 1, tile_h = 1, tile_w = 128;
   static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 1, rows_h = 1, row_step_d = 1;
-  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, first_w = 0, columns = 268, plane = 268;
-  static constexpr int planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0, first_h = 0;
-  static constexpr int box_units = 34, column_pad = 0, cout = 32, cout_g = 32, taps = 5, out_step_d = 1, out_step_h = 1;
+  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, first_w = 0, columns = 140, plane = 140;
+  static constexpr int planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 4, fetch = 1, first_d = 0, first_h = 0;
+  static constexpr int box_units = 35, column_pad = 0, cout = 32, cout_g = 32, taps = 5, out_step_d = 1, out_step_h = 1;
   static constexpr int out_step_w = 1, sub_h = 1, sub_w = 64, split = 2, mb = 1, subs = 1, rows_per_sub = 64;
   static constexpr int w_subs = 1, variants = 1, cout_blocks = 1, m_groups = 1, subs_d[1] = {0}, subs_h[1] = {0};
-  static constexpr int subs_w[1] = {0}, blocks_of_w[1] = {0}, steps = 0, taps_unrolled = 5, fragment_sets = 4;
+  static constexpr int subs_w[1] = {0}, blocks_of_w[1] = {0}, steps = 0, taps_unrolled = 5, fragment_sets = 3;
   static constexpr int entries[2] = {0, 5}, tap_rows[5] = {0, 3, 6, 9, 12}, tap_indices[5] = {0, 1, 2, 3, 4};
-  static constexpr int stretches = 1, first_of_stretches[1] = {0}, stages_w = 4, w_stage = 7, ring_fragments = 28;
+  static constexpr int stretches = 1, first_of_stretches[1] = {0}, stages_w = 4, w_stage = 5, ring_fragments = 40;
   static constexpr int pack_taps = 4, run_groups = 16, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, paired = false;
-  static constexpr bool wide = true, continued = true, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, wide = true;
+  static constexpr bool resident = true, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2859,10 +2770,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({40960}, weight.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<32, 256, 0, stream>>>(of(weight), of(packed), 1);
   const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 215316), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 219416), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {136, 1, 1, 32, 1}, {1, 1, 1, 1, 1},
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {140, 1, 1, 32, 2}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2874,10 +2785,10 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({81920}, weight.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::GradInput>><<<64, 256, 0, stream>>>(of(weight), of(packed), 1);
   const at::Tensor zeros = at::zeros({2}, grad.options().dtype(at::kInt));
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 231748), stream>>>(
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 225640), stream>>>(
       of(grad), of(packed), nullptr, of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {136, 1, 1, 32, 1}, {1, 1, 1, 1, 1},
+      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {140, 1, 1, 16, 2}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2952,16 +2863,16 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x1x256 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 1, 256))]
-    tiles = batch * math.prod(counts)
+    """(blocks, sizes): persistent blocks, which take tile after tile of 2x1x1x128 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 1, 128))]
+    tiles = ceil(batch, 2) * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x1x256 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 1, 256))]
-    tiles = batch * math.prod(counts)
+    """(blocks, sizes): persistent blocks, which take tile after tile of 2x1x1x128 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 1, 128))]
+    tiles = ceil(batch, 2) * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 

@@ -19,10 +19,10 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 3 x 5
-  fragments, 221 KB shared.
-- gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 7 x 6 fragments, 222 KB shared.
+- forward: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 8 x 5
+  fragments, 218 KB shared.
+- gradient for the input: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 7 x 5 fragments, 226 KB shared.
 - gradient for the weight: wgmma tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x2x4x16 (NxDxHxW of q), K in
   33 slices, 164 KB shared.
 
@@ -1321,10 +1321,10 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
 struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+__device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(full);
 }
 
 template <class C>
@@ -1446,12 +1446,10 @@ static constexpr int NB = G::NB;
 
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
   constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
   return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1515,8 +1513,7 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
 struct ChunkOf;
 
@@ -1528,23 +1525,16 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513. ROLLED: where the
+// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
   wgmma_fence();
@@ -1558,12 +1548,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
@@ -1585,7 +1573,7 @@ template <int STEP>
 static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32& behind, int lane) {
   constexpr int shift = C::round_shifts[STEP / G::STEPS_PER_TAP];
   S::step(acc, a, weights, pixels, shift, STEP, G::LONGEST_STRETCH, lane, left);
-  if ((C::continued || BY_PLANES) && STEP == 0 && behind) {
+  if (BY_PLANES && STEP == 0 && behind) {
     S::give_back(behind, lane);
     behind = 0;
   }
@@ -1595,8 +1583,9 @@ static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typena
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
   u32 a[C::fragment_sets][4];
+  u32 behind = 0;                                       // the plane that the last step may still read
   int left = G::entries_of(variant) / C::taps_unrolled;
   u32 full = pixels.full, empty = pixels.empty;
   weights.load(a[0], 0);
@@ -1613,40 +1602,7 @@ static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, W
       multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[b], a, weights, shifted, --left, behind, lane);
     }
   }
-  if (!C::continued) wgmma_wait<0>();
-}
-};
-
-// Many steps: a loop over stretches of some taps of a block.
-
-// C::taps_unrolled taps from `entry` on, in one product each; `StretchOf<C, 2>` has IEEE's three.
-template <class C, int PARTS>
-struct StretchOf : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums&, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 a[C::fragment_sets][4];
-  weights.load(a[0], 0);
-  const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
-#pragma unroll
-  for (int i = 0; i < G::LONGEST_STRETCH; i++) S::step(acc, a, weights, pixels, taps[i / G::STEPS_PER_TAP], i, G::LONGEST_STRETCH, lane);
-  weights.end_stretch(G::LONGEST_STRETCH);
-}
-};
-
-template <class C, int PARTS>
-struct ChunkOf<C, LOOPED, PARTS> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-using Sums = float[G::MB][G::NB][32];
-
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, u32, int lane) {
-#pragma unroll
-  for (int b = 0; b < G::MB; b++) {
-    int e = G::first_entry(variant, b), last = G::end_entry(variant, b);
-#pragma unroll 1
-    for (; e + C::taps_unrolled <= last; e += C::taps_unrolled) StretchOf<C, PARTS>::multiply(acc[b], sum[b], weights, pixels, e, lane);
-  }
+  wgmma_wait<0>();
 }
 };
 
@@ -1669,14 +1625,14 @@ using Number = typename G::Number;
 static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int GROUPS = C::run_groups;
 static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
@@ -2124,23 +2080,17 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
+      Chunk::give_back(last, lane);
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    if constexpr (C::continued) {
-      wgmma_wait<0>();
-      Chunk::give_back(behind, lane);
-    }
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
@@ -3075,53 +3025,52 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 3 x 5
-// fragments, 221 KB shared.
+// Forward: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 8 x 5
+// fragments, 218 KB shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int precision = 0, cin = 32, cin_g = 32, ck = 8, tile_n = 1, tile_d = 1, tile_h = 4, tile_w = 64;
-  static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 3, rows_h = 6, row_step_d = 1;
-  static constexpr int row_step_h = 1, offsets_d[3] = {-1, 0, 1}, offsets_h[6] = {-1, 0, 1, 2, 3, 4}, first_w = -1;
+  static constexpr int precision = 0, cin = 32, cin_g = 32, ck = 8, tile_n = 1, tile_d = 1, tile_h = 2, tile_w = 64;
+  static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 3, rows_h = 4, row_step_d = 1;
+  static constexpr int row_step_h = 1, offsets_d[3] = {-1, 0, 1}, offsets_h[4] = {-1, 0, 1, 2}, first_w = -1;
   static constexpr int columns = 66, plane = 66, planes = 1, residues[1] = {0}, plane_barriers = 1, stages_p = 2;
   static constexpr int stages_s = 2, fetch = 1, first_d = -1, first_h = -1, box_units = 18, column_pad = 3, cout = 64;
   static constexpr int cout_g = 64, taps = 27, out_step_d = 2, out_step_h = 2, out_step_w = 2, sub_h = 1, sub_w = 64;
   static constexpr int split = 2, mb = 1, subs = 1, rows_per_sub = 64, w_subs = 2, variants = 1, cout_blocks = 1;
   static constexpr int m_groups = 1, subs_d[1] = {1}, subs_h[1] = {1}, subs_w[1] = {0}, blocks_of_w[2] = {-1, 0};
   static constexpr int steps = 1, taps_unrolled = 9, fragment_sets = 3, entries[2] = {0, 27};
-  static constexpr int tap_rows[27] = {0, 1, 2, 66, 67, 68, 132, 133, 134, 396, 397, 398, 462, 463, 464, 528, 529, 530, 792, 793, 794, 858, 859, 860, 924, 925, 926};
+  static constexpr int tap_rows[27] = {0, 1, 2, 66, 67, 68, 132, 133, 134, 264, 265, 266, 330, 331, 332, 396, 397, 398, 528, 529, 530, 594, 595, 596, 660, 661, 662};
   static constexpr int tap_indices[27] = {26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
-  static constexpr int round_shifts[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134}, stages_w = 3, w_stage = 5;
-  static constexpr int ring_fragments = 15, pack_taps = 4, run_groups = 8, bares[2] = {0, 2}, bares_d[2] = {1, 0};
+  static constexpr int round_shifts[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134}, stages_w = 8, w_stage = 5;
+  static constexpr int ring_fragments = 40, pack_taps = 4, run_groups = 8, bares[2] = {0, 2}, bares_d[2] = {1, 0};
   static constexpr int bares_h[2] = {0, 0}, bares_rows[2] = {1, 0}, store = 0, store_unit = 0, cluster = 1;
   static constexpr int producer_registers = 56, consumer_registers = 200;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, paired = false;
-  static constexpr bool wide = false, continued = true, resident = false, boxed = false, packs = false, bare = true;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = true, claimed = true;
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 7 x 6 fragments, 222 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 7 x 5 fragments, 226 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int precision = 0, cin = 64, cin_g = 64, ck = 8, tile_n = 1, tile_d = 2, tile_h = 8, tile_w = 8;
-  static constexpr int in_step_d = 4, in_step_h = 2, in_step_w = 2, rows_d = 6, rows_h = 10, row_step_d = 2;
-  static constexpr int row_step_h = 1, offsets_d[6] = {-1, 1, 3, 5, 7, 9};
-  static constexpr int offsets_h[10] = {-1, 1, 3, 5, 7, 9, 11, 13, 15, 17}, first_w = -1, columns = 19, plane = 10;
+  static constexpr int precision = 0, cin = 64, cin_g = 64, ck = 8, tile_n = 1, tile_d = 2, tile_h = 8, tile_w = 16;
+  static constexpr int in_step_d = 2, in_step_h = 2, in_step_w = 2, rows_d = 4, rows_h = 10, row_step_d = 1;
+  static constexpr int row_step_h = 1, offsets_d[4] = {-1, 1, 3, 5};
+  static constexpr int offsets_h[10] = {-1, 1, 3, 5, 7, 9, 11, 13, 15, 17}, first_w = -1, columns = 35, plane = 18;
   static constexpr int planes = 1, residues[1] = {0}, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 0;
-  static constexpr int cout = 32, cout_g = 32, taps = 27, out_step_d = 2, out_step_h = 1, out_step_w = 1, sub_h = 8;
-  static constexpr int sub_w = 8, split = 0, mb = 1, subs = 2, rows_per_sub = 32, w_subs = 1, variants = 1;
-  static constexpr int cout_blocks = 1, m_groups = 1, subs_d[2] = {0, 1}, subs_h[2] = {0, 0}, subs_w[1] = {0};
-  static constexpr int blocks_of_w[1] = {0}, steps = 2, taps_unrolled = 18, fragment_sets = 3, entries[2] = {0, 36};
-  static constexpr int tap_rows[36] = {0, 1, 2, 10, 11, 12, 20, 21, 22, 100, 101, 102, 110, 111, 112, 120, 121, 122, 200, 201, 202, 210, 211, 212, 220, 221, 222, 300, 301, 302, 310, 311, 312, 320, 321, 322};
-  static constexpr int tap_indices[72] = {0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, -1, 8, -1, 9, 0, 10, 1, 11, 2, 12, 3, 13, 4, 14, 5, 15, 6, 16, 7, 17, 8, 18, 9, 19, 10, 20, 11, 21, 12, 22, 13, 23, 14, 24, 15, 25, 16, 26, 17, -1, 18, -1, 19, -1, 20, -1, 21, -1, 22, -1, 23, -1, 24, -1, 25, -1, 26};
-  static constexpr int stages_w = 7, w_stage = 6, ring_fragments = 42, pack_taps = 4, run_groups = 1, store = 0;
-  static constexpr int store_unit = 0, cluster = 1, producer_registers = 96, consumer_registers = 160;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, paired = false;
-  static constexpr bool wide = false, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = false;
+  static constexpr int cout = 32, cout_g = 32, taps = 27, out_step_d = 1, out_step_h = 1, out_step_w = 1, sub_h = 8;
+  static constexpr int sub_w = 8, split = 0, mb = 1, subs = 1, rows_per_sub = 64, w_subs = 1, variants = 1;
+  static constexpr int cout_blocks = 1, m_groups = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0};
+  static constexpr int blocks_of_w[1] = {0}, steps = 1, taps_unrolled = 9, fragment_sets = 3, entries[2] = {0, 27};
+  static constexpr int tap_rows[27] = {0, 1, 2, 18, 19, 20, 36, 37, 38, 180, 181, 182, 198, 199, 200, 216, 217, 218, 360, 361, 362, 378, 379, 380, 396, 397, 398};
+  static constexpr int tap_indices[27] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26};
+  static constexpr int round_shifts[9] = {0, 1, 2, 18, 19, 20, 36, 37, 38}, stages_w = 7, w_stage = 5;
+  static constexpr int ring_fragments = 35, pack_taps = 4, run_groups = 2, store = 0, store_unit = 0, cluster = 1;
+  static constexpr int producer_registers = 96, consumer_registers = 160;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = false;
 };
 
 // =====================================================================================================================
@@ -3216,10 +3165,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({221184}, weight.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<112, 256, 0, stream>>>(of(weight), of(packed), 1);
   const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 226680), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 223664), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {72, 6, 3, 8, 1}, {1, 1, 1, 1, 1},
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {72, 4, 3, 8, 1}, {1, 1, 1, 1, 1},
                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -3228,9 +3177,9 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
                 int blocks, const std::array<int, 11>& sizes) {
   const c10::cuda::CUDAGuard guard(grad.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor packed = at::empty({589824}, weight.options().dtype(at::kByte));
+  const at::Tensor packed = at::empty({442368}, weight.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::GradInput>><<<224, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 227712), stream>>>(
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 231728), stream>>>(
       of(grad), of(packed), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
       sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -3304,15 +3253,15 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x4x64 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 8, 128))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x2x64 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 4, 128))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x2x8x8 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (4, 8, 8))]
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x2x8x16 positions (NxDxHxW)."""
+    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 8, 16))]
     tiles = batch * math.prod(counts)
     return min(tiles, processors), (batch, *source, *result, *counts, tiles)
 

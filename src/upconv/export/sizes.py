@@ -22,7 +22,7 @@ _BODIES = {
         ''',
     "direct": '''
         """(blocks, sizes): a block takes a tile, and what it needs of the source."""
-        rows, columns = ceil(result[1], {rows}){phases}, ceil(result[2], {columns})  # of blocks
+        rows, columns = ceil(result[1], {rows}), ceil(result[2], {columns})  # of blocks
         blocks = batch * result[0] * rows * columns{groups}
         return blocks, (batch, *source, *result, rows, columns, {whole})
         ''',
@@ -126,7 +126,7 @@ def _direct(k: Kernel, c: direct.Choice, gpu: Gpu) -> dict[str, object]:
     if not t.weight:
         _, h, w = t.axes
         return {
-            "rows": t.h * h.out_step, "columns": t.w * w.out_step, "phases": _times(t.phases),
+            "rows": t.h * h.out_step, "columns": t.w * w.out_step,
             "groups": _times(t.channel_blocks), "whole": whole,
         }  # fmt: skip
     blocks = tiles.weight_blocks(t)

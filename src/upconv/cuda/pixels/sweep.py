@@ -323,11 +323,12 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every sweep worth a look for a layer at its own size."""
     h, w = result_shape(p)[3:]
+    widest = next((width for width in _WIDTHS if width >= w), _WIDTHS[-1])
     for s in _candidates(any_size(p), gpu):
         rows, width = s.shape
         # In NCHW a second tile's boxes begin at 16 bytes, too.
         aligned = s.channels_last or width >= w or width % s.pixels.vec == 0
-        fits = (width == _WIDTHS[0] or width - 8 < w) and (s.nb == 1 or rows < h + 1)
+        fits = width <= widest and (s.nb == 1 or rows < h + 1)
         if aligned and fits and s.sizes(p, gpu)[-1] <= _MOST_SLICES:
             yield s
 
