@@ -26,7 +26,7 @@ Kernels:
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x16 channels x 1x5x7 taps a block, chunks of 1x1x4x64
   (NxDxHxW of q), K in 44 slices, 166 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations

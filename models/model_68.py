@@ -26,7 +26,7 @@ Kernels:
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x64 channels x 3x5x1 taps a block, chunks of 1x4x2x16
   (NxDxHxW of q), K in 79 slices, 216 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations

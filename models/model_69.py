@@ -26,7 +26,7 @@ Kernels:
 - gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
   (NxDxHxW of q), K in 33 slices, 204 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations

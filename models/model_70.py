@@ -26,7 +26,7 @@ Kernels:
 - gradient for the weight: wgmma of up to 3 rows tf32, 48x32 channels x 2x3x3 taps a block, chunks of 1x2x2x32
   (NxDxHxW of q), K in 66 slices, 162 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Kernels:
 - gradient for the weight: mma.sync ieee, 16x8 channels x 1x2x7 taps a block, chunks of 2x1x8x16 (NxDxHxW of q), K
   in 88 slices, 128 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ Kernels:
 - gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x4x2x16
   (NxDxHxW of q), K in 66 slices, 210 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations

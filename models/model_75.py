@@ -24,7 +24,7 @@ Kernels:
 - gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K
   in 132 slices, 171 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations

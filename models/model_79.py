@@ -26,7 +26,7 @@ Kernels:
 - gradient for the weight: wgmma tf32, 32x64 channels x 1x1x3 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K in
   132 slices, 166 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations
