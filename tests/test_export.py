@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import math
+import json
 import random
 import re
+import shlex
+import shutil
 import struct
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.wgrad import wgrad
 from upconv.export import (
+    c,
     check,
     command,
     cpp,
@@ -245,8 +248,8 @@ def other_sizes(p: Problem, count: int) -> list[Problem]:
 def check_launches(found: Iterable[Kernel], p: Problem, gpu: Gpu, count: int = 25) -> None:
     """Compares what a file computes for its launches with the library's records, at several sizes."""
     for k in found:
-        names: dict[str, Any] = {"math": math, "ceil": lambda a, b: -(-a // b)}
-        exec(sizes.launch(k, gpu), names)
+        names: dict[str, Any] = {"ceil": lambda a, b: -(-a // b), "rounded": lambda a, b: round(a / b)}
+        exec(sizes.python(k, gpu), names)
         for q in other_sizes(p, count):
             inner, outer = ((1,) * (3 - q.rank) + size for size in (q.size, q.out_size))
             axes = (outer, inner) if k.pass_ == "grad-input" else (inner, outer)
@@ -279,15 +282,14 @@ def test_launches_are_the_librarys(name: str) -> None:
 def test_blocks_claim_tiles_where_the_librarys_do() -> None:
     p = parse_layer("16,64,(3,5)", "8x16x256x256").with_(precision="tf32")
     forward = cpp.definition(passes.kernels(p, H200)[0])
-    assert "at::zeros({2}, x" in forward and "of(bias), of(out), of(zeros), sizes[0]" in forward
+    assert "at::zeros({8}, x" in forward and "of(bias), of(out), of(zeros), sizes[0]" in forward
     few = cpp.definition(passes.kernels(p.with_(batch=2), H200)[0])
     assert "zeros" not in few
 
 
 def test_files_together_use_every_family() -> None:
-    kinds = {sizes._values(k, H200)[0] for name in LAYERS for k in passes.kernels(layer(name), H200)}
-    found = passes.kernels(layer("few", dtype=torch.float64, precision="fp64"), A100)
-    assert kinds | {sizes._values(k, A100)[0] for k in found} == set(sizes._BODIES)
+    kinds = {sizes.of(k, H200).what.split(" of ")[0] for name in LAYERS for k in passes.kernels(layer(name), H200)}
+    assert len(kinds) == 6, kinds
 
 
 @pytest.mark.parametrize("name", ("strided", "odd", "depthwise", "image"))
@@ -337,7 +339,7 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str) -> None:
         assert text.count("tensor_map(") == len(maps)
         for one in maps:
             box, steps = (", ".join(map(str, values)) for values in (one.box, one.steps))
-            assert f"{{{box}}}, {{{steps}}}" in text
+            assert f"5>{{{box}}}" in text and f"5>{{{steps}}}" in text
 
 
 @pytest.mark.parametrize(
@@ -631,6 +633,80 @@ def test_a_check_tells_right_from_wrong(
     assert ("NOT within" in text) is (wrong is not None) and "on some GPU" in text
 
 
+# --- the forward alone, and C -----------------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+def test_a_file_of_the_forward_alone(faked: Callable[[Problem], dict[str, Any]]) -> None:
+    p = parse_layer("4,4,3,groups=4", "2x4x5x6").with_(precision="tf32")
+    module = load(source(p, "90a", forward_only=True))
+    module.update(build=lambda fast: FakeExtension(p) if fast else PlainExtension, processors=lambda device: 132)
+    module["check"] = lambda *given: None
+    model, theirs = module["ModelNew"](), nn.ConvTranspose2d(4, 4, 3, groups=4)
+    theirs.load_state_dict(model.conv_transpose2d.state_dict())
+    x = torch.randn(p.input_shape)
+    torch.testing.assert_close(model(x), theirs(x))
+    torch.testing.assert_close(model(x[:, :, :1, :2]), theirs(x[:, :, :1, :2]))
+    with pytest.raises(RuntimeError, match="without --forward-only"):
+        model(x).sum().backward()
+    text = source(p, "90a", forward_only=True)
+    assert "grad_input" not in text and "grad_weight" not in text
+    assert len(text.splitlines()) < 0.8 * len(source(p, "90a").splitlines())
+
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "exported.cpp"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_table_of_launches_is_the_librarys(name: str) -> None:
+    """Its expressions, in words of C++ too, give what the records have; at the layer's own size and at others."""
+    p = layer(name)
+    found = passes.kernels(p, H200)
+    table = json.loads(json.dumps(c.table(p, H200, "layer", found)))
+    assert [one["pass"] for one in table["functions"]] == [k.pass_ for k in found]
+    for k, function in zip(found, table["functions"]):
+        for q in other_sizes(p, 5):
+            choice: Any = replace(k.choice, problem=q.with_(pass_=k.pass_, bias=False))
+            inner, outer = ((1,) * (3 - q.rank) + size for size in (q.size, q.out_size))
+            sides = (outer, inner) if function["source"] == "output" else (inner, outer)
+            known: dict[str, Any] = {"ceil": lambda a, b: -(-a // b), "rounded": lambda a, b: round(a / b)}
+            known |= {
+                f"{of}_{axis}": n for of, side in zip(("source", "result"), sides) for axis, n in zip("dhw", side)
+            }
+            known |= {"batch": q.batch, "processors": H200.multiprocessors}
+            for one, text in function["sizes"].items():
+                known[one] = eval(text, known)
+            if "splits" in {one.name for one in fields(choice)}:
+                of_split = getattr(getattr(choice, "tiling", None), "k_slices", 1)
+                choice = replace(choice, splits=known["slices"] // of_split)
+            main = cpp.main_launch(replace(k, choice=choice))
+            (launch,) = (one for one in function["launches"] if one["grid"] == "blocks")
+            numbers = tuple(eval(str(one), known) for one in launch["arguments"] if not isinstance(one, dict))
+            assert (known["blocks"], numbers) == (main.grid, cpp.sizes(main))
+            assert (launch["threads"], launch["shared_bytes"]) == (main.threads, main.shared_bytes)
+
+
+@needs_nvrtc
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_the_example_compiles_with_the_kernels_in_c(tmp_path: Path) -> None:
+    """By the commands that it names itself; where there is a GPU for them, its result is right."""
+    text = EXAMPLE.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 70
+    export, compile_ = (line.removeprefix("//   ") for line in text.splitlines() if line.startswith("//   "))
+    arguments = [one for one in shlex.split(export)[1:] if one != "layer.cu"] + [str(tmp_path / "layer.cu")]
+    run = CliRunner().invoke(app, arguments)
+    assert run.exit_code == 0, run.output
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["layer.cu", "layer.h", "layer.json"]
+    shutil.copy(EXAMPLE, tmp_path)
+    done = subprocess.run(
+        shlex.split(compile_.partition(" && ")[0]), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        ran = subprocess.run([str(tmp_path / "exported")], capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 # --- the function and the command ------------------------------------------------------------------------------------
 
 
@@ -724,6 +800,7 @@ def test_the_command_writes_models(tmp_path: Path) -> None:
         (["--layer", "8,4,(3,3)", "--dtype", "int8"], "--dtype must be one of"),
         (["--layer", "8,4,(3,3)", "--precision", "bf16"], "--precision must be one of ieee, tf32"),
         (["--layer", "8,4,(3,3)", "--arch", "1"], "arch must be one of"),
+        (["--layer", "8,4,(3,3)", "--c"], "--output must end in .cu"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments: list[str], words: str, tmp_path: Path) -> None:
