@@ -3,74 +3,39 @@
     python benchmarks/explain.py          rewrites docs/explain.md between its markers
     python benchmarks/explain.py --check  exit code 1 when the planner says something else by now
 
-A section between ``<!-- explain-kb57 -->`` and ``<!-- /explain-kb57 -->`` belongs to this program. No GPU is needed:
-plans are made by the cost models, for TF32 and NCHW, and the roof is the data sheet's
-(`upconv.explain.estimated_ceilings`).
+A section of the page, ``<!-- explain-kb57 -->`` to ``<!-- /explain-kb57 -->``, begins with the command that it shows.
+No GPU is needed: plans are made by the cost models, and the roof is the data sheet's.
 """
 
 from __future__ import annotations
 
-import io
 import re
+import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
+from typer.testing import CliRunner
 
-from upconv import planner
 from upconv.bench import files
-from upconv.bench.suites import SUITES
-from upconv.cuda.gpu import H200
-from upconv.explain import Explanation, estimated_ceilings
-from upconv.problem import Problem
+from upconv.cli import app
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "explain.md"
-CASES = ("kb57", "kb81")
 WIDTH = 110
+_SECTION = re.compile(r"(<!-- (explain-\w+) -->\n```text\n\$ upconv ([^\n]*)\n).*?(\n```\n<!-- /\2 -->)", re.DOTALL)
 
 
-def command(p: Problem) -> str:
-    """The command that prints the same."""
-    layer = [str(p.in_channels), str(p.out_channels), _pair(p.kernel)]
-    named = {"stride": p.stride, "padding": p.padding, "output_padding": p.output_padding, "dilation": p.dilation}
-    plain = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
-    layer += [f"{name}={_pair(value)}" for name, value in named.items() if any(v != plain[name] for v in value)]
-    layer += [f"groups={p.groups}"] * (p.groups > 1) + ["bias=False"] * (not p.bias)
-    shape = "x".join(map(str, p.input_shape))
-    return f'upconv explain "{",".join(layer)}" --input {shape} --gpu H200 --precision {p.precision}'
-
-
-def _pair(values: tuple[int, ...]) -> str:
-    return str(values[0]) if len(set(values)) == 1 else f"({','.join(map(str, values))})"
-
-
-def explained(p: Problem) -> str:
-    """A layer's command and explanation as a block of text."""
-    plan = planner.plan(p, planner.Device("cuda", gpu=H200))
-    text = io.StringIO()
-    Console(file=text, width=WIDTH, highlight=False, color_system=None).print(
-        Explanation(p, plan, estimated_ceilings(H200))
-    )
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    return "\n".join(["```text", f"$ {command(p)}", *lines, "```"])
-
-
-def sections() -> Iterator[tuple[str, str]]:
-    """Every section's name and content."""
-    problems = {case.name: case.problem.with_(precision="tf32") for case in SUITES["kernelbench"]}
-    for name in CASES:
-        yield f"explain-{name}", explained(problems[name])
+def explained(command: str) -> str:
+    """What a command prints in a terminal of `WIDTH` columns."""
+    settings = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "TERM": "xterm"}
+    done = CliRunner(env=settings).invoke(app, shlex.split(command))
+    if done.exit_code:
+        raise ValueError(f"upconv {command} must succeed; it says {done.output!r}")
+    return "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", done.stdout).splitlines())
 
 
 def rewritten(text: str) -> str:
-    """The page with every section made anew. Errors: ValueError for a section whose markers the page lacks."""
-    for name, content in sections():
-        section = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
-        text, found = section.subn(lambda match, content=content: f"{match[1]}{content}{match[2]}", text)  # type: ignore[misc]
-        if found != 1:
-            raise ValueError(f"docs/explain.md must have the markers of {name} once; it has them {found} times")
-    return text
+    """The page with every section made anew."""
+    return _SECTION.sub(lambda match: match[1] + explained(match[3]) + match[4], text)
 
 
 def main() -> int:

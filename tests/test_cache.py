@@ -22,7 +22,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import upconv
 from conftest import BARE
 from measured import command
 from situations.processes import in_threads
@@ -316,7 +315,7 @@ def test_a_relative_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
     assert shown(command("cache")[1])["in use"] == f"no: {message}"
     found = env.report()
-    assert found["caches"]["kernels"] == found["system"]["native_host"] == message
+    assert found["system"]["kernels"] == found["system"]["native_host"] == message
     monkeypatch.setenv("UPCONV_CACHE", "off")
     assert cache.directory() is None
 
@@ -538,7 +537,7 @@ def test_cache_warm_hands_the_model_to_warmup(tmp_path: Path, monkeypatch: pytes
     class Device:  # a CUDA device as the command sees it, on the CPU
         type = "cuda"
 
-    monkeypatch.setattr(upconv, "warmup", warmup, raising=False)
+    monkeypatch.setattr(cli.machine, "warmup", warmup)
     monkeypatch.setattr(cli.machine, "device_of", lambda text: Device())
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device, dtype: self)
     real = torch.randn
@@ -559,12 +558,7 @@ def test_cache_warm_hands_the_model_to_warmup(tmp_path: Path, monkeypatch: pytes
     [
         ("nets.py:net", "2x4x5", "--device must be a CUDA device, since only its kernels are compiled; got 'cpu'"),
         ("nets.py:net", "2x4", "--input must be batch, channels"),
-        ("nets.py", "2x4x5x6", "--model must be FILE.py:NAME or a module's name and NAME; got "),
-        ("absent.py:net", "2x4x5x6", "--model must name a file that exists; got "),
-        ("nets.py:absent", "2x4x5x6", "cannot be made: AttributeError: "),
         ("nets.py:broken", "2x4x5x6", "cannot be made: KeyError: 'weights'"),
-        ("nets.py:Settings", "2x4x5x6", "--model must be a torch.nn.Module or make one; got "),
-        ("no_such_package:net", "2x4x5x6", "cannot be made: ModuleNotFoundError: "),
     ],
 )
 def test_cache_warm_says_what_is_wrong(
@@ -588,12 +582,12 @@ def test_cache_warm_says_what_is_wrong(
 def test_env_tells_the_kernels_and_the_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(folder)
     found = env.report()
-    assert re.fullmatch(rf"4, \d+ bytes, in {re.escape(str(folder))}", str(found["caches"]["kernels"]))
+    assert re.fullmatch(rf"4, \d+ bytes, in {re.escape(str(folder))}", str(found["system"]["kernels"]))
     assert found["system"]["cuda_compiler"] == (nvrtc.unavailable() or "available")
     folder.chmod(0o777)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "CUDA kernels need what is not here.")
     found = json.loads(command("env", "--json")[1])
-    assert found["caches"]["kernels"] == f"in memory only, not in {folder}: others may write to it (mode 0777)"
+    assert found["system"]["kernels"] == f"in memory only, not in {folder}: others may write to it (mode 0777)"
     assert found["system"]["cuda_compiler"] == "CUDA kernels need what is not here."
 
 

@@ -139,16 +139,22 @@ def test_output_size_and_unbatched_input(engine: str) -> None:
             assert_close(out.detach(), function(x, y).detach())
 
 
+NEEDED = (None, "inference", (True, True, True), (True, False, False), (False, True, False))
+
+
 @pytest.mark.parametrize("rank", (1, 2, 3))
-@pytest.mark.parametrize("needed", (None, (True, True, True), (True, False, False), (False, True, False)), ids=str)
-def test_graphs_have_the_flops_of_torchs(rank: int, needed: tuple[bool, ...] | None, engine: str) -> None:
+@pytest.mark.parametrize("needed", NEEDED, ids=str)
+def test_graphs_have_the_flops_of_torchs(rank: int, needed: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the forward's graph and of the backward's, each run under a counter: around a compiled call
     ``torch.compile`` lets a counter see the eager call instead. And of the backward alone, as compiled by aot_eager.
 
-    ``needed``: which of input, weight and bias require a gradient; None: nothing is recorded.
+    ``needed``: which of input, weight and bias require a gradient; None or "inference": nothing is recorded.
     """
+    for name in ("conv_transpose_forward", "conv_transpose_backward"):  # as in a process that has traced nothing yet
+        monkeypatch.delitem(flop_counter.flop_registry, getattr(torch.ops.upconv, name), raising=False)
     given = make_call((2, 4, *(5, 4, 3)[:rank]), (4, 3, *(3, 2, 4)[:rank]), stride=2, padding=1, groups=2)
-    operands = [t.requires_grad_(n) for t, n in zip(given.operands, needed or (False,) * 3)]
+    trained = isinstance(needed, tuple)
+    operands = [t.requires_grad_(n) for t, n in zip(given.operands, needed if trained else (False,) * 3)]
     totals: list[list[int]] = []
 
     def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -168,41 +174,15 @@ def test_graphs_have_the_flops_of_torchs(rank: int, needed: tuple[bool, ...] | N
             return function(x, w, b, **given.kwargs)
 
         compiled = torch.compile(call, backend=aot_autograd(fw_compiler=counted, bw_compiler=counted), fullgraph=True)
-        out = compiled(*operands)
-        if needed:
+        with torch.inference_mode(needed == "inference"):
+            out = compiled(*operands)
+        if trained:
             out.sum().backward()
             out = torch.compile(call, backend="aot_eager", fullgraph=True)(*operands)
             with FlopCounterMode(display=False) as counter:
                 out.sum().backward()
             totals[-1].append(counter.get_total_flops())
-    assert totals[0] == totals[1] and len(totals[0]) == (3 if needed else 1) and all(totals[0])
-
-
-def test_a_graph_has_the_flops_of_torchs_in_inference_mode(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of our operator, too, whose calls in inference mode reach a counter at once."""
-    for name in ("conv_transpose_forward", "conv_transpose_backward"):  # as in a process that has traced nothing yet
-        monkeypatch.delitem(flop_counter.flop_registry, getattr(torch.ops.upconv, name), raising=False)
-    given = make_call((2, 4, 5, 4), (4, 3, 3, 2), stride=2, padding=1)
-    totals = []
-
-    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        def run(*arguments: Any) -> Any:
-            with FlopCounterMode(display=False) as counter:
-                out = graph(*arguments)
-            totals.append(counter.get_total_flops())
-            return out
-
-        return make_boxed_func(run)
-
-    for home in (torch.nn.functional, upconv):
-
-        def call(x: Tensor, w: Tensor, b: Tensor, function: Any = home.conv_transpose2d) -> Tensor:
-            return function(x, w, b, **given.kwargs)
-
-        compiled = torch.compile(call, backend=aot_autograd(fw_compiler=counted), fullgraph=True)
-        with torch.inference_mode():
-            compiled(*given.operands)
-    assert totals[0] == totals[1] > 0
+    assert totals[0] == totals[1] and len(totals[0]) == (3 if trained else 1) and all(totals[0])
 
 
 def test_delegated_dtypes_and_transforms_compile(engine: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -65,14 +64,6 @@ def test_accelerates_restores_and_says_so() -> None:
     assert lines_of(upconv.restore, model) == ["block.2: restored"]
 
 
-def test_logs_what_it_reports(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = lines_of(upconv.accelerate, Net())
-    with caplog.at_level(logging.INFO, "upconv"):
-        upconv.accelerate(Net())
-    assert [r.getMessage() for r in caplog.records] == wanted
-    assert capsys.readouterr() == ("", "")
-
-
 def test_all_but_the_mark_stays() -> None:
     model = Net()
     model.block.eval()
@@ -119,15 +110,6 @@ def test_the_engine_runs_only_while_accelerated(monkeypatch: pytest.MonkeyPatch)
             change(model)(image(2))
             counts.append(len(calls))
     assert counts == [0, 2, 2], "the layers with a stride, once"
-
-
-@RANKS
-def test_the_model_itself(rank: int) -> None:
-    layer = getattr(nn, f"ConvTranspose{rank}d")(3, 4, 3)
-    assert accelerated(layer) == ["(the model itself): accelerated"]
-    assert marked(layer) == [True] and type(layer) is getattr(nn, f"ConvTranspose{rank}d")
-    assert lines_of(upconv.restore, layer) == ["(the model itself): restored"]
-    assert marked(layer) == [False]
 
 
 def test_what_is_left_and_why() -> None:

@@ -545,17 +545,6 @@ def test_autocast(
     assert set(stand_ins.ran()) == {pass_ for name, pass_ in PASSES.items() if name != lacking}
 
 
-def test_what_autocast_leaves_to_pytorch_is_cast_once(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolutions, "choose", lambda *_: None)
-    x, counts = image().float(), []
-    for module in layer(2, 4, 6, 3, dtype=torch.float32):
-        profiled = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), profiled as seen:
-            module(x)
-        counts.append({e.key: e.count for e in seen.key_averages()}["aten::_to_copy"])
-    assert counts == [3, 3], "input, weight and bias"
-
-
 def test_derivatives_of_every_order(stand_ins: Kernels) -> None:
     ours, _ = layer(2, 2, 3, 3, 2, 1)
     x = torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True)
@@ -652,41 +641,6 @@ def test_lazy_layers_and_layers_on_a_cpu(rank: int) -> None:
     ours, theirs = layer(rank, 4, 6, 3, 2, 1)
     assert_same_step(ours, theirs, x)
     torch.testing.assert_close(ours(x[0]), theirs(x[0]))
-
-
-def test_small_calls_are_known_as_such(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the input's shape: the next larger image is looked at anew, and so is another layer in the same place."""
-    asked: list[int] = []
-    monkeypatch.setattr(modules, "small", lambda shape, *others: asked.append(shape[-1]) or shape[-1] < 8)
-    ours, theirs = layer(2, 4, 6, 3)
-    for size in (6, 6, 8, 6, 6, 7, 7):
-        x = torch.randn(2, 4, size, size, dtype=torch.float64)
-        torch.testing.assert_close(ours(x), theirs(x))
-    assert asked == [6, 8, 7] and stand_ins.ran() == ["grad-input"]
-    ours.kernel_size = (*ours.kernel_size,)  # what another layer of the same id would have
-    ours(torch.randn(2, 4, 7, 7, dtype=torch.float64))
-    assert len(asked) == 4
-
-
-def test_what_the_rule_leaves_is_not_looked_up_again(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nothing changes that the rule goes by: a layout, say, a weight's dtype, or whether it has a gradient."""
-    monkeypatch.setattr(convolutions, "faster", lambda *_: False)
-    asked = []
-    found = modules.convolution
-    monkeypatch.setattr(modules, "convolution", lambda *given: asked.append(given) or found(*given))
-    ours, theirs = layer(2, 4, 6, 3)
-    x = image()
-    last = x.contiguous(memory_format=torch.channels_last)
-    for given_, count in ((x, 1), (x, 1), (last, 2), (last, 2), (x, 3), (x[..., :7], 4), (x, 5), (x, 5)):
-        torch.testing.assert_close(ours(given_), theirs(given_))
-        assert len(asked) == count
-    for count in (6, 6):
-        with torch.no_grad():
-            torch.testing.assert_close(ours(x), theirs(x))
-        assert len(asked) == count
-    ours.float(), theirs.float()
-    torch.testing.assert_close(ours(x.float()), theirs(x.float()))
-    assert len(asked) == 7 and stand_ins.ran() == []
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -26,12 +26,13 @@ from typer.testing import CliRunner
 
 import upconv
 from conftest import by_turns, compiled_for_host
+from emulator import Emulator, emulator, for_host
 from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
 from upconv.cuda.compile import nvrtc
-from upconv.cuda.direct import staged, staged_costs
+from upconv.cuda.direct import costs, direct
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
 from upconv.cuda.launches import Map
@@ -44,6 +45,7 @@ from upconv.export import (
     gpu_of,
     kernelbench,
     kernelbench_problem,
+    packing,
     passes,
     plain,
     problem_of,
@@ -55,7 +57,7 @@ from upconv.export import (
 from upconv.export.check import load
 from upconv.export.passes import Kernel
 from upconv.planner import Device, plan
-from upconv.problem import Pass, Problem
+from upconv.problem import Pass, Precision, Problem
 
 CALL = """
 extern "C" __attribute__((visibility("default")))
@@ -63,6 +65,7 @@ const char* run_{0}(int grid, int threads, int shared, const char* arguments, in
   return machine::launch([] {{ machine::call({1}); }}, grid, threads, shared, arguments, together, seed);
 }}
 """
+__all__ = ["emulator"]
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason="what files leave out NVRTC says")
 MODELS = Path(__file__).parent.parent / "models"
 NUMBERS = signatures.KERNELBENCH
@@ -259,8 +262,8 @@ def check_launches(found: Iterable[Kernel], p: Problem, gpu: Gpu, count: int = 2
                 shares = slices[0] // choice.tiling.k_slices
                 assert q != p or shares == choice.splits
                 choice = replace(choice, splits=shares)
-            elif slices and isinstance(choice, staged.Choice):
-                choice = replace(choice, splits=staged_costs.cost(choice.problem, choice.tile, gpu)[2])
+            elif slices and isinstance(choice, direct.Choice):
+                choice = replace(choice, ranges=costs.cost(choice.problem, choice.tile, gpu)[1])
             record = cpp.main_launch(replace(k, choice=choice))
             assert (blocks, tuple(integers)) == (record.grid, cpp.sizes(record)), (str(q), k.name)
             if slices:
@@ -289,7 +292,7 @@ def test_blocks_claim_tiles_where_the_librarys_do() -> None:
 
 def test_files_together_use_every_family() -> None:
     kinds = {sizes.of(k, H200).what.split(" of ")[0] for name in LAYERS for k in passes.kernels(layer(name), H200)}
-    assert len(kinds) == 6, kinds
+    assert len(kinds) == 4, kinds
 
 
 @pytest.mark.parametrize("name", ("strided", "odd", "depthwise", "image"))
@@ -302,7 +305,7 @@ def test_channels_last_files(name: str, dtype: torch.dtype) -> None:
     check_launches(passes.kernels(p, H200), p, H200, 6)
 
 
-STAGED = {
+ON_CORES = {
     f"{name} {layout} {precision}": layer(name, layout=layout, dtype=dtype, precision=precision)
     for name in ("depthwise", "image")
     for layout in ("nchw", "channels_last")
@@ -312,14 +315,13 @@ STAGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize("name", ON_CORES)
 @pytest.mark.parametrize("gpu", (H200, A100, RTX4090), ids=lambda gpu: gpu.arch)
-def test_staged_gradients_are_launched_as_the_librarys(name: str, gpu: Gpu) -> None:
-    """Both gradients by staged kernels, whichever family the planner prefers."""
-    p = STAGED[name]
-    kinds: tuple[Pass, ...] = ("grad-input", "grad-weight")
-    for pass_ in kinds:
-        choice = staged.choose(p.with_(pass_=pass_, bias=False), gpu)
+def test_kernels_on_cuda_cores_are_launched_as_the_librarys(name: str, gpu: Gpu) -> None:
+    """All passes, whichever family the planner prefers."""
+    p = ON_CORES[name]
+    for pass_ in passes.NAMES:
+        choice = direct.choose(p.with_(pass_=pass_, bias=False), gpu)
         assert not isinstance(choice, str), choice
         check_launches([Kernel(pass_, choice)], p, gpu)
 
@@ -633,6 +635,37 @@ def test_a_check_tells_right_from_wrong(
     assert ("NOT within" in text) is (wrong is not None) and "on some GPU" in text
 
 
+@pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    (
+        ("strided", "tf32"),
+        ("odd", "tf32"),
+        ("3-D", "ieee"),
+        ("joined", "ieee"),
+        ("strided", "bf16"),
+        ("joined", "fp16"),
+    ),
+)
+def test_weights_are_packed_as_the_library_packs_them(
+    name: str, precision: Precision, pass_: Pass, emulator: Emulator, tmp_path: Path
+) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    p = layer(name, dtype=dtype, precision=precision, pass_=pass_, bias=False)
+    choice: Any = gather.choose(p, H200)
+    k = Kernel(pass_, choice)
+    weight = torch.randn(p.weight_shape, dtype=dtype)
+    wanted = choice.prepare(0).pack_to_keep(weight).view(torch.int32)[: k.packed_words]
+    entry = f"{packing.ENTRY}<Config>"
+    source = k.unit.source.replace("// entries: ", f"// entries: {entry}; ", 1) + packing.text(precision)
+    (tmp_path / "pack.cpp").write_text(for_host(source, (packing.ENTRY,)))
+    function = ctypes.CDLL(str(compiled_for_host(tmp_path / "pack.cpp", tmp_path / "pack.so")))["run_pack_weights"]
+    function.restype, found = ctypes.c_char_p, torch.empty_like(wanted)
+    arguments = struct.pack("<2Qi", weight.data_ptr(), found.data_ptr(), len(found))
+    assert function(-(-len(found) // 256), 256, 0, arguments, 1, 0) is None
+    assert torch.equal(found, wanted) and found.count_nonzero() > 0
+
+
 # --- the forward alone, and C -----------------------------------------------------------------------------------------
 
 
@@ -676,7 +709,7 @@ def test_the_table_of_launches_is_the_librarys(name: str) -> None:
             known |= {"batch": q.batch, "processors": H200.multiprocessors}
             for one, text in function["sizes"].items():
                 known[one] = eval(text, known)
-            if "splits" in {one.name for one in fields(choice)}:
+            if "slices" in known:
                 of_split = getattr(getattr(choice, "tiling", None), "k_slices", 1)
                 choice = replace(choice, splits=known["slices"] // of_split)
             main = cpp.main_launch(replace(k, choice=choice))

@@ -469,35 +469,6 @@ def test_gpu_random_problems(p: Problem) -> None:
         _assert_accurate(single, found, *operands_)
 
 
-LAYERS = [
-    Problem.make(2, 64, 32, (33, 47), 4, 2, 1),
-    Problem.make(2, 48, 40, (31, 64), (3, 7), 1, (1, 3), bias=True),
-    Problem.make(2, 32, 64, (17, 24), 3, 5, 1, dilation=2),
-    Problem.make(2, 32, 64, (13, 24), (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4),
-    Problem.make(2, 64, 64, (20, 20), 4, 2, 1, groups=64),
-    Problem.make(2, 56, 1, (24, 24), 9, 3, 4, 2),
-    Problem.make(2, 64, 3, (24, 24), 4, 2, 1, bias=True),
-    Problem.make(2, 128, 64, (200,), 16, 8, 4),
-    Problem.make(2, 32, 16, (6, 10, 12), (3, 5, 7)),
-    Problem.make(1, 32, 32, (8, 9, 16), 3, 2, 1),
-    Problem.make(1, 21, 21, (12, 12), 16, 8, 4, groups=21),
-]
-
-
-@CUDA
-@pytest.mark.parametrize("layout", ("nchw", "channels_last"))
-@pytest.mark.parametrize("precision", ("tf32", "ieee", "bf16", "fp16", "fp64"))
-@pytest.mark.parametrize("p", LAYERS, ids=str)
-def test_gpu_layers_of_models(p: Problem, precision: Any, layout: Any) -> None:
-    """Sizes at which tiles are full, with odd rests."""
-    if p.rank == 1 and layout == "channels_last":
-        return
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(precision, torch.float32)
-    p = p.with_(dtype=dtype, precision=precision, layout=layout)
-    found, operands_ = _on_gpu(p)
-    _assert_accurate(p, found, *operands_)
-
-
 @CUDA
 @given(p=SMALL)
 @settings(max_examples=10, deadline=None)

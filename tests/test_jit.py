@@ -302,15 +302,6 @@ def test_an_instance_has_its_constants_and_the_entries_that_are_named(kernels: P
         jit.cubin(jit.instance("k.cu", constants, ("unwanted<Config>",)), "80")
 
 
-def test_files_that_instances_share_are_put_in_once(kernels: Path) -> None:
-    (kernels / "a.cuh").write_text("int a;\n")
-    (kernels / "k.cu").write_text('#include "a.cuh"\nint k;\n')
-    (kernels / "l.cu").write_text('#include "a.cuh"\nint l;\n')
-    seen: set[str] = set()
-    found = [list(jit.with_includes(name, seen)) for name in ("k.cu", "l.cu", "k.cu")]
-    assert found == [["int a;\n", "int k;\n"], ["int l;\n"], []]
-
-
 @pytest.mark.parametrize("constants", [{"a b": 1}, {"": 1}, {"1a": 1}])
 def test_constants_must_have_names(constants: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="constants must have identifiers for names; got"):

@@ -23,7 +23,7 @@ from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.compile import launch as launch_module
 from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.compile.launch import Launcher, LaunchError, TooManyBlocks
-from upconv.cuda.gpu import H200, gpu
+from upconv.cuda.gpu import gpu
 from upconv.cuda.launches import Int, Long
 
 TYPES = {"P": ctypes.c_uint64, "i": ctypes.c_int32, "q": ctypes.c_int64, "f": ctypes.c_float}
@@ -71,7 +71,6 @@ class Driver:
         self.launches: list[tuple[Any, ...]] = []
         self.answers: list[Code] = []
         self.delay = 0.0
-        self.dependents = 0
         self.mode = "global"
 
     def CUfunction(self, handle: int) -> tuple[str, int]:
@@ -101,7 +100,6 @@ class Driver:
         lambda: SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
     )
     CUlaunchAttributeID = SimpleNamespace(
-        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="dependent",
         CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster",
     )
 
@@ -113,14 +111,6 @@ class Driver:
         self.calls.append(("clusters", function, *shape, config.sharedMemBytes, dims.x, dims.y, dims.z))
         answer = self.answers.pop(0) if self.answers else SUCCESS
         return answer, 66
-
-    def cuLaunchKernelEx(self, config: Any, function: Any, pointers: int, extra: int) -> tuple[Code]:
-        (attribute,) = config.attrs
-        assert attribute.id == "dependent" and attribute.value.programmaticStreamSerializationAllowed == 1
-        assert config.numAttrs == 1
-        self.dependents += 1
-        shape = [getattr(config, f"{what}Dim{axis}") for what in ("grid", "block") for axis in "XYZ"]
-        return self.cuLaunchKernel(function, *shape, config.sharedMemBytes, config.hStream, pointers, extra)
 
     def cuLaunchCooperativeKernel(self, *arguments: Any) -> tuple[Code]:
         self.calls.append(("cuLaunchCooperativeKernel", *arguments))
@@ -188,14 +178,6 @@ def test_a_launch_is_one_call_with_the_configuration_and_the_arguments(driver: D
     )
 
 
-def test_a_dependent_launch_says_so_and_is_else_the_same(driver: Driver) -> None:
-    launch = launcher(driver, "iP", 96, 512)
-    for n, dependent in enumerate((False, True, True, True, True, False)):
-        launch(f"stream {n % 2}", 5 + n % 4, (n, 7), dependent)
-        assert driver.launches[-1][1:4] == ((5 + n % 4, 1, 1, 96, 1, 1, 512), f"stream {n % 2}", (n, 7))
-    assert driver.dependents == 4
-
-
 def test_a_cooperative_launch_is_another_call_of_the_drivers(driver: Driver) -> None:
     """Without the last argument; where its blocks are too many the error says so, and others are as they were."""
     plain = launcher(driver, "iP", 384, 2048)
@@ -222,31 +204,6 @@ def test_the_driver_says_how_many_clusters_run_at_once(driver: Driver) -> None:
     with pytest.raises(RuntimeError, match="cuOccupancyMaxActiveClusters returned CUDA_ERROR_OUT_OF_MEMORY"):
         launch.clusters(3)  # which is no device without clusters
     assert not driver.launches
-
-
-@pytest.mark.parametrize("answer", ("SUCCESS", "CUDA_ERROR_INVALID_CLUSTER_SIZE"))
-def test_whether_clusters_fit_is_asked_once_of_a_device(
-    answer: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a kernel whose blocks have a multiprocessor each."""
-    loaded: list[tuple[str, ...]] = []
-
-    def kernel(source: str, entry: str, arch: str, label: str) -> Kernel:
-        loaded.append((entry, arch))
-        return Kernel(entry, 77)
-
-    monkeypatch.setattr(jit, "kernel", kernel)
-    monkeypatch.setattr(launch_module, "gpu", lambda device: H200)
-    launch_module.cluster_fits.cache_clear()
-    driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
-    with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):  # which says nothing: it is asked again
-        launch_module.cluster_fits(0, 5)
-    driver.calls.clear()
-    driver.answers = [] if answer == "SUCCESS" else [getattr(RESULTS, answer)]
-    assert [launch_module.cluster_fits(0, 5) for _ in range(2)] == [answer == "SUCCESS"] * 2
-    (asked,) = (call for call in driver.calls if call[0] == "clusters")
-    assert asked[2:] == (5, 1, 1, 32, 1, 1, H200.shared_bytes, 5, 1, 1) and set(loaded) == {("probe", "90a")}
-    launch_module.cluster_fits.cache_clear()
 
 
 VALUES = {
@@ -293,18 +250,6 @@ def test_the_first_launch_prepares_the_device_and_later_ones_do_nothing_beside_t
     assert len(driver.calls) == before, "another launcher of the kernel"
     Launcher(launch.kernel, 3, 64, 0, form("i"))(STREAM, 1, (9,))
     assert [call[-1] for call in driver.calls if call[0] == "cuKernelSetAttribute"] == [0, 3], "another device"
-
-
-def test_streams_may_come_and_go(driver: Driver) -> None:
-    """What is kept of a stream is bounded, and is the stream's."""
-    launch = launcher(driver, "")
-    launch_module.stream_handle.cache_clear()
-    for n in range(1000):
-        handle = launch_module.stream_handle(n)
-        launch(handle, 1, (), True)
-        assert driver.launches[-1][2] == handle == ("stream", n)
-    assert len(launch._configurations) <= 256 and launch_module.stream_handle.cache_info().currsize <= 256
-    launch_module.stream_handle.cache_clear()
 
 
 def test_threads_do_not_share_arguments(driver: Driver) -> None:

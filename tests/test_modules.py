@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from torch.testing._internal.common_modules import module_db
-from torch.testing._internal.common_nn import NewModuleTest, NNTestCase, get_new_module_tests
-from torch.testing._internal.common_utils import freeze_rng_state
 
 import upconv
-from conftest import assert_close, assert_equal, forced_plans
+from conftest import assert_close, assert_equal
 from situations import differences, error
 from twins import RANKS, WAYS, assert_computed, assert_same_step, copies, image, lines_of, twins
 from upconv import modules
@@ -64,59 +62,6 @@ def test_module_info_samples(name: str, dtype: torch.dtype, device: str) -> None
         if dtype.is_floating_point:
             assert_same_step(*made, x)
             assert_same_step(*made, torch.stack([x, x], -1)[..., 0])
-
-
-class _Legacy(NNTestCase):  # type: ignore[misc]
-    """What PyTorch's legacy module tests ask of their test case, as its own test_nn.py answers."""
-
-    def runTest(self) -> None:
-        """unittest asks a test case for a method to run; the tests call the others."""
-
-    def _forward(self, module: nn.Module, input: Any) -> Any:
-        with freeze_rng_state():
-            return module(*input) if isinstance(input, tuple) else module(input)
-
-    def _backward(
-        self, module: nn.Module, input: Any, output: Any, grad_output: Any, create_graph: bool = False
-    ) -> Any:
-        output.backward(grad_output, retain_graph=True, create_graph=create_graph)
-        return tuple(i.grad for i in input) if isinstance(input, tuple) else input.grad
-
-    def _get_parameters(self, module: nn.Module) -> tuple[list[Any], list[Any]]:
-        return list(module.parameters()), [p.grad for p in module.parameters()]
-
-    def _zero_grad_parameters(self, module: nn.Module) -> None:
-        for p in module.parameters():
-            if p.grad is not None:
-                p.grad = torch.zeros_like(p)
-
-
-LEGACY = [
-    pytest.param(entry, id=f"{entry.get('fullname') or entry['module_name']}-{entry.get('desc', 'default')}")
-    for entry in get_new_module_tests()
-    if (entry.get("fullname") or entry.get("module_name", "")).startswith("ConvTranspose")
-]
-
-
-def test_legacy_module_tests_are_found() -> None:
-    assert len(LEGACY) == 10
-
-
-@pytest.mark.parametrize("entry", LEGACY)
-@pytest.mark.parametrize("plan", ("native", "flip", "shuffle"))
-def test_legacy_module_tests(entry: dict[str, Any], plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
-        monkeypatch.setattr(nn, name, getattr(upconv, name))  # the constructors look the class up in torch.nn
-    built: list[nn.Module] = []
-    arguments = dict(entry)
-    if "module_name" in arguments:
-        arguments["constructor"] = getattr(nn, arguments.pop("module_name"))
-    test = NewModuleTest(**arguments)
-    constructor = test.constructor
-    test.constructor = lambda *args: built.append(constructor(*args)) or built[-1]  # type: ignore[func-returns-value]
-    with forced_plans(plan):
-        test(_Legacy())
-    assert built and all(type(m).__module__ == "upconv.modules" for m in built)
 
 
 # --- construction ----------------------------------------------------------------------------------------------------

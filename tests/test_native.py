@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import upconv
-from conftest import assert_equal, needs_gxx
+from conftest import arguments_of, assert_equal, needs_gxx
 from situations.observers import Listing as Dispatch
 from situations.observers import Names as Function
 from situations.processes import in_threads
@@ -37,8 +37,8 @@ from upconv.cuda.compile import cache
 from upconv.cuda.compile import driver as driver_module
 from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.compile.driver import Kernel
-from upconv.cuda.compile.launch import Launcher
-from upconv.cuda.launches import NULL, Given, Int, Launch, Long, Map, PacksWeights, Pointer, Scratch, Unit, Zeros
+from upconv.cuda.compile.launch import LaunchError
+from upconv.cuda.launches import NULL, Given, Int, Launch, Map, PacksWeights, Pointer, Scratch, Unit, Zeros
 from upconv.cuda.prepared import Program
 from upconv.problem import Problem
 from upconv.replay import calls, native, replays
@@ -69,13 +69,11 @@ class Machine:
         self.sources[name] = kernels
         return Unit(name, name, tuple(kernels))
 
-    def loaded(self, launch: Launch, arguments: str, device: int) -> Launcher:
+    def loaded(self, launch: Launch, arguments: str, device: int) -> Loaded:
         """`prepared.loaded`."""
         handle = 1000 + len(self.kernels)
-        found = Launcher(
-            Kernel("f", handle), device, launch.threads, launch.shared_bytes, arguments, launch.cooperative
-        )
-        self.kernels[handle] = found._bytes // 8, self.sources[launch.unit.source][launch.entry]
+        found = Loaded(self, Kernel("f", handle), arguments, launch.cooperative)
+        self.kernels[handle] = struct.calcsize(arguments) // 8, self.sources[launch.unit.source][launch.entry]
         return found
 
     def addresses(self) -> list[int]:
@@ -113,34 +111,26 @@ class Machine:
         self.context_bound, self.answer = context, 0
         return 0
 
-    # What `Launcher` calls.
 
-    class _Driver:
-        CUresult = SimpleNamespace(
-            CUDA_ERROR_OUT_OF_MEMORY=2, CUDA_ERROR_INVALID_CONTEXT=201, CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE=720
-        )
-        CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
-        CUlaunchAttribute = staticmethod(lambda: SimpleNamespace(value=SimpleNamespace()))
-        CUlaunchConfig = staticmethod(SimpleNamespace)
-        CUfunction = CUstream = staticmethod(lambda value: value)
+@dataclass(frozen=True)
+class Loaded:
+    """In the place of a `Launcher`, of calls that Python launches."""
 
-        def __init__(self, machine: Machine) -> None:
-            self._machine = machine
+    machine: Machine
+    kernel: Kernel
+    form: str
+    cooperative: bool
 
-        def cuDeviceGet(self, device: int) -> tuple[int, int]:
-            return 0, device
+    def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+        if self.machine.answer:
+            raise LaunchError(f"the driver answered {self.machine.answer}")
+        how = "cooperative" if self.cooperative else "dependent" if dependent else "ordinary"
+        self.machine.launched.append((how, self.kernel.handle, grid))
+        _, kernel = self.machine.kernels[self.kernel.handle]
+        kernel(*(word % 2**64 for word in arguments_of(self.form, args)))
 
-        def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
-            return 0, 77
 
-        def cuLaunchKernel(self, f: int, x: int, *rest: Any) -> tuple[int]:
-            return (self._machine.run("ordinary", f, x, rest[-2]),)
-
-        def cuLaunchCooperativeKernel(self, f: int, x: int, *rest: Any) -> tuple[int]:
-            return (self._machine.run("cooperative", f, x, rest[-1]),)
-
-        def cuLaunchKernelEx(self, configuration: Any, f: int, pointers: int, extra: int) -> tuple[int]:
-            return (self._machine.run("dependent", f, configuration.gridDimX, pointers),)
+DRIVER = SimpleNamespace(cuDeviceGet=lambda device: (0, device), cuDevicePrimaryCtxRetain=lambda device: (0, 77))
 
 
 def at(address: int, like: Tensor | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -250,8 +240,7 @@ def encode(tensor: Tensor5, address: int, *_: Any) -> bytes:
 def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Calls on CPU tensors are by the kernels above, and replayed from the fourth on."""
     found = Machine()
-    driver = Machine._Driver(found)
-    monkeypatch.setattr(driver_module, "bindings", lambda: driver)
+    monkeypatch.setattr(driver_module, "bindings", lambda: DRIVER)
     monkeypatch.setattr(prepared, "current_stream", lambda device: 0)
     monkeypatch.setattr(prepared, "stream_handle", lambda stream: stream)
     monkeypatch.setattr(Kernel, "ready", lambda self, device: None)
@@ -328,49 +317,6 @@ SIZES = ((2, 5, 4, 7), (3, 4, 5, 3), (2, 5, 9), (2, 3, 3, 2, 4))
 
 def nothing(*words: int) -> None:
     """A kernel."""
-
-
-def test_a_recording_has_the_memory_the_launches_and_where_addresses_are(machine: Machine) -> None:
-    unit = machine.unit("f", f=nothing)
-    box = Map("source", Tensor5(32, (1,) * 5, (16,) * 4), torch.float32, (1,) * 5)
-    one = (Pointer("weight"), Pointer("packed"), Int(-12), Pointer("bias"))
-    two = (Pointer("packed", 16), box, Pointer("source", 8), Pointer(Zeros(9)), Pointer(Scratch("s", 40)), Long(-5))
-    first = Program((Launch(unit, "f", 4, 64, 16, one),), ("weight", "bias", "packed"), -1)
-    launch = Launch(unit, "f", 6, 64, 16, two, dependent=True)
-    second = Program((launch,), ("source", "packed"), -1)
-    to = recording.Recording(-1, (torch.randn(2, 3, dtype=torch.float64), torch.randn(7), None))
-    x, w, none = to.operands
-    assert x is not None and w is not None and none is None
-    packed = to.make((10,), (1,), torch.int32)
-    to.run(first, (w, None, packed), False)
-    out = to.make((2, 3), (3, 1), x.dtype)
-    to.run(second, (x, packed), True)
-    total = to.sum(out, torch.float32)
-    to.run(second, (out, out), False)
-    made = [(kind, b.dtype, tuple(b.shape)) for kind, b in zip(to.kinds, to.buffers)]
-    scratch = recording.MADE, torch.int32, (10,)
-    assert made == [
-        (0, torch.float64, (2, 3)), (1, torch.float32, (7,)), scratch, (recording.MADE, torch.float64, (2, 3)), scratch,
-        (recording.ZEROS, torch.int32, (9,)), (recording.MADE, torch.float32, (3,)), scratch,
-    ]  # fmt: skip
-    steps = recording.with_releases(to.steps, to.kinds, to._of((out, None, total)))
-    what = [(s.kind, s.buffers, s.grid, s.places) for s in steps]
-    assert what == [
-        (recording.MAKE, (2,), 0, ()),
-        (recording.LAUNCH, (), 4, ((0, 1, 0), (1, 2, 0))),
-        (recording.MAKE, (3,), 0, ()),
-        (recording.MAKE, (4,), 0, ()),
-        (recording.DEPENDENT, (), 6, ((0, 2, 16), (1, 0, 32), (17, 0, 8), (18, 5, 0), (19, 4, 0))),
-        (recording.RELEASE, (2,), 0, ()),  # before more is allocated
-        (recording.RELEASE, (4,), 0, ()),
-        (recording.SUM, (3, 6), 0, ()),
-        (recording.MAKE, (7,), 0, ()),
-        (recording.LAUNCH, (), 6, ((0, 3, 16), (1, 3, 32), (17, 3, 8), (18, 5, 0), (19, 7, 0))),
-        (recording.RELEASE, (7,), 0, ()),
-    ]
-    assert steps[1].words == (0, 0, -12, 0)
-    assert steps[4].words[2:4] == (7, 2**64 - 1) and steps[4].words[20] == -5
-    assert not machine.launched, "a recording launches nothing"
 
 
 def test_a_map_that_does_not_begin_with_its_address_has_no_recording(

@@ -4,8 +4,6 @@ and their bounds leave out no tiling that could be the best."""
 from __future__ import annotations
 
 import json
-import math
-import random
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +18,6 @@ from upconv import planner
 from upconv.bench.suites import SUITES
 from upconv.cuda.axes import MOST_W_SUBS, Axis, Unfit, gather_axes, multiplied
 from upconv.cuda.compile import jit
-from upconv.cuda.direct import direct, tile_costs, tiles
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import A100, H200, Gpu
 from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
@@ -47,40 +44,14 @@ def suite_layers(step: int, pass_: Pass) -> Iterator[Problem]:
         yield case.problem.with_(dtype=dtype, precision=precision, layout=layout, pass_=pass_)
 
 
-class Counted:
-    """Counts what a search makes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made = 0
-        for owner, name in (
-            (gather_search, "_fitted"),
-            (wgrad_search, "fastest"),
-            (tile_costs, "cost"),
-        ):
-            monkeypatch.setattr(owner, name, self._counting(getattr(owner, name)))
-
-    def _counting(self, call: object) -> object:
-        def counted(*args: object, **kwargs: object) -> object:
-            self.made += 1
-            return call(*args, **kwargs)  # type: ignore[operator]
-
-        return counted
-
-
 @pytest.mark.parametrize("seed", range(4 if EVERY_ONE else 1))
-def test_random_layers_are_planned_in_few_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search makes a bounded number of tilings, and `rearrange` asks for up to two more searches."""
+def test_random_layers_are_planned_in_a_moment(seed: int) -> None:
     planning.measured([(planning.random_layers(1, 0)[0], H200)])  # loads all modules
-    clear, counted = planning.caches(), Counted(monkeypatch)
-    most = 0
+    clear = planning.caches()
     for i, p in enumerate(planning.random_layers(50, 100 + seed)):
         for pass_ in planning.PASSES:
-            counted.made = 0
             seconds = planning.seconds(p, pass_, planning.GPUS[i % len(planning.GPUS)], clear)
             assert seconds < FACTOR * SECONDS, f"{p.with_(pass_=pass_)} took {seconds:.2f} s"
-            assert counted.made <= 8000, f"{p.with_(pass_=pass_)} made {counted.made} tilings"
-            most = max(most, counted.made)
-    assert most > 100, "something was counted"
 
 
 @pytest.mark.parametrize("stride", [1000, 5000, 200_000, 2**31 - 1])
@@ -117,37 +88,6 @@ def test_axes_list_the_phases_that_have_taps() -> None:
     assert h == Axis(7, 1, ((2, ((2, -1),)), (4, ((1, 0),)), (6, ((0, 1),)))), "outputs 5 k - 1 + 7 i"
     assert w == Axis(10**6, 1, ((0, ((0, 0),)), (3, ((1, 0),))))
     assert h.at(4) == ((1, 0),) and h.at(5) == ()
-
-
-def naive_bare(p: Problem, w_subs: int) -> set[tuple[int, int]]:
-    """(first W sub-position, phase of H) that no variant has, of a layer of two dimensions."""
-    _, h, w = gather_axes(p)
-    firsts = range(0, w.out_step, w_subs)
-    tapped = {u // w_subs * w_subs for u, _ in w.taps}
-    return {(first, v) for first in firsts for v in range(h.out_step) if first not in tapped or not h.at(v)}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_phases_without_taps_are_stored_once(seed: int) -> None:
-    rng = random.Random(seed)
-    kernel, stride = (rng.randint(1, 4), rng.randint(1, 4)), (rng.randint(1, 12), 4 * rng.randint(1, 3))
-    p = Problem.make(1, 8, 8, (64, 64), kernel, stride, layout="channels_last", dilation=rng.randint(1, 3))
-    for w_subs in (1, 2, 4, stride[1]):
-        m = multiplied(p, (1, 1, 1), 1, w_subs)
-        rows, width = gather_axes(p)[1].out_step, range(0, stride[1], w_subs)
-        stored = [
-            (w, h)
-            for one in (one for of_variant in m.bare for one in of_variant)
-            for h in range(one.h, one.h + (one.rows or rows))
-            for w in (width if one.w < 0 else (one.w,))
-        ]
-        assert len(stored) == len(set(stored)) and set(stored) == naive_bare(p, w_subs)
-        taps = [tap for blocks in m.entries for block in blocks for _, (tap,) in block]
-        assert sorted(taps) == list(range(p.taps)), "each tap once"
-        assert m.counts == tuple(sum(map(len, blocks)) for blocks in m.entries)
-        assert m.lengths == {len(block) for blocks in m.entries for block in blocks if block}
-        fills = [(fill.planes + fill.runs + fill.parts) * times for fill, times in m.fills]
-        assert sum(fills) == sum(map(len, m.bare))
 
 
 def test_what_no_table_holds_is_unfit() -> None:
@@ -199,33 +139,6 @@ def test_the_weight_search_finds_what_a_look_at_all_tilings_does(gpu: Gpu) -> No
         assert cost.seconds == pytest.approx(found.seconds, rel=1e-9)
         looked += len(every)
     assert looked > 300
-
-
-def test_the_direct_search_leaves_out_nothing_that_could_be_best() -> None:
-    looked = 0
-    for p, gpu in product(suite_layers(11, "fwd"), (H200, A100)):
-        layer = p.with_(batch=1, size=tuple(1024 + 2 * pad // s for pad, s in zip(p.padding, p.stride)))
-        for kind in tiles.kinds(p):
-            least = tile_costs.least(p, kind, gpu)
-            for tile in list(tiles.of_kind(p, kind))[::17]:
-                cost = tile_costs.cost(p, tile, tile_costs.facts(layer, tile), gpu)
-                if cost is not None:
-                    assert 0 < least <= cost.seconds
-                    looked += 1
-    assert looked > 300
-
-
-def test_the_direct_search_ends_where_it_cannot_be_faster() -> None:
-    p = Problem.make(8, 64, 16, (64, 64), 3, 2, 1)
-    best = direct.choose(p, H200)
-    assert isinstance(best, direct.Choice)
-    assert direct.choose(p, H200, math.inf) == best
-    assert direct.choose(p, H200, 1.2 * direct.MARGIN * best.seconds) == best
-    assert direct.choose(p, H200, 1e-6) == f"slower: it takes at least {_least(p) * 1e3:.3g} ms on CUDA cores"
-
-
-def _least(p: Problem) -> float:
-    return min(tile_costs.least(p, kind, H200) for kind in tiles.kinds(p))
 
 
 def test_planning_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

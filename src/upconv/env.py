@@ -8,14 +8,12 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 import upconv
-from upconv import dispatch, planner
 from upconv.cuda import gpu
 from upconv.cuda.compile import cache, nvrtc
 from upconv.replay import native
@@ -159,19 +157,11 @@ def _flags() -> dict[str, Value]:
     )
 
 
-def _caches() -> dict[str, Value]:
-    def remembered(of: Any) -> Value:
-        info = of.cache_info()
-        return f"{info.currsize} of at most {info.maxsize}, in memory"
-
-    def kernels() -> Value:
-        found = cache.contents()
-        if found.problem:
-            return f"in memory only, not in {found.folder}: {found.problem}" if found.folder else found.problem
-        return f"{found.entries}, {found.bytes} bytes, in {found.folder}"
-
-    plans, calls = (partial(remembered, of) for of in (planner.plan, dispatch.resolve))
-    return _each({"plans": plans, "calls": calls, "kernels": kernels})
+def _kernels() -> Value:
+    found = cache.contents()
+    if found.problem:
+        return f"in memory only, not in {found.folder}: {found.problem}" if found.folder else found.problem
+    return f"{found.entries}, {found.bytes} bytes, in {found.folder}"
 
 
 def _load() -> Value:
@@ -179,26 +169,18 @@ def _load() -> Value:
     return None if found is None else ", ".join(f"{value:.2f}" for value in found)
 
 
-def report() -> dict[str, dict[str, object]]:
+def report() -> dict[str, dict[str, Any]]:
     """Everything that ``upconv env`` prints, as JSON can hold it."""
-    return {
-        "versions": {**versions()},
-        "system": {
-            **_each(
-                {
-                    "platform": platform.platform,
-                    "load_average": _load,
-                    "commit": commit,
-                    "package": lambda: str(_package_folder()),
-                    "cuda_compiler": lambda: nvrtc.unavailable() or "available",
-                    "native_host": native.state,
-                }
-            )
-        },
-        "devices": {**_devices()},
-        "flags": {**_flags()},
-        "caches": {**_caches()},
+    system: dict[str, Callable[[], Value]] = {
+        "platform": platform.platform,
+        "load_average": _load,
+        "commit": commit,
+        "package": lambda: str(_package_folder()),
+        "cuda_compiler": lambda: nvrtc.unavailable() or "available",
+        "native_host": native.state,
+        "kernels": _kernels,
     }
+    return {"versions": versions(), "system": _each(system), "devices": _devices(), "flags": _flags()}
 
 
 def _package_folder() -> Path:

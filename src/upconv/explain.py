@@ -6,7 +6,7 @@ import math
 import string
 from collections.abc import Sequence
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -26,7 +26,6 @@ MOST_LETTERS = 16
 """Phases with the same number of taps that are listed by their letters; of more, the first ones."""
 MOST_TAPS = 24
 """Taps drawn along a dimension; a longer kernel repeats its pattern anyway."""
-_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 def kernel_drawing(p: Problem) -> list[str]:
@@ -40,14 +39,6 @@ def kernel_drawing(p: Problem) -> list[str]:
 
     lines = ["   ".join(row(plane, y) for plane in planes) for y in rows]
     return lines + ["…"] * any(k > MOST_TAPS for k in p.kernel[:-1])
-
-
-def _coloured(line: str) -> Text:
-    text = Text(line)
-    for i, letter in enumerate(line):
-        if letter in LETTERS:
-            text.stylize(_STYLES[LETTERS.index(letter) % len(_STYLES)], i, i + 1)
-    return text
 
 
 def phase_lines(p: Problem) -> list[str]:
@@ -73,14 +64,18 @@ def _taps(count: int) -> str:
     return f"{count} tap" + ("s" if count != 1 else "")
 
 
-def _roof(p: Problem, ceilings: Ceilings) -> str:
+def _roof_line(p: Problem, ceilings: Ceilings) -> str:
     rate, copy = ceilings["matmul_flops_per_s"][p.precision], ceilings["copy_bytes_per_s"]
     arithmetic, memory = p.flops / rate, p.bytes / copy
     bound = "arithmetic" if arithmetic >= memory else "memory"
     return (
-        f"{1e3 * p.roof_seconds(rate, copy):.3g} ms, bound by {bound}: {1e3 * arithmetic:.3g} ms of FLOPs at "
+        f"{1e3 * _roof(p, ceilings):.3g} ms, bound by {bound}: {1e3 * arithmetic:.3g} ms of FLOPs at "
         f"{si(rate, 'FLOP/s')}, {1e3 * memory:.3g} ms of bytes at {si(copy, 'B/s')}"
     )
+
+
+def _roof(p: Problem, ceilings: Ceilings) -> float:
+    return p.roof_seconds(ceilings["matmul_flops_per_s"][p.precision], ceilings["copy_bytes_per_s"])
 
 
 def _named(pass_: Pass) -> str:
@@ -90,14 +85,11 @@ def _named(pass_: Pass) -> str:
 def _expectations(p: Problem, plan: Plan, ceilings: Ceilings) -> list[str]:
     """What the cost model expects of each part of the pass beside its roof."""
     name = plan.device.gpu.name if plan.device.gpu else plan.device.kind
-    lines = []
-    for pass_, choice in plan.choices(p.pass_).items():
-        roof = _roof_seconds(p.with_(pass_=pass_), ceilings)
-        lines.append(
-            f"{_named(pass_)} {1e3 * choice.seconds:.3g} ms on {name}, bound by {choice.bound}: "
-            f"{roof / choice.seconds:.0%} of its roof, by estimate"
-        )
-    return lines
+    return [
+        f"{_named(pass_)} {1e3 * choice.seconds:.3g} ms on {name}, bound by {choice.bound}: "
+        f"{_roof(p.with_(pass_=pass_), ceilings) / choice.seconds:.0%} of its roof, by estimate"
+        for pass_, choice in plan.choices(p.pass_).items()
+    ]
 
 
 def launch_lines(p: Problem, plan: Plan) -> list[str]:
@@ -111,56 +103,39 @@ def launch_lines(p: Problem, plan: Plan) -> list[str]:
     return lines
 
 
-def _candidates(plan: Plan) -> Table:
-    """Every candidate with its reason, the chosen ones marked."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column()
-    for candidate in plan.candidates:
-        mark, style = ("✓", "bold green") if candidate.chosen else ("·", "dim")
-        grid.add_row(Text(f"{mark} {candidate.name}", style=style), candidate.reason)
-    return grid
-
-
 def precision_text(p: Problem) -> str:
     """A problem's dtype, and TF32 where float32 is multiplied so."""
     return dtype_name(p.dtype) + (" as TF32" if p.precision == "tf32" else "")
 
 
-class Explanation:
+def explanation(p: Problem, plan: Plan, ceilings: Ceilings) -> Group:
     """The explanation of one problem, for a rich console."""
-
-    def __init__(self, p: Problem, plan: Plan, ceilings: Ceilings) -> None:
-        self.problem, self.plan, self.ceilings = p, plan, ceilings
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        p = self.problem
-        yield Text(f"{str(p).rsplit(' ', 3)[0]} · {precision_text(p)} · {p.layout} · {p.pass_}", style="bold")
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column()
-
-        def add(name: str, *lines: str | Text | Table) -> None:
-            for i, line in enumerate(lines):
-                grid.add_row("" if i else name, line)
-
-        add("output", " x ".join(map(str, p.output_shape)))
-        add("kernel", *map(_coloured, kernel_drawing(p)))
-        count = math.prod(p.stride)
-        taps = f"{count} phase{'s' if count != 1 else ''}, {_taps(p.taps)}"
-        add("phases", f"{taps}: outputs of a phase share its taps", *phase_lines(p))
-        per_byte = f"{p.flops / p.bytes:.3g} FLOP per byte" if p.bytes else "no bytes"
-        add("work", f"{si(p.flops, 'FLOP')} useful, {si(p.bytes, 'B')} compulsory ({per_byte})")
-        add("roof", _roof(p, self.ceilings))
-        expected = _expectations(p, self.plan, self.ceilings)
-        if expected:
-            add("model", *expected)
-            add("launch", *launch_lines(p, self.plan))
-        if self.plan.device.gpu is not None and p.pass_ in ("fwd", "step"):
-            add("compile", rule.sentence(p, self.plan.device, training=p.pass_ == "step"))
-        add("plan", f"{plan_text(self.plan, p.pass_)}, engine {self.plan.engine(p.pass_)}", _candidates(self.plan))
-        yield grid
-        yield Text(verdict(p, self.plan, self.ceilings))
+    count = math.prod(p.stride)
+    phases = f"{count} phase{'s' if count != 1 else ''}, {_taps(p.taps)}: outputs of a phase share its taps"
+    per_byte = f"{p.flops / p.bytes:.3g} FLOP per byte" if p.bytes else "no bytes"
+    candidates = Table.grid(padding=(0, 2))
+    for candidate in plan.candidates:
+        mark, style = ("✓", "bold green") if candidate.chosen else ("·", "dim")
+        candidates.add_row(Text(f"{mark} {candidate.name}", style=style, no_wrap=True), candidate.reason)
+    lines: dict[str, Sequence[str | Table]] = {
+        "output": [" x ".join(map(str, p.output_shape))],
+        "kernel": kernel_drawing(p),
+        "phases": [phases, *phase_lines(p)],
+        "work": [f"{si(p.flops, 'FLOP')} useful, {si(p.bytes, 'B')} compulsory ({per_byte})"],
+        "roof": [_roof_line(p, ceilings)],
+        "model": _expectations(p, plan, ceilings),
+        "launch": launch_lines(p, plan),
+    }
+    if plan.device.gpu is not None and p.pass_ in ("fwd", "step"):
+        lines["compile"] = [rule.sentence(p, plan.device, training=p.pass_ == "step")]
+    lines["plan"] = [f"{plan_text(plan, p.pass_)}, engine {plan.engine(p.pass_)}", candidates]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    for name, every in lines.items():
+        for i, line in enumerate(every):
+            grid.add_row("" if i else name, line)
+    title = f"{str(p).rsplit(' ', 3)[0]} · {precision_text(p)} · {p.layout} · {p.pass_}"
+    return Group(Text(title, style="bold"), grid, Text(verdict(p, plan, ceilings)))
 
 
 # --- in a sentence ---------------------------------------------------------------------------------------------------
@@ -178,79 +153,59 @@ def estimate(p: Problem, plan: Plan, ceilings: Ceilings) -> tuple[float, float] 
     choices = plan.choices(p.pass_)
     if len(choices) < (3 if p.pass_ == "step" else 1):
         return None
-    roof = sum(_roof_seconds(p.with_(pass_=pass_), ceilings) for pass_ in choices)
+    roof = sum(_roof(p.with_(pass_=pass_), ceilings) for pass_ in choices)
     return max(roof, sum(choice.seconds for choice in choices.values())), roof
-
-
-def _roof_seconds(p: Problem, ceilings: Ceilings) -> float:
-    return p.roof_seconds(ceilings["matmul_flops_per_s"][p.precision], ceilings["copy_bytes_per_s"])
 
 
 def verdict(p: Problem, plan: Plan, ceilings: Ceilings) -> str:
     """Whose kernel computes a pass, in what time by estimate, and at what share of its roof; in a sentence."""
-    what, engine = _PASSES[p.pass_], plan.engine(p.pass_)
+    what, engine, gpu = _PASSES[p.pass_], plan.engine(p.pass_), plan.device.gpu
     if engine == "torch":
         return f"PyTorch's own operator computes {what}: {plan.candidates[0].reason}."
     names = engine.partition(":")[2].split("+")
-    who = f"kernel{'s' if len(names) > 1 else ''} {', '.join(names)}" if plan.device.gpu else f"plan {engine}"
+    who = f"kernel{'s' if len(names) > 1 else ''} {', '.join(names)}" if gpu else f"plan {engine}"
     found = estimate(p, plan, ceilings)
-    if found is None:
-        roof = 1e3 * _roof_seconds(p, ceilings)
+    if found is None or gpu is None:
+        roof = 1e3 * _roof(p, ceilings)
         return f"upconv's {who} computes {what}; its roof is {roof:.3g} ms, and nothing estimates its time here."
-    seconds, roof = found
     verb = "compute" if len(names) > 1 else "computes"
-    assert plan.device.gpu is not None
+    article = "an" if gpu.name[:1] in "AEFHILMNORSX" else "a"
     return (
-        f"upconv's {who} {verb} {what} in about {1e3 * seconds:.3g} ms on {_article(plan.device.gpu.name)}, "
-        f"{roof / seconds:.0%} of the roof."
+        f"upconv's {who} {verb} {what} in about {1e3 * found[0]:.3g} ms on {article} {gpu.name}, "
+        f"{found[1] / found[0]:.0%} of the roof."
     )
-
-
-def _article(name: str) -> str:
-    return f"{'an' if name[:1] in 'AEFHILMNORSX' else 'a'} {name}"
 
 
 # --- a model ---------------------------------------------------------------------------------------------------------
 
 
-class ModelExplanation:
+def model_explanation(title: str, lines: Sequence[tuple[Call, Plan]], ceilings: Ceilings) -> Group:
     """A line for each transposed convolution of a model, and a sentence for all, for a rich console."""
-
-    def __init__(self, title: str, lines: Sequence[tuple[Call, Plan]], ceilings: Ceilings) -> None:
-        self.title, self.lines = title, lines
-        self.estimates = [estimate(call.problem, plan, ceilings) for call, plan in lines]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(self.title, style="bold")
-        if self.lines:
-            yield self._table()
-        yield Text(self._verdict())
-
-    def _table(self) -> Table:
-        grid = Table(header_style="bold", pad_edge=False, box=None)
-        grid.add_column("module", no_wrap=True)
-        grid.add_column("layer and input", style="dim")
-        for head in ("calls", "ms", "of roof"):
-            grid.add_column(head, justify="right", no_wrap=True)
-        grid.add_column("computed by", no_wrap=True)
-        for (call, plan), found in zip(self.lines, self.estimates):
-            p, engine = call.problem, plan.engine(call.problem.pass_)
-            layer = p.layer + (" channels_last" if p.layout == "channels_last" else "")
-            numbers = ("", "") if found is None else (f"{1e3 * found[0]:.3g}", f"{found[1] / found[0]:.0%}")
-            grid.add_row(call.name, layer, str(call.times), *numbers, "PyTorch" if engine == "torch" else engine)
-        return grid
-
-    def _verdict(self) -> str:
-        if not self.lines:
-            return "The model calls no transposed convolution on this input, so upconv has nothing to compute."
-        ours = sum(plan.engine(call.problem.pass_) != "torch" for call, plan in self.lines)
-        rest = "" if ours == len(self.lines) else ", and PyTorch's own operator the rest"
-        text = f"upconv computes {ours} of {len(self.lines)} transposed convolutions{rest}"
-        known = [(call.times, found) for (call, _), found in zip(self.lines, self.estimates) if found is not None]
-        if not known:
-            return f"{text}; nothing estimates their time here."
-        seconds, roof = (sum(times * found[i] for times, found in known) for i in (0, 1))
-        return f"{text}; upconv's take about {1e3 * seconds:.3g} ms together, {roof / seconds:.0%} of their roof."
+    shown: list[RenderableType] = [Text(title, style="bold")]
+    if not lines:
+        nothing = "The model calls no transposed convolution on this input, so upconv has nothing to compute."
+        return Group(*shown, Text(nothing))
+    grid = Table(header_style="bold", pad_edge=False, box=None)
+    grid.add_column("module", no_wrap=True)
+    grid.add_column("layer and input", style="dim")
+    for head in ("calls", "ms", "of roof"):
+        grid.add_column(head, justify="right", no_wrap=True)
+    grid.add_column("computed by", no_wrap=True)
+    ours, seconds, roof = 0, 0.0, 0.0
+    for call, plan in lines:
+        p, engine = call.problem, plan.engine(call.problem.pass_)
+        layer = p.layer + (" channels_last" if p.layout == "channels_last" else "")
+        found, numbers = estimate(p, plan, ceilings), ("", "")
+        if found is not None:
+            numbers = f"{1e3 * found[0]:.3g}", f"{found[1] / found[0]:.0%}"
+            seconds, roof = seconds + call.times * found[0], roof + call.times * found[1]
+        ours += engine != "torch"
+        grid.add_row(call.name, layer, str(call.times), *numbers, "PyTorch" if engine == "torch" else engine)
+    rest = "" if ours == len(lines) else ", and PyTorch's own operator the rest"
+    taken = "nothing estimates their time here"
+    if seconds:
+        taken = f"upconv's take about {1e3 * seconds:.3g} ms together, {roof / seconds:.0%} of their roof"
+    return Group(*shown, grid, Text(f"upconv computes {ours} of {len(lines)} transposed convolutions{rest}; {taken}."))
 
 
 # Dense FLOP per clock and multiprocessor: on CUDA cores in float32 and float64, on tensor cores in TF32, half precision

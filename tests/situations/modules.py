@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -56,18 +55,6 @@ def weight_norm_removed(lab: Lab) -> Any:
 
 
 @situation(
-    "pytorch/pytorch#125064", "`remove_weight_norm` meets the new weight_norm; `remove_parametrizations` removes it"
-)
-def parametrised_weight_norm(lab: Lab) -> Any:
-    layer, x = lab.done(parametrizations.weight_norm(lab.layer(16, 8, 16, 8, 4, rank=1))), lab.x(2, 16, 20)
-    with _quiet():
-        said = error(lambda: torch.nn.utils.remove_weight_norm(layer))
-    found = [type(layer).__name__, repr(layer), said, *step(layer, x), seen(layer, x)]
-    parametrize.remove_parametrizations(layer, "weight")
-    return found, type(layer).__name__, list(layer.state_dict()), seen(layer, x), step(layer, x)
-
-
-@situation(
     "vllm-project/vllm-omni#6927", "Weight norm is folded once at loading, under a cached parametrisation before"
 )
 def weight_norm_folded(lab: Lab) -> Any:
@@ -85,35 +72,10 @@ def weight_norm_folded(lab: Lab) -> Any:
     return found, seen(model, x), step(model, x)
 
 
-@situation("pytorch/pytorch#96409", "Weight norm on the meta device", devices=("cpu",), ours=False)
-def weight_norm_on_meta(lab: Lab) -> Any:
-    meta, x = Lab(lab.way, "meta"), torch.empty(2, 16, 20, device="meta")
-    old = error(lambda: seen(meta.done(_weight_norm(meta.layer(16, 8, 16, 8, 4, rank=1))), x))
-    new = error(lambda: seen(meta.done(parametrizations.weight_norm(meta.layer(16, 8, 16, 8, 4, rank=1))), x))
-    return old, new
-
-
 @situation("pytorch/pytorch#66363", "A layer under the new spectral_norm is called twice before a backward")
 def spectral_norm_twice(lab: Lab) -> Any:
     layer, x = lab.done(parametrizations.spectral_norm(lab.layer(16, 16, 3, padding=1))), lab.x()
     return error(lambda: step(lambda t: layer(layer(t)), x, list(layer.parameters()))), seen(layer.eval(), x)
-
-
-@situation("pytorch/pytorch#55368", "A second backward through spectral_norm follows an optimiser's step")
-def spectral_norm_stepped(lab: Lab) -> Any:
-    layer, x = lab.done(torch.nn.utils.spectral_norm(lab.layer(16, 16, 4, 2, 1))), lab.x()
-    optimiser = torch.optim.SGD(layer.parameters(), lr=0.1)
-    loss = layer(x).abs().mean()
-    loss.backward(retain_graph=True)
-    optimiser.step()
-    said = error(loss.backward)
-    return said if isinstance(said, tuple) else "no error", seen(layer, x), seen(layer.eval(), x)
-
-
-@situation("pytorch/pytorch#8160", "DistributedDataParallel wraps a layer under spectral_norm")
-def spectral_norm_ddp(lab: Lab) -> Any:
-    model = nn.Sequential(torch.nn.utils.spectral_norm(lab.layer(16, 8, 4, 2, 1)), nn.ReLU(), lab.layer(8, 4, 2, 2))
-    return _distributed(lab, lab.done(model), lab.x())
 
 
 @situation(
@@ -121,13 +83,6 @@ def spectral_norm_ddp(lab: Lab) -> Any:
 )
 def ddp_strides(lab: Lab) -> Any:
     model = nn.Sequential(lab.layer(16, 16, 1), nn.ReLU(), lab.layer(16, 8, 4, 2, 1))
-    model = lab.done(model).to(memory_format=torch.channels_last)
-    return _distributed(lab, model, lab.x().to(memory_format=torch.channels_last))
-
-
-@situation("BGU-CS-VIL/WTConv#36", "DistributedDataParallel with a depthwise layer in channels_last")
-def ddp_depthwise(lab: Lab) -> Any:
-    model = nn.Sequential(lab.layer(16, 16, 5, 2, 2, groups=16, bias=False), nn.ReLU(), lab.layer(16, 8, 2, 2))
     model = lab.done(model).to(memory_format=torch.channels_last)
     return _distributed(lab, model, lab.x().to(memory_format=torch.channels_last))
 
@@ -180,32 +135,6 @@ def replicas(lab: Lab) -> Any:
         setattr(replica, name, p * 1)
     wrapped = nn.DataParallel(model)
     return found, step(replica, x, layer.parameters()), seen(replica, x), step(wrapped, x), seen(wrapped, x)
-
-
-class _Complex(nn.ConvTranspose2d):
-    """A complex layer of real products: a subclass with a forward of its own."""
-
-    def forward(self, input: Tensor, output_size: Any = None) -> Tensor:
-        real, imaginary = input.real, input.imag
-        args = self.stride, self.padding, self.output_padding, self.groups, self.dilation
-        parts = [F.conv_transpose2d(part, self.weight, None, *args) for part in (real, imaginary)]  # type: ignore
-        return torch.complex(*parts)
-
-
-@situation("wavefrontshaping/complexPyTorch#26", "A subclass has its own forward", ours=False)
-def own_forward(lab: Lab) -> Any:
-    layer = lab.done(_Complex(4, 6, 3, 2, 1, device=lab.device))
-    return type(layer).__name__, seen(layer, lab.x(2, 4, 5, 6, dtype=torch.complex64))
-
-
-@situation(
-    "leoxiaobin/deep-high-resolution-net.pytorch#257", "A summary looks for layers by the names of their classes"
-)
-def class_names(lab: Lab) -> Any:
-    model = nn.Sequential(lab.layer(4, 6, 3), lab.layer(6, 4, 3, rank=3), lab.layer(4, 4, 3, rank=1))
-    model = lab.done(model)
-    names = [m.__class__.__name__ for m in model.modules()]
-    return names, repr(model), [m._get_name() for m in model], seen(model[0], lab.x(1, 4, 5, 5))
 
 
 @situation(

@@ -75,17 +75,6 @@ class Listing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@situation(
-    "pytorch/pytorch#110073", "A dispatch mode lists the operators of a step that was made before without it", ours=True
-)
-def listed_operators(lab: Lab) -> Any:
-    model, x = lab.model(), lab.x()
-    before = step(model, x), step(model, x)
-    with Listing() as mode:
-        inside = step(model, x)
-    return before, inside, sorted((+mode.seen).items()), step(model, x)
-
-
 class Names(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
@@ -95,42 +84,6 @@ class Names(TorchFunctionMode):
         if "conv" in getattr(func, "__name__", ""):
             self.seen.append(func.__name__)
         return func(*args, **(kwargs or {}))
-
-
-@situation("pytorch/pytorch#110073", "A function mode sees the call, in a model that was called without it before")
-def listed_functions(lab: Lab) -> Any:
-    model, x = lab.model(), lab.x()
-    before = seen(model, x), seen(model, x)
-    with Names() as mode:
-        inside = step(model, x)
-    return before, inside, mode.seen, seen(model, x)
-
-
-class _Labelled(Tensor):
-    """A subclass that only carries its class along."""
-
-
-@situation("https://github.com/albanD/subclass_zoo", "The input is a tensor subclass, and so is the output", ours=False)
-def subclass_in(lab: Lab) -> Any:
-    layer, x = lab.one(), lab.x()
-    out = layer(x.as_subclass(_Labelled))
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(_Labelled))  # type: ignore[arg-type]
-    again = layer(x)
-    return [type(t).__name__ for t in (out, again)], [t.detach().as_subclass(Tensor) for t in (out, again)]
-
-
-_DETERMINISTIC = "https://docs.pytorch.org/docs/stable/deterministic.html"
-
-
-@situation(_DETERMINISTIC, "Deterministic algorithms are on, which fill fresh memory with NaNs")
-def deterministic(lab: Lab) -> Any:
-    model, x = lab.model(), lab.x()
-    odd = lab.done(lab.layer(16, 8, 2, 5))
-    torch.use_deterministic_algorithms(True)
-    try:
-        return step(model, x), step(model, x), step(odd, x), seen(odd, x)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @situation(
@@ -165,20 +118,3 @@ def no_warnings(lab: Lab) -> Any:
         with torch.autocast(lab.device, torch.bfloat16):
             found.append(step(model, x))
         return found, step(model, x.to(memory_format=torch.channels_last))
-
-
-@situation(
-    "pytorch/pytorch#65766", "Autocast regions are nested, one is off, and the backward is outside", tolerance=BF16
-)
-def nested_autocast(lab: Lab) -> Any:
-    model, x = lab.model(), lab.x().requires_grad_()
-    with torch.autocast(lab.device, torch.bfloat16):
-        first = model[0](x)
-        with torch.autocast(lab.device, enabled=False):
-            second = model[0](x.detach())
-            with torch.autocast(lab.device, torch.bfloat16):
-                third = model[2](second)
-        fourth = model[2](first)
-    outs = [first, second, third, fourth]
-    grads = torch.autograd.grad(sum(o.float().square().mean() for o in outs), [x, *model.parameters()])
-    return [o.detach() for o in outs], grads

@@ -89,28 +89,6 @@ def in_workers(lab: Lab) -> Any:
     return first, [t.clone() for t in loaded], seen(layer, x)
 
 
-@situation("pytorch/pytorch#84051", "A child's first call is on a model whose memory is shared", devices=CPU)
-def shared_in_child(lab: Lab) -> Any:
-    model, x = lab.model().share_memory(), lab.x()
-    first = seen(model, x)
-    return first, tensors(forked(lambda: arrays(seen(model, x))))
-
-
-@situation("vllm-project/vllm-omni#3064", "Another process changes weights in shared memory", devices=CPU)
-def changed_by_child(lab: Lab) -> Any:
-    model, x, found = lab.model().share_memory(), lab.x(), []
-
-    def halve() -> str:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.5)
-        return "done"
-
-    for _ in range(2):
-        found += [seen(model, x), seen(model, x), forked(halve), seen(model, x)]
-    return found
-
-
 @situation(
     "pytorch/pytorch#77732", "A model goes through a queue between processes: its weights stay shared", devices=CPU
 )
@@ -121,18 +99,6 @@ def through_a_queue(lab: Lab) -> Any:
     with torch.no_grad():
         model[0].weight.mul_(0.5)
     return first, seen(again, x), seen(model, x), step(again, x)
-
-
-@situation("pytorch/pytorch#132", "The number of threads changes between calls", devices=CPU)
-def other_threads(lab: Lab) -> Any:
-    model, x, found, before = lab.model(), lab.x(4, 16, 12, 12), [], torch.get_num_threads()
-    try:
-        for threads in (1, 2, 1, 3):
-            torch.set_num_threads(threads)
-            found += [seen(model, x), *step(model, x)]
-    finally:
-        torch.set_num_threads(before)
-    return found
 
 
 def in_threads(runs: list[Any]) -> list[Any]:
@@ -150,13 +116,6 @@ def in_threads(runs: list[Any]) -> list[Any]:
     for thread in threads:
         thread.join()
     return [found[i] for i in range(len(runs))]
-
-
-@situation("pytorch/pytorch#84602", "Threads run one model on images of different sizes")
-def sizesin_threads(lab: Lab) -> Any:
-    model = lab.model()
-    inputs = [lab.x(1 + i % 2, 16, 4 + i, 5) for i in range(4)]
-    return in_threads([lambda x=x: [seen(model, x) for _ in range(8)] for x in inputs])
 
 
 @situation("pytorch/pytorch#25683", "Threads train and validate copies of one model at the same time")

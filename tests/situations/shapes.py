@@ -6,17 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from situations import BF16, Lab, error, seen, situation, step
-
-
-@situation("pytorch/pytorch#142466", "A layer has no output channels", ours=False)
-def no_output_channels(lab: Lab) -> Any:
-    return [
-        error(lambda rank=rank: seen(lab.done(lab.layer(1, 0, 1, rank=rank)), lab.x(*[1] * (rank + 1))))
-        for rank in (1, 2, 3)
-    ]
 
 
 @situation("pytorch/pytorch#88647", "The output has no pixels: an error on a CPU, an empty tensor on a GPU", ours=False)
@@ -42,12 +34,6 @@ def empty_operands(lab: Lab) -> Any:
     layer = lab.one()
     shapes = ((0, 16, 0, 4), (2, 16, 0, 4), (2, 0, 4, 4), (16, 0, 4), (0, 16, 4))
     return [error(lambda shape=shape: step(layer, lab.x(*shape))) for shape in shapes]
-
-
-@situation("pytorch/pytorch#75889", "`output_size` is given for an input without a batch")
-def unbatched_output_size(lab: Lab) -> Any:
-    layer, x = lab.done(lab.layer(1, 1, 16, 16, 7, bias=False)), lab.x(1, 15, 13)
-    return [error(lambda s=s: seen(layer, x, output_size=s)) for s in ((1, 240, 200), (240, 200), (1, 1, 240, 200))]
 
 
 @situation("pytorch/pytorch#68775", "Inputs and weights are in oneDNN's own layout", devices=("cpu",), ours=False)
@@ -79,37 +65,6 @@ def transposed_sequence(lab: Lab) -> Any:
     return found
 
 
-@situation("pytorch/pytorch#30174", "Sizes of 1 make contiguous and channels_last the same")
-def ambiguous_layouts(lab: Lab) -> Any:
-    found = []
-    for channels, h, w in ((1, 5, 4), (16, 1, 1), (1, 1, 1), (16, 1, 5)):
-        layer = lab.done(lab.layer(channels, 16, 3, 2))
-        x = lab.x(2, channels, h, w)
-        strided = x.as_strided(x.shape, (channels * h * w, 1, w * channels, channels))
-        for image in (x, x.to(memory_format=torch.channels_last), strided):
-            found += [seen(layer, image), *step(layer, image)]
-    return found
-
-
-@situation("pytorch/pytorch#63314", "The stride is larger than the kernel: pixels without a contribution")
-def gaps(lab: Lab) -> Any:
-    found = []
-    for rank, args in ((2, (1, 1, 1, 2)), (2, (16, 8, 2, 5)), (1, (4, 4, 3, 7)), (3, (4, 4, 1, 3))):
-        layer = lab.done(lab.layer(*args, rank=rank))
-        x = lab.x(2, args[0], *(3, 4, 2)[:rank])
-        found += [seen(layer, x), *step(layer, x)]
-    return found
-
-
-@situation(
-    "pytorch/pytorch#64145", "The input is an image of bytes, or of booleans, integers or 8-bit floats", ours=False
-)
-def bytes_in(lab: Lab) -> Any:
-    layer, x = lab.one(), lab.x()
-    kinds = (torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn)
-    return [error(lambda d=d: seen(layer, x.to(d))) for d in kinds]
-
-
 @situation("intel/auto-round#1500", "The bias alone has another dtype, without autocast and with it", tolerance=BF16)
 def other_bias(lab: Lab) -> Any:
     layer, x = lab.one(), lab.x()
@@ -127,43 +82,6 @@ def float8_weights(lab: Lab) -> Any:
     found = [error(lambda d=d: seen(layer, x.to(d))) for d in (torch.float32, torch.float16, torch.float8_e4m3fn)]
     with torch.autocast(lab.device, torch.bfloat16):
         return found, error(lambda: seen(layer, x))
-
-
-@situation("llvm/torch-mlir#1888", "bfloat16 and float16 without autocast, every rank")
-def half_precision(lab: Lab) -> Any:
-    found = []
-    for dtype in (torch.bfloat16, torch.float16):
-        for rank in (1, 2, 3):
-            layer = lab.done(lab.layer(16, 8, 4, 2, 1, rank=rank, dtype=dtype))
-            found += step(layer, lab.x(2, 16, *(5, 4, 3)[:rank], dtype=dtype))
-    return found
-
-
-def _slices(x: Tensor) -> list[Tensor]:
-    return [x[:, ::2], x[..., ::2], x.flip(3)[..., 1:], x.permute(0, 3, 1, 2)[:, :4], x[:, 1:5, 1:, 2:]]
-
-
-@situation("pytorch/pytorch#16301", "Inputs are slices of larger tensors, permuted, cropped at an odd address")
-def slices(lab: Lab) -> Any:
-    found = []
-    for view in _slices(lab.x(2, 8, 9, 8)):
-        layer = lab.done(lab.layer(view.shape[1], 8, 3, 3, padding=1))
-        found += [seen(layer, view), *step(layer, view)]
-    return found
-
-
-@situation("pytorch/pytorch#104206", "Dilation beyond the stride, an output_padding that only it allows, and groups")
-def dilated(lab: Lab) -> Any:
-    found = []
-    for kwargs in (
-        {"stride": 1, "dilation": 3, "output_padding": 2},
-        {"stride": (1, 3), "dilation": (4, 1), "output_padding": (3, 2), "padding": (4, 0)},
-        {"stride": 2, "dilation": 5, "output_padding": 4, "padding": 3, "groups": 4},
-        {"stride": 3, "output_padding": 2, "groups": 8, "padding": 2},
-    ):
-        layer = lab.done(lab.layer(8, 8, 3, **kwargs))
-        found += [seen(layer, lab.x(2, 8, 4, 5)), *step(layer, lab.x(2, 8, 4, 5))]
-    return found
 
 
 @situation(

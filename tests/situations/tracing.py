@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 import warnings
 from typing import Any
 
@@ -50,15 +49,6 @@ def frozen(lab: Lab) -> Any:
     return seen(by_script, x), seen(by_trace, x), _ops(by_trace.graph)
 
 
-@situation(
-    "pytorch/pytorch#71259", "A norm without running statistics follows a layer that is traced and frozen", ours=False
-)
-def frozen_without_statistics(lab: Lab) -> Any:
-    model = lab.done(nn.Sequential(lab.layer(16, 8, 4, 2, 1), nn.BatchNorm2d(8, track_running_stats=False)))
-    model, x = model.to(lab.device).eval(), lab.x()
-    return seen(_frozen(_traced(model, x)), x)
-
-
 @situation("pytorch/pytorch#63552", "A model is traced inside an autocast region", ours=False)
 def traced_under_autocast(lab: Lab) -> Any:
     model, x = lab.model().eval(), lab.x()
@@ -98,60 +88,6 @@ def traced_output_size(lab: Lab) -> Any:
     return [error(lambda size=size: seen(traced, lab.x(1, 4, *size))) for size in sizes], scripted
 
 
-@situation("pytorch/pytorch#98129", "TorchScript infers shapes behind a layer with output_padding", ours=False)
-def inferred_shapes(lab: Lab) -> Any:
-    layer, x = lab.done(lab.layer(16, 8, 3, 2, 1, output_padding=1)), lab.x()
-    graph = _traced(layer, x).inlined_graph.copy()
-    known = [o.type().sizes() for o in graph.outputs()]
-    torch._C._jit_pass_erase_shape_information(graph)
-    inputs = list(graph.inputs())
-    inputs[-1].setType(torch._C.TensorType.create_from_tensor(x))
-    torch._C._jit_pass_propagate_shapes_on_graph(graph)
-    return known, [o.type().sizes() for o in graph.outputs()], _ops(graph)
-
-
-@situation("pytorch/pytorch#102085", "fx traces a layer by itself, not as a part of a model", ours=False)
-def traced_alone(lab: Lab) -> Any:
-    layer, x = lab.one(), lab.x()
-    found = error(lambda: [n.op for n in torch.fx.symbolic_trace(layer).graph.nodes])
-    model = torch.fx.symbolic_trace(lab.done(nn.Sequential(lab.layer(16, 8, 4, 2, 1), nn.ReLU())))
-    return found, [(n.op, getattr(n.target, "__name__", n.target)) for n in model.graph.nodes], seen(model, x)
-
-
-@situation("pytorch/pytorch#112775", "Threads run one traced graph module", devices=("cpu",))
-def graph_module_in_threads(lab: Lab) -> Any:
-    model, found = torch.fx.symbolic_trace(lab.model()), {}
-    inputs = [lab.x(1 + i % 2, 16, 4 + i, 5) for i in range(4)]
-
-    def run(i: int) -> None:
-        for _ in range(5):
-            found[i] = error(lambda: seen(model, inputs[i]))
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[i] for i in range(4)]
-
-
-@situation("pytorch/pytorch#15210", "Threads run one scripted module on images of different sizes", ours=False)
-def script_in_threads(lab: Lab) -> Any:
-    model, found = _scripted(lab.model()), {}
-    inputs = [lab.x(1, 16, 4 + i, 5) for i in range(4)]
-
-    def run(i: int) -> None:
-        for _ in range(3):
-            found[i] = error(lambda: seen(model, inputs[i]))
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[i] for i in range(4)]
-
-
 @situation("pytorch/pytorch#109596", "Parameters and inputs are fake tensors", ours=False)
 def fake(lab: Lab) -> Any:
     model, x = lab.model(), lab.x()
@@ -176,17 +112,6 @@ def _agrees(compiled: Any, eager: Any) -> bool:
     return isinstance(compiled, tuple) or (isinstance(eager, Tensor) and compiled.shape == eager.shape)
 
 
-@situation("pytorch/pytorch#184026", "A compiled layer with output_padding and a weight in channels_last: its strides")
-def compiled_strides(lab: Lab) -> Any:
-    layer, x = lab.done(lab.layer(16, 8, 3, 2, 1, output_padding=1)), lab.x()
-    compiled, found = torch.compile(layer, backend="aot_eager"), []
-    for last in (False, True):
-        if last:
-            layer.to(memory_format=torch.channels_last)
-        found += [seen(layer, x), seen(compiled, x), *step(compiled, x, layer.parameters())]
-    return found
-
-
 @situation("pytorch/pytorch#124256", "A 1-D layer's weight has the strides of a channels_last image", ours=False)
 def compiled_odd_weight(lab: Lab) -> Any:
     layer, x = lab.done(lab.layer(16, 33, 1, rank=1)), lab.x(2, 16, 20)
@@ -209,18 +134,6 @@ def compiled_autocast(lab: Lab) -> Any:
                 return model[2](y.float().relu())
 
     return step(run, x, model.parameters()), step(model, x)
-
-
-@situation(
-    "pytorch/pytorch#160271", "Sizes change under `torch.compile(dynamic=True)`, and a recompilation is an error"
-)
-def compiled_once(lab: Lab) -> Any:
-    model = lab.model()
-    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
-    found = [seen(compiled, lab.x())]
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        found += [seen(compiled, lab.x(batch, 16, 5 + batch, 9)) for batch in (3, 4)]
-    return found, seen(model, lab.x())
 
 
 @situation("pytorch/pytorch#144015", "Input and weight have different dtypes, in eager mode and compiled")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,50 +45,6 @@ def called_functionally(lab: Lab) -> Any:
     return before, out.detach(), grads, seen(model, x)
 
 
-@situation("pytorch/functorch#338", "vmap over inputs and weights of a vjp, with and without a bias", ours=False)
-def batched_vjp(lab: Lab) -> Any:
-    layers, x = [lab.one(), lab.one(bias=False)], lab.x(3, 2, 16, 5, 4)
-    found = []
-    for layer in layers:
-        weight = torch.randn(3, *layer.weight.shape, device=lab.device)
-
-        def vjp(x: Tensor, w: Tensor, layer: Any = layer) -> Any:
-            out, back = torch.func.vjp(lambda x, w: functional_call(layer, {"weight": w}, (x,)), x, w)
-            return out, back(out)
-
-        found.append(torch.func.vmap(vjp)(x, weight))
-    return found
-
-
-@situation("f-dangel/backpack#151", "Gradients per sample of a layer with groups", ours=False)
-def per_sample(lab: Lab) -> Any:
-    layer, x = lab.done(lab.layer(8, 12, 3, 2, 1, groups=4)), lab.x(3, 8, 5, 4)
-    parameters = {name: p.detach() for name, p in layer.named_parameters()}
-
-    def loss(p: Any, x: Tensor) -> Tensor:
-        return functional_call(layer, p, (x[None],)).square().sum()
-
-    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
-
-
-@situation("pytorch/pytorch#42368", "The Hessian through a layer, by `torch.autograd.functional`, vectorised and not")
-def hessian(lab: Lab) -> Any:
-    layer, x = lab.done(lab.layer(3, 2, 3, 2, 1)).double(), lab.x(1, 3, 2, 2, dtype=torch.float64)
-
-    def f(x: Tensor) -> Tensor:
-        return layer(x).pow(3).sum()
-
-    return [torch.autograd.functional.hessian(f, x, vectorize=v) for v in (False, True)]
-
-
-@situation("pytorch/pytorch#49562", "`torch.autograd.grad(is_grads_batched=True)` takes several gradients at once")
-def batched_gradients(lab: Lab) -> Any:
-    layer, x = lab.one(), lab.x().requires_grad_()
-    out = layer(x)
-    several = torch.randn(3, *out.shape, device=lab.device)
-    return torch.autograd.grad(out, [x, *layer.parameters()], several, is_grads_batched=True)
-
-
 @situation("pytorch/pytorch#53407", "First and second derivatives, batched too, of an empty batch", ours=False)
 def empty_derivatives(lab: Lab) -> Any:
     layer, x = lab.one(), lab.x(0, 16, 4, 4).requires_grad_()
@@ -100,12 +55,6 @@ def empty_derivatives(lab: Lab) -> Any:
         lambda: torch.autograd.grad(out, x, torch.ones(2, *out.shape, device=lab.device), is_grads_batched=True)
     )
     return [g.detach() for g in first], second, batched
-
-
-@situation("pytorch/pytorch#75495", "Forward-mode derivatives of an empty batch", ours=False)
-def empty_jvp(lab: Lab) -> Any:
-    layer, x = lab.one(), lab.x(0, 16, 4, 4)
-    return error(lambda: torch.func.jvp(layer, (x,), (x,)))
 
 
 @situation("pytorch/pytorch#4500", "Second derivatives arrive as expanded and transposed tensors")
@@ -201,19 +150,6 @@ def used_twice(lab: Lab) -> Any:
     return given, [t.grad for t in tensors], error(lambda: out.sum().backward())
 
 
-@situation("pytorch/pytorch#66363", "Anomaly mode finds a NaN, and nothing in a sound step")
-def anomaly(lab: Lab) -> Any:
-    model, x = lab.model(), lab.x()
-    with torch.autograd.detect_anomaly(check_nan=True):
-        found = step(model, x)
-
-        def bad() -> Any:
-            return step(lambda t: model(t) * torch.zeros_like(t[:1, :1, :1, :1]).sqrt(), x, model.parameters())
-
-        said = error(bad)
-    return found, re.sub(r"'\w+'", "'...'", said[1]) if isinstance(said[0], str) else said
-
-
 @situation("pytorch/pytorch#54987", "Complex layers on conjugated inputs, weights and gradients", ours=False)
 def conjugated(lab: Lab) -> Any:
     layer, x = lab.one(dtype=torch.complex64), lab.x(dtype=torch.complex64).conj()
@@ -221,27 +157,3 @@ def conjugated(lab: Lab) -> Any:
     x = x.detach().requires_grad_()
     out = layer(x)
     return out.detach(), torch.autograd.grad(out, [x, *layer.parameters()], torch.ones_like(out).mul(1j).conj())
-
-
-@situation("pytorch/pytorch#56058", "An imaginary part of a conjugated tensor is a negated view")
-def negated(lab: Lab) -> Any:
-    model, z = lab.model(), lab.x(dtype=torch.complex64).conj()
-    x = z.imag
-    g = torch.randn(2, 8, 28, 24, device=lab.device, dtype=torch.complex64).conj().imag
-    out = model(x)
-    grads = torch.autograd.grad(out, list(model.parameters()), g)
-    return x.is_neg(), out.detach(), grads, seen(model, x), seen(model, x.resolve_neg())
-
-
-@situation("pytorch/pytorch#92278", "Stacked weights are leaves that an optimiser updates", ours=False)
-def ensemble_trained(lab: Lab) -> Any:
-    models, x, found = [lab.model() for _ in range(2)], lab.x(), []
-    parameters, buffers = stack_module_state(models)
-    optimiser = torch.optim.SGD(list(parameters.values()), lr=0.5)
-    for _ in range(2):
-        out = torch.func.vmap(lambda p, b: functional_call(models[0], (p, b), (x,)))(parameters, buffers)
-        optimiser.zero_grad()
-        out.square().mean().backward()
-        optimiser.step()
-        found.append(out.detach())
-    return found, seen(models[0], x)

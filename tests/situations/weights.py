@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import tempfile
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from situations import BF16, Lab, error, seen, situation, step
@@ -91,16 +87,6 @@ def swapped_before_backward(lab: Lab) -> Any:
     return said if isinstance(said, tuple) else "no error", out.detach()
 
 
-@situation("pytorch/pytorch#187008", "An average holds weak references to parameters that `.to()` swaps")
-def weakly_referenced(lab: Lab) -> Any:
-    layer, x = lab.one(), lab.x()
-    first = seen(layer, x)
-    held = [weakref.ref(p) for p in layer.parameters()]
-    with _swapping():
-        said = error(layer.double)
-    return first, said if isinstance(said, tuple) else "no error", len(held)
-
-
 @situation(
     "pytorch/pytorch#187008", "The weight is a tensor subclass that wraps others, as quantised weights are", ours=False
 )
@@ -160,32 +146,6 @@ def lora_fused(lab: Lab) -> Any:
     return found
 
 
-class _Merging(nn.Module):
-    """Adds its delta to the layer's weight in eval mode, as adapters do."""
-
-    def __init__(self, layer: nn.Module, delta: Tensor) -> None:
-        super().__init__()
-        self.layer, self.delta, self.merged = layer, delta, False
-
-    def train(self, mode: bool = True) -> _Merging:
-        super().train(mode)
-        if mode is self.merged:
-            self.layer.weight.data.add_(self.delta, alpha=-1 if mode else 1)
-            self.merged = not mode
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        return out
-
-
-@situation("huggingface/peft#117", "`eval()` merges an adapter into the weight, `train()` takes it out")
-def adapter_merged(lab: Lab) -> Any:
-    layer, x = lab.one(), lab.x()
-    model = _Merging(layer, torch.randn_like(layer.weight) * 0.1)
-    return [(seen(model.eval(), x), step(model.train(), x)) for _ in range(3)]
-
-
 @situation("open-mmlab/mmengine#266", "An average is exchanged with the weights through the state_dict's tensors")
 def averages_exchanged(lab: Lab) -> Any:
     model, x, found = lab.model(), lab.x(), []
@@ -197,69 +157,6 @@ def averages_exchanged(lab: Lab) -> Any:
             value.copy_(average[name])
             average[name].copy_(kept)
     return found
-
-
-@situation("Lightning-AI/pytorch-lightning#20545", "A callback exchanges `.data` with an averaged copy at validation")
-def weight_averaging(lab: Lab) -> Any:
-    model, x, found = lab.model(), lab.x(), []
-    average = AveragedModel(model, use_buffers=True)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
-
-    def exchange() -> None:
-        for ours, theirs in zip(average.module.parameters(), model.parameters()):
-            kept = ours.data.clone()
-            ours.data.copy_(theirs.data)
-            theirs.data.copy_(kept)
-
-    for _ in range(3):
-        optimiser.zero_grad()
-        model(x).square().mean().backward()
-        optimiser.step()
-        average.update_parameters(model)
-        exchange()
-        found.append(seen(model, x))
-        exchange()
-        found.append(seen(model, x))
-    return found
-
-
-@situation("pytorch/pytorch#94820", "An averaged model is updated by fused loops over all weights")
-def averaged_model(lab: Lab) -> Any:
-    model, x, found = lab.model(), lab.x(), []
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for i in range(3):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.9).add_(0.01 * i)
-        average.update_parameters(model)
-        found += [seen(average, x), seen(model, x)]
-    return found
-
-
-@situation(
-    "NVIDIA/apex#132", "Weights change by hand between two autocast regions, a validation and a step", tolerance=BF16
-)
-def autocast_validation(lab: Lab) -> Any:
-    model, x, found = lab.model(), lab.x(), []
-    for _ in range(2):
-        with torch.autocast(lab.device, torch.bfloat16):
-            found.append(seen(model, x))
-        for p in model.parameters():
-            p.data.mul_(0.7)
-        with torch.autocast(lab.device, torch.bfloat16):
-            found += step(model, x)
-    return found
-
-
-@situation(
-    "pytorch/pytorch#112583", "One autocast region has a call without gradients, then one with them", tolerance=BF16
-)
-def autocast_without_gradients_first(lab: Lab) -> Any:
-    model, x = lab.model(), lab.x()
-    with torch.autocast(lab.device, torch.bfloat16):
-        with torch.no_grad():
-            first = model(x)
-        return first, step(model, x)
 
 
 @situation("pytorch/pytorch#76501", "Parameters become plain views of one flat parameter, as in FSDP")
@@ -281,69 +178,6 @@ def flat_views(lab: Lab) -> Any:
     return found
 
 
-@situation("pytorch/pytorch#64464", "Parameters' data are views of one buffer, which changes in place")
-def flat_buffer(lab: Lab) -> Any:
-    model, x, found, start = lab.model(), lab.x(), [], 0
-    buffer = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    for p in model.parameters():
-        p.data = buffer[start : start + p.numel()].view_as(p)
-        start += p.numel()
-    for _ in range(3):
-        found += [seen(model, x), *step(model, x)]
-        buffer.mul_(0.8)
-    return found
-
-
-@situation(
-    "pytorch/tutorials#2522", "Weights are mapped from a file and assigned, then trained in place", devices=("cpu",)
-)
-def mapped_weights(lab: Lab) -> Any:
-    model, x = lab.model(), lab.x()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "state.pt"
-        torch.save(_changed(model), path)
-        model.load_state_dict(torch.load(path, mmap=True), assign=True)
-        first = seen(model, x)
-        model.requires_grad_()
-        torch.optim.SGD(model.parameters(), lr=0.5).zero_grad()
-        model(x).square().mean().backward()
-        torch.optim.SGD(model.parameters(), lr=0.5).step()
-        return first, seen(model, x)
-
-
-@situation("pytorch/pytorch#57555", "`skip_init` builds a layer without values")
-def skipped_init(lab: Lab) -> Any:
-    layer = torch.nn.utils.skip_init(lab.home("ConvTranspose2d"), 16, 16, 4, 2, 1, device=lab.device)
-    layer = lab.done(layer)
-    torch.nn.init.normal_(layer.weight)
-    torch.nn.init.zeros_(layer.bias)
-    return step(layer, lab.x())
-
-
-@situation("pytorch/pytorch#56610", "`to_empty` gives a used model other memory, then `reset_parameters` fills it")
-def emptied(lab: Lab) -> Any:
-    model, x = lab.model(), lab.x()
-    first = seen(model, x)
-    model.to_empty(device=lab.device)
-    for child in (model[0], model[2]):
-        child.reset_parameters()
-    return first, step(model, x)
-
-
-@situation(
-    "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.vector_to_parameters.html",
-    "An optimiser outside of PyTorch sets all weights by `vector_to_parameters`",
-)
-def from_vector(lab: Lab) -> Any:
-    model, x, found = lab.model(), lab.x(), []
-    vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    for _ in range(3):
-        torch.nn.utils.vector_to_parameters(vector, model.parameters())
-        found += [seen(model, x), *step(model, x)]
-        vector = vector * 0.8
-    return found
-
-
 @situation("qubvel-org/segmentation_models.pytorch#51", "Layers are frozen, thawed and frozen again during training")
 def frozen_and_thawed(lab: Lab) -> Any:
     model, x, found = lab.model(), lab.x(), []
@@ -353,20 +187,6 @@ def frozen_and_thawed(lab: Lab) -> Any:
         out = model(x)
         found.append([out.requires_grad, *step(model, x)])
     return found
-
-
-@situation(
-    "Lightning-AI/pytorch-lightning#18238", "`tensor.data = tensor.data.clone()` moves weights out of shared memory"
-)
-def unshared(lab: Lab) -> Any:
-    model, x = lab.model().share_memory(), lab.x()
-    first = [seen(model, x), seen(model, x)]
-    shared = [p.data for p in model.parameters()]
-    for p in model.parameters():
-        p.data = p.data.clone()
-    for p in shared:
-        p.zero_()
-    return first, seen(model, x), step(model, x)
 
 
 @situation("VainF/Torch-Pruning#99", "Pruning cuts channels off: weight, bias and channel counts change after calls")

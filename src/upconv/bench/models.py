@@ -124,11 +124,21 @@ class Case:
     name: str
     make: Callable[[], list[nn.Module]]
     """The networks; inference is the first one's."""
-    draw: Callable[[torch.device], list[Tensor]]
-    """What a step is given; inference takes the first tensor."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the random tensors that a step is given; inference takes the first one."""
     losses: Losses
+    classes: int = 0
+    """Of the pixels' labels, which are the last tensor, of a step that has labels."""
     images: bool = True
     """Whether its tensors are images, which channels_last is for."""
+
+    def draw(self, device: torch.device) -> list[Tensor]:
+        """What a step is given."""
+        found = [torch.randn(shape, device=device) for shape in self.shapes]
+        if self.classes:
+            batch, _, *size = self.shapes[0]
+            found.append(torch.randint(self.classes, (batch, *size), device=device))
+        return found
 
 
 def _gan(networks: Sequence[nn.Module], given: Sequence[Tensor]) -> Sequence[tuple[Callable[[], Tensor], int]]:
@@ -152,38 +162,16 @@ def _single(loss: Callable[[Tensor, Tensor], Tensor]) -> Losses:
 def cases(scale: int = 1) -> list[Case]:
     """The suite; ``scale`` divides widths and sizes, for a test that has no time."""
     batch, images = max(2, 16 // scale), max(2, 128 // scale)
-
-    def noise(*shape: int) -> Callable[[torch.device], Tensor]:
-        return lambda device: torch.randn(shape, device=device)
-
-    def both(*makers: Callable[[torch.device], Tensor]) -> Callable[[torch.device], list[Tensor]]:
-        return lambda device: [make(device) for make in makers]
-
-    side, width = 256 // scale, max(8, 64 // scale)
-    low = 64 // scale
+    side, width, low = 256 // scale, max(8, 64 // scale), 64 // scale
+    gan, latents = ((images, 100, 1, 1), (images, 3, 64, 64)), (batch, 4, low // 2, low // 2)
     return [
-        Case(
-            "dcgan",
-            lambda: [Generator(width), Discriminator(width)],
-            both(noise(images, 100, 1, 1), noise(images, 3, 64, 64)),
-            _gan,
-        ),
-        Case(
-            "unet",
-            lambda: [UNet(width)],
-            both(noise(batch, 3, side, side), lambda device: torch.randint(21, (batch, side, side), device=device)),
-            _single(F.cross_entropy),
-        ),
-        Case(
-            "vae",
-            lambda: [Decoder(4 * width)],
-            both(noise(batch, 4, low // 2, low // 2), noise(batch, 3, 4 * low, 4 * low)),
-            _single(F.mse_loss),
-        ),
+        Case("dcgan", lambda: [Generator(width), Discriminator(width)], gan, _gan),
+        Case("unet", lambda: [UNet(width)], ((batch, 3, side, side),), _single(F.cross_entropy), classes=21),
+        Case("vae", lambda: [Decoder(4 * width)], (latents, (batch, 3, 4 * low, 4 * low)), _single(F.mse_loss)),
         Case(
             "hifigan",
             lambda: [Upsampler(8 * width)],
-            both(noise(batch, 80, 32), noise(batch, 1, 8192)),
+            ((batch, 80, 32), (batch, 1, 8192)),
             _single(F.l1_loss),
             images=False,
         ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypedDict
 
 import torch
@@ -61,29 +62,18 @@ def matmul_rate(precision: Precision, device: torch.device, seconds: float) -> f
     processor less well than oneDNN does (float32 on a Zen 5: 220 against 500 GFLOP/s); the better one counts.
     """
     least, largest = (3e-3, 16384) if device.type == "cuda" else (5e-2, 4096)
-    take = clock(device, flush=False)
-    n, best = 512, 0.0
+    take, n, best = clock(device, flush=False), 512, 0.0
     with precision_flags(precision):
         while True:
             a, b = (torch.randn(n, n, device=device).to(dtype_of(precision)) for _ in range(2))
-            c = torch.empty_like(a)
-
-            def product(a: torch.Tensor = a, b: torch.Tensor = b, c: torch.Tensor = c) -> torch.Tensor:
-                return torch.mm(a, b, out=c)
-
-            image = a.t().reshape(1, n, 1, n).contiguous(memory_format=torch.channels_last)
-            kernel = b.t().reshape(n, n, 1, 1).contiguous(memory_format=torch.channels_last)
-
-            def convolution(image: torch.Tensor = image, kernel: torch.Tensor = kernel) -> torch.Tensor:
-                return torch.conv2d(image, kernel)
-
-            ways: list[Callable[[], torch.Tensor]] = [product]
+            ways: list[Callable[[], object]] = [partial(torch.mm, a, b, out=torch.empty_like(a))]
             if device.type == "cpu" and precision != "fp64":
-                ways.append(convolution)
-            taken = {way: _best(way, take, 0.0) for way in ways}
-            way = min(ways, key=taken.__getitem__)
-            best = max(best, 2 * n**3 / taken[way])
-            if taken[way] >= least or n >= largest:
+                image = a.t().reshape(1, n, 1, n).contiguous(memory_format=torch.channels_last)
+                kernel = b.t().reshape(n, n, 1, 1).contiguous(memory_format=torch.channels_last)
+                ways.append(partial(torch.conv2d, image, kernel))
+            taken, way = min(((_best(way, take, 0.0), way) for way in ways), key=lambda pair: pair[0])
+            best = max(best, 2 * n**3 / taken)
+            if taken >= least or n >= largest:
                 return max(best, 2 * n**3 / _best(way, take, seconds))
             n *= 2
 

@@ -203,7 +203,8 @@ def _check(job: Job, device: torch.device, how: How) -> Row:
             return found | {"failure": f"wrong result{of}: relative error {error:.1e}, PyTorch's {torch_error:.1e}"}
     if device.type == "cuda" and p.pass_ == "fwd":
         del known, works, theirs
-        results = {side: work()[0] for side, work in how.works(job, timing.operands(p, device, 0, "rand")).items()}
+        given = timing.operands(p, device, 0, positive=True)
+        results = {side: work()[0] for side, work in how.works(job, given).items()}
         wanted = results.pop("torch")
         used = max(check.tolerance_used(p.precision, result, wanted) for result in results.values())
         found["tolerance_used"] = _finite(used)

@@ -30,14 +30,8 @@ from upconv.problem import Precision, Problem
 
 Side = Literal["ours", "torch", "frozen"]
 """``frozen`` is ours with `upconv.freeze`, by which packed weights are kept between calls."""
-Inputs = Literal["normal", "rand"]
 Results = tuple[Tensor, ...]
 Work = Callable[[], Results]
-
-_CALLS: dict[str, tuple[Callable[..., Tensor], ...]] = {
-    "ours": (upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d),
-    "torch": (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
-}
 
 
 class Operands(NamedTuple):
@@ -49,74 +43,62 @@ class Operands(NamedTuple):
     grad: Tensor | None
 
 
-def operands(p: Problem, device: torch.device, seed: int, inputs: Inputs = "normal") -> Operands:
+def operands(p: Problem, device: torch.device, seed: int, *, positive: bool = False) -> Operands:
     """Random tensors in the problem's dtype and layout.
 
-    Args:
-        p: the problem.
-        device: where they are made.
-        seed: of the generator.
-        inputs: ``normal`` draws all of them from the standard normal distribution, the weights scaled so that outputs
-            have unit variance. ``rand`` is KernelBench's way: inputs uniform on [0, 1), weights and bias as
-            ``torch.nn`` initialises a layer's, uniform within ``1 / sqrt(out_channels / groups * taps)``.
+    The input is normal, or with ``positive`` as KernelBench's, uniform on [0, 1). Weight and bias are as ``torch.nn``
+    initialises a layer's, uniform within ``1 / sqrt(out_channels / groups * taps)``.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    layout = memory_format(p.layout, p.rank)
-
-    def draw(shape: Sequence[int], reach: float | None = None) -> Tensor:
-        """``reach``: of ``rand``, values are from -reach to reach."""
-        drawn = torch.randn if inputs == "normal" else torch.rand
-        t = drawn(shape, generator=generator, dtype=p.dtype, device=device)
-        if reach is not None and inputs == "rand":
-            t = t.mul_(2 * reach).sub_(reach)
-        return t.contiguous(memory_format=layout) if len(shape) == p.rank + 2 else t
-
     reach = 1 / math.sqrt(p.out_channels // p.groups * p.taps)  # Source: torch.nn.init._calculate_fan_in_and_fan_out
-    weight = draw(p.weight_shape, reach)
-    if inputs == "normal":
-        reduction = p.in_channels // p.groups * max(phase.tap_count for phase in p.phases)
-        weight.mul_(1 / math.sqrt(reduction))
-    bias = draw((p.out_channels,), reach) if p.bias else None
-    return Operands(draw(p.input_shape), weight, bias, None if p.pass_ == "fwd" else draw(p.output_shape))
+
+    def uniform(shape: Sequence[int]) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=p.dtype, device=device)
+
+    def normal(shape: Sequence[int]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=p.dtype, device=device)
+
+    def laid(t: Tensor) -> Tensor:
+        return t.contiguous(memory_format=memory_format(p.layout, p.rank))
+
+    x = laid((uniform if positive else normal)(p.input_shape))
+    weight = laid(uniform(p.weight_shape).mul_(2 * reach).sub_(reach))
+    bias = uniform((p.out_channels,)).mul_(2 * reach).sub_(reach) if p.bias else None
+    return Operands(x, weight, bias, None if p.pass_ == "fwd" else laid(normal(p.output_shape)))
 
 
 def work(side: Side, p: Problem, given: Operands) -> Work:
     """A pass of ``p`` as a user would call it, ready to run: what it needs from outside of the timed region is done.
 
-    Its results are those of `result_names`: the output, or gradients through autograd. A forward is a module's, of ours
-    one that `upconv.accelerate` has seen. For ``grad-input`` and ``grad-weight`` the forward has run and its graph is
-    kept; a step is the forward and all gradients.
+    Its results are those of `result_names`: the output, or gradients through autograd. For ``grad-input`` and
+    ``grad-weight`` the forward has run and its graph is kept; a step is the forward and all gradients.
     """
+    module: Any = layer(side, p, given)
     if p.pass_ == "fwd":
-        module = layer(side, p, given)
         return lambda: (module(given.input),)
-    call = _CALLS[side][p.rank - 1]
-    x, w = given.input.detach().requires_grad_(), given.weight.detach().requires_grad_()
-    b = None if given.bias is None else given.bias.detach().requires_grad_()
-
-    def forward() -> Tensor:
-        return call(x, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+    x = given.input.detach().requires_grad_()
+    every = [t for t in (x, module.weight, module.bias) if t is not None]
 
     def step() -> Results:
-        out = forward()
-        return (out.detach(), *torch.autograd.grad(out, [t for t in (x, w, b) if t is not None], given.grad))
+        out = module(x)
+        return (out.detach(), *torch.autograd.grad(out, every, given.grad))
 
     if p.pass_ == "step":
         return step
-    kept = forward()
-    wanted = x if p.pass_ == "grad-input" else w
+    kept, wanted = module(x), x if p.pass_ == "grad-input" else module.weight
     return lambda: torch.autograd.grad(kept, wanted, given.grad, retain_graph=True)
 
 
 def layer(side: Side, p: Problem, given: Operands) -> nn.Module:
-    """A side's module for inference: PyTorch's layer with the given weights, accelerated, or also frozen."""
+    """A side's module: PyTorch's layer with the given weights, accelerated, or also frozen."""
     sizes = (p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, p.output_padding)
     module = list(TRANSPOSED)[p.rank - 1](*sizes, p.groups, p.bias, p.dilation, device="meta", dtype=p.dtype)
+    training = p.pass_ != "fwd"
     weight = given.weight.clone() if side == "frozen" else given.weight  # what is kept of it must serve no other side
-    module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-    if given.bias is not None:
-        module.register_parameter("bias", nn.Parameter(given.bias, requires_grad=False))
-    module.eval()
+    for name, value in (("weight", weight), ("bias", given.bias)):
+        if value is not None:
+            module.register_parameter(name, nn.Parameter(value, requires_grad=training))
+    module.train(training)
     if side != "torch":
         upconv.accelerate(module)
     if side == "frozen":

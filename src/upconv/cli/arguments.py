@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import io
 import re
 import sys
 from collections.abc import Sequence
@@ -36,29 +35,17 @@ def stop(message: object, code: int = 2) -> NoReturn:
 def console() -> Console:
     """The console of stdout: as wide as the terminal, and without one so wide that nothing is cut or broken."""
     found = Console(highlight=False)
-    if found.is_terminal:
-        return found
-    return Console(file=cast(TextIO, _Trimmed(sys.stdout)), highlight=False, width=10_000)
+    return found if found.is_terminal else Console(file=cast(TextIO, _Trimmed()), highlight=False, width=10_000)
 
 
-class _Trimmed(io.TextIOBase):
-    """A stream that leaves out the spaces at the ends of lines, which fill the last column of a table."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream = stream
+class _Trimmed:
+    """Stdout without the spaces at the ends of lines, which fill the last column of a table."""
 
     def write(self, text: str) -> int:
-        self._stream.write(re.sub(r" +(?=\n)", "", text))
-        return len(text)
+        return sys.stdout.write(re.sub(r" +(?=\n)", "", text))
 
-    def flush(self) -> None:
-        self._stream.flush()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """By it rich chooses the characters of a table's lines."""
-        return self._stream.encoding
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
 
 
 def repeated(name: str, allowed: Sequence[str], help: str) -> Any:

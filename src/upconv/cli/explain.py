@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import typer
+from rich.console import Group
 from typer import Option
 
 from upconv import planner
@@ -16,7 +17,7 @@ from upconv.bench.run import ways
 from upconv.bench.suites import parse_layer, parse_shape
 from upconv.cli.arguments import DEVICE, DTYPES, MODEL, PRECISION, Dtype, console, device_of, network, stop
 from upconv.cuda.gpu import Gpu, by_name
-from upconv.explain import Explanation, ModelExplanation, estimated_ceilings, parse_ceilings, precision_text
+from upconv.explain import estimated_ceilings, explanation, model_explanation, parse_ceilings, precision_text
 from upconv.model_layers import calls
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -95,14 +96,14 @@ def command(
     console().print(found)
 
 
-def _of_layer(layer: str, inputs: Sequence[str], asked: _Asked) -> Explanation:
+def _of_layer(layer: str, inputs: Sequence[str], asked: _Asked) -> Group:
     if len(inputs) != 1:
         raise ValueError(f"--input must be given once for a layer; got {' '.join(inputs)!r}")
     problem = asked.of(parse_layer(layer, inputs[0]).with_(dtype=asked.dtype, layout=asked.layout))
-    return Explanation(problem, planner.plan(problem, asked.planned), asked.rates([problem.precision]))
+    return explanation(problem, planner.plan(problem, asked.planned), asked.rates([problem.precision]))
 
 
-def _of_model(model: str, inputs: Sequence[str], asked: _Asked) -> ModelExplanation:
+def _of_model(model: str, inputs: Sequence[str], asked: _Asked) -> Group:
     shapes = [parse_shape(text) for text in inputs]
     found = calls(lambda: network(model), shapes, asked.dtype, asked.layout)
     of_all = [call._replace(problem=asked.of(call.problem)) for call in found]
@@ -110,4 +111,4 @@ def _of_model(model: str, inputs: Sequence[str], asked: _Asked) -> ModelExplanat
     rates = asked.rates(list(dict.fromkeys(call.problem.precision for call in of_all)))
     kinds = dict.fromkeys(precision_text(call.problem) for call in of_all)
     title = " · ".join([f"{model} on {', '.join(inputs)}", *kinds, asked.pass_])
-    return ModelExplanation(title, lines, rates)
+    return model_explanation(title, lines, rates)

@@ -6,6 +6,7 @@ What depends on the size of a call is Python's: the blocks and the sizes that ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from textwrap import dedent
 from typing import Literal
@@ -16,6 +17,7 @@ from upconv.cuda.compile import boxes
 from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.launches import Given, Int, Launch, Long, Map, Pointer, Scratch, Zeros
 from upconv.cuda.wgrad import wgrad
+from upconv.export import packing
 from upconv.export.passes import Kernel
 
 LAUNCH = dedent(
@@ -136,9 +138,12 @@ def launches(k: Kernel) -> tuple[Launch, ...]:
     if not k.packed_words:
         return c.launches(Given("contiguous" if k.pass_ == "grad-weight" else "in place", bias=bias))
     given = Given("packed", bias=bias, lasting=True)
-    packing = c.pack(Given("contiguous"))
-    assert packing is not None
-    return (packing, *c.launches(given))
+    packs = c.pack(Given("contiguous"))
+    assert packs is not None
+    words = c.packed_bytes(Given()) // 4
+    arguments = (*(one for one in packs.arguments if isinstance(one, Pointer)), Int(words))
+    blocks = -(-words // packing.THREADS)
+    return (replace(packs, grid=blocks, threads=packing.THREADS, arguments=arguments), *c.launches(given))
 
 
 def main_launch(k: Kernel) -> Launch:
@@ -198,8 +203,8 @@ def calls(k: Kernel, tensor_map: Callable[[Map], str]) -> Iterator[str]:
     """The launches of a pass, of ``blocks`` and ``sizes``."""
     entries, records = iter(k.entries), list(launches(k))
     if k.packed_words:
-        packing = records.pop(0)
-        yield _launch(next(entries), packing, str(packing.grid), _fixed(k, packing))
+        packs = records.pop(0)
+        yield _launch(next(entries), packs, str(packs.grid), _fixed(k, packs))
     main, *adding = records
     yield _launch(next(entries), main, "blocks", _varying(k, main, tensor_map))
     for last in adding:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from upconv.cuda.direct import direct, staged, staged_costs, staged_tiles
-from upconv.cuda.direct.cells import axes
-from upconv.cuda.direct.walks import Walk
+from upconv.cuda.direct import costs, direct, tiles
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad import wgrad
@@ -49,24 +47,20 @@ def of(k: Kernel, gpu: Gpu) -> Sizes:
         return _gather(c)
     if isinstance(c, wgrad.Choice):
         return _wgrad(c, gpu)
-    if isinstance(c, staged.Choice):
-        return _staged_input(c) if k.pass_ == "grad-input" else _staged_weight(c, gpu)
-    return _walk(c) if isinstance(c.tile, Walk) else _direct(c)
+    return _direct_weight(c, gpu) if k.pass_ == "grad-weight" else _direct(c)
 
 
 def python(k: Kernel, gpu: Gpu) -> str:
     """The function of a file that computes them, of (depth, height, width) of source and result."""
     s = of(k, gpu)
+    numbers = ", ".join(s.numbers).replace(", ".join(_SOURCE), "*source").replace(", ".join(_RESULT), "*result")
     lines = [f'"""({"blocks, slices of sums" if s.slices else "blocks"}, sizes): {s.what}"""']
-    texts = " ".join((*s.steps.values(), s.blocks))
-    numbers = ", ".join(s.numbers)
-    for tensor, names in (("source", _SOURCE), ("result", _RESULT)):
-        numbers = numbers.replace(", ".join(names), f"*{tensor}")
-        if tensor in texts + numbers.replace(f"*{tensor}", ""):
-            lines.append(f"{', '.join(names)} = {tensor}")
     lines += [f"{name} = {text}" for name, text in s.steps.items()]
     lines.append(f"return {', '.join(filter(None, (s.blocks, s.slices)))}, ({numbers})")
     body = "\n".join(f"    {line}" for line in lines)
+    for tensor, names in (("source", _SOURCE), ("result", _RESULT)):
+        for axis, name in enumerate(names):
+            body = body.replace(name, f"{tensor}[{axis}]")
     return f"def {k.name}_launch(batch, source, result, processors):\n{body}\n"
 
 
@@ -137,67 +131,39 @@ def _waves(c: wgrad.Choice, most: int, gpu: Gpu) -> int:
     return 0
 
 
-def _whole(c: staged.Choice, row: str) -> str:
+def _whole(c: direct.Choice, row: str) -> str:
     unit = whole_rows(c)
     return f"int({row} % {unit} == 0)" if unit > 1 else str(unit)
 
 
-def _staged_input(c: staged.Choice) -> Sizes:
-    s = c.tile
+def _direct(c: direct.Choice) -> Sizes:
+    t = c.tile
+    _, h, w = t.axes
     return Sizes(
-        "a block takes a tile, and what it needs of the output's gradient.",
-        {"rows": _ceil("result_h", s.h), "columns": _ceil("result_w", s.w)},
-        _product("batch", "result_d", "rows", "columns", s.channel_blocks),
-        ("batch", *_RESULT, *_SOURCE, "rows", "columns", _whole(c, "source_w")),
+        "a block takes a tile, and what it needs of the source.",
+        {
+            "rows": _product(_ceil("result_h", t.h * h.out_step), t.phases),
+            "columns": _ceil("result_w", t.w * w.out_step),
+        },
+        _product("batch", "result_d", "rows", "columns", t.channel_blocks),
+        ("batch", *_SOURCE, *_RESULT, "rows", "columns", _whole(c, "source_w")),
     )
 
 
-def _staged_weight(c: staged.Choice, gpu: Gpu) -> Sizes:
-    s, p = c.tile, c.problem
-    blocks, filled = staged_tiles.weight_blocks(p, s), 2 * staged_costs.resident(s, gpu)
+def _direct_weight(c: direct.Choice, gpu: Gpu) -> Sizes:
+    t = c.tile
+    blocks, filled = tiles.weight_blocks(t), 2 * costs.resident(t, gpu)
     share = f"rounded({filled} * processors, {blocks})"
     return Sizes(
-        f"blocks that fill the processors about twice share tiles of {s.h} x {s.w} positions.",
+        f"blocks that fill the processors about twice share tiles of {t.h} x {t.w} positions.",
         {
-            "rows": _ceil("source_h", s.h),
-            "columns": _ceil("source_w", s.w),
+            "rows": _ceil("source_h", t.h),
+            "columns": _ceil("source_w", t.w),
             "tiles": "batch * source_d * rows * columns",
-            "each": f"ceil(tiles, max(1, min(min(tiles, {staged_costs.most_ranges(p, s)}), {share})))",
+            "each": f"ceil(tiles, max(1, min(min(tiles, {costs.most_ranges(c.problem, t)}), {share})))",
             "shares": "ceil(tiles, each)",
         },
         _product("shares", blocks),
-        ("batch", *_SOURCE, *_RESULT, "rows", "columns", _whole(c, "result_w"), "each"),
+        ("batch", *_RESULT, *_SOURCE, "rows", "columns", _whole(c, "result_w"), "each"),
         "shares",
-    )
-
-
-def _walk(c: direct.Choice) -> Sizes:
-    p, tile = c.problem, c.tile
-    assert isinstance(tile, Walk)
-    _, h, w = axes(p)
-    return Sizes(
-        "a thread goes down a strip of cells, the results between two strides.",
-        {
-            "runs": _ceil("result_w", w.stride * tile.cells),
-            "strips": _ceil("result_h", h.stride * tile.strip),
-            "threads": _product("batch", p.groups, "ceil(runs * strips, 128)", 128),
-        },
-        "ceil(threads, 128)",
-        (*_SOURCE[1:], *_RESULT[1:], "runs", "strips", str(tile.strip), "threads"),
-    )
-
-
-def _direct(c: direct.Choice) -> Sizes:
-    p, tile = c.problem, c.tile
-    assert not isinstance(tile, Walk)
-    _, h, w = axes(p)
-    blocks = -(-p.groups // tile.slots) * -(-p.out_channels // p.groups // tile.co)
-    return Sizes(
-        "a block takes cells, the results between two strides, of one row of depth.",
-        {
-            "rows": _ceil("result_h", h.stride * tile.block_h),
-            "columns": _ceil("result_w", w.stride * tile.cells * tile.block_x),
-        },
-        _product("batch", "result_d", "rows", "columns", blocks),
-        (*_SOURCE, *_RESULT, "rows", "columns"),
     )

@@ -83,8 +83,7 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@ROUNDED@
-def output_size(size, kernel, given: Arguments):
+@ROUNDED@def output_size(size, kernel, given: Arguments):
     """Of every spatial dimension."""
     axes = zip(size, kernel, *given[:4])
     return tuple((n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, more, d in axes)

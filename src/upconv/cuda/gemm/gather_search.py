@@ -156,21 +156,12 @@ def _fitting(base: Tiling, kind: Kind, gpu: Gpu) -> Iterator[Tiling]:
     if base.classes is None and kind.classes is not None and base.staging_units * 16 > _SHORT_ROWS:
         return
     stays = len(base.distinct_entries) == 1 or base.m_groups == 1
-    pairs = (False, True) if base.wgmma and base.sub == _STRIP and base.tile[2] % 16 == 0 == base.nb % 2 else (False,)
-    for paired in pairs:
-        one = varied(base, paired=paired, run_groups=_run_groups(base))
-        t = _fitted(varied(one, resident=True), gpu) if stays else None
-        t = t or _fitted(one, gpu)
-        if t is None and not kind.drained and not one.channels_last:
-            t = _fitted(one, gpu, scarce=True)
-        if t is not None:
-            yield t
-
-
-def _run_groups(t: Tiling) -> int:
-    """`Tiling.run_groups`: long runs of long rows, whose ends share fewer sectors of 32 bytes with other runs."""
-    long = t.wgmma and not t.channels_last and t.sub == _ROW and t.tile[3] % 128 == 0
-    return 16 if long and t.width_subs == 1 and t.nb % 2 == 0 else 8
+    t = _fitted(varied(base, resident=True), gpu) if stays else None
+    t = t or _fitted(base, gpu)
+    if t is None and not kind.drained and not base.channels_last:
+        t = _fitted(base, gpu, scarce=True)
+    if t is not None:
+        yield t
 
 
 def chunk_sizes(p: Problem) -> list[int]:
@@ -191,8 +182,6 @@ def _subs(p: Problem, cout_g: int) -> Iterator[tuple[int, Triple]]:
                 yield subs, (1, 1, 1)
             else:
                 yield subs, (1, subs, 1)
-                if p.rank == 3:
-                    yield subs, (2, subs // 2, 1)
 
 
 def _w_subs(stride: int) -> tuple[int, ...]:
@@ -202,10 +191,10 @@ def _w_subs(stride: int) -> tuple[int, ...]:
 def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]], ...]:
     """Shapes of subtiles and tiles."""
     if p.rank == 1:
-        wide = [(1, 1, 1, 64 * n) for n in (1, 2, 3, 4)]
-        return tuple((_ROW, tile) for tile in [*wide, (2, 1, 1, 64), (4, 1, 1, 64), (2, 1, 1, 128)])
+        tiles = (1, 1, 1, 64), (1, 1, 1, 128), (4, 1, 1, 64), (2, 1, 1, 128)
+        return tuple((_ROW, tile) for tile in tiles)
     rows = [(1, 1, h, 64) for h in (1, 2, 4, 8)] + [(1, 1, h, 128) for h in (1, 2)]
-    strips = [(1, 1, 8, w) for w in (8, 16, 24, 32)] + [(1, 1, 16, w) for w in (16, 32)]
+    strips = [(1, 1, 8, w) for w in (8, 16, 24, 32)] + [(1, 1, 16, 16)]
     strips += [(n, 1, 8, 8) for n in (2, 4)]
     if p.rank == 3:
         strips += [(1, d, 8, w) for d, w in ((2, 8), (2, 16), (4, 8), (4, 16))]

@@ -30,8 +30,6 @@ class Tiling(TiledWeights):
         Unfit: the kernel cannot run this tiling.
     """
 
-    run_groups: int = 8
-    """Groups of 8 columns that the epilogue passes through shared memory together, for sub (1, 64)."""
     drained: bool = False
     """NCHW, 16 bits: a tile's outputs stay in shared memory while the tensor copy engine stores them."""
 
@@ -39,10 +37,14 @@ class Tiling(TiledWeights):
 
     @property
     def runs(self) -> int:
-        """Groups of 8 columns in one run of the epilogue."""
-        if self.sub[0] == 1:
-            return self.run_groups
-        return min(self.tile[3] // 8, self.nb // 2 if self.paired else self.nb)
+        """Groups of 8 columns that the epilogue passes through shared memory together.
+
+        Of rows in NCHW two subtiles where that is possible: long runs share fewer sectors of 32 bytes with others.
+        """
+        if self.sub[0] > 1:
+            return min(self.tile[3] // 8, self.nb)
+        long = self.wgmma and not self.channels_last and self.tile[3] % 128 == 0
+        return 16 if long and self.width_subs == 1 and self.nb % 2 == 0 else 8
 
     @property
     def sums_bytes(self) -> int:
@@ -108,8 +110,6 @@ class Tiling(TiledWeights):
             raise Unfit(f"subs, split or sub is none of the kernel's: {self.subs}, {self.split}, {self.sub}")
         if not 1 <= self.mb * self.nb <= _MOST_ACCUMULATORS:
             raise Unfit(f"{self.mb} x {self.nb} blocks of accumulators are more than {_MOST_ACCUMULATORS}")
-        if self.sub[0] == 1 and not (self.run_groups in (1, 2, 4) or self.run_groups % 8 == 0 < self.run_groups):
-            raise Unfit(f"runs of {self.run_groups} groups do not tile a subtile")
         if h % self.sub[0] or w % self.sub[1]:
             raise Unfit(f"tile {self.tile} is no multiple of {self.sub}")
         p = self.problem
@@ -119,17 +119,9 @@ class Tiling(TiledWeights):
             raise Unfit("a step waits for the next stage of the weights' ring before it gives back its own")
         if self.split == 0 and self.subtiles % 2:
             raise Unfit(f"{self.subtiles} subtiles cannot be halved")
-        if (
-            self.sub[0] == 1
-            and self.run_groups > 8
-            and (self.nb % (self.run_groups // 8) or self.tile[3] // 64 % (self.run_groups // 8))
-        ):
-            raise Unfit(f"a run of {self.run_groups} groups crosses rows")
-        if self.paired and (self.sub[0] == 1 or self.nb % 2 or h % 16):
-            raise Unfit(f"the subtiles of tile {self.tile} are no pairs one below the other")
         if self.channels_last and self.shuffle is None and self.runs > 8:
             raise Unfit(f"a run of {self.runs} groups is longer than the 64 pixels that leave in a round")
-        if self.sub[0] == 8 and (self.nb % (self.runs * (2 if self.paired else 1)) or (w // 8) % self.runs):
+        if self.sub[0] == 8 and (self.nb % self.runs or (w // 8) % self.runs):
             raise Unfit("strips of a consumer are not whole runs along W")
         if self.row_bytes not in (32, 64, 128):
             raise Unfit(f"a chunk of {self.chunk} channels is {self.row_bytes} bytes, not 32, 64 or 128")
