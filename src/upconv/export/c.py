@@ -56,10 +56,10 @@ namespace {{
 
 using std::max, std::min;
 
-inline int ceil(int a, int b) {{ return (a + b - 1) / b; }}
-inline int rounded(int a, int b) {{ return static_cast<int>(std::nearbyint(double(a) / b)); }}
+[[maybe_unused]] int ceil(int a, int b) {{ return (a + b - 1) / b; }}
+[[maybe_unused]] int rounded(int a, int b) {{ return static_cast<int>(std::nearbyint(double(a) / b)); }}
 
-inline int64_t whole(int64_t bytes) {{ return (bytes + {unit} - 1) / {unit} * {unit}; }}
+[[maybe_unused]] int64_t whole(int64_t bytes) {{ return (bytes + {unit} - 1) / {unit} * {unit}; }}
 
 bool misaligned(const void* p) {{ return p == nullptr || reinterpret_cast<uintptr_t>(p) % 16 != 0; }}
 
@@ -148,8 +148,6 @@ def _functions(name: str, k: Kernel, gpu: Gpu) -> str:
     """A pass and the function that says what memory it wants."""
     sides = ("out", "in") if k.pass_ == "grad-input" else ("in", "out")
     begin = ["const Sides sides(size);", "const int processors = processors_of_device();"]
-    for of, side in zip(("source", "result"), sides):
-        begin.append(f"const auto [{', '.join(f'{of}_{axis}' for axis in 'dhw')}] = sides.{side};")
     begin += sizes.c(k, gpu)
     checks = ["!sides.served(batch)", *(f"misaligned({one})" for one in _TENSORS[k.pass_] if one != "bias")]
     checks += [f"{row} % {n}" for row, n in zip(("source_w", "result_w"), k.multiples) if n > 1]
@@ -159,10 +157,14 @@ def _functions(name: str, k: Kernel, gpu: Gpu) -> str:
     counts = [one for one in begin if not one.startswith(("const int blocks", "const int sizes"))]
     wanted = [*(counts if "slices" in total else ()), f"return {total};"]
     body = [*begin, f"if ({' || '.join(checks)}) return cudaErrorInvalidValue;", *_memory(parts), *_launches(k)]
-    return (
+    text = (
         f"size_t {name}_{k.name}_workspace({parameters}) {{\n{_indented(wanted)}}}\n\n"
         f"{_prototype(name, k)} {{\n{_indented(body)}}}\n"
     )
+    for of, side in zip(("source", "result"), sides):
+        for i, axis in enumerate("dhw"):
+            text = text.replace(f"{of}_{axis}", f"sides.{side}[{i}]")
+    return text
 
 
 def _memory(parts: dict[str, str]) -> Iterator[str]:
