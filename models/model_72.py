@@ -24,7 +24,7 @@ Constraints:
 Kernels:
 - forward: wgmma ieee, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
   7 x 6 fragments, 222 KB shared.
-- gradient for the input: tiles of 8x16 cells in 32 KB, lanes are columns, a thread takes 1 rows x 8 channels.
+- gradient for the input: tiles of 8x16 cells in 33 KB, lanes are columns, a thread takes 4 rows x 8 channels.
 - gradient for the weight: mma.sync ieee, 16x8 channels x 1x2x7 taps a block, chunks of 2x1x8x16 (NxDxHxW of q), K
   in 88 slices, 128 KB shared.
 
@@ -32,7 +32,7 @@ A block of the forward, whose rings are of shared memory:
   input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 2 x 64 pixels, halo, 8 channels) --+
   weights -> packed -> ring of 7 x 6 fragments ----------------------------------------------------+-> wgmma -> result
 
-Measured by `upconv bench --suite kernelbench --exported models --device cuda`.
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations
@@ -1920,8 +1920,7 @@ static constexpr int FROM = C::groups * C::from_g, TO = C::groups * C::to_g;  //
 static constexpr int LANES = C::lanes, CHANNELS = C::channels, ROWS = C::rows;  // channels of a block's lanes, and of a thread
 static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, SPAN_H = C::span_h, SPAN_W = C::span_w, SHIFT = C::first_w;
 static constexpr int KERNEL_H = C::kernel_h, KERNEL_W = C::kernel_w, TAPS = C::kernel_d * KERNEL_H * KERNEL_W;
-static constexpr int PHASES = C::out_h / C::cell_rows;  // along H, where a block computes one
-static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector, BATCH = C::batch;
+static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector;
 static constexpr int CHUNK = C::chunk;
 static constexpr bool PIXELS = C::channels_last && !BY_CHANNELS;  // whose channels are neighbours in memory, not in the tile
 static constexpr int CHANNEL_BLOCKS = BY_CHANNELS ? (TO + LANES - 1) / LANES : (C::to_g + CHANNELS - 1) / CHANNELS;  // there of a group
@@ -1948,13 +1947,12 @@ struct Sizes {
   int batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w;
 };
 
-struct Tile { int n, d, h, w, phase; };    // first cell
+struct Tile { int n, d, h, w; };           // first cell
 
 static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
   Tile t;
   t.w = index % s.tiles_w * TILE_W;  index /= s.tiles_w;
-  t.phase = index % s.tiles_h % PHASES;
-  t.h = index % s.tiles_h / PHASES * TILE_H;  index /= s.tiles_h;
+  t.h = index % s.tiles_h * TILE_H;  index /= s.tiles_h;
   t.d = index % s.d;
   t.n = index / s.d;
   return t;
@@ -1990,10 +1988,13 @@ static __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
 }
 
 // Units of a row of the tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's or a chunk's channels of columns. As many
-// rows as they fit into the threads are loaded at a time, in NCHW of all channels of the chunk; a thread has the same columns of all.
-static constexpr int ROW_UNITS = SPAN_W * (BY_CHANNELS ? LANES : PIXELS ? CHUNK : 1) / VECTOR, ROWS_OF_TILE = SPAN_H * (PIXELS ? 1 : CHUNK);
-static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS;
-static constexpr int ROWS_AT_ONCE = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
+// rows as they fit into the threads are loaded at a time, and of several channels in NCHW; a thread has the same columns of all.
+static constexpr int ROW_UNITS = SPAN_W * (BY_CHANNELS ? LANES : PIXELS ? CHUNK : 1) / VECTOR, PLANES = PIXELS ? 1 : CHUNK;
+static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS, IN_ROWS = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
+static constexpr int ROWS_AT_ONCE = IN_ROWS < SPAN_H ? IN_ROWS : SPAN_H, IN_PLANES = IN_ROWS / ROWS_AT_ONCE;
+static constexpr int PLANES_AT_ONCE = IN_PLANES < PLANES ? IN_PLANES : PLANES;
+static constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, PASSES_C = (PLANES + PLANES_AT_ONCE - 1) / PLANES_AT_ONCE;
+static constexpr int BATCH_H = C::batch < PASSES_H ? C::batch : PASSES_H, BATCH_C = C::batch / BATCH_H < PASSES_C ? C::batch / BATCH_H : PASSES_C;
 
 // Where a row's element `at` is in the tile, and in one of the source's rows, and whether that has it; `left`: channels from the tile's
 // first on.
@@ -2015,42 +2016,52 @@ static __device__ __forceinline__ void stage(Acc* tile, const T* source, const T
   const int h = t.h * C::in_h + C::min_h, w = t.w * C::in_w + C::min_w - SHIFT;
   const i64 slice = (i64)s.from_h * s.from_w, pixels = s.from_d * slice, line = (i64)s.from_w * (C::channels_last ? FROM : 1);
   const T* from = source + (C::channels_last ? (t.n * pixels + depth * slice) * FROM + channel : ((i64)t.n * FROM + channel) * pixels + depth * slice);
-  const int thread = thread_index(), first = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
-  if (ROW_UNITS < THREADS && first >= ROWS_AT_ONCE) return;  // the others have nothing to do
-  // A row's source, and whether there is one.
-  const auto row_at = [&](int row) { return from + (CHUNK > 1 && !PIXELS ? row / SPAN_H * pixels + (h + row % SPAN_H) * line : (h + row) * line); };
-  const auto exists = [&](int row) {
-    return CHUNK > 1 && !PIXELS ? row / SPAN_H < left && (u32)(h + row % SPAN_H) < (u32)s.from_h : (u32)(h + row) < (u32)s.from_h;
-  };
+  const int thread = thread_index(), line_of = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
+  const int first = line_of % ROWS_AT_ONCE, plane = line_of / ROWS_AT_ONCE;  // of a thread
+  if (ROW_UNITS < THREADS && plane >= PLANES_AT_ONCE) return;  // the others have nothing to do
 #pragma unroll 1
   for (int round = 0; round < ROUNDS_W; round++) {
     const int at = (ROW_UNITS < THREADS ? thread % ROW_UNITS : thread + round * THREADS) * VECTOR;  // element of a row
     if (ROW_UNITS > THREADS && at >= ROW_UNITS * VECTOR) break;
     if (VECTOR == 1 || whole) {
       const Place in_row = place_in_row(at, w, left, line, s);
-      Acc* to = tile + first * ROW_PITCH + in_row.to;
 #pragma unroll 1
-      for (int row = first; row < ROWS_OF_TILE; row += BATCH * ROWS_AT_ONCE, to += BATCH * ROWS_AT_ONCE * ROW_PITCH) {
-        Loaded unit[BATCH];                // all loads come first: a block waits for memory once in BATCH
+      for (int c = plane; c < PLANES; c += BATCH_C * PLANES_AT_ONCE) {
+        const T* place = from + c * pixels + (h + first) * line + in_row.offset;
+        Acc* to = tile + c * CHANNEL_WORDS + first * ROW_PITCH + in_row.to;
+        int row = h + first;
+#pragma unroll 1
+        for (int i = 0; i < PASSES_H; i += BATCH_H, row += BATCH_H * ROWS_AT_ONCE, to += BATCH_H * ROWS_AT_ONCE * ROW_PITCH, place += BATCH_H * ROWS_AT_ONCE * line) {
+          Loaded unit[BATCH_C][BATCH_H];   // all loads come first: a block waits for memory once in a batch
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-          unit[b] = {};
-          if (in_row.in && exists(row + b * ROWS_AT_ONCE)) unit[b] = *(const Loaded*)(row_at(row + b * ROWS_AT_ONCE) + in_row.offset);
-        }
+          for (int j = 0; j < BATCH_C; j++)
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-          if (row + b * ROWS_AT_ONCE >= ROWS_OF_TILE) break;
-          store_unit(to + b * ROWS_AT_ONCE * ROW_PITCH, unit[b], at);
+            for (int b = 0; b < BATCH_H; b++) {
+              unit[j][b] = {};
+              const bool exists = in_row.in && (PLANES == 1 || c + j * PLANES_AT_ONCE < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
+              if (exists) unit[j][b] = *(const Loaded*)(place + j * PLANES_AT_ONCE * pixels + b * ROWS_AT_ONCE * line);
+            }
+#pragma unroll
+          for (int j = 0; j < BATCH_C; j++)
+#pragma unroll
+            for (int b = 0; b < BATCH_H; b++) {
+              if ((SPAN_H % ROWS_AT_ONCE || PASSES_H % BATCH_H) && row + b * ROWS_AT_ONCE >= h + SPAN_H) continue;
+              if (PLANES > 1 && c + j * PLANES_AT_ONCE >= PLANES) continue;
+              store_unit(to + j * PLANES_AT_ONCE * CHANNEL_WORDS + b * ROWS_AT_ONCE * ROW_PITCH, unit[j][b], at);
+            }
         }
       }
     } else {
 #pragma unroll 1
-      for (int row = first; row < ROWS_OF_TILE; row += ROWS_AT_ONCE)
+      for (int c = plane; c < PLANES; c += PLANES_AT_ONCE)
+#pragma unroll 1
+        for (int row = first; row < SPAN_H; row += ROWS_AT_ONCE)
 #pragma unroll
-        for (int k = 0; k < VECTOR; k++) {
-          const Place place = place_in_row(at + k, w, left, line, s);
-          tile[row * ROW_PITCH + place.to] = place.in && exists(row) ? Scalar::value(row_at(row)[place.offset]) : 0;
-        }
+          for (int k = 0; k < VECTOR; k++) {
+            const Place place = place_in_row(at + k, w, left, line, s);
+            const bool exists = place.in && (PLANES == 1 || c < left) && (u32)(h + row) < (u32)s.from_h;
+            tile[c * CHANNEL_WORDS + row * ROW_PITCH + place.to] = exists ? Scalar::value(from[c * pixels + (h + row) * line + place.offset]) : 0;
+          }
     }
   }
 }
@@ -2063,7 +2074,7 @@ static __device__ __forceinline__ void stage(Acc* tile, const T* source, const T
 //
 // A block computes some channels of a tile of cells (direct_tile.cuh), a thread those of `rows` cells. For each chunk of the source's channels and
 // tap along D the tile and the slice's weights come to shared memory. A cell of the forward has outputs of all phases, so every tap is
-// unrolled; with many taps along H a block has one row of each cell (`cell_rows` 1), and only taps along W are unrolled.
+// unrolled.
 //
 // Stores. A lane's neighbouring results are a run. Where a run is one vector a lane stores it. Else runs go through shared memory,
 // so that lanes store neighbours; stored as they are, or exchanged by pairs of lanes, they take more than twice as long.
@@ -2075,22 +2086,20 @@ using Base = DirectTile<C>;
 using typename Base::Scalar; using typename Base::T; using typename Base::Acc; using typename Base::Pack;
 using typename Base::Sizes; using typename Base::Tile; using typename Base::Own;
 using Base::VEC; using Base::ELEMENT; using Base::BY_CHANNELS; using Base::TO; using Base::LANES; using Base::CHANNELS; using Base::ROWS; using Base::CHUNK;
-using Base::KERNEL_H; using Base::KERNEL_W; using Base::TAPS; using Base::PHASES; using Base::THREADS; using Base::CHANNEL_BLOCKS;
+using Base::KERNEL_H; using Base::KERNEL_W; using Base::THREADS; using Base::CHANNEL_BLOCKS;
 using Base::ROW_PITCH; using Base::column_at; using Base::thread_index;
-static constexpr int CELL_H = C::cell_rows, CELL_W = C::out_w;  // results of a cell that a thread computes
-
-// Taps along H of a block, `step_h` apart from its phase's first on; of all phases all.
-static constexpr int STEP_H = PHASES > 1 ? C::step_h : 1, TAPS_H = (KERNEL_H + STEP_H - 1) / STEP_H;
+static constexpr int CIN_G = C::forward ? C::from_g : C::to_g, COUT_G = C::forward ? C::to_g : C::from_g;
+static constexpr int CELL_H = C::out_h, CELL_W = C::out_w;  // results of a cell
 
 // A tap's weights, for the lanes' channels or a thread's; those of one channel lie by columns of taps, so that four are one load.
 static constexpr bool ONE_CHANNEL = !BY_CHANNELS && CHANNELS == 1;
 static constexpr int WEIGHTS = BY_CHANNELS ? LANES : ONE_CHANNEL ? 1 : (CHANNELS + VEC - 1) / VEC * VEC;
 static constexpr int WEIGHTS_READ = BY_CHANNELS ? 1 : WEIGHTS;
 static __device__ __forceinline__ constexpr int tap_at(int kh, int kw) {
-  return ONE_CHANNEL ? kw * ((TAPS_H + VEC - 1) / VEC * VEC) + kh : (kw * TAPS_H + kh) * WEIGHTS;
+  return ONE_CHANNEL ? kw * ((KERNEL_H + VEC - 1) / VEC * VEC) + kh : (kw * KERNEL_H + kh) * WEIGHTS;
 }
-static constexpr int SLICE_WORDS = ONE_CHANNEL ? KERNEL_W * ((TAPS_H + VEC - 1) / VEC * VEC) : TAPS_H * KERNEL_W * WEIGHTS;  // of a channel of the source
-static constexpr int TAP_WORDS = TAPS_H * KERNEL_W * WEIGHTS;               // without gaps
+static constexpr int SLICE_WORDS = ONE_CHANNEL ? KERNEL_W * ((KERNEL_H + VEC - 1) / VEC * VEC) : KERNEL_H * KERNEL_W * WEIGHTS;  // of a channel of the source
+static constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;               // without gaps
 static constexpr int TAP_BATCH = (CHUNK * TAP_WORDS + THREADS - 1) / THREADS;
 
 // What a block computes: channels (lanes_are_channels: from `channel` on; else of `group`) of a tile.
@@ -2112,25 +2121,18 @@ static __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
   return item;
 }
 
-// The first tap along H of a block's phase; none of the kernel's where it has none.
-static __device__ __forceinline__ int first_tap(int phase) {
-  int first = 0;
-#pragma unroll 1
-  while (PHASES > 1 && first < KERNEL_H && Base::phase_of(first, C::stride_h, C::dilation_h, C::padding_h) != phase) ++first;
-  return first;
-}
-
 // A slice's weights, of the source's channels from `from` on.
-static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int from, int kd, int first_kh) {
+static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int from, int kd) {
   const int thread = thread_index();
 #pragma unroll
   for (int b = 0; b < TAP_BATCH; b++) {
     const int i = thread + b * THREADS, source = from + i / TAP_WORDS, tap = i % TAP_WORDS / WEIGHTS;
-    const int own = i % WEIGHTS, to = item.channel + own, kh = first_kh + tap / KERNEL_W * STEP_H;
-    const i64 in = BY_CHANNELS ? to : item.group * (C::forward ? C::from_g : C::to_g) + (C::forward ? source : to);
-    const bool exists = source < C::from_g && kh < KERNEL_H && (BY_CHANNELS ? to < TO : own < CHANNELS && to < C::to_g);
+    const int own = i % WEIGHTS, to = item.channel + own;
+    const bool exists = source < C::from_g && (BY_CHANNELS ? to < TO : own < CHANNELS && to < C::to_g);
+    const i64 in = BY_CHANNELS ? to : item.group * CIN_G + (C::forward ? source : to);
+    const i64 row = BY_CHANNELS ? in : in * COUT_G + (C::forward ? to : source);
     v[b] = 0;
-    if (i < CHUNK * TAP_WORDS && exists) v[b] = weight[((in * (C::forward ? C::to_g : C::from_g) + (BY_CHANNELS ? 0 : C::forward ? to : source)) * C::kernel_d + kd) * (KERNEL_H * KERNEL_W) + kh * KERNEL_W + tap % KERNEL_W];
+    if (i < CHUNK * TAP_WORDS && exists) v[b] = weight[(row * C::kernel_d + kd) * (KERNEL_H * KERNEL_W) + tap];
   }
 }
 
@@ -2156,21 +2158,19 @@ static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS_READ], cons
 using Sums = Acc[ROWS][CELL_H][CELL_W][CHANNELS];
 
 // A slice's products: a column of taps after the other, whose rows of the tile stay in registers where they are unrolled.
-static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own, int phase, int first_kh) {
+static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own) {
 #pragma unroll C::unroll_w
   for (int kw = 0; kw < KERNEL_W; kw++) {
     const int u = Base::phase_of(kw, C::stride_w, C::dilation_w, C::padding_w);
     const Acc* column = tile + own.at + column_at(Base::column_of_tap(kw));
 #pragma unroll C::unroll_h
-    for (int i = 0; i < TAPS_H; i++) {
-      const int kh = first_kh + i * STEP_H, t = PHASES > 1 ? 0 : Base::phase_of(kh, C::stride_h, C::dilation_h, C::padding_h);
-      const int row = PHASES > 1 ? (phase + C::padding_h - kh * C::dilation_h) / C::stride_h - C::min_h : Base::row_of_tap(kh);
-      if (PHASES > 1 && kh >= KERNEL_H) break;
+    for (int kh = 0; kh < KERNEL_H; kh++) {
+      const int t = Base::phase_of(kh, C::stride_h, C::dilation_h, C::padding_h);
       Acc w[WEIGHTS_READ];
-      read_weights(w, weights + tap_at(i, kw), own.mine);
+      read_weights(w, weights + tap_at(kh, kw), own.mine);
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
-        const Acc v = column[(r * C::in_h + row) * ROW_PITCH];
+        const Acc v = column[(r * C::in_h + Base::row_of_tap(kh)) * ROW_PITCH];
 #pragma unroll
         for (int c = 0; c < CHANNELS; c++) sum[r][t][u][c] = multiply_add(v, w[c], sum[r][t][u][c]);
       }
@@ -2200,29 +2200,31 @@ static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* b
   const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (C::channels_last ? WHOLE_PIXELS ? s.w * TO : C::to_g : s.w) % WIDE == 0;
   const int first = item.group * C::to_g + item.channel + (BY_CHANNELS ? lane : 0);  // channel
   const int channels = BY_CHANNELS ? (lane < LANES && first < TO) : C::to_g - item.channel;
+  constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
+  const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
+  T* to = out + (C::channels_last ? ((i64)t.n * s.d + t.d) * plane * TO + first : ((i64)t.n * TO + first) * channel_step + t.d * plane);
   Acc start[CHANNELS];
 #pragma unroll
   for (int c = 0; c < CHANNELS; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
 #pragma unroll
-    for (int y = 0; y < CELL_H; y++)
+    for (int y = 0; y < CELL_H; y++) {
+      const int row = (t.h + own.ty + r) * C::out_h + y;
 #pragma unroll
       for (int k = 0; k < RUNS; k++) {
-        const int row = (t.h + own.ty + r) * C::out_h + t.phase + y, column = (t.w + own.tx) * CELL_W + (C::channels_last ? k : 0);
-        const int ahead = C::channels_last ? 0 : k;     // channels
+        const int column = (t.w + own.tx) * CELL_W + (C::channels_last ? k : 0), ahead = C::channels_last ? 0 : k;  // channels
         Line line[LINES];
 #pragma unroll
         for (int e = 0; e < RUN; e++) {
-          const int c = !C::channels_last ? k : e % CHANNELS, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
+          const int c = C::channels_last ? e % CHANNELS : k, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
           line[e / WIDE].v[e % WIDE] = Scalar::stored(sum[r][y][x][c] + start[c]);
         }
         const int exists = !C::channels_last ? s.w - column : WHOLE_PIXELS ? (s.w - column) * CHANNELS : channels;
         const int left = row < s.h && column < s.w && ahead < channels ? exists : 0;
-        const i64 of_row = C::channels_last ? ((i64)t.n * s.d + t.d) * s.h + row : (((i64)t.n * TO + first + ahead) * s.d + t.d) * s.h + row;
-        const i64 place = of_row * s.w + column;
-        store_run(out, line, C::channels_last ? place * TO + first : place, left, whole, buffer, lane);
+        store_run(to, line, ((i64)row * s.w + column) * PIXEL + ahead * channel_step, left, whole, buffer, lane);
       }
+    }
 }
 
 static __device__ __forceinline__ void run(unsigned char* memory, const T* __restrict__ source, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out, const Sizes& s, bool whole_units) {
@@ -2230,7 +2232,6 @@ static __device__ __forceinline__ void run(unsigned char* memory, const T* __res
   const int lane = threadIdx.x & 31;
   const Own own = Base::own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
   const Item item = item_of(blockIdx.x, s);
-  const int first_kh = first_tap(item.tile.phase);
   Sums sum = {};
 #pragma unroll 1
   for (int slice = 0; slice < (C::from_g + CHUNK - 1) / CHUNK * C::kernel_d; slice++) {
@@ -2238,13 +2239,13 @@ static __device__ __forceinline__ void run(unsigned char* memory, const T* __res
     if (depth < 0) continue;
     const int channel = BY_CHANNELS ? item.channel : item.group * C::from_g + from, left = BY_CHANNELS ? TO - channel : C::from_g - from;
     T taps[TAP_BATCH];
-    load_weights(taps, weight, item, from, kd, first_kh);
+    load_weights(taps, weight, item, from, kd);
     __syncthreads();                       // the slice before has been read
     Base::stage(tile, source, item.tile, depth, channel, left, whole_units, s);
     store_weights(weights, taps);
     __syncthreads();
 #pragma unroll 1
-    for (int c = 0; c < CHUNK && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own, item.tile.phase, first_kh);
+    for (int c = 0; c < CHUNK && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own);
   }
   if (LINES > 1) __syncthreads();          // the last slice has been read
   store(out, sum, bias, item, own, (Line*)memory + threadIdx.x / 32 * (32 * LINES), lane, s);
@@ -2282,28 +2283,11 @@ static constexpr int COUT = C::groups * C::cout;
 static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
 static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
 
-// Rows of g's tile: every apart-th row between the first and the last (dense), the greatest common divisor of stride and dilation
-// apart; or a row of each tap for each q when that is fewer.
-static constexpr int Q_STEP_D = C::step_d / C::apart_d, Q_STEP_H = C::step_h / C::apart_h;
-static constexpr int TAP_STEP_D = C::dilation_d / C::apart_d, TAP_STEP_H = C::dilation_h / C::apart_h;
-static constexpr int SPAN_D = (C::tile_d - 1) * Q_STEP_D + (C::taps_d - 1) * TAP_STEP_D + 1;
-static constexpr int SPAN_H = (C::tile_h - 1) * Q_STEP_H + (C::taps_h - 1) * TAP_STEP_H + 1;
-static constexpr bool DENSE_D = SPAN_D <= C::tile_d * C::taps_d;
-static constexpr bool DENSE_H = C::stacked || SPAN_H <= C::tile_h * C::taps_h;
-// From a row of q to the next, and from a tap to the next, in rows of g's tile.
-static constexpr int Q_ROWS_D = DENSE_D ? Q_STEP_D : C::taps_d, Q_ROWS_H = DENSE_H ? Q_STEP_H : C::taps_h;
-static constexpr int TAP_ROWS_D = DENSE_D ? TAP_STEP_D : 1, TAP_ROWS_H = DENSE_H ? TAP_STEP_H : 1;
-// Gapless: each tap has pixels of its own, one row of them.
-static constexpr int G_ROWS_D = C::gapless ? 1 : DENSE_D ? SPAN_D : C::tile_d * C::taps_d;
-static constexpr int G_ROWS_H = C::gapless ? 1 : C::stacked ? C::tile_h * C::step_h : DENSE_H ? SPAN_H : C::tile_h * C::taps_h;
-static constexpr int G_COLUMNS = (C::tile_w - 1) * C::step_w + (C::taps_w - 1) * C::dilation_w + 1;
-static constexpr int STACK = C::stacked ? (C::taps_h + C::step_h - 1) / C::step_h : 1;  // rows of x that may meet a row of g
-static constexpr int X_ROWS_H = C::tile_h + STACK - 1;  // of x's tile in a slice
+static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
 static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
-static constexpr int CLASS_ROWS = (G_ROWS_H + C::row_classes - 1) / C::row_classes;
-static constexpr int G_ROWS = C::tile_n * G_ROWS_D * (C::row_classes * CLASS_ROWS);
-static constexpr int G_UNITS = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // of a row (NCHW)
-static constexpr int G_BYTES = G_ROWS * (C::channels_last ? G_COLUMNS : C::block_co) * C::g_pitch * ELEMENT;
+static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1) / C::row_classes;
+static constexpr int G_ROWS = C::tile_n * C::g_rows_d * (C::row_classes * CLASS_ROWS);
+static constexpr int G_BYTES = G_ROWS * (C::channels_last ? C::g_columns : C::block_co) * C::g_pitch * ELEMENT;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -2349,10 +2333,10 @@ static __device__ __forceinline__ int take_work(Work& work, int index) {
 // (n, d, h) of row `r` of a tile, in its tensor.
 struct Rows { int n, d, h; };
 static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
-static __device__ __forceinline__ int g_row_h(int h) { return DENSE_H ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
+static __device__ __forceinline__ int g_row_h(int h) { return C::dense_h ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
 static __device__ __forceinline__ Rows g_row(int r) {
-  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
+  int h = r % C::g_rows_h, d = r / C::g_rows_h % C::g_rows_d;
+  return {r / (C::g_rows_h * C::g_rows_d), C::dense_d ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
 }
 };
 
@@ -2365,8 +2349,9 @@ struct WgradMemory { int batch, d, h, w; };             // a tensor
 // g's tile of a WgradShape S, as threads copy it.
 template <class S>
 struct WgradG {
-  static constexpr int ROWS = S::G_ROWS, ROWS_H = S::G_ROWS_H, BLOCK = S::C::block_co, CHANNELS = S::COUT, OF_GROUP = S::C::cout;
-  static constexpr int COLUMNS = S::G_COLUMNS, UNITS = S::G_UNITS, PITCH = S::C::g_pitch;
+  using C = typename S::C;
+  static constexpr int ROWS = S::G_ROWS, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = S::COUT, OF_GROUP = C::cout;
+  static constexpr int COLUMNS = C::g_columns, UNITS = C::g_units, PITCH = C::g_pitch;
   static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
 };
@@ -2554,7 +2539,6 @@ static constexpr int WARPS_N = C::block_co / C::warp_n;
 static constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
 static constexpr int M_FRAGMENTS = C::warp_m / 16;
 static constexpr int N_FRAGMENTS = C::warp_n / 8;
-static constexpr int X_UNITS = (C::tile_w + (C::aligned_x ? 0 : VEC - 1) + VEC - 1) / VEC;  // of a row (NCHW)
 static constexpr int X_BYTES = S::X_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
 static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
 
@@ -2568,7 +2552,7 @@ using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
 
 struct X {                                              // as threads copy it
   static constexpr int ROWS = S::X_ROWS, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
-  static constexpr int COLUMNS = C::tile_w, UNITS = X_UNITS, PITCH = C::x_pitch;
+  static constexpr int COLUMNS = C::tile_w, UNITS = C::x_units, PITCH = C::x_pitch;
   static __device__ __forceinline__ Rows row(int r) { return S::x_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return h; }
 };
@@ -2602,9 +2586,9 @@ static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, 
   int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS;
   Rows at = S::x_row(row);
   Half half;
-  half.row_n = at.n * S::G_ROWS_D;
-  half.row_d = at.d * S::Q_ROWS_D;
-  half.row_h = at.h * S::Q_ROWS_H;
+  half.row_n = at.n * C::g_rows_d;
+  half.row_d = at.d * C::q_rows_d;
+  half.row_h = at.h * C::q_rows_h;
   half.column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
   int phase = C::aligned_x ? 0 : (x_phase + ((u32)(at.n * S::CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
   half.x_at = row * C::block_ci * C::x_pitch + half.column + phase;
@@ -2613,11 +2597,11 @@ static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, 
 
 // Where a half begins in g's tile for a row of taps.
 static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
-  int d = half.row_d + td * S::TAP_ROWS_D, h = half.row_h + th * S::TAP_ROWS_H;
-  int row = (half.row_n + d) * S::G_ROWS_H + h;
-  int image = half.row_n / S::G_ROWS_D;
-  int at_d = S::DENSE_D ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
-  int at_h = S::DENSE_H ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
+  int d = half.row_d + td * C::tap_rows_d, h = half.row_h + th * C::tap_rows_h;
+  int row = (half.row_n + d) * C::g_rows_h + h;
+  int image = half.row_n / C::g_rows_d;
+  int at_d = C::dense_d ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
+  int at_h = C::dense_h ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
   int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
   return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
 }
@@ -2838,16 +2822,16 @@ struct Forward {
 };
 
 // =====================================================================================================================
-// Gradient for the input: tiles of 8x16 cells in 32 KB, lanes are columns, a thread takes 1 rows x 8 channels.
+// Gradient for the input: tiles of 8x16 cells in 33 KB, lanes are columns, a thread takes 4 rows x 8 channels.
 // =====================================================================================================================
 
 struct GradInput {
   static constexpr int kernel_d = 3, kernel_h = 5, kernel_w = 7, stride_d = 2, stride_h = 2, stride_w = 2;
   static constexpr int dilation_d = 1, dilation_h = 1, dilation_w = 1, padding_d = 1, padding_h = 2, padding_w = 3;
-  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 8, to_g = 8, tile_h = 8, tile_w = 16, rows = 1;
-  static constexpr int channels = 8, chunk = 8, in_h = 2, in_w = 2, out_h = 1, out_w = 1, cell_rows = 1, step_h = 2;
-  static constexpr int min_h = -2, min_w = -3, span_h = 19, span_w = 40, first_w = 1, plane_pitch = 20, vector = 4;
-  static constexpr int batch = 10, threads = 128, min_blocks = 4, unroll_h = 5, unroll_w = 1;
+  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 8, to_g = 8, tile_h = 8, tile_w = 16, rows = 4;
+  static constexpr int channels = 8, chunk = 8, in_h = 2, in_w = 2, out_h = 1, out_w = 1, min_h = -2, min_w = -3;
+  static constexpr int span_h = 19, span_w = 40, first_w = 1, plane_pitch = 21, vector = 4, batch = 20, threads = 32;
+  static constexpr int min_blocks = 6, unroll_h = 5, unroll_w = 1;
   static constexpr bool channels_last = false, forward = false, lanes_are_channels = false;
 };
 
@@ -2857,13 +2841,14 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 1, groups = 4, cin = 8, cout = 8, block_ci = 16, block_co = 8, g_pitch = 44;
-  static constexpr int reduce_rows = 1, tile_n = 2, kernel_d = 3, step_d = 2, dilation_d = 1, padding_d = 1, taps_d = 1;
-  static constexpr int sets_d = 3, tile_d = 1, apart_d = 1, kernel_h = 5, step_h = 2, dilation_h = 1, padding_h = 2;
-  static constexpr int taps_h = 2, sets_h = 3, tile_h = 8, apart_h = 1, kernel_w = 7, step_w = 2, dilation_w = 1;
-  static constexpr int padding_w = 3, taps_w = 7, sets_w = 1, tile_w = 16, warp_m = 16, warp_n = 8, row_classes = 1;
-  static constexpr int x_pitch = 20;
-  static constexpr bool channels_last = false, stacked = false, gapless = false, aligned_x = true;
+  static constexpr int precision = 1, groups = 4, cin = 8, cout = 8, block_ci = 16, block_co = 8, g_columns = 37;
+  static constexpr int g_units = 10, g_pitch = 44, reduce_rows = 1, tile_n = 2, kernel_d = 3, step_d = 2;
+  static constexpr int dilation_d = 1, padding_d = 1, taps_d = 1, sets_d = 3, tile_d = 1, kernel_h = 5, step_h = 2;
+  static constexpr int dilation_h = 1, padding_h = 2, taps_h = 2, sets_h = 3, tile_h = 8, kernel_w = 7, step_w = 2;
+  static constexpr int dilation_w = 1, padding_w = 3, taps_w = 7, sets_w = 1, tile_w = 16, apart_d = 1, g_rows_d = 1;
+  static constexpr int q_rows_d = 2, tap_rows_d = 1, apart_h = 1, g_rows_h = 16, q_rows_h = 2, tap_rows_h = 1;
+  static constexpr int warp_m = 16, warp_n = 8, x_units = 4, x_pitch = 20, stack = 1, row_classes = 1;
+  static constexpr bool channels_last = false, dense_d = true, dense_h = true, aligned_x = true, gapless = false;
 };
 
 }  // namespace kernels
@@ -2954,7 +2939,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
                 int blocks, const std::array<int, 10>& sizes) {
   const c10::cuda::CUDAGuard guard(grad.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  kernels::direct<kernels::GradInput><<<blocks, 128, 33280, stream>>>(of(grad), of(weight), nullptr, of(out),
+  kernels::direct<kernels::GradInput><<<blocks, 32, 34496, stream>>>(of(grad), of(weight), nullptr, of(out),
       sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9]);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -33,7 +33,7 @@ A block of the forward, whose rings are of shared memory:
   input -> 3 slots -> turned by 6 warps -> ring of 2 tiles (1 x 1 x 128 pixels, halo, 32 channels) --+
   weights -> packed -> resident ---------------------------------------------------------------------+-> wgmma -> result
 
-Measured by `upconv bench --suite kernelbench --exported models --device cuda`.
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations
@@ -1921,10 +1921,6 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
 // Rows of x and g in a chunk follow from tile, taps, step (the stride) and dilation; the sets of taps differ only in where their
 // chunks begin.
 
-template <bool, class A, class B> struct WgradIf { using Type = A; };
-template <class A, class B> struct WgradIf<false, A, B> { using Type = B; };
-template <bool FIRST, class A, class B> using WgradEither = typename WgradIf<FIRST, A, B>::Type;
-
 // C: the constants of a tiling (cuda/wgrad/wgrad_tiling.py), and which of wgrad_wgmma.cu's ways it takes. Channels are a group's.
 template <class C_>
 struct WgradShape {
@@ -1942,28 +1938,11 @@ static constexpr int COUT = C::groups * C::cout;
 static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
 static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
 
-// Rows of g's tile: every apart-th row between the first and the last (dense), the greatest common divisor of stride and dilation
-// apart; or a row of each tap for each q when that is fewer.
-static constexpr int Q_STEP_D = C::step_d / C::apart_d, Q_STEP_H = C::step_h / C::apart_h;
-static constexpr int TAP_STEP_D = C::dilation_d / C::apart_d, TAP_STEP_H = C::dilation_h / C::apart_h;
-static constexpr int SPAN_D = (C::tile_d - 1) * Q_STEP_D + (C::taps_d - 1) * TAP_STEP_D + 1;
-static constexpr int SPAN_H = (C::tile_h - 1) * Q_STEP_H + (C::taps_h - 1) * TAP_STEP_H + 1;
-static constexpr bool DENSE_D = SPAN_D <= C::tile_d * C::taps_d;
-static constexpr bool DENSE_H = C::stacked || SPAN_H <= C::tile_h * C::taps_h;
-// From a row of q to the next, and from a tap to the next, in rows of g's tile.
-static constexpr int Q_ROWS_D = DENSE_D ? Q_STEP_D : C::taps_d, Q_ROWS_H = DENSE_H ? Q_STEP_H : C::taps_h;
-static constexpr int TAP_ROWS_D = DENSE_D ? TAP_STEP_D : 1, TAP_ROWS_H = DENSE_H ? TAP_STEP_H : 1;
-// Gapless: each tap has pixels of its own, one row of them.
-static constexpr int G_ROWS_D = C::gapless ? 1 : DENSE_D ? SPAN_D : C::tile_d * C::taps_d;
-static constexpr int G_ROWS_H = C::gapless ? 1 : C::stacked ? C::tile_h * C::step_h : DENSE_H ? SPAN_H : C::tile_h * C::taps_h;
-static constexpr int G_COLUMNS = (C::tile_w - 1) * C::step_w + (C::taps_w - 1) * C::dilation_w + 1;
-static constexpr int STACK = C::stacked ? (C::taps_h + C::step_h - 1) / C::step_h : 1;  // rows of x that may meet a row of g
-static constexpr int X_ROWS_H = C::tile_h + STACK - 1;  // of x's tile in a slice
+static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
 static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
-static constexpr int CLASS_ROWS = (G_ROWS_H + C::row_classes - 1) / C::row_classes;
-static constexpr int G_ROWS = C::tile_n * G_ROWS_D * (C::row_classes * CLASS_ROWS);
-static constexpr int G_UNITS = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // of a row (NCHW)
-static constexpr int G_BYTES = G_ROWS * (C::channels_last ? G_COLUMNS : C::block_co) * C::g_pitch * ELEMENT;
+static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1) / C::row_classes;
+static constexpr int G_ROWS = C::tile_n * C::g_rows_d * (C::row_classes * CLASS_ROWS);
+static constexpr int G_BYTES = G_ROWS * (C::channels_last ? C::g_columns : C::block_co) * C::g_pitch * ELEMENT;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -2009,10 +1988,10 @@ static __device__ __forceinline__ int take_work(Work& work, int index) {
 // (n, d, h) of row `r` of a tile, in its tensor.
 struct Rows { int n, d, h; };
 static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
-static __device__ __forceinline__ int g_row_h(int h) { return DENSE_H ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
+static __device__ __forceinline__ int g_row_h(int h) { return C::dense_h ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
 static __device__ __forceinline__ Rows g_row(int r) {
-  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
+  int h = r % C::g_rows_h, d = r / C::g_rows_h % C::g_rows_d;
+  return {r / (C::g_rows_h * C::g_rows_d), C::dense_d ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
 }
 };
 
@@ -2025,8 +2004,9 @@ struct WgradMemory { int batch, d, h, w; };             // a tensor
 // g's tile of a WgradShape S, as threads copy it.
 template <class S>
 struct WgradG {
-  static constexpr int ROWS = S::G_ROWS, ROWS_H = S::G_ROWS_H, BLOCK = S::C::block_co, CHANNELS = S::COUT, OF_GROUP = S::C::cout;
-  static constexpr int COLUMNS = S::G_COLUMNS, UNITS = S::G_UNITS, PITCH = S::C::g_pitch;
+  using C = typename S::C;
+  static constexpr int ROWS = S::G_ROWS, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = S::COUT, OF_GROUP = C::cout;
+  static constexpr int COLUMNS = C::g_columns, UNITS = C::g_units, PITCH = C::g_pitch;
   static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
 };
@@ -2211,17 +2191,14 @@ static constexpr int SET_UNITS = S::SET_TAPS / OF_UNIT;
 
 // --- x -----------------------------------------------------------------------------------------------------------------
 
-// Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT]. Channels_last of 16 bits: for
-// each X_WIDTH channels a box of the chunk's pixels.
+// Rows of a channel's pixels (K-major): for each `segment` bytes of a row a box of [row][channel][segment]. Channels_last of 16 bits: for
+// each `x_width` channels a box of the chunk's pixels. A row's `line_bytes` are several rows' where the image is as wide as a chunk (lines).
 static constexpr bool TURN_X = LAST && !S::NARROW;      // channels_last float32 is turned by the copying warpgroup
 static constexpr bool K_MAJOR = !LAST || TURN_X;
 static constexpr int PIXELS = S::X_ROWS * C::tile_w;
-static constexpr int X_WIDTH = C::block_ci % 64 == 0 ? 64 : C::block_ci % 32 == 0 ? 32 : 16;  // of a swizzled line
-static constexpr int LINE_BYTES = C::tile_w * (C::lines ? C::tile_h : 1) * SIZE;  // lines: the image is as wide as a chunk, and its rows one line
-static constexpr int SEGMENT = !K_MAJOR ? X_WIDTH * SIZE : LINE_BYTES < 128 ? LINE_BYTES : 128;
-static constexpr int BOXES = K_MAJOR ? LINE_BYTES / SEGMENT : C::block_ci / X_WIDTH;
-static constexpr int BOX_BYTES = K_MAJOR ? PIXELS * C::block_ci * SIZE / BOXES : PIXELS * SEGMENT;
-static constexpr int X_ROW_BYTES = (K_MAJOR ? C::block_ci : C::tile_w) * SEGMENT;  // from one row of the tile to the next
+static constexpr int BOXES = K_MAJOR ? C::line_bytes / C::segment : C::block_ci / C::x_width;
+static constexpr int BOX_BYTES = K_MAJOR ? PIXELS * C::block_ci * SIZE / BOXES : PIXELS * C::segment;
+static constexpr int X_ROW_BYTES = (K_MAJOR ? C::block_ci : C::tile_w) * C::segment;  // from one row of the tile to the next
 static constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 static constexpr int N_WIDTH = C::stacked && !K_MAJOR && C::block_ci > 64 ? 64 : C::block_ci;  // of one matrix instruction; stacked: for each row of x
 static constexpr int NB = C::block_ci / N_WIDTH;
@@ -2233,17 +2210,15 @@ static constexpr int NB = C::block_ci / N_WIDTH;
 static constexpr int CLASSES = C::row_classes * C::channel_classes;
 static constexpr int G_CHANNELS = C::block_co / C::channel_classes;  // of a class
 
-// Channels_last: boxes have G_WIDTH channels, a swizzled row, and all rows of a plane. Gapless: a
-// plane is a tap's pixels. Parted: a plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours,
-// which meet different banks, and columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each
-// g_planes taps.
-static constexpr int G_WIDTH = C::block_co % 64 == 0 && S::NARROW ? 64 : C::block_co % 32 == 0 ? 32 : 16;
-static constexpr int G_BOXES = LAST ? C::block_co / G_WIDTH : 1;
-static constexpr int G_COLUMN_BYTES = G_WIDTH * SIZE;
+// Channels_last: boxes have `g_width` channels, a swizzled row, and all rows of a plane. Gapless: a plane is a tap's pixels. Parted: a
+// plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours, which meet different banks, and
+// columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each g_planes taps.
+static constexpr int G_BOXES = LAST ? C::block_co / C::g_width : 1;
+static constexpr int G_COLUMN_BYTES = C::g_width * SIZE;
 static constexpr int G_BOX_BYTES =                                   // of a row
     LAST ? C::plane_columns * G_COLUMN_BYTES : G_CHANNELS * C::g_pitch * SIZE;
 static constexpr int PLANE_BYTES = (S::G_ROWS * G_BOX_BYTES + 127) / 128 * 128;  // where a box may begin
-static constexpr int G_SLAB_BYTES = C::g_planes * PLANE_BYTES;  // of G_WIDTH channels
+static constexpr int G_SLAB_BYTES = C::g_planes * PLANE_BYTES;  // of g_width channels
 static constexpr int G_BYTES = LAST ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
 static constexpr int CLASS_BYTES = G_BYTES / CLASSES;
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one of q to the next.
@@ -2269,8 +2244,8 @@ static constexpr int W_STRIPS = C::tile_w / 8;
 
 // Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
 static __device__ __forceinline__ u32 x_at(int k_step) {
-  int line = k_step / (LINE_BYTES / 32), within = k_step % (LINE_BYTES / 32) * 32;
-  return within / SEGMENT * BOX_BYTES + line * X_ROW_BYTES + within % SEGMENT;
+  int line = k_step / (C::line_bytes / 32), within = k_step % (C::line_bytes / 32) * 32;
+  return within / C::segment * BOX_BYTES + line * X_ROW_BYTES + within % C::segment;
 }
 
 struct TensorMaps { TensorMap of[1 + (C::box_g ? CLASSES : 0)]; };   // of x, and of g
@@ -2296,9 +2271,15 @@ using TensorMaps = typename T::TensorMaps;
 static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
 #pragma unroll 1
   for (int i = 0; i < T::BOXES; i++) {
-    int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
-    load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
+    int w = (C::lines ? c.h * C::tile_w : c.w) + i * (C::segment / T::ELEMENT);
+    load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - C::stack + 1, c.d, c.n, barrier);
   }
+}
+
+// Pixels that are to be turned.
+static __device__ __forceinline__ void load_raw(const TensorMaps& maps, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  expect_bytes(barrier, T::RAW_BYTES);
+  load_box(to, maps.of[0], work.group * C::cin + work.ci, c.w, c.h - C::stack + 1, c.d, c.n, barrier);
 }
 
 // --- a chunk ---
@@ -2314,7 +2295,7 @@ static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes&
 };
 
 // =====================================================================================================================
-// Ways of the warpgroup that copies. ARRIVALS: at a stage's barrier, for each chunk.
+// The warpgroup that copies: one thread asks for boxes; all threads turn x's pixels, or copy rows of g that boxes cannot bring
 // =====================================================================================================================
 
 // A block's share of the work, and where its ring is.
@@ -2332,63 +2313,51 @@ struct WgradBlock {
   __device__ __forceinline__ int end() const { return begin() + s.per_split < s.chunks ? begin() + s.per_split : s.chunks; }
 };
 
-// By boxes alone, of one thread.
 template <class T>
-struct WgradByBoxes {
-  static constexpr int ARRIVALS = 1;
-  static __device__ __forceinline__ void begin(const WgradBlock<T>&, int) {}
-};
+struct WgradProducer {
+using C = typename T::C;
+using Chunk = typename T::Chunk;
+using Block = WgradBlock<T>;
+using Boxes = WgradBoxes<T>;
+using Copies = WgradCopies<T, WgradG<T>, T::COPIERS>;
+static constexpr int ARRIVALS = 1 + (T::TURN_X ? T::COPIERS : C::box_g ? 0 : 2 * T::COPIERS);  // at a stage's barrier, for each chunk
 
-// x's pixels are turned: TF32 has no form whose rows lie along the pixels' channels.
-template <class T>
-struct WgradByTurning {
-  using C = typename T::C;
-  static constexpr int ARRIVALS = T::COPIERS + 1;
-};
+// x's pixels that are to be turned: TF32 has no form whose rows lie along the pixels' channels.
+static __device__ __forceinline__ void load_raw(const Block& block, int i) {
+  Boxes::load_raw(block.maps, T::chunk_at(i, block.s), block.work, block.base + T::RAW_AT, block.last);
+}
 
-// NCHW: g by words of all threads, x by boxes.
-template <class T>
-struct WgradByWords {
-  using C = typename T::C;
-  using Copies = WgradCopies<T, WgradG<T>, T::COPIERS>;
-  static constexpr int ARRIVALS = 2 * T::COPIERS + 1;
-  static __device__ __forceinline__ bool takes_part(int) { return true; }
-  static __device__ __forceinline__ void begin(const WgradBlock<T>&, int) {}
-
-  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int thread) {
-    const typename T::Chunk at = T::in_g(c, block.work);
-    if (thread == 0) WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
-    const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
-    const int channel = block.work.group * C::cout + block.work.co;
-    Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, tile + T::X_TILE_BYTES, thread);
-    if (Copies::has_borders(memory, at)) {
-      copy_commit();
-      copy_wait<0>();
-      named_sync<1, T::COPIERS>();         // all have landed
-      Copies::clear_borders(block.g, memory, at, channel, tile + T::X_TILE_BYTES, thread);
-    }
-    arrive_when_copied(barrier);
-    barrier_arrive(barrier);               // what it stored itself
+// NCHW: g's rows by 16 bytes of all threads.
+static __device__ __forceinline__ void copy_rows(const Block& block, const Chunk& at, unsigned char* to, u32 barrier, int thread) {
+  const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
+  const int channel = block.work.group * C::cout + block.work.co;
+  Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, to, thread);
+  if (Copies::has_borders(memory, at)) {
+    copy_commit();
+    copy_wait<0>();
+    named_sync<1, T::COPIERS>();           // all have landed
+    Copies::clear_borders(block.g, memory, at, channel, to, thread);
   }
-};
+  arrive_when_copied(barrier);
+  barrier_arrive(barrier);                 // what it stored itself
+}
 
-template <class T>
-using WgradWay = WgradEither<T::TURN_X, WgradByTurning<T>, WgradEither<T::C::box_g, WgradByBoxes<T>, WgradByWords<T>>>;
-
-template <class T>
-__device__ __forceinline__ void wgrad_produce(const WgradBlock<T>& block, int thread) {
-  using Way = WgradWay<T>;
-  if (!Way::takes_part(thread)) return;
-  Way::begin(block, thread);
-  CursorOf<T::C::stages> cursor = {0, 1};  // all are free at first
+static __device__ __forceinline__ void run(const Block& block, int thread) {
+  if (ARRIVALS == 1 && thread > 0) return;
+  if (T::TURN_X && thread == 0 && block.begin() < block.s.chunks) load_raw(block, block.begin());
+  CursorOf<C::stages> cursor = {0, 1};     // all are free at first
   const int end = block.end();
 #pragma unroll 1
   for (int i = block.begin(); i < end; i++, cursor.next()) {
-    const typename T::Chunk c = T::chunk_at(i, block.s);
+    const Chunk c = T::chunk_at(i, block.s);
     barrier_wait(block.empty + cursor.stage * 8, cursor.parity);
-    Way::bring(block, i, c, block.memory + cursor.stage * T::STAGE_BYTES, block.full + cursor.stage * 8, thread);
+    unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
+    const u32 barrier = block.full + cursor.stage * 8;
+    if (thread == 0) Boxes::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+    copy_rows(block, T::in_g(c, block.work), tile + T::X_TILE_BYTES, barrier, thread);
   }
 }
+};
 
 // A warpgroup's multiplications in wgrad_wgmma.cu: fragments of g, from registers or by descriptor, by rows of x.
 
@@ -2421,7 +2390,7 @@ struct Taps {
 static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, const Sizes& s) {
   if (unit >= T::SET_UNITS) unit = T::SET_UNITS - 1;    // its sums are not stored
   int td = unit / (T::SET_UNITS / C::taps_d), th = C::stacked ? 0 : unit / C::taps_w % C::taps_h, tw = unit % C::taps_w;
-  int shift = td * T::TAP_ROWS_D * T::CLASS_ROWS + th * T::TAP_ROWS_H;
+  int shift = td * C::tap_rows_d * T::CLASS_ROWS + th * C::tap_rows_h;
   taps.at[u] = shift * (T::G_CHANNELS * C::g_pitch) + tw * C::dilation_w;
   taps.line[u] = ((u32)(td * C::dilation_d) * s.out_h + th * C::dilation_h) * s.out_w;
 }
@@ -2435,7 +2404,7 @@ struct Step { Half half[2]; };
 
 // Place of a tile's row of q in g's tile before the tap's own share; stacked of the first row of a slice.
 static __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n * T::G_ROWS_D + q.d * T::Q_ROWS_D) * T::CLASS_ROWS + q.h * T::Q_ROWS_H;
+  return (q.n * C::g_rows_d + q.d * C::q_rows_d) * T::CLASS_ROWS + q.h * C::q_rows_h;
 }
 
 // Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types.
@@ -2457,61 +2426,55 @@ struct Phases { u32 of[C::row_classes]; };
 static __device__ __forceinline__ u32 memory_row(const Rows& row, const Sizes& s) {
   return ((u32)(row.n * T::COUT) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w;
 }
+
+// g's tile of a chunk, as a lane sees it from `lane_at` on.
+struct Tile {
+  const unsigned char* at;
+  const Taps& taps;
+  const Sizes& s;
+  Phases phases;
+  int lane_at;
+};
 };
 
 // =====================================================================================================================
-// Ways to the fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a
-// strip (TF32), or 2q and 2q + 1 of two strips.
+// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
+// (TF32), or 2q and 2q + 1 of two strips.
 // =====================================================================================================================
 
-// Channels_last float32: words of swizzled rows.
 template <class T>
-struct WgradTurnedFragments : WgradView<T> {
-using C = typename T::C;
-using V = WgradView<T>;
-};
-
-// By descriptor, which takes the place of two words: rows of 64 channels of the tap's pixels, as the engine leaves them. Nothing is
-// waited for, so that instructions are queued from chunk to chunk.
-template <class T>
-struct WgradDescribedFragments : WgradView<T> {
-using V = WgradView<T>;
-};
-
-// Channels_last of 16 bits: lanes address rows of 8 channels, of pixels 0-7 and 8-15 (lane / 16), of channels 0-7 and 8-15 (lane / 8 % 2).
-template <class T>
-struct WgradMatrixFragments : WgradView<T> {
-using C = typename T::C;
-using V = WgradView<T>;
-};
-
-// NCHW: elements of channels' rows, which begin anywhere.
-template <class T>
-struct WgradRowFragments : WgradView<T> {
+struct WgradFragments : WgradView<T> {
 using C = typename T::C;
 using V = WgradView<T>;
 using Half = typename V::Half;
+using Step = typename V::Step;
+using Tile = typename V::Tile;
 
+// Where a lane begins, of channels_last in bytes, of NCHW in elements.
 static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
   const int channel = of.channel + of.row, of_channels = channel / T::G_CHANNELS;  // the lane's class
   return of_channels * (T::CLASS_BYTES / T::ELEMENT * C::row_classes) + channel % T::G_CHANNELS * C::g_pitch + (T::NARROW ? 2 * of.q : of.q) * C::step_w;
 }
 
-// What is known only at run time of where a half begins.
-static __device__ __forceinline__ int begin_of(const typename V::Taps& taps, const typename T::Sizes& s, const typename V::Phases& phases, int u, const Half& half, int lane_at) {
-  int at = lane_at + taps.at[u];
-  return at + ((phases.of[0] + taps.line[u] + V::memory_row(half.memory, s)) & (T::VEC - 1));
+static __device__ __forceinline__ void load(u32 (&a)[4], const Tile& g, int u, const Step& step) {
+  load_elements(a, g, u, step);
+}
+
+// NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
+static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
+  int at = g.lane_at + g.taps.at[u];
+  return at + ((g.phases.of[0] + g.taps.line[u] + V::memory_row(half.memory, g.s)) & (T::VEC - 1));
 }
 // And constants that are even, so that the addresses are a register and an immediate; of rows g and g + 8.
 static __device__ __forceinline__ int constant_of(const Half& half, int h) {
   return half.row * (T::G_CHANNELS * C::g_pitch) + half.column + h * T::NEXT_ROWS * C::g_pitch;
 }
 
-static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes& s, const typename V::Phases& phases, int u, const typename V::Step& step, int lane_at) {
-  const u32* words = (const u32*)g_tile;
+static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g, int u, const Step& step) {
+  const u32* words = (const u32*)g.at;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    const int at = begin_of(taps, s, phases, u, step.half[k], lane_at);
+    const int at = begin_of(g, u, step.half[k]);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int constant = constant_of(step.half[k], h);
@@ -2522,42 +2485,21 @@ static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_
 }
 };
 
+// NCHW of 16 bits: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (C::run of them) may have nearly all
+// their words in common. Then these are loaded once (C::run_words), and shifted in registers.
 template <class T>
-using WgradFragments = WgradEither<T::TURN_X, WgradTurnedFragments<T>,
-    WgradEither<T::C::a_shared, WgradDescribedFragments<T>, WgradEither<T::C::channels_last, WgradMatrixFragments<T>, WgradRowFragments<T>>>>;
-
-// =====================================================================================================================
-// Fragments of a step's units, one after the other
-// =====================================================================================================================
-
-// NCHW of 16 bits: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (RUN of them) have nearly all their
-// words in common, so these are loaded once and shifted in registers.
-template <class T>
-struct WgradRuns {
-using C = typename T::C;
-static constexpr int RUN = T::SET_UNITS == C::taps_w ? T::UNITS : C::taps_w % T::UNITS == 0 ? T::UNITS : T::UNITS % C::taps_w == 0 ? C::taps_w : 1;
-// Whether a run begins at odd elements, where that is the same for all.
-static constexpr bool PARITY_KNOWN =
-    C::aligned_g && C::step_w % 2 == 0 && RUN * C::dilation_w % 2 == 0 && (C::sets_w == 1 || C::taps_w * C::dilation_w % 2 == 0);
-static constexpr int WORDS = ((PARITY_KNOWN ? C::padding_w % 2 : 1) + (RUN - 1) * C::dilation_w + C::step_w) / 2 + 1;
-static constexpr bool SHARED = T::NARROW && !C::channels_last && !C::interleaved && RUN > 1 && WORDS < 2 * RUN;
-};
-
-template <class T>
-struct WgradEach {                         // each by itself
-  using F = WgradFragments<T>;
-  __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename F::Taps& taps, const typename T::Sizes& s, const typename F::Phases& phases, int u, const typename F::Step& step, int lane_at) {
-    F::load(a, g_tile, taps, s, phases, u, step, lane_at);
-  }
-};
-
-template <class T>
-struct WgradSharedWords {
+struct WgradUnits {
   using C = typename T::C;
   using F = WgradFragments<T>;
-  using R = WgradRuns<T>;
-  u32 word[2][2][R::WORDS];                // of a step's two strips, of rows g and g + 8: all words of a run of taps
+  static constexpr bool SHARED = C::run_words > 0;
+  static constexpr int WORDS = SHARED ? C::run_words : 1;
+  u32 word[2][2][WORDS];                   // of a step's two strips, of rows g and g + 8: all words of a run of taps
   bool odd[2];                             // whether the run begins in the middle of the first
+
+  // The fragment of unit `u`, of units one after the other.
+  __device__ __forceinline__ void load(u32 (&a)[4], const typename F::Tile& g, int u, const typename F::Step& step) {
+    F::load(a, g, u, step);
+  }
 
   // The fragment of the run's tap `i`, as F would load it.
   __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
@@ -2575,9 +2517,6 @@ struct WgradSharedWords {
   }
 };
 
-template <class T>
-using WgradUnits = WgradEither<WgradRuns<T>::SHARED, WgradSharedWords<T>, WgradEach<T>>;
-
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
@@ -2588,8 +2527,7 @@ using C = typename T::C;
 using F = WgradFragments<T>;
 using Taps = typename F::Taps;
 using Step = typename F::Step;
-using Phases = typename F::Phases;
-using Sizes = typename T::Sizes;
+using Tile = typename F::Tile;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[T::UNITS];
 
@@ -2603,12 +2541,12 @@ template <int ROWS>
 static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, const u32 (&a)[4], u32 x) {
   // From 8 channels or pixels to the next 8; MN-major also from the channels of a swizzled line to the next: of the next box, or, stacked,
   // of the next row of x.
-  const u64 strides = ((u64)(8 * T::SEGMENT >> 4) << 32) | ((u64)((T::K_MAJOR ? 8 * T::SEGMENT : C::stacked ? T::X_ROW_BYTES : T::BOX_BYTES) >> 4) << 16);
-  const u64 upper = strides | ((u64)(T::SEGMENT == 32 ? 3 : T::SEGMENT == 64 ? 2 : 1) << 62);
+  const u64 strides = ((u64)(8 * C::segment >> 4) << 32) | ((u64)((T::K_MAJOR ? 8 * C::segment : C::stacked ? T::X_ROW_BYTES : T::BOX_BYTES) >> 4) << 16);
+  const u64 upper = strides | ((u64)(C::segment == 32 ? 3 : C::segment == 64 ? 2 : 1) << 62);
   using Wgmma = WgmmaOf<ROWS * T::N_WIDTH>;
 #pragma unroll
   for (int nb = 0; nb < T::NB; nb++) {
-    u64 b = upper | (((x + nb * (T::K_MAJOR ? T::N_WIDTH * T::SEGMENT : T::BOX_BYTES)) & 0x3ffff) >> 4);
+    u64 b = upper | (((x + nb * (T::K_MAJOR ? T::N_WIDTH * C::segment : T::BOX_BYTES)) & 0x3ffff) >> 4);
     float (&d)[ROWS * (T::N_WIDTH / 2)] = *(float (*)[ROWS * (T::N_WIDTH / 2)])&acc[nb][first * (T::N_WIDTH / 2)];
     // A described has rows of channels, as B has in channels_last.
     Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
@@ -2616,28 +2554,33 @@ static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, con
 }
 
 static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
-  if (rows == T::STACK) multiply_by<T::STACK>(acc, first, a, x);
+  if (rows == C::stack) multiply_by<C::stack>(acc, first, a, x);
   else ;
 }
 
+// A step's fragment of a unit by rows of x from `x` on. From registers the instruction that had them before must be done.
+static __device__ __forceinline__ void multiply_unit(UnitSums& acc, WgradUnits<T>& units, u32 (&a)[4], const Tile& g, int u, const Step& step, int first, int rows, u32 x) {
+  units.load(a, g, u, step);
+  wgmma_fence();
+  multiply(acc, first, rows, a, x);
+  wgmma_commit();
+}
+
 // The unrolled steps of run `run` of a chunk. A run is some whole rows of q or a part of one, so that runs differ by an offset.
-static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const unsigned char* tile, const Taps& taps, const Sizes& s, Phases phases, int lane_at) {
+static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const unsigned char* tile, Tile g) {
   u32 a[T::FRAGMENTS][4];
   WgradUnits<T> units;
   const int first = run * (C::unrolled / C::entries);
   const typename F::Half from = F::step_of(first).half[0];
-  const unsigned char* g_tile = tile + T::X_TILE_BYTES + from.row * T::G_BOX_BYTES;
-  phases.of[0] += F::memory_row(from.memory, s);
-  int lane_from = lane_at + from.column * T::G_PIXEL_BYTES;
+  g.at = tile + T::X_TILE_BYTES + from.row * T::G_BOX_BYTES;
+  g.phases.of[0] += F::memory_row(from.memory, g.s);
+  g.lane_at += from.column * T::G_PIXEL_BYTES;
   u32 x_from = shared_address(tile) + T::x_at(first);
 #pragma unroll
   for (int step = 0; step < C::unrolled; step++) {
     const int e = step % C::entries, k = step / C::entries;
-    units.load(a[step % T::FRAGMENTS], g_tile, taps, s, phases, e, F::step_of(k), lane_from);
-    wgmma_fence();
-    multiply(acc[e], 0, 1, a[step % T::FRAGMENTS], x_from + T::x_at(k));
-    wgmma_commit();
-      if (step + 1 == C::unrolled) wgmma_wait<0>();
+    multiply_unit(acc[e], units, a[step % T::FRAGMENTS], g, e, F::step_of(k), 0, 1, x_from + T::x_at(k));
+    if (step + 1 == C::unrolled) wgmma_wait<0>();
       else wgmma_wait<T::FRAGMENTS - 1>();
   }
 }
@@ -2692,7 +2635,7 @@ __device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBloc
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
 //      rounded to TF32 on the way; channels_last of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
 //      that channels_last float32 is turned by the copying warpgroup.
-// g comes by boxes too (box_g), where its rows lie evenly: channels_last by one for each G_WIDTH channels and plane; NCHW by one, or by
+// g comes by boxes too (box_g), where its rows lie evenly: channels_last by one for each C::g_width channels and plane; NCHW by one, or by
 // one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
 // Roles: one warpgroup copies, the others multiply: split_m of them divide the output channels of a block, the others its taps,
 // UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap; or, stacked, a column of
@@ -2726,11 +2669,11 @@ using F = typename M::F;
 // =====================================================================================================================
 
 // NCHW: where rows of a chunk's tile begin, for a lane.
-static __device__ __forceinline__ void begin_rows(int& lane_at, typename F::Phases& phases, const Block& block, int i, const typename F::Lane& of) {
+static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Block& block, int i, const typename F::Lane& of) {
   const Sizes& s = block.s;
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
   // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-  phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * T::COUT + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
+  g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * T::COUT + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
 }
 
 // A split's sums; what becomes of them is `end`'s to say.
@@ -2749,13 +2692,12 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   const bool idle = units_before >= T::SET_UNITS || (T::SET_UNITS == C::taps_w && block.work.tap_w + units_before >= C::kernel_w);
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {
-    int lane_at = lane_first;
-    typename F::Phases phases = {};
-    begin_rows(lane_at, phases, block, i, of);
+    typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
+    begin_rows(g, block, i, of);
     const unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
     barrier_wait(block.full + cursor.stage * 8, cursor.parity);
     #pragma unroll 1
-    for (int run = idle ? T::STEPS / C::unrolled : 0; run < T::STEPS / C::unrolled; run++) M::multiply_run(acc, run, tile, taps, block.s, phases, lane_at);
+    for (int run = idle ? T::STEPS / C::unrolled : 0; run < T::STEPS / C::unrolled; run++) M::multiply_run(acc, run, tile, g);
     __syncwarp();
       if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
   }
@@ -2773,7 +2715,7 @@ static __device__ __forceinline__ void run(const char* g, const E& end, const Si
   block.split = T::take_work(block.work, blockIdx.x);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::stages; i++) {
-      barrier_init(full + 8 * i, WgradWay<T>::ARRIVALS);
+      barrier_init(full + 8 * i, WgradProducer<T>::ARRIVALS);
       barrier_init(empty + 8 * i, C::warpgroups * 4);
     }
     barrier_init(last, 1);
@@ -2783,7 +2725,7 @@ static __device__ __forceinline__ void run(const char* g, const E& end, const Si
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
     fewer_registers<C::producer_registers>();
-    wgrad_produce(block, thread);
+    WgradProducer<T>::run(block, thread);
   } else {
     more_registers<C::consumer_registers>();
     consume(end, block, role - 1, thread);
@@ -2890,15 +2832,18 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 0, groups = 1, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_pitch = 268;
-  static constexpr int reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0, taps_d = 1;
-  static constexpr int sets_d = 1, tile_d = 1, apart_d = 1, kernel_h = 1, step_h = 1, dilation_h = 1, padding_h = 0;
-  static constexpr int taps_h = 1, sets_h = 1, tile_h = 1, apart_h = 1, kernel_w = 3, step_w = 2, dilation_w = 2;
-  static constexpr int padding_w = 1, taps_w = 3, sets_w = 1, tile_w = 128, warpgroups = 3, split_m = 1, subs = 1;
-  static constexpr int entries = 1, stages = 2, unrolled = 16, row_classes = 1, channel_classes = 1, g_planes = 1;
-  static constexpr int plane_columns = 259, producer_registers = 56, consumer_registers = 152;
-  static constexpr bool channels_last = false, interleaved = false, gapless = false, aligned_g = false, lines = false;
-  static constexpr bool stacked = false, box_g = false, parted = false, a_shared = false;
+  static constexpr int precision = 0, groups = 1, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_columns = 259;
+  static constexpr int g_units = 66, g_pitch = 268, reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1;
+  static constexpr int dilation_d = 1, padding_d = 0, taps_d = 1, sets_d = 1, tile_d = 1, kernel_h = 1, step_h = 1;
+  static constexpr int dilation_h = 1, padding_h = 0, taps_h = 1, sets_h = 1, tile_h = 1, kernel_w = 3, step_w = 2;
+  static constexpr int dilation_w = 2, padding_w = 1, taps_w = 3, sets_w = 1, tile_w = 128, apart_d = 1, g_rows_d = 1;
+  static constexpr int q_rows_d = 1, tap_rows_d = 1, apart_h = 1, g_rows_h = 1, q_rows_h = 1, tap_rows_h = 1;
+  static constexpr int warpgroups = 3, split_m = 1, subs = 1, entries = 1, stages = 2, unrolled = 16, stack = 1;
+  static constexpr int row_classes = 1, channel_classes = 1, x_width = 32, line_bytes = 512, segment = 128;
+  static constexpr int g_width = 32, g_planes = 1, plane_columns = 259, run = 1, run_words = 0, producer_registers = 56;
+  static constexpr int consumer_registers = 152;
+  static constexpr bool channels_last = false, dense_d = true, dense_h = true, interleaved = false, gapless = false;
+  static constexpr bool lines = false, stacked = false, box_g = false, parted = false;
 };
 
 }  // namespace kernels

@@ -257,17 +257,22 @@ def check_launches(found: Iterable[Kernel], p: Problem, gpu: Gpu, count: int = 2
             inner, outer = ((1,) * (3 - q.rank) + size for size in (q.size, q.out_size))
             axes = (outer, inner) if k.pass_ == "grad-input" else (inner, outer)
             blocks, *slices, integers = names[f"{k.name}_launch"](q.batch, *axes, gpu.multiprocessors)
-            choice: Any = replace(k.choice, problem=q.with_(pass_=k.pass_, bias=False))
-            if slices and isinstance(choice, wgrad.Choice):
-                shares = slices[0] // choice.tiling.k_slices
-                assert q != p or shares == choice.splits
-                choice = replace(choice, splits=shares)
-            elif slices and isinstance(choice, direct.Choice):
-                choice = replace(choice, ranges=costs.cost(choice.problem, choice.tile, gpu)[1])
-            record = cpp.main_launch(replace(k, choice=choice))
+            other = resized(k, q, slices[0] if slices else 0, gpu)
+            record = cpp.main_launch(other)
             assert (blocks, tuple(integers)) == (record.grid, cpp.sizes(record)), (str(q), k.name)
             if slices:
-                assert slices[0] == cpp.sizes(cpp.launches(replace(k, choice=choice))[-1])[0]
+                assert q != p or not isinstance(k.choice, wgrad.Choice) or other.choice == k.choice
+                assert slices[0] == cpp.sizes(cpp.launches(other)[-1])[0]
+
+
+def resized(k: Kernel, q: Problem, slices: int, gpu: Gpu) -> Kernel:
+    """A kernel for another size, whose sums are of so many slices, if of any."""
+    choice: Any = replace(k.choice, problem=q.with_(pass_=k.pass_, bias=k.choice.problem.bias))
+    if slices and isinstance(choice, wgrad.Choice):
+        choice = replace(choice, splits=slices // choice.tiling.k_slices)
+    elif slices and isinstance(choice, direct.Choice):
+        choice = replace(choice, ranges=costs.cost(choice.problem, choice.tile, gpu)[1])
+    return replace(k, choice=choice)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -699,7 +704,6 @@ def test_the_table_of_launches_is_the_librarys(name: str) -> None:
     assert [one["pass"] for one in table["functions"]] == [k.pass_ for k in found]
     for k, function in zip(found, table["functions"]):
         for q in other_sizes(p, 5):
-            choice: Any = replace(k.choice, problem=q.with_(pass_=k.pass_, bias=False))
             inner, outer = ((1,) * (3 - q.rank) + size for size in (q.size, q.out_size))
             sides = (outer, inner) if function["source"] == "output" else (inner, outer)
             known: dict[str, Any] = {"ceil": lambda a, b: -(-a // b), "rounded": lambda a, b: round(a / b)}
@@ -709,10 +713,7 @@ def test_the_table_of_launches_is_the_librarys(name: str) -> None:
             known |= {"batch": q.batch, "processors": H200.multiprocessors}
             for one, text in function["sizes"].items():
                 known[one] = eval(text, known)
-            if "slices" in known:
-                of_split = getattr(getattr(choice, "tiling", None), "k_slices", 1)
-                choice = replace(choice, splits=known["slices"] // of_split)
-            main = cpp.main_launch(replace(k, choice=choice))
+            main = cpp.main_launch(resized(k, q, known.get("slices", 0), H200))
             (launch,) = (one for one in function["launches"] if one["grid"] == "blocks")
             numbers = tuple(eval(str(one), known) for one in launch["arguments"] if not isinstance(one, dict))
             assert (known["blocks"], numbers) == (main.grid, cpp.sizes(main))

@@ -296,14 +296,6 @@ def test_blocks_have_what_the_model_counts(
         assert 0.7 * each.max() <= counted <= 1.2 * each.max(), (t, waves, counted / each.max())
 
 
-def test_boxes_beyond_the_last_channel_cost_the_model() -> None:
-    """48 channels in chunks of 32: by 64 no box reaches beyond, though there is more to multiply."""
-    layer = Problem.make(8, 48, 48, (64, 64, 64), 3, precision="tf32", layout="channels_last")
-    partial, whole = (MODES["implicit"].choose(p, H200) for p in (layer, layer.with_(in_channels=64)))
-    assert isinstance(partial, TileChoice) and isinstance(whole, TileChoice)
-    assert whole.seconds < 0.7 * partial.seconds
-
-
 def test_segments_keep_blocks_busy() -> None:
     for walks, slices, slots in ((96, 18, 3), (160, 98, 3), (1, 64, 5), (1000, 64, 3)):
         found = sweep._segments(walks, slices, slots, 132)

@@ -134,8 +134,9 @@ def test_the_weight_search_finds_what_a_look_at_all_tilings_does(gpu: Gpu) -> No
         assert found is not None
         kind = type(found.tiling)
         every = [t for t in wgrad_search.candidates(p, gpu) if isinstance(t, kind)][::5]
-        assert found.seconds <= 1.05 * min(wgrad_costs.fastest(t, p, gpu)[0] for t in every)
-        cost = wgrad_costs.estimate(found.tiling, p, gpu, found.splits)
+        model = wgrad_costs.Model(p, gpu)
+        assert found.seconds <= 1.05 * min(model.fastest(t)[0] for t in every)
+        cost = model.cost(found.tiling, found.splits)
         assert cost.seconds == pytest.approx(found.seconds, rel=1e-9)
         looked += len(every)
     assert looked > 300

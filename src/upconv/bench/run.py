@@ -251,7 +251,8 @@ def measure(todo: Sequence[Job], device: torch.device, how: How, tell: Tell = la
         for done, job in enumerate(todo):
             tell(str(job), done, len(todo))
             yield row(job, device, how)
-        ceilings = roofline.better(ceilings, roofline.measure(precisions, device))
+        with suppress(RuntimeError):  # of a device that a row has lost
+            ceilings = roofline.better(ceilings, roofline.measure(precisions, device))
 
     found = report.gather(rows(), device)
     for one in found["rows"]:

@@ -142,7 +142,7 @@ def _direct(c: direct.Choice) -> Sizes:
     return Sizes(
         "a block takes a tile, and what it needs of the source.",
         {
-            "rows": _product(_ceil("result_h", t.h * h.out_step), t.phases),
+            "rows": _ceil("result_h", t.h * h.out_step),
             "columns": _ceil("result_w", t.w * w.out_step),
         },
         _product("batch", "result_d", "rows", "columns", t.channel_blocks),

@@ -41,7 +41,7 @@ def _slice(tile: Tile, gpu: Gpu) -> _Block:
     words = tile.chunk * tile.span[0] * tile.span[1] * tile.lanes / 32
     store, read = (1.0, 1) if tile.lanes_are_channels else tile.conflicts(tile.plane)
     passes = math.prod(tile.passes) * tile.warps  # of warps
-    of = _Block(rounds=tile.passes[0] * -(-tile.passes[1] // tile.batch))
+    of = _Block(rounds=tile.rounds)
     of.loads = words * store * wide + max(passes, words * element / 4 * _overread(tile.problem, tile))
     of.issue = passes * (CORES.unit + tile.vector * (1 if element == 4 else 2)) + of.rounds * tile.warps * CORES.batch
     kernel_w, turns, reads = tile.geometry["kernel_w"], float(tile.warps), 0.0
@@ -79,8 +79,6 @@ def _rows(tile: Tile) -> int:
     axis, dilation = tile.axes[1], tile.geometry["dilation_h"]
     if tile.weight:
         offsets = [k * dilation for k in range(tile.kh)]
-    elif tile.phases > 1:
-        offsets = list(range(tile.taps_h))
     else:
         offsets = [offset for _, taps in axis.taps for _, offset in taps]
     return len({r * axis.in_step + offset for r in range(tile.rows) for offset in offsets})

@@ -19,7 +19,7 @@ from upconv.problem import Problem
 
 _UNROLLED = 512  # multiply-adds of a thread for a column of taps (longer: registers spill)
 _MOST_UNROLLED = 1024  # and for all taps: 1.0 s of NVRTC
-_SUMS = 72  # registers of a thread that hold sums (float64: half of them)
+_SUMS = 72  # of a thread (more spill)
 _INPUTS = 16  # and the input's elements that meet them (grad-weight; 32 spill)
 _UNIT = 16  # bytes
 _HOISTED = 110  # sums and elements of a column from which on the compiler keeps all of them in registers
@@ -46,8 +46,6 @@ class Tile:
     """Cells of a thread, one below the other."""
     channels: int = 1
     """Of a thread: the result's, or of grad-weight the input's."""
-    cell_rows: int = 1
-    """Rows of a cell that a thread computes (forward): one, or all."""
     chunk: int = 1
     """Channels of the source that a block has at a time (grad-weight: one)."""
     kh: int = 1
@@ -150,19 +148,8 @@ class Tile:
 
     @property
     def taps_h(self) -> int:
-        """Taps along H that a thread has: all, or those of the phase that has most."""
-        kernel = self.geometry["kernel_h"]
-        return self.kh if self.weight else kernel if self.phases == 1 else -(-kernel // self.step_h)
-
-    @property
-    def phases(self) -> int:
-        """Along H, each of blocks of its own."""
-        return self.axes[1].out_step // self.cell_rows
-
-    @property
-    def step_h(self) -> int:
-        """Taps along H from one to the next of the same phase."""
-        return self.geometry["stride_h"] // math.gcd(self.geometry["stride_h"], self.geometry["dilation_h"])
+        """Taps along H that a thread has."""
+        return self.kh if self.weight else self.geometry["kernel_h"]
 
     @property
     def tap_groups(self) -> int:
@@ -171,7 +158,7 @@ class Tile:
     @property
     def sums(self) -> int:
         """Of a thread."""
-        of_cell = self.kh * self.kw if self.weight else self.rows * self.cell_rows * self.axes[2].out_step
+        of_cell = self.kh * self.kw if self.weight else self.rows * self.axes[1].out_step * self.axes[2].out_step
         return of_cell * self.channels
 
     @property
@@ -217,7 +204,7 @@ class Tile:
         """This tile, when the kernels can run it."""
         if self.shared_bytes > shared_limit:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
-        if self.sums > (_SUMS // 2 if self.accumulator == 8 else _SUMS):
+        if self.sums > _SUMS:
             raise Unfit(f"{self.sums} sums of a thread are too many")
         if not 1 <= self.warps <= _MOST_WARPS or (self.weight and self.tap_groups > self.warps):
             raise Unfit(f"{self.warps} warps cannot share {self.tap_groups} groups of taps")
@@ -236,21 +223,28 @@ class Tile:
     @property
     def unrolled(self) -> int:
         """Multiply-adds of a slice that must be straight code, since each phase has sums of its own."""
-        taps_h = self.geometry["kernel_h"] if self.cell_rows > 1 else 1
+        taps_h = self.geometry["kernel_h"] if self.axes[1].out_step > 1 else 1
         taps_w = self.geometry["kernel_w"] if self.axes[2].out_step > 1 else 1
         return 0 if self.weight else taps_h * taps_w * self.rows * self.channels
 
     def blocks_of(self, p: Problem) -> tuple[int, int, int]:
         """(tiles along H, along W, tiles in all) for a problem of this layer."""
         d, h, w = cells(p)
-        tiles_h, tiles_w = -(-h // self.h) * self.phases, -(-w // self.w)
+        tiles_h, tiles_w = -(-h // self.h), -(-w // self.w)
         return tiles_h, tiles_w, p.batch * d * tiles_h * tiles_w
 
     @derived
     def resident(self) -> int:
         """Blocks that a multiprocessor is to hold, which bounds the registers of their threads."""
         least = 16 * _BATCH_OF[0] // 4 + self._registers
-        return max(1, min(65536 // (-(-least // 8) * 8 * self.threads), _SHARED // (self.shared_bytes + 1024), 4))
+        return max(
+            1,
+            min(
+                65536 // (-(-least // 8) * 8 * self.threads),
+                _SHARED // (self.shared_bytes + 1024),
+                max(4, 16 // self.warps),
+            ),
+        )
 
     @property
     def _registers(self) -> int:
@@ -271,15 +265,24 @@ class Tile:
         """Units of a thread that are on their way at a time."""
         most = min(65536 // (self.resident * self.threads), 255) - self._registers
         unit = max(1, self.vector * self.problem.dtype.itemsize // 4)
-        return max(1, min(most // unit, _BATCH_OF[1], self.passes[1]))
+        return max(1, min(most // unit, _BATCH_OF[1], math.prod(self.passes[1:])))
 
     @derived
-    def passes(self) -> tuple[int, int]:
-        """In which a block's threads bring the units of a tile's rows, and its rows."""
+    def passes(self) -> tuple[int, int, int]:
+        """In which a block's threads bring the units of a tile's rows, its rows, and in NCHW a chunk's channels."""
         pixels = self.problem.layout == "channels_last" and not self.lanes_are_channels
         units = self.span[1] * (self.chunk if pixels else self.lanes) // self.vector
-        rows = self.span[0] * (1 if pixels else self.chunk)
-        return -(-units // self.threads), -(-rows // max(1, self.threads // units))
+        lines = max(1, self.threads // units)  # at a time
+        rows = min(lines, self.span[0])
+        channels = 1 if pixels else -(-self.chunk // (lines // rows))
+        return -(-units // self.threads), -(-self.span[0] // rows), channels
+
+    @property
+    def rounds(self) -> int:
+        """Times that a block waits for units of a slice."""
+        width, rows, channels = self.passes
+        at_once = min(self.batch, rows)
+        return width * -(-rows // at_once) * -(-channels // max(1, self.batch // at_once))
 
     def constants(self) -> dict[str, int]:
         """The kernels', see kernels/direct_tile.cuh."""
@@ -302,8 +305,6 @@ class Tile:
             "in_w": axis_w.in_step,
             "out_h": axis_h.out_step,
             "out_w": axis_w.out_step,
-            "cell_rows": self.cell_rows,
-            "step_h": self.step_h,
             "min_h": self.least[0],
             "min_w": self.least[1],
             "span_h": self.span[0],
@@ -321,10 +322,10 @@ class Tile:
     def _unrolls(self) -> dict[str, int]:
         """Taps of `direct.cu` along H and W in a straight stretch of code: all where each phase has sums of its own."""
         column, width = self.taps_h * self.rows * self.channels, self.geometry["kernel_w"]
-        fits = column <= _UNROLLED and self.phases == 1
+        fits = column <= _UNROLLED or self.axes[1].out_step > 1
         few = min(2, width) if width <= 4 and column <= _UNROLLED // 8 else 1
         return {
-            "unroll_h": self.taps_h if fits or self.cell_rows > 1 else 1,
+            "unroll_h": self.taps_h if fits else 1,
             "unroll_w": width if self.axes[2].out_step > 1 else few,
         }
 
@@ -418,12 +419,12 @@ def _tiles(layer: Problem, p: Problem) -> Iterator[Tile]:
     rows, widths = _shapes(probe, p)
     to = probe.groups_of[1]
     channels = sorted({-(-to // -(-to // n)) for n in (1, 4, 8, 16, 32)})
-    out, chunks = probe.axes[1].out_step, {min(n, probe.groups_of[0]) for n in (4, 16)}
-    for of_thread, cell_rows, warps, r, w in product(channels, sorted({1, out}), (4, 8), rows, widths):
+    chunks = sorted({min(n, probe.groups_of[0]) for n in (1, 4, 16)})
+    for of_thread, warps, r, w in product(channels, (1, 4, 8), rows, widths):
         units = warps * (1 if probe.lanes_are_channels else 32)
-        tile = replace(probe, h=units // w * r, w=w, rows=r, channels=of_thread, cell_rows=cell_rows, warps=warps)
+        tile = replace(probe, h=units // w * r, w=w, rows=r, channels=of_thread, warps=warps)
         if w <= units and tile.sums <= _SUMS:
-            yield from (replace(tile, chunk=chunk) for chunk in sorted(chunks))
+            yield from (replace(tile, chunk=chunk) for chunk in chunks)
 
 
 def _weight_tiles(layer: Problem, p: Problem, beyond: bool = False) -> Iterator[Tile]:

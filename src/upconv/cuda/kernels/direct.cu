@@ -5,7 +5,7 @@
 //
 // A block computes some channels of a tile of cells (direct_tile.cuh), a thread those of `rows` cells. For each chunk of the source's channels and
 // tap along D the tile and the slice's weights come to shared memory. A cell of the forward has outputs of all phases, so every tap is
-// unrolled; with many taps along H a block has one row of each cell (`cell_rows` 1), and only taps along W are unrolled.
+// unrolled.
 //
 // Stores. A lane's neighbouring results are a run. Where a run is one vector a lane stores it. Else runs go through shared memory,
 // so that lanes store neighbours; stored as they are, or exchanged by pairs of lanes, they take more than twice as long.
@@ -18,22 +18,20 @@ using Base = DirectTile<C>;
 using typename Base::Scalar; using typename Base::T; using typename Base::Acc; using typename Base::Pack;
 using typename Base::Sizes; using typename Base::Tile; using typename Base::Own;
 using Base::VEC; using Base::ELEMENT; using Base::BY_CHANNELS; using Base::TO; using Base::LANES; using Base::CHANNELS; using Base::ROWS; using Base::CHUNK;
-using Base::KERNEL_H; using Base::KERNEL_W; using Base::TAPS; using Base::PHASES; using Base::THREADS; using Base::CHANNEL_BLOCKS;
+using Base::KERNEL_H; using Base::KERNEL_W; using Base::THREADS; using Base::CHANNEL_BLOCKS;
 using Base::ROW_PITCH; using Base::column_at; using Base::thread_index;
-static constexpr int CELL_H = C::cell_rows, CELL_W = C::out_w;  // results of a cell that a thread computes
-
-// Taps along H of a block, `step_h` apart from its phase's first on; of all phases all.
-static constexpr int STEP_H = PHASES > 1 ? C::step_h : 1, TAPS_H = (KERNEL_H + STEP_H - 1) / STEP_H;
+static constexpr int CIN_G = C::forward ? C::from_g : C::to_g, COUT_G = C::forward ? C::to_g : C::from_g;
+static constexpr int CELL_H = C::out_h, CELL_W = C::out_w;  // results of a cell
 
 // A tap's weights, for the lanes' channels or a thread's; those of one channel lie by columns of taps, so that four are one load.
 static constexpr bool ONE_CHANNEL = !BY_CHANNELS && CHANNELS == 1;
 static constexpr int WEIGHTS = BY_CHANNELS ? LANES : ONE_CHANNEL ? 1 : (CHANNELS + VEC - 1) / VEC * VEC;
 static constexpr int WEIGHTS_READ = BY_CHANNELS ? 1 : WEIGHTS;
 static __device__ __forceinline__ constexpr int tap_at(int kh, int kw) {
-  return ONE_CHANNEL ? kw * ((TAPS_H + VEC - 1) / VEC * VEC) + kh : (kw * TAPS_H + kh) * WEIGHTS;
+  return ONE_CHANNEL ? kw * ((KERNEL_H + VEC - 1) / VEC * VEC) + kh : (kw * KERNEL_H + kh) * WEIGHTS;
 }
-static constexpr int SLICE_WORDS = ONE_CHANNEL ? KERNEL_W * ((TAPS_H + VEC - 1) / VEC * VEC) : TAPS_H * KERNEL_W * WEIGHTS;  // of a channel of the source
-static constexpr int TAP_WORDS = TAPS_H * KERNEL_W * WEIGHTS;               // without gaps
+static constexpr int SLICE_WORDS = ONE_CHANNEL ? KERNEL_W * ((KERNEL_H + VEC - 1) / VEC * VEC) : KERNEL_H * KERNEL_W * WEIGHTS;  // of a channel of the source
+static constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;               // without gaps
 static constexpr int TAP_BATCH = (CHUNK * TAP_WORDS + THREADS - 1) / THREADS;
 
 // What a block computes: channels (lanes_are_channels: from `channel` on; else of `group`) of a tile.
@@ -63,25 +61,18 @@ static __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
   return item;
 }
 
-// The first tap along H of a block's phase; none of the kernel's where it has none.
-static __device__ __forceinline__ int first_tap(int phase) {
-  int first = 0;
-#pragma unroll 1
-  while (PHASES > 1 && first < KERNEL_H && Base::phase_of(first, C::stride_h, C::dilation_h, C::padding_h) != phase) ++first;
-  return first;
-}
-
 // A slice's weights, of the source's channels from `from` on.
-static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int from, int kd, int first_kh) {
+static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int from, int kd) {
   const int thread = thread_index();
 #pragma unroll
   for (int b = 0; b < TAP_BATCH; b++) {
     const int i = thread + b * THREADS, source = from + i / TAP_WORDS, tap = i % TAP_WORDS / WEIGHTS;
-    const int own = i % WEIGHTS, to = item.channel + own, kh = first_kh + tap / KERNEL_W * STEP_H;
-    const i64 in = BY_CHANNELS ? to : item.group * (C::forward ? C::from_g : C::to_g) + (C::forward ? source : to);
-    const bool exists = source < C::from_g && kh < KERNEL_H && (BY_CHANNELS ? to < TO : own < CHANNELS && to < C::to_g);
+    const int own = i % WEIGHTS, to = item.channel + own;
+    const bool exists = source < C::from_g && (BY_CHANNELS ? to < TO : own < CHANNELS && to < C::to_g);
+    const i64 in = BY_CHANNELS ? to : item.group * CIN_G + (C::forward ? source : to);
+    const i64 row = BY_CHANNELS ? in : in * COUT_G + (C::forward ? to : source);
     v[b] = 0;
-    if (i < CHUNK * TAP_WORDS && exists) v[b] = weight[((in * (C::forward ? C::to_g : C::from_g) + (BY_CHANNELS ? 0 : C::forward ? to : source)) * C::kernel_d + kd) * (KERNEL_H * KERNEL_W) + kh * KERNEL_W + tap % KERNEL_W];
+    if (i < CHUNK * TAP_WORDS && exists) v[b] = weight[(row * C::kernel_d + kd) * (KERNEL_H * KERNEL_W) + tap];
   }
 }
 
@@ -111,21 +102,19 @@ static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS_READ], cons
 using Sums = Acc[ROWS][CELL_H][CELL_W][CHANNELS];
 
 // A slice's products: a column of taps after the other, whose rows of the tile stay in registers where they are unrolled.
-static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own, int phase, int first_kh) {
+static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own) {
 #pragma unroll C::unroll_w
   for (int kw = 0; kw < KERNEL_W; kw++) {
     const int u = Base::phase_of(kw, C::stride_w, C::dilation_w, C::padding_w);
     const Acc* column = tile + own.at + column_at(Base::column_of_tap(kw));
 #pragma unroll C::unroll_h
-    for (int i = 0; i < TAPS_H; i++) {
-      const int kh = first_kh + i * STEP_H, t = PHASES > 1 ? 0 : Base::phase_of(kh, C::stride_h, C::dilation_h, C::padding_h);
-      const int row = PHASES > 1 ? (phase + C::padding_h - kh * C::dilation_h) / C::stride_h - C::min_h : Base::row_of_tap(kh);
-      if (PHASES > 1 && kh >= KERNEL_H) break;
+    for (int kh = 0; kh < KERNEL_H; kh++) {
+      const int t = Base::phase_of(kh, C::stride_h, C::dilation_h, C::padding_h);
       Acc w[WEIGHTS_READ];
-      read_weights(w, weights + tap_at(i, kw), own.mine);
+      read_weights(w, weights + tap_at(kh, kw), own.mine);
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
-        const Acc v = column[(r * C::in_h + row) * ROW_PITCH];
+        const Acc v = column[(r * C::in_h + Base::row_of_tap(kh)) * ROW_PITCH];
 #pragma unroll
         for (int c = 0; c < CHANNELS; c++) sum[r][t][u][c] = multiply_add(v, w[c], sum[r][t][u][c]);
       }
@@ -183,29 +172,31 @@ static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* b
   const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (C::channels_last ? WHOLE_PIXELS ? s.w * TO : C::to_g : s.w) % WIDE == 0;
   const int first = item.group * C::to_g + item.channel + (BY_CHANNELS ? lane : 0);  // channel
   const int channels = BY_CHANNELS ? (lane < LANES && first < TO) : C::to_g - item.channel;
+  constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
+  const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
+  T* to = out + (C::channels_last ? ((i64)t.n * s.d + t.d) * plane * TO + first : ((i64)t.n * TO + first) * channel_step + t.d * plane);
   Acc start[CHANNELS];
 #pragma unroll
   for (int c = 0; c < CHANNELS; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
 #pragma unroll
-    for (int y = 0; y < CELL_H; y++)
+    for (int y = 0; y < CELL_H; y++) {
+      const int row = (t.h + own.ty + r) * C::out_h + y;
 #pragma unroll
       for (int k = 0; k < RUNS; k++) {
-        const int row = (t.h + own.ty + r) * C::out_h + t.phase + y, column = (t.w + own.tx) * CELL_W + (C::channels_last ? k : 0);
-        const int ahead = C::channels_last ? 0 : k;     // channels
+        const int column = (t.w + own.tx) * CELL_W + (C::channels_last ? k : 0), ahead = C::channels_last ? 0 : k;  // channels
         Line line[LINES];
 #pragma unroll
         for (int e = 0; e < RUN; e++) {
-          const int c = !C::channels_last ? k : e % CHANNELS, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
+          const int c = C::channels_last ? e % CHANNELS : k, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
           line[e / WIDE].v[e % WIDE] = Scalar::stored(sum[r][y][x][c] + start[c]);
         }
         const int exists = !C::channels_last ? s.w - column : WHOLE_PIXELS ? (s.w - column) * CHANNELS : channels;
         const int left = row < s.h && column < s.w && ahead < channels ? exists : 0;
-        const i64 of_row = C::channels_last ? ((i64)t.n * s.d + t.d) * s.h + row : (((i64)t.n * TO + first + ahead) * s.d + t.d) * s.h + row;
-        const i64 place = of_row * s.w + column;
-        store_run(out, line, C::channels_last ? place * TO + first : place, left, whole, buffer, lane);
+        store_run(to, line, ((i64)row * s.w + column) * PIXEL + ahead * channel_step, left, whole, buffer, lane);
       }
+    }
 }
 
 static __device__ __forceinline__ void run(unsigned char* memory, const T* __restrict__ source, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out, const Sizes& s, bool whole_units) {
@@ -213,7 +204,6 @@ static __device__ __forceinline__ void run(unsigned char* memory, const T* __res
   const int lane = threadIdx.x & 31;
   const Own own = Base::own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
   const Item item = item_of(blockIdx.x, s);
-  const int first_kh = first_tap(item.tile.phase);
   Sums sum = {};
 #pragma unroll 1
   for (int slice = 0; slice < (C::from_g + CHUNK - 1) / CHUNK * C::kernel_d; slice++) {
@@ -221,13 +211,13 @@ static __device__ __forceinline__ void run(unsigned char* memory, const T* __res
     if (depth < 0) continue;
     const int channel = BY_CHANNELS ? item.channel : item.group * C::from_g + from, left = BY_CHANNELS ? TO - channel : C::from_g - from;
     T taps[TAP_BATCH];
-    load_weights(taps, weight, item, from, kd, first_kh);
+    load_weights(taps, weight, item, from, kd);
     __syncthreads();                       // the slice before has been read
     Base::stage(tile, source, item.tile, depth, channel, left, whole_units, s);
     store_weights(weights, taps);
     __syncthreads();
 #pragma unroll 1
-    for (int c = 0; c < CHUNK && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own, item.tile.phase, first_kh);
+    for (int c = 0; c < CHUNK && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own);
   }
   if (LINES > 1) __syncthreads();          // the last slice has been read
   store(out, sum, bias, item, own, (Line*)memory + threadIdx.x / 32 * (32 * LINES), lane, s);

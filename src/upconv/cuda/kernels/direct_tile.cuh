@@ -29,8 +29,7 @@ static constexpr int FROM = C::groups * C::from_g, TO = C::groups * C::to_g;  //
 static constexpr int LANES = C::lanes, CHANNELS = C::channels, ROWS = C::rows;  // channels of a block's lanes, and of a thread
 static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, SPAN_H = C::span_h, SPAN_W = C::span_w, SHIFT = C::first_w;
 static constexpr int KERNEL_H = C::kernel_h, KERNEL_W = C::kernel_w, TAPS = C::kernel_d * KERNEL_H * KERNEL_W;
-static constexpr int PHASES = C::out_h / C::cell_rows;  // along H, where a block computes one
-static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector, BATCH = C::batch;
+static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector;
 static constexpr int CHUNK = C::chunk;
 static constexpr bool PIXELS = C::channels_last && !BY_CHANNELS;  // whose channels are neighbours in memory, not in the tile
 static constexpr int CHANNEL_BLOCKS = BY_CHANNELS ? (TO + LANES - 1) / LANES : (C::to_g + CHANNELS - 1) / CHANNELS;  // there of a group
@@ -58,13 +57,12 @@ struct Sizes {
   int batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w;
 };
 
-struct Tile { int n, d, h, w, phase; };    // first cell
+struct Tile { int n, d, h, w; };           // first cell
 
 static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
   Tile t;
   t.w = index % s.tiles_w * TILE_W;  index /= s.tiles_w;
-  t.phase = index % s.tiles_h % PHASES;
-  t.h = index % s.tiles_h / PHASES * TILE_H;  index /= s.tiles_h;
+  t.h = index % s.tiles_h * TILE_H;  index /= s.tiles_h;
   t.d = index % s.d;
   t.n = index / s.d;
   return t;
@@ -106,11 +104,13 @@ static __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
 }
 
 // Units of a row of the tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's or a chunk's channels of columns. As many
-// rows as they fit into the threads are loaded at a time, in NCHW of all channels of the chunk; a thread has the same columns of all.
-static constexpr int ROW_UNITS = SPAN_W * (BY_CHANNELS ? LANES : PIXELS ? CHUNK : 1) / VECTOR, ROWS_OF_TILE = SPAN_H * (PIXELS ? 1 : CHUNK);
-static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS;
-static constexpr int ROWS_AT_ONCE = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
-static constexpr int PASSES_H = (ROWS_OF_TILE + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+// rows as they fit into the threads are loaded at a time, and of several channels in NCHW; a thread has the same columns of all.
+static constexpr int ROW_UNITS = SPAN_W * (BY_CHANNELS ? LANES : PIXELS ? CHUNK : 1) / VECTOR, PLANES = PIXELS ? 1 : CHUNK;
+static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS, IN_ROWS = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
+static constexpr int ROWS_AT_ONCE = IN_ROWS < SPAN_H ? IN_ROWS : SPAN_H, IN_PLANES = IN_ROWS / ROWS_AT_ONCE;
+static constexpr int PLANES_AT_ONCE = IN_PLANES < PLANES ? IN_PLANES : PLANES;
+static constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, PASSES_C = (PLANES + PLANES_AT_ONCE - 1) / PLANES_AT_ONCE;
+static constexpr int BATCH_H = C::batch < PASSES_H ? C::batch : PASSES_H, BATCH_C = C::batch / BATCH_H < PASSES_C ? C::batch / BATCH_H : PASSES_C;
 
 // Where a row's element `at` is in the tile, and in one of the source's rows, and whether that has it; `left`: channels from the tile's
 // first on.
@@ -151,42 +151,52 @@ static __device__ __forceinline__ void stage(Acc* tile, const T* source, const T
   const int h = t.h * C::in_h + C::min_h, w = t.w * C::in_w + C::min_w - SHIFT;
   const i64 slice = (i64)s.from_h * s.from_w, pixels = s.from_d * slice, line = (i64)s.from_w * (C::channels_last ? FROM : 1);
   const T* from = source + (C::channels_last ? (t.n * pixels + depth * slice) * FROM + channel : ((i64)t.n * FROM + channel) * pixels + depth * slice);
-  const int thread = thread_index(), first = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
-  if (ROW_UNITS < THREADS && first >= ROWS_AT_ONCE) return;  // the others have nothing to do
-  // A row's source, and whether there is one.
-  const auto row_at = [&](int row) { return from + (CHUNK > 1 && !PIXELS ? row / SPAN_H * pixels + (h + row % SPAN_H) * line : (h + row) * line); };
-  const auto exists = [&](int row) {
-    return CHUNK > 1 && !PIXELS ? row / SPAN_H < left && (u32)(h + row % SPAN_H) < (u32)s.from_h : (u32)(h + row) < (u32)s.from_h;
-  };
+  const int thread = thread_index(), line_of = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
+  const int first = line_of % ROWS_AT_ONCE, plane = line_of / ROWS_AT_ONCE;  // of a thread
+  if (ROW_UNITS < THREADS && plane >= PLANES_AT_ONCE) return;  // the others have nothing to do
 #pragma unroll 1
   for (int round = 0; round < ROUNDS_W; round++) {
     const int at = (ROW_UNITS < THREADS ? thread % ROW_UNITS : thread + round * THREADS) * VECTOR;  // element of a row
     if (ROW_UNITS > THREADS && at >= ROW_UNITS * VECTOR) break;
     if (VECTOR == 1 || whole) {
       const Place in_row = place_in_row(at, w, left, line, s);
-      Acc* to = tile + first * ROW_PITCH + in_row.to;
 #pragma unroll 1
-      for (int row = first; row < ROWS_OF_TILE; row += BATCH * ROWS_AT_ONCE, to += BATCH * ROWS_AT_ONCE * ROW_PITCH) {
-        Loaded unit[BATCH];                // all loads come first: a block waits for memory once in BATCH
+      for (int c = plane; c < PLANES; c += BATCH_C * PLANES_AT_ONCE) {
+        const T* place = from + c * pixels + (h + first) * line + in_row.offset;
+        Acc* to = tile + c * CHANNEL_WORDS + first * ROW_PITCH + in_row.to;
+        int row = h + first;
+#pragma unroll 1
+        for (int i = 0; i < PASSES_H; i += BATCH_H, row += BATCH_H * ROWS_AT_ONCE, to += BATCH_H * ROWS_AT_ONCE * ROW_PITCH, place += BATCH_H * ROWS_AT_ONCE * line) {
+          Loaded unit[BATCH_C][BATCH_H];   // all loads come first: a block waits for memory once in a batch
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-          unit[b] = {};
-          if (in_row.in && exists(row + b * ROWS_AT_ONCE)) unit[b] = *(const Loaded*)(row_at(row + b * ROWS_AT_ONCE) + in_row.offset);
-        }
+          for (int j = 0; j < BATCH_C; j++)
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-          if (row + b * ROWS_AT_ONCE >= ROWS_OF_TILE) break;
-          store_unit(to + b * ROWS_AT_ONCE * ROW_PITCH, unit[b], at);
+            for (int b = 0; b < BATCH_H; b++) {
+              unit[j][b] = {};
+              const bool exists = in_row.in && (PLANES == 1 || c + j * PLANES_AT_ONCE < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
+              if (exists) unit[j][b] = *(const Loaded*)(place + j * PLANES_AT_ONCE * pixels + b * ROWS_AT_ONCE * line);
+            }
+#pragma unroll
+          for (int j = 0; j < BATCH_C; j++)
+#pragma unroll
+            for (int b = 0; b < BATCH_H; b++) {
+              if ((SPAN_H % ROWS_AT_ONCE || PASSES_H % BATCH_H) && row + b * ROWS_AT_ONCE >= h + SPAN_H) continue;
+              if (PLANES > 1 && c + j * PLANES_AT_ONCE >= PLANES) continue;
+              store_unit(to + j * PLANES_AT_ONCE * CHANNEL_WORDS + b * ROWS_AT_ONCE * ROW_PITCH, unit[j][b], at);
+            }
         }
       }
     } else {
 #pragma unroll 1
-      for (int row = first; row < ROWS_OF_TILE; row += ROWS_AT_ONCE)
+      for (int c = plane; c < PLANES; c += PLANES_AT_ONCE)
+#pragma unroll 1
+        for (int row = first; row < SPAN_H; row += ROWS_AT_ONCE)
 #pragma unroll
-        for (int k = 0; k < VECTOR; k++) {
-          const Place place = place_in_row(at + k, w, left, line, s);
-          tile[row * ROW_PITCH + place.to] = place.in && exists(row) ? Scalar::value(row_at(row)[place.offset]) : 0;
-        }
+          for (int k = 0; k < VECTOR; k++) {
+            const Place place = place_in_row(at + k, w, left, line, s);
+            const bool exists = place.in && (PLANES == 1 || c < left) && (u32)(h + row) < (u32)s.from_h;
+            tile[c * CHANNEL_WORDS + row * ROW_PITCH + place.to] = exists ? Scalar::value(from[c * pixels + (h + row) * line + place.offset]) : 0;
+          }
     }
   }
 }

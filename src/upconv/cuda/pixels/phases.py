@@ -31,12 +31,7 @@ from upconv.problem import Problem
 _MOST_REGISTERS = 168  # of a consumer's thread for sums and fragments; addresses and the like take 48
 _MOST_PHASES = 5
 """Of W: their order is found by trying all."""
-# Clocks of a consumer: a run of outputs on its way through the buffer, and an output of it, by whether rows begin at
-# 16 bytes.
-_RUN = 51.7
-_STORED = {True: 0.01, False: 0.145}
-_MEMORY = {True: 1.25, False: 1.5}  # how often memory counts an output, by whether rows begin at 16 bytes
-_LEAST = 28  # columns of an instruction that takes as long as fewer do
+_RUN = 51.7  # clocks of a consumer for a row of outputs on its way through the buffer
 
 
 class Shift(NamedTuple):
@@ -283,20 +278,17 @@ class Tile(Base):
     def work(self, p: Problem, gpu: Gpu) -> Work:
         """Both consumers' tiles are one, since each has one of its own."""
         steps, shifts = CONSUMERS * self.chunks, len(self.shifts)
-        columns = sum(max(width, _LEAST) for width in self.shift_widths)
-        passes = CONSUMERS * len(self.pairs) * self.co_columns / self.passed
-        outputs = self.passed * self.tile_w * self.strides[2]
         return Work(
             steps * self.mb * self.users * shifts,
-            steps * self.mb * self.users * columns,
+            steps * self.mb * self.users * self.shift_columns,
             waves=-(-self.tiles(p) // (CONSUMERS * gpu.multiprocessors)),
-            moved=moved(p, written=_MEMORY[self.aligned]),
-            steps=CONSUMERS * self.chunks,
+            moved=moved(p),
+            steps=steps,
             stages=self.stages,
-            lines=CONSUMERS * self.chunks * self.stage_bytes / 128,
-            boxes=CONSUMERS * self.chunks * len(self.rows),
+            lines=steps * self.stage_bytes / 128,
+            boxes=steps * len(self.rows),
             loads=steps * len(self.rows) * (shifts * self.mb * (2 / self.element) + 2),
-            stored=passes * (_RUN + outputs * _STORED[self.aligned]),
+            stored=CONSUMERS * len(self.pairs) * self.co_columns / self.passed * _RUN,
         )
 
     def text(self, p: Problem, gpu: Gpu) -> str:

@@ -36,7 +36,7 @@ from upconv.cuda.launches import (
     strides_of,
 )  # fmt: skip
 from upconv.cuda.rearrange import batches
-from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Ending, ending, estimate
+from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Ending, Model, ending
 from upconv.cuda.wgrad.wgrad_search import best, refusal
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
@@ -228,7 +228,8 @@ def tensor_maps(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Map, ...]:
     """Over each of a tiling's `tensors`, with its box. float32 is rounded to TF32, to nearest even, on its way."""
     if g:
         span = t.g_width * t.element if t.channels_last else 0
-        box, steps = t.g_box, t.g_box_steps
+        assert t.g_boxes is not None
+        box, steps = t.g_boxes
         return tuple(Map("gradient", one, p.dtype, box, steps, span, rounded=True) for one in tensors(t, p, g))
     span = 0 if t.turned else t.segment
     return tuple(Map("input", one, p.dtype, t.box, span=span, rounded=True) for one in tensors(t, p, g))
@@ -257,4 +258,4 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     found = best(p, gpu, general)
     if found is None:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
-    return Choice(found.tiling, p, gpu, found.splits, estimate(found.tiling, p, gpu, found.splits, general))
+    return Choice(found.tiling, p, gpu, found.splits, Model(p, gpu, general).cost(found.tiling, found.splits))
