@@ -831,7 +831,7 @@ def test_the_command_writes_models(tmp_path: Path) -> None:
         (["--kernelbench", "58", "--input", "8x8x8x8"], "3 sizes behind 32 channels"),
         (["--kernelbench", "57", "--dtype", "float16"], "go with --layer"),
         (["--layer", "8,4,3"], "without --input"),
-        (["--layer", "8,4,(3,3)", "--dtype", "int8"], "--dtype must be one of"),
+        (["--layer", "8,4,(3,3)", "--dtype", "int8"], "'int8' is not one of 'float32'"),
         (["--layer", "8,4,(3,3)", "--precision", "bf16"], "--precision must be one of ieee, tf32"),
         (["--layer", "8,4,(3,3)", "--arch", "1"], "arch must be one of"),
         (["--layer", "8,4,(3,3)", "--c"], "--output must end in .cu"),
