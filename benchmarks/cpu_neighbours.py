@@ -61,8 +61,8 @@ def measured(job: run.Job) -> dict[str, Any] | None:
     plan = planner.plan(p, planner.cpu_device())
     if (plan.forward if p.pass_ == "fwd" else plan.backward) == "native":
         return None
-    sets = [run.How(REPEATS).works(job, timing.operands(p, device, seed)) for seed in range(2)]
-    works = {side: [each[side] for each in sets] for side in ("ours", "torch")}
+    sets = [timing.operands(p, device, seed) for seed in range(2)]
+    works = {side: [make(given) for given in sets] for side, make in run.How(REPEATS).sides(job).items()}
     taken = timing.interleave(works | {"again": works["torch"]}, timing.clock(device), REPEATS)
     times = {side: median(values) for side, values in taken.items()}
     return {

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from layers import add_arguments, problems
+from layers import add_arguments, jobs
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -144,15 +144,15 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("PyTorch finds no CUDA device here")
     device, on, right = torch.device("cuda", 0), gpu(0), True
     console, take = Console(), timing.clock(device)
-    for name, biased in problems(options.cases, options.precisions, options.layouts, options.passes):
-        p = biased.with_(bias=False)
+    for job in jobs(options):
+        p = job.problem
         if gather_search.refusal(p, on):
             continue
         tilings = fastest(p, on, options.most, options.within)
         compile_all([t for _, t in tilings], p, on)
         found = measure(p, tilings, prepare_on(p, on, device), take, device)
         right &= all(one.error <= TOLERANCE[p.precision] for one in found)
-        console.print(shown(name, p, found, on))
+        console.print(shown(job.case, p, found, on))
     return int(not right)
 
 

@@ -3,13 +3,16 @@
 Layer: ConvTranspose1d(32, 64, kernel_size=(5,), stride=(1,), padding=(0,), output_padding=(0,), dilation=(3,),
 groups=1).
 
+Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
+bias plus the sum, over input channels and taps, of input times weight.
+
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients with the kernels below. They are chosen for inputs of 32 x 32 x 131072 on an
+forward, first and second gradients, with the kernels below. They are chosen for inputs of 32 x 32 x 131072 on an
 NVIDIA H200 and serve every batch and spatial size.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
-  arguments and dtypes, and other devices from sm_70 on.
+  arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
   where its flags ask for IEEE float32 the plain kernels do.
@@ -19,14 +22,18 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 210
+- forward: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 214
   KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn,
-  weights ring of 4 x 7 fragments, 226 KB shared.
+- gradient for the input: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn,
+  weights resident, 220 KB shared.
 - gradient for the weight: wgmma tf32, 32x64 channels x 1x1x5 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K in
   132 slices, 212 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+A block of the forward, whose rings are of shared memory:
+  input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 1 x 128 pixels, halo, 32 channels) --+
+  weights -> packed -> resident ---------------------------------------------------------------------+-> wgmma -> result
+
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations
@@ -244,10 +251,6 @@ typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
-__device__ __forceinline__ void let_dependent_begin() {
-  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-}
 // And waits for what that one wrote.
 __device__ __forceinline__ void wait_for_results() {
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
@@ -368,10 +371,6 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   u32 r;
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
-}
-// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
-__device__ __forceinline__ u32 low_part(float v, u32 high) {
-  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
 // --- matrix instructions ----------------------------------------------------------------------------------------------
@@ -698,19 +697,16 @@ enum Stores { STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES };
 template <class C, class Sizes, bool CLAIMED = C::claimed, bool TOGETHER = (C::cluster > 1)>
 struct Orders {
   using Order = DealtOut<Sizes>;
-  using AloneOrder = Order;
   using LoaderOrder = Order;
 };
 template <class C, class Sizes>
 struct Orders<C, Sizes, false, true> {
   using Order = OneTogether<Sizes, C::cluster>;
-  using AloneOrder = Order;
   using LoaderOrder = Order;
 };
 template <class C, class Sizes>
 struct Orders<C, Sizes, true, false> {
   using Order = Told<Sizes, false>;
-  using AloneOrder = Told<Sizes, true>;
   using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
 };
 
@@ -729,7 +725,6 @@ static constexpr int WGS_M = C::split == 1 ? 2 : 1;
 static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int STEPS_PER_TAP = T::K_STEPS * T::PARTS;
-static constexpr int LONGEST_STRETCH = C::taps_unrolled * STEPS_PER_TAP;  // where not STRAIGHT
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -771,38 +766,11 @@ static __device__ __forceinline__ int end_chunk(int variant) {
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
 
-// Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
-
-constexpr int PACK_THREADS = 256;
-
-// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
-template <class K>
-__global__ void __launch_bounds__(PACK_THREADS)
-pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  K::pack_weights(weight, packed, tap_step);
-}
-
 // Weights, from memory to a consumer's registers: fragments in the order in which they are used.
 
 // Packed; or by boxes of a tensor (channels, taps, channels), whose rows of channels lie along K (of a gradient for the input) or along M (of a
 // forward).
 enum WeightsAs { PACKED, ROWS_ALONG_K, ROWS_ALONG_M };
-
-// Blocks of `pack` that share a part's taps. If they are many, a warp's lanes read the table at different places, which constant memory serves in turn.
-template <class C> constexpr int PACK_SPLITS = (C::taps + C::pack_taps - 1) / C::pack_taps;
-// [variant, block, tap][subs]: the kernel's tap, -1 for none.
-template <class C> __constant__ const auto TAP_INDEX = table_of<short>(C::tap_indices);
-// Whether some entry has no tap for a sub-position.
-template <class C>
-__host__ __device__ constexpr bool lacks_taps() {
-  for (int tap : C::tap_indices)
-    if (tap < 0) return true;
-  return false;
-}
-template <class C>
-__device__ __forceinline__ int tap_index(int i) {
-  return TAP_INDEX<C>[i];
-}
 
 template <class C>
 constexpr int WEIGHTS_OF = !C::boxed ? PACKED : C::grad_input ? ROWS_ALONG_K : ROWS_ALONG_M;
@@ -851,8 +819,7 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
   using W = WeightsOf<C>;
   constexpr int STEP_BYTES = G::WGS_M * G::FRAGMENT;
   wait_for_results();                                   // of `pack`
-  if constexpr (C::resident) {
-    if (blockIdx.x >= s.tiles) return;
+  if (blockIdx.x >= s.tiles) return;
     const typename G::Tile t = G::tile_at(blockIdx.x, s);
     typename W::Source from = W::source_of(memory, t);
     u32 bytes = G::entries_of(t.variant) * G::STEPS_PER_TAP * STEP_BYTES;
@@ -862,34 +829,6 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
       W::begin_chunk(from, t, chunk);
       W::bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
     }
-  } else {
-    typename G::AloneOrder order(s);
-    CursorOf<C::stages_w> cursor = {0, 1};
-#pragma unroll 1
-    for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-      const typename G::Tile t = G::tile_at(index, s);
-      typename W::Source from = W::source_of(memory, t);
-#pragma unroll 1
-      for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
-        W::begin_chunk(from, t, chunk);
-#pragma unroll 1
-        for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
-          int left = G::steps_of(t.variant, b);
-#pragma unroll 1
-          while (left > 0) {
-            int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
-            left -= stretch;
-#pragma unroll 1
-            for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-              u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
-              barrier_wait(empty + cursor.stage * 8, cursor.parity);
-              W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
-            }
-          }
-        }
-      }
-    }
-  }
 }
 
 // --- the consumers' side ----------------------------------------------------------------------------------------------
@@ -927,164 +866,6 @@ __device__ __forceinline__ void end() { first = false; }
 __device__ __forceinline__ void skip(int) {}
 // The barrier of the stage in hand.
 __device__ __forceinline__ u32 in_hand() const { return 0; }
-};
-
-template <class C>
-struct Fragments<C, true, false> {                      // from the ring
-using G = GatherWork<C>;
-using W = WeightsOf<C>;
-u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
-CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
-u32 at;                                                 // of the first fragment of the stage in hand
-u32 done;                                               // the barrier that says that it is free
-
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32 empty, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), empty(empty), cursor({0, 0}) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {}
-__device__ __forceinline__ void begin_chunk(int) {}
-// A stage is waited for with its first fragment.
-__device__ __forceinline__ void load(u32 (&a)[4], int i) {
-  if (i % C::w_stage == 0) {
-    barrier_wait(full + cursor.stage * 8, cursor.parity);
-    at = ring + cursor.stage * (C::w_stage * G::WGS_M * G::FRAGMENT);
-    done = empty + cursor.stage * 8;
-    cursor.next();
-  }
-  W::load(a, at, i % C::w_stage);
-}
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
-__device__ __forceinline__ void skip(int variant) {
-  constexpr bool ONE = C::steps == STRAIGHT;
-  constexpr int OF_TAP = (G::STEPS_PER_TAP + C::w_stage - 1) / C::w_stage;  // stages of a tap that is left over
-  int stages = 0;                                       // of a chunk
-  for (int b = 0; b < (ONE ? 1 : G::MB); b++) {
-    int left = G::steps_of(variant, b), longest = ONE ? left : G::LONGEST_STRETCH, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest / G::STEPS_PER_TAP * OF_TAP);
-  }
-  cursor.move(G::chunks_of(variant) * stages);
-}
-__device__ __forceinline__ u32 in_hand() const { return done; }
-};
-
-// Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
-// [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane].
-
-// A part is 16 rows of M, those of a warp, for one step of K and C::pack_taps taps. A block brings its weights to shared
-// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
-//
-// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-template <class C_>
-struct GatherPack {
-using C = C_;
-using G = GatherWork<C>;
-using Number = typename G::Number;
-using Type = typename Number::Type;
-static constexpr int ELEMENT = G::ELEMENT, TAPS = C::pack_taps;
-static constexpr int SPLITS = PACK_SPLITS<C>;
-static constexpr int PITCH = TAPS | 1;                  // odd, so that a warp's rows and channels meet different banks
-static constexpr int K = 32 / ELEMENT;                  // input channels of a step
-static constexpr int OUTER = C::grad_input ? 16 : K;    // of a block along the weight's first dimension
-static constexpr int INNER = C::grad_input ? K : 16;    // and along its second
-static constexpr int PLANE = (C::grad_input ? C::cin_g : C::cout_g) * C::taps;  // elements from one index of its first dimension to the next
-static constexpr int QUARTER = G::FRAGMENT / 4 / 4;     // words
-static constexpr int TILE = 16 * K * PITCH;             // elements of a block's weights, [row of M][channel][tap]
-static constexpr int WARPS = PACK_THREADS / 32;
-
-// Of 16 bits weights may be float32, rounded on their way.
-static __device__ __forceinline__ Type as_element(Type v) { return v; }
-
-// Where the tile has an index of the weight's first dimension and one of its second.
-static __device__ __forceinline__ Type* place_in(Type* tile, int o, int i, int tap) { return tile + (C::grad_input ? o * K + i : i * K + o) * PITCH + tap; }
-
-// A block's weights to the tile; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
-// with taps `tap_step` apart.
-template <bool LAST, class Weight>
-static __device__ __forceinline__ void bring(Type* tile, const Weight* __restrict__ from, int outer, int inner, int taps, int tap_step, int thread) {
-  constexpr int COUNT = INNER * TAPS;
-#pragma unroll
-  for (int j = 0; j < OUTER / WARPS; j++) {
-    int o = thread / 32 + j * WARPS;
-#pragma unroll 16  // loads in flight
-    for (int k = 0; k < (COUNT + 31) / 32; k++) {
-      int e = thread % 32 + k * 32, i = LAST ? e % INNER : e / TAPS, tap = LAST ? e / INNER : e % TAPS;
-      if (COUNT % 32 && e >= COUNT) break;
-      bool exists = o < outer && i < inner && (C::taps % TAPS == 0 || tap < taps);
-      *place_in(tile, o, i, tap) = exists ? as_element(from[o * PLANE + (LAST ? i + tap * tap_step : i * C::taps + tap)]) : 0;
-    }
-  }
-}
-
-static __device__ __forceinline__ void sync() {
-  __syncthreads();
-}
-
-struct Part { int begin, warp, wg, k_step, chunk, block, cout, cin; };  // first tap; the fragments'; first channels in the group
-
-static __device__ __forceinline__ Part part_at(int rest) {
-  Part p;
-  p.begin = rest % SPLITS * TAPS;  rest /= SPLITS;
-  p.warp = rest % 4;  rest /= 4;
-  p.wg = rest % G::WGS_M;  rest /= G::WGS_M;
-  p.k_step = rest % G::K_STEPS;  rest /= G::K_STEPS;
-  p.chunk = rest % G::CHUNKS, p.block = rest / G::CHUNKS;
-  p.cout = (p.block % C::cout_blocks * G::WGS_M + p.wg) * C::rows_per_sub + p.warp * 16 % C::rows_per_sub, p.cin = p.chunk * C::ck + p.k_step * K;
-  return p;
-}
-
-template <class Weight>
-static __device__ __forceinline__ void bring_part(Type* tile, const Weight* __restrict__ weight, int tap_step, const Part& p, int thread) {
-  constexpr int OF_FIRST = C::grad_input ? C::cout_g : C::cin_g, OF_SECOND = C::grad_input ? C::cin_g : C::cout_g;  // of the weight's dimensions, in a group
-    int group = p.block / C::cout_blocks, outer = C::grad_input ? p.cout : p.cin, inner = C::grad_input ? p.cin : p.cout;
-    const Weight* from = weight + (long long)(group * OF_FIRST + outer) * PLANE;
-    int outer_left = OF_FIRST - outer, inner_left = OF_SECOND - inner, taps_left = C::taps - p.begin;
-    if (tap_step == 1) bring<false>(tile, from + (inner * C::taps + p.begin), outer_left, inner_left, taps_left, 1, thread);
-    else bring<true>(tile, from + (inner + p.begin * tap_step), outer_left, inner_left, taps_left, tap_step, thread);
-}
-
-template <class Weight>
-static __device__ __forceinline__ void pack_part(Type* tile, const Weight* __restrict__ weight, u32* __restrict__ packed, int tap_step, int part, int thread) {
-  const Part p = part_at(part);
-  bring_part(tile, weight, tap_step, p, thread);
-  sync();
-  int sub = p.warp * 16 / C::rows_per_sub, entries = G::end_entry(C::variants - 1);
-  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
-  const Type* own = tile + (((lane >> 2) + (r & 1) * 8) * K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PITCH;
-  constexpr bool LACKS = lacks_taps<C>();               // -1: zeros, by the first of the blocks
-  auto here = [&](int tap) { return SPLITS == 1 || (LACKS && tap < 0 ? p.begin == 0 : (u32)(tap - p.begin) < TAPS); };
-  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
-    int of = G::entries_of(variant), before = G::first_entry(variant);
-    int fragment = ((p.block * entries + before) * G::CHUNKS + p.chunk * of + e) * G::K_STEPS + p.k_step;
-    u32* to = packed + (long long)((fragment * G::PARTS * G::WGS_M + p.wg) * 4 + p.warp) * QUARTER + word;
-    const Type* at = own + (tap - p.begin);
-    if constexpr (ELEMENT == 4) {
-      float v = LACKS && tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
-      if (G::PARTS == 2) to[G::WGS_M * (G::FRAGMENT / 4)] = low_part(v, high);
-    }
-  };
-  if constexpr (SPLITS > 8) {} else {
-#pragma unroll 1
-    for (int variant = 0; variant < C::variants; variant++) {
-      int of = G::entries_of(variant), before = G::first_entry(variant);
-#pragma unroll 4
-      for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-        int tap = tap_index<C>((before + e) * C::subs + sub);
-        if (here(tap)) write(variant, e, tap);
-      }
-    }
-  }
-}
-
-// --- by a kernel of its own: `pack` and `pack_float` of packing.cuh ---------------------------------------------------
-
-template <class Weight>
-static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  __shared__ Type tile[TILE];
-  let_dependent_begin();                                // `gather`
-  pack_part(tile, weight, (u32*)packed, tap_step, blockIdx.x, threadIdx.x);
-}
 };
 
 // NCHW: staging slots, in which a chunk's pixels lie as they come from memory, in a way for each `Fetch`.
@@ -1247,10 +1028,10 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
 struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+__device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(full);
 }
 
 template <class C>
@@ -1334,12 +1115,10 @@ static constexpr int NB = G::NB;
 
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
   constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
   return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1403,8 +1182,7 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
 struct ChunkOf;
 
@@ -1416,23 +1194,16 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513. ROLLED: where the
+// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
   wgmma_fence();
@@ -1446,12 +1217,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
@@ -1476,35 +1245,34 @@ static __device__ __forceinline__ constexpr int block_of(int variant, int entry)
 }
 
 template <int VARIANT, int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP / G::STEPS_PER_TAP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
   S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-    if (C::continued && STEP == 0) S::give_back(behind, lane);
 }
 
 // Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
 template <int VARIANT, int... STEPS>
-static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
+static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
   weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
 // is then compiled, and fetched.
 template <int STRETCH>
-static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::first_of_stretches[STRETCH];  // variant
   int stretch = variant;
   if (C::stretches == 1 || stretch == STRETCH) {
     u32 a[C::fragment_sets][4];
     const typename Counting<steps_of(first)>::type steps;
     weights.load(a[0], 0);
-    multiply_from<first>(steps, acc, a, weights, pixels, behind, lane);
+    multiply_from<first>(steps, acc, a, weights, pixels, lane);
   } else ;
 }
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  multiply_stretch<0>(variant, acc, weights, pixels, behind, lane);
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
+  multiply_stretch<0>(variant, acc, weights, pixels, lane);
 }
 };
 
@@ -1527,14 +1295,14 @@ using Number = typename G::Number;
 static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int GROUPS = C::run_groups;
 static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
@@ -1884,21 +1652,17 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
+      Chunk::give_back(last, lane);
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    wgmma_wait<0>();
-    Chunk::give_back(behind, lane);
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
@@ -2722,50 +2486,88 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
   K::run(g, WgradSlice<WgradTile<C>>{partial}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
+// --- packed weights -------------------------------------------------------------------------------------------------
+
+template <class C> __constant__ const auto PACKED_TAPS = table_of<short>(C::tap_indices);
+
+// Brings weights, (input channels, output channels, taps) or for the gradient for the input (output channels, input
+// channels, taps), into the order in which the consumers read them: words of fragments
+//   [group][block of output channels][variant][chunk][tap][step of K][part][warpgroup][warp][lane][4],
+// where a word has a row of M and a channel of K (of 16 bits two), or zeros. The second part of IEEE float32 is what
+// TF32 leaves of the first.
+template <class C>
+__global__ void pack_weights(const typename PixelTile<C>::Number::Type* __restrict__ weight,
+                             u32* __restrict__ packed, int words) {
+  using G = GatherWork<C>;
+  constexpr int VARIANTS = C::variants, K = 32 / G::ELEMENT;
+  const int index = blockIdx.x * blockDim.x + threadIdx.x;
+  if (index >= words) return;
+  int rest = index;
+  const auto next = [&rest](int count) {
+    const int found = rest % count;
+    rest /= count;
+    return found;
+  };
+  const int word = next(4), lane = next(32), warp = next(4);
+  const int wg = next(G::WGS_M), part = next(G::PARTS), k_step = next(G::K_STEPS);
+  int place = next(G::end_entry(VARIANTS - 1) * G::CHUNKS), variant = 0;  // among all variants' chunks and taps
+  while (place >= G::end_entry(variant) * G::CHUNKS) variant++;
+  place -= G::first_entry(variant) * G::CHUNKS;
+  const int chunk = place / G::entries_of(variant), entry = G::first_entry(variant) + place % G::entries_of(variant);
+  const int tap = PACKED_TAPS<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
+  const int group = rest / C::cout_blocks, block = rest % C::cout_blocks * G::WGS_M + wg;
+  const int cout = block * C::rows_per_sub + warp * 16 % C::rows_per_sub + lane / 4 + word % 2 * 8;
+  const int cin = chunk * C::ck + k_step * K + lane % 4 * (4 / G::ELEMENT) + word / 2 * (16 / G::ELEMENT);
+  const auto value = [&](int c) {  // of channel c of K
+    const long long channels = C::grad_input ? (long long)(group * C::cout_g + cout) * C::cin_g + c
+                                             : (long long)(group * C::cin_g + c) * C::cout_g + cout;
+    return tap >= 0 && cout < C::cout_g && c < C::cin_g ? weight[channels * C::taps + tap] : 0;
+  };
+  packed[index] = to_tf32(value(cin));
+}
+
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 210 KB
+// Forward: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 214 KB
 // shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int precision = 0, cin = 32, cin_g = 32, ck = 32, tile_n = 1, tile_d = 1, tile_h = 1, tile_w = 256;
+  static constexpr int precision = 0, cin = 32, cin_g = 32, ck = 32, tile_n = 2, tile_d = 1, tile_h = 1, tile_w = 128;
   static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 1, rows_h = 1, row_step_d = 1;
-  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, first_w = -12, columns = 268;
-  static constexpr int plane = 268, planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0;
-  static constexpr int first_h = 0, box_units = 34, column_pad = 0, cout = 64, cout_g = 64, taps = 5, out_step_d = 1;
+  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, first_w = -12, columns = 140;
+  static constexpr int plane = 140, planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0;
+  static constexpr int first_h = 0, box_units = 35, column_pad = 0, cout = 64, cout_g = 64, taps = 5, out_step_d = 1;
   static constexpr int out_step_h = 1, out_step_w = 1, sub_h = 1, sub_w = 64, split = 2, mb = 1, subs = 1;
   static constexpr int rows_per_sub = 64, w_subs = 1, variants = 1, cout_blocks = 1, m_groups = 1, subs_d[1] = {0};
   static constexpr int subs_h[1] = {0}, subs_w[1] = {0}, blocks_of_w[1] = {0}, steps = 0, taps_unrolled = 5;
-  static constexpr int fragment_sets = 4, entries[2] = {0, 5}, tap_rows[5] = {0, 3, 6, 9, 12};
+  static constexpr int fragment_sets = 3, entries[2] = {0, 5}, tap_rows[5] = {0, 3, 6, 9, 12};
   static constexpr int tap_indices[5] = {4, 3, 2, 1, 0}, stretches = 1, first_of_stretches[1] = {0}, stages_w = 1;
-  static constexpr int w_stage = 7, ring_fragments = 20, pack_taps = 4, run_groups = 16, store = 0, store_unit = 0;
-  static constexpr int cluster = 1, producer_registers = 48, consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, paired = false;
-  static constexpr bool wide = true, continued = true, resident = true, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr int w_stage = 7, ring_fragments = 20, run_groups = 16, store = 0, store_unit = 0, cluster = 1;
+  static constexpr int producer_registers = 48, consumer_registers = 208;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = true;
+  static constexpr bool resident = true, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights
-// ring of 4 x 7 fragments, 226 KB shared.
+// Gradient for the input: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
+// resident, 220 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int precision = 0, cin = 64, cin_g = 64, ck = 32, tile_n = 1, tile_d = 1, tile_h = 1, tile_w = 256;
+  static constexpr int precision = 0, cin = 64, cin_g = 64, ck = 16, tile_n = 2, tile_d = 1, tile_h = 1, tile_w = 128;
   static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 1, rows_h = 1, row_step_d = 1;
-  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, first_w = 0, columns = 268, plane = 268;
-  static constexpr int planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0, first_h = 0;
-  static constexpr int box_units = 34, column_pad = 0, cout = 32, cout_g = 32, taps = 5, out_step_d = 1, out_step_h = 1;
+  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, first_w = 0, columns = 140, plane = 140;
+  static constexpr int planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 4, fetch = 1, first_d = 0, first_h = 0;
+  static constexpr int box_units = 35, column_pad = 0, cout = 32, cout_g = 32, taps = 5, out_step_d = 1, out_step_h = 1;
   static constexpr int out_step_w = 1, sub_h = 1, sub_w = 64, split = 2, mb = 1, subs = 1, rows_per_sub = 64;
   static constexpr int w_subs = 1, variants = 1, cout_blocks = 1, m_groups = 1, subs_d[1] = {0}, subs_h[1] = {0};
-  static constexpr int subs_w[1] = {0}, blocks_of_w[1] = {0}, steps = 0, taps_unrolled = 5, fragment_sets = 4;
+  static constexpr int subs_w[1] = {0}, blocks_of_w[1] = {0}, steps = 0, taps_unrolled = 5, fragment_sets = 3;
   static constexpr int entries[2] = {0, 5}, tap_rows[5] = {0, 3, 6, 9, 12}, tap_indices[5] = {0, 1, 2, 3, 4};
-  static constexpr int stretches = 1, first_of_stretches[1] = {0}, stages_w = 4, w_stage = 7, ring_fragments = 28;
-  static constexpr int pack_taps = 4, run_groups = 16, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
+  static constexpr int stretches = 1, first_of_stretches[1] = {0}, stages_w = 4, w_stage = 5, ring_fragments = 40;
+  static constexpr int run_groups = 16, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, paired = false;
-  static constexpr bool wide = true, continued = true, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, wide = true;
+  static constexpr bool resident = true, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2791,7 +2593,7 @@ struct GradWeight {
 
 namespace {
 
-// A tensor's memory, as whatever pointer a kernel takes.
+// Memory, as whatever pointer a kernel takes.
 struct Memory {
   void* at;
   template <typename T>
@@ -2809,44 +2611,48 @@ int shared(void (*kernel)(Parameters...), int bytes) {
 
 // --- tensor maps: what the tensor copy engine must know of a tensor ----------------------------------------------
 
-// The driver's function, found at run time so that nothing links libcuda.
-decltype(&cuTensorMapEncodeTiled) encode_tiled() {
-  static const auto found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult status;
-#if CUDART_VERSION >= 12050
-    C10_CUDA_CHECK(
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status));
-#else
-    C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &status));
-#endif
-    TORCH_CHECK(function != nullptr, "the CUDA driver must be 12.0 or newer: it has no tensor maps");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  return found;
-}
+// Columns, rows, slices, channels and images of a tensor.
+using Counts = std::array<cuuint64_t, 5>;
 
 // A map over a dense tensor, and the box that one copy brings: `box` elements traversed by `steps` along each axis,
-// innermost first. `second`: the map has the channels behind the columns, and so has the box.
-kernels::TensorMap tensor_map(const at::Tensor& t, bool channels_last, bool second, CUtensorMapDataType type,
-                              const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
-                              CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
-  C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
-  std::array<cuuint64_t, 5> counts;   // columns, rows, slices, channels, images; in channels_last channels first
+// innermost first. `second`: the map has the channels behind the columns, and so has the box. The driver's function
+// is found at run time, so that nothing links libcuda.
+kernels::TensorMap tensor_map(void* memory, Counts counts, int element, bool channels_last, bool second,
+                              CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
+                              const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle,
+                              CUtensorMapL2promotion promotion, CUresult& result) {
+  void* encode = nullptr;
+  cudaDriverEntryPointQueryResult status;
+  cudaFree(nullptr);  // gives a thread that has called nothing yet its context
+#if CUDART_VERSION >= 12050
+  cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &status);
+#else
+  cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &status);
+#endif
+  if (channels_last) std::rotate(counts.begin(), counts.begin() + 3, counts.begin() + 4);
   std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all axes but the innermost
-  for (int i = 0; i < 3; i++) counts[i + channels_last] = i < t.dim() - 2 ? t.size(t.dim() - 1 - i) : 1;
-  counts[channels_last ? 0 : 3] = t.size(1), counts[4] = t.size(0);
-  cuuint64_t pitch = t.element_size();
+  cuuint64_t pitch = element;
   for (int i = 0; i < 4; i++) pitches[i] = pitch *= counts[i];
   if (second) {
     std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
     std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
   }
-  kernels::TensorMap map;
-  const CUresult result = encode_tiled()(
-      reinterpret_cast<CUtensorMap*>(&map), type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(),
-      steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(result));
+  kernels::TensorMap map = {};
+  result = CUDA_ERROR_NOT_SUPPORTED;
+  if (encode != nullptr)
+    result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+        reinterpret_cast<CUtensorMap*>(&map), type, 5, memory, counts.data(), pitches.data(), box.data(),
+        steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return map;
+}
+
+template <typename... Given>
+kernels::TensorMap tensor_map(const at::Tensor& t, Given... given) {
+  Counts counts = {1, 1, 1, static_cast<cuuint64_t>(t.size(1)), static_cast<cuuint64_t>(t.size(0))};
+  for (int i = 0; i < t.dim() - 2; i++) counts[i] = t.size(t.dim() - 1 - i);
+  CUresult result;
+  const auto map = tensor_map(t.data_ptr(), counts, static_cast<int>(t.element_size()), given..., result);
+  TORCH_CHECK(result == CUDA_SUCCESS, "the driver must be 12.0 or newer; for a tensor map it said ", int(result));
   return map;
 }
 
@@ -2856,14 +2662,14 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
              int blocks, const std::array<int, 11>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor packed = at::empty({40960}, weight.options().dtype(at::kByte));
-  kernels::pack<kernels::GatherPack<kernels::Forward>><<<32, 256, 0, stream>>>(of(weight), of(packed), 1);
-  const at::Tensor zeros = at::zeros({2}, x.options().dtype(at::kInt));
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 215316), stream>>>(
+  const at::Tensor packed = at::empty({40960}, x.options().dtype(at::kByte));
+  const at::Tensor zeros = at::zeros({8}, x.options().dtype(at::kByte));
+  kernels::pack_weights<kernels::Forward><<<40, 256, 0, stream>>>(of(weight), of(packed), 10240);
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 219416), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {136, 1, 1, 32, 1}, {1, 1, 1, 1, 1},
-                 CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{140, 1, 1, 32, 2},
+                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -2871,14 +2677,14 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
                 int blocks, const std::array<int, 11>& sizes) {
   const c10::cuda::CUDAGuard guard(grad.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor packed = at::empty({81920}, weight.options().dtype(at::kByte));
-  kernels::pack<kernels::GatherPack<kernels::GradInput>><<<64, 256, 0, stream>>>(of(weight), of(packed), 1);
-  const at::Tensor zeros = at::zeros({2}, grad.options().dtype(at::kInt));
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 231748), stream>>>(
+  const at::Tensor packed = at::empty({81920}, grad.options().dtype(at::kByte));
+  const at::Tensor zeros = at::zeros({8}, grad.options().dtype(at::kByte));
+  kernels::pack_weights<kernels::GradInput><<<80, 256, 0, stream>>>(of(weight), of(packed), 20480);
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 225640), stream>>>(
       of(grad), of(packed), nullptr, of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {136, 1, 1, 32, 1}, {1, 1, 1, 1, 1},
-                 CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
+      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{140, 1, 1, 16, 2},
+                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -2890,10 +2696,10 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
   kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 512, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 217168), stream>>>(
       of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11],
-      {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 32, 1, 1, 1}, {1, 1, 1, 1, 1},
-                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
-       tensor_map(grad, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {148, 64, 1, 1, 1}, {1, 1, 1, 1, 1},
-                 CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
+      {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{32, 32, 1, 1, 1},
+                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
+       tensor_map(grad, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{148, 64, 1, 1, 1},
+                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   kernels::reduce<kernels::GradWeight><<<320, 256, 0, stream>>>(of(sums), of(out), slices, 320, 5, 1, 1);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2952,29 +2758,32 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x1x256 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 1, 256))]
-    tiles = batch * math.prod(counts)
-    return min(tiles, processors), (batch, *source, *result, *counts, tiles)
+    """(blocks, sizes): persistent blocks, which take tile after tile of 2x1x1x128 positions (NxDxHxW)."""
+    tiles_d = result[0]
+    tiles_h = result[1]
+    tiles_w = ceil(result[2], 128)
+    tiles = ceil(batch, 2) * tiles_d * tiles_h * tiles_w
+    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x1x256 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 1, 256))]
-    tiles = batch * math.prod(counts)
-    return min(tiles, processors), (batch, *source, *result, *counts, tiles)
+    """(blocks, sizes): persistent blocks, which take tile after tile of 2x1x1x128 positions (NxDxHxW)."""
+    tiles_d = result[0]
+    tiles_h = result[1]
+    tiles_w = ceil(result[2], 128)
+    tiles = ceil(batch, 2) * tiles_d * tiles_h * tiles_w
+    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x1x128 pixels, their sums are added after.
-
-    The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
-    """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (1, 1, 1, 128))]
-    chunks = math.prod(counts)
-    each = ceil(chunks, max(1, min(chunks, 2457, processors)))  # of a share
+    """(blocks, slices of sums, sizes): 1 wave of blocks share the chunks of 1x1x1x128 pixels."""
+    tiles_d = source[0]
+    tiles_h = source[1]
+    tiles_w = ceil(source[2], 128)
+    chunks = batch * tiles_d * tiles_h * tiles_w
+    each = ceil(chunks, max(1, min(min(chunks, 2457), processors)))
     shares = ceil(chunks, each)
-    return shares, shares, (batch, *source, *result, *counts[1:], chunks, each)
+    return shares, shares, (batch, *source, *result, tiles_d, tiles_h, tiles_w, chunks, each)
 
 
 @functools.cache

@@ -3,13 +3,16 @@
 Layer: ConvTranspose2d(32, 64, kernel_size=(3, 5), stride=(2, 3), padding=(1, 2), output_padding=(0, 0),
 dilation=(2, 1), groups=4).
 
+Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
+bias plus the sum, over input channels and taps, of input times weight.
+
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients with the kernels below. They are chosen for inputs of 16 x 32 x 128 x 256 on an
+forward, first and second gradients, with the kernels below. They are chosen for inputs of 16 x 32 x 128 x 256 on an
 NVIDIA H200 and serve every batch and spatial size.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
-  arguments and dtypes, and other devices from sm_70 on.
+  arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
   float32's accuracy; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are.
@@ -24,7 +27,7 @@ Kernels:
 - gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K
   in 132 slices, 171 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations
@@ -1280,7 +1283,7 @@ struct GradWeight {
 
 namespace {
 
-// A tensor's memory, as whatever pointer a kernel takes.
+// Memory, as whatever pointer a kernel takes.
 struct Memory {
   void* at;
   template <typename T>
@@ -1384,28 +1387,27 @@ def full(t: Tensor):
 
 def forward_launch(batch, source, result, processors):
     """(blocks, sizes): a block takes a tile, and what it needs of the source."""
-    rows, columns = ceil(result[1], 8), ceil(result[2], 384)  # of blocks
-    blocks = batch * result[0] * rows * columns * 16
-    return blocks, (batch, *source, *result, rows, columns, int(source[2] % 4 == 0))
+    rows = ceil(result[1], 8)
+    columns = ceil(result[2], 384)
+    return batch * result[0] * rows * columns * 16, (batch, *source, *result, rows, columns, int(source[2] % 4 == 0))
 
 
 def grad_input_launch(batch, source, result, processors):
     """(blocks, sizes): a block takes a tile, and what it needs of the source."""
-    rows, columns = ceil(result[1], 32), ceil(result[2], 32)  # of blocks
-    blocks = batch * result[0] * rows * columns * 4
-    return blocks, (batch, *source, *result, rows, columns, int(source[2] % 2 == 0))
+    rows = ceil(result[1], 32)
+    columns = ceil(result[2], 32)
+    return batch * result[0] * rows * columns * 4, (batch, *source, *result, rows, columns, int(source[2] % 2 == 0))
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x8x32 pixels, their sums are added after.
-
-    The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
-    """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (1, 1, 8, 32))]
-    chunks = math.prod(counts)
-    each = ceil(chunks, max(1, min(chunks, 819, processors // 4)))  # of a share
+    """(blocks, slices of sums, sizes): 1 wave of blocks share the chunks of 1x1x8x32 pixels."""
+    tiles_d = source[0]
+    tiles_h = ceil(source[1], 8)
+    tiles_w = ceil(source[2], 32)
+    chunks = batch * tiles_d * tiles_h * tiles_w
+    each = ceil(chunks, max(1, min(min(chunks, 819), processors // 4)))
     shares = ceil(chunks, each)
-    return shares * 4, shares * 4, (batch, *source, *result, *counts[1:], chunks, each)
+    return shares * 4, shares * 4, (batch, *source, *result, tiles_d, tiles_h, tiles_w, chunks, each)
 
 
 @functools.cache

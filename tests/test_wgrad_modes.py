@@ -170,10 +170,9 @@ DRAWS: tuple[Draw, ...] = (
 def draw_layer(draw: Draw, rng: random.Random) -> Problem | None:
     p = draw_problem(rng)
     try:
-        p = p.with_(**draw(p, rng))
+        return p.with_(**draw(p, rng))
     except ValueError:  # no output
         return None
-    return (p.abreast or p) if draw is last and p.rank == 2 and rng.random() < 0.15 else p
 
 
 def boxed(t: AnyTiling, p: Problem) -> AnyTiling | None:
@@ -198,7 +197,7 @@ def cases(seed: int) -> Iterator[Case]:
         return
     every = list(wgrad_search.candidates(p, H200))
     for t in rng.sample(every, min(len(every), 40)):
-        q = other_size(p, rng) if rng.random() < 0.5 and not p.batch_as_width else p
+        q = other_size(p, rng) if rng.random() < 0.5 else p
         if not serves(t, p, q):
             continue
         boxes = boxed(t, q)
@@ -237,7 +236,6 @@ LAST: OfTiling = {
     "g by a box, no descriptors": lambda t: t.element == 2 and not t.a_shared,
     "chunks without gaps, 16 bits": lambda t: t.gapless and t.element == 2,
     "chunks without gaps, turned": lambda t: t.gapless and t.turned,
-    "a batch as width": lambda t: t.problem.batch_as_width,
 }
 SYNC: OfTiling = {
     "several slices": lambda t: t.k_slices > 1,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from upconv import cpu, dispatch, planner, refusals
-from upconv.cuda import engine
+from upconv.cuda import engine, weights
 from upconv.planner import Plan
 from upconv.replay.calls import Gradients, Operation
 
@@ -110,6 +110,8 @@ class Bilinear(ABC):
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
         """As `taken`, in every state of autograd and autocast: recorded where gradients are."""
+        if mask[1] and weights.frozen:
+            weights.thaw(weight)  # whoever asks for its gradient, PyTorch's or ours, is about to change it
         with _uncasting(grad):
             if not torch.is_grad_enabled() or _observed_backward(grad, x, weight):
                 return self.taken(grad, x, weight, mask)

@@ -143,10 +143,12 @@ class Recording(TorchDispatchMode):
         """A call of an operator."""
         schema = func._schema
         given, tensors = [], []
+        read: dict[int, int] = {}  # buffers of the arguments, by where their tensors are
         for i, a in enumerate(schema.arguments):
             value = args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
             if isinstance(value, Tensor):
                 tensors.append((i, self._of(value)))
+                read[value._cdata] = tensors[-1][1]
                 value = None
             elif isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
                 raise Unrecorded(f"it calls {func}, which takes several tensors as one argument")
@@ -155,8 +157,8 @@ class Recording(TorchDispatchMode):
         for t in made if isinstance(made, tuple) else (made,):
             if not isinstance(t, Tensor | None):
                 raise Unrecorded(f"it calls {func}, whose result is no tensor")
-            known = None if t is None else self._numbers.get(t._cdata)  # an operator in place gives what it was given
-            results.append(-1 if t is None else self._new(t) if known is None else known)
+            same = None if t is None else read.get(t._cdata)  # an operator in place gives what it was given
+            results.append(-1 if t is None else self._new(t) if same is None else same)
         return Call(schema.name, schema.overload_name, tuple(given), tuple(tensors), tuple(results))
 
     def launched(

@@ -13,6 +13,7 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Unit
 from upconv.cuda.wgrad import wgrad
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
+from upconv.export import packing
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 
@@ -50,9 +51,14 @@ class Kernel:
     @property
     def entries(self) -> tuple[str, ...]:
         """Of the unit, in C++: what packs weights, if anything does, what computes, and what adds sums."""
-        named = (re.sub(rf"\b{jit.CONFIG}\b", self.config, one) for one in jit.entries_of(self.unit.source))
-        found = [re.sub(r"(\w+)([<>])", r"kernels::\1\2", one) for one in named if "_float<" not in one]
-        return tuple(found)
+        found = [f"{packing.ENTRY}<{jit.CONFIG}>"] if self.packed_words else []
+        named = (re.sub(rf"\b{jit.CONFIG}\b", self.config, one) for one in (*found, *self.compiled))
+        return tuple(re.sub(r"(\w+)([<>])", r"kernels::\1\2", one) for one in named)
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """Of `entries` those of the unit: its own kernel for packing is not in the file."""
+        return tuple(one for one in jit.entries_of(self.unit.source) if not one.startswith("pack"))
 
     @property
     def multiples(self) -> tuple[int, int]:

@@ -408,7 +408,7 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    found = considered(p, gpu, general)
+    found = considered(p, gpu, general, best=True)
     if not found:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
 

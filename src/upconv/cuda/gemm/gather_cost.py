@@ -32,6 +32,7 @@ _EXPOSED = {"nchw": 0.7, "channels_last": 1.0}  # share of stores that nothing h
 _BESIDE_MEMORY = {"nchw": 0.19, "channels_last": 0.1}
 _INSTRUCTION = 2.56  # clocks of an epilogue's instruction
 _RUN = 136  # instructions of a run of an epilogue beside its outputs'
+_PLENTY = 10**6  # stages of a ring that nobody waits for
 _SECTOR, _SECTORS = 32, 165.0  # bytes; of a run those that the unfilled sectors at its ends cost
 _OFF_SECTORS = 1.25  # bytes of the device memory, where a result's rows do not begin at sectors
 _LINE = 128  # bytes that come from memory together
@@ -43,15 +44,37 @@ def estimate(t: Tiling, p: Problem, gpu: Gpu) -> Cost:
     return cost(work(t, p, gpu), gpu)
 
 
+def least(t: Tiling, p: Problem, gpu: Gpu) -> float:
+    """Seconds that a problem takes at least, by a tiling of whatever chunks: multiplying, stores and device memory."""
+    fragments = -(-t.cin_g * t.element // 32) * t.parts * sum(t.variant_entries) / len(t.variants)
+    tiles = math.prod(t.counts(p)) * t.m_groups
+    stored, _ = _stored(t, alignment_of(p))
+    found = Work(
+        *_multiplied(t, fragments),
+        waves=-(-tiles // gpu.multiprocessors),
+        moved=_moved(t, p, tiles, gpu),
+        stages=_PLENTY,
+        stored=stored,
+        in_turn=t.split == 2,
+        beside_memory=_BESIDE_MEMORY[p.layout],
+    )
+    return cost(found, gpu).seconds
+
+
+def _multiplied(t: Tiling, fragments: float) -> tuple[float, float]:
+    """Matrix instructions for so many fragments, and columns of all of them."""
+    instructions = fragments * t.nb / (2 if t.wide else 1) * (1 if t.split == 2 else 2)
+    instructions *= (_IEEE if t.parts == 2 else 1.0) / (1.0 if t.wgmma else _MMA_SYNC)
+    return instructions, instructions * (128 if t.wide else 64)
+
+
 def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
     """What an average tile asks for."""
     tapped = [n for n in t.variant_entries if n]
     chunks = t.chunks_of_block * len(tapped) / len(t.variants)
     fragments = t.chunks_of_block * t.fragments_of_chunk(sum(tapped)) / len(t.variants)
     stretches = chunks if t.straight or t.rolled else fragments / t.longest_stretch
-    instructions = fragments * t.nb / (2 if t.wide else 1) * (1 if t.split == 2 else 2)
-    instructions *= (_IEEE if t.parts == 2 else 1.0) / (1.0 if t.wgmma else _MMA_SYNC)
-    columns = instructions * (128 if t.wide else 64)
+    instructions, columns = _multiplied(t, fragments)
     weights = 0.0 if t.resident else fragments * t.wgs_m * FRAGMENT
     lines, boxes, arriving = _arriving(t)
     chunks_turned, turned = _turned(t, arriving)

@@ -99,7 +99,7 @@ def _chunks(p: Problem, base: AnyTiling, general: bool) -> tuple[Chunk, ...]:
     if isinstance(base, SyncTiling):
         return _boxes(p.rank, 64)
     found = _boxes(p.rank, 32)
-    if base.channels_last and not (general or base.stacked or p.batch_as_width):
+    if base.channels_last and not (general or base.stacked):
         found += tuple(Chunk(box, positions) for positions in _GAPLESS if (box := gapless_box(p, positions)))
     return found
 
@@ -165,8 +165,6 @@ def classes_of(p: Problem) -> tuple[int, int]:
 
 
 def _sync_bases(p: Problem) -> Iterator[SyncTiling]:
-    if p.batch_as_width:  # threads read images as they are
-        return
     layer = settled(SyncTiling(any_size(p), (16, 8), (1, 1, 1), (1, 1, 1, 8), _aligned(p, p.size)), "problem")
     for block, taps in product(_blocks(*layer.channels), _tap_sets(p)):
         warp = _warps(p, block, math.prod(taps))
