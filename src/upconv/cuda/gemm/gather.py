@@ -117,7 +117,7 @@ class Choice(PackingLaunch):
     @property
     def margin(self) -> float:
         """Its model is too optimistic for tiles that unroll rows of 3-D layers, so its estimate is scaled. In
-        channels_last it is not, where there is no stride. Of 1-D layers whose blocks claim tiles it is too pessimistic."""
+        channels_last it is not, where there is no stride. Of 1-D layers whose blocks claim tiles it is pessimistic."""
         p = self.problem
         if p.rank == 1 and self.claimed:
             return _LINES_CLAIMED
