@@ -14,13 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 
 import torch
 
 from upconv import planner
-from upconv.bench import files, report
+from upconv.bench import files, report, run
 from upconv.bench.progress import Progress
 from upconv.bench.report import Report
 from upconv.bench.suites import SUITES, Case, choose
@@ -31,7 +30,7 @@ from upconv.problem import LAYOUTS, Layout, Pass, Precision
 
 COMPILERS = 8
 """Threads that compile at once, on a GPU's host."""
-_PRECISIONS: dict[Precision, torch.dtype] = {"tf32": torch.float32, "bf16": torch.bfloat16}
+_PRECISIONS: tuple[Precision, ...] = ("tf32", "bf16")
 _COLUMNS: dict[Pass, str] = {"fwd": "fwd_s", "grad-input": "grad_input_s", "grad-weight": "grad_weight_s"}
 
 Row = tuple[str, Precision, Layout]
@@ -88,14 +87,12 @@ def _rows(
 def _units(where: planner.Device, cases: Sequence[Case]) -> Rows:
     """For each row the sources that the first call of each pass waits for."""
     found: Rows = {}
-    for case, (precision, dtype), layout in product(cases, _PRECISIONS.items(), LAYOUTS):
-        if case.problem.rank == 1 and layout != "nchw":
-            continue
-        plan = planner.plan(case.problem.with_(dtype=dtype, precision=precision, layout=layout), where)
+    ways = run.ways(torch.device("cuda"), (), _PRECISIONS, LAYOUTS)
+    for job in run.jobs("cuda", cases, ways, small=False, bias=None):
         # In training weights are packed by the kernel itself, where one does.
-        choices = plan.choices("step").items()
+        choices = planner.plan(job.problem, where).choices("step").items()
         units = {pass_: [*choice.sources(), *choice.packing_sources] for pass_, choice in choices}
-        found[case.name, precision, layout] = units
+        found[job.case, job.problem.precision, job.problem.layout] = units
     return found
 
 

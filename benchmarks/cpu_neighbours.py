@@ -62,7 +62,7 @@ def measured(job: run.Job) -> dict[str, Any] | None:
     if (plan.forward if p.pass_ == "fwd" else plan.backward) == "native":
         return None
     sets = [timing.operands(p, device, seed) for seed in range(2)]
-    works = {side: [timing.work(side, p, given) for given in sets] for side in ("ours", "torch")}  # type: ignore[arg-type]
+    works = {side: [make(given) for given in sets] for side, make in run.How(REPEATS).sides(job).items()}
     taken = timing.interleave(works | {"again": works["torch"]}, timing.clock(device), REPEATS)
     times = {side: median(values) for side, values in taken.items()}
     return {

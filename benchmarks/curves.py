@@ -18,23 +18,27 @@ Training needs ``pip install 'upconv[examples]'``; both models are trained at th
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from datetime import datetime, timezone
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean as mean
 from types import ModuleType
 from typing import Any
 
+import torch
+from rich.console import Console
+
+from upconv.bench import files, report
+from upconv.bench.tables import conditions
+from upconv.cli.arguments import module_of
+
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "benchmarks" / "results" / "h200-curves.json"
-SCHEMA = 1
 STEPS = 300
 WINDOW = 20
 """Steps of a window, whose mean losses are compared."""
@@ -69,13 +73,7 @@ Curves = dict[str, Any]
 
 def example(name: str) -> ModuleType:
     """An example as a module; its progress bars stay silent."""
-    from rich.console import Console
-
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and enums look their module up
-    spec.loader.exec_module(module)
+    module = module_of(str(ROOT / "examples" / f"{name}.py"))
     module.console = Console(quiet=True)  # type: ignore[attr-defined]
     return module
 
@@ -102,10 +100,6 @@ def trained(name: str, width: int, batch: int, steps: int, device: str) -> Model
 
 def measure(device: str, steps: int, sizes: dict[str, tuple[int, int]]) -> Curves:
     """Trains every model; the losses of all runs."""
-    import torch
-
-    from upconv import env
-
     context, threads = multiprocessing.get_context("spawn"), max(1, torch.get_num_threads() // len(MODELS))
     with ProcessPoolExecutor(len(MODELS), context, torch.set_num_threads, (threads,)) as pool:
         jobs = {pool.submit(trained, name, *sizes[name], steps, device): name for name in MODELS}
@@ -114,15 +108,8 @@ def measure(device: str, steps: int, sizes: dict[str, tuple[int, int]]) -> Curve
             models[jobs[job]] = job.result()
             times = ", ".join(f"{run} {seconds:.1f} s" for run, seconds in job.result()["seconds"].items())
             print(f"{MODELS[jobs[job]][0]}: {times}", flush=True)
-    return {
-        "schema": SCHEMA,
-        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": env.commit(),
-        "device": env.device(torch.device(device)),
-        "versions": env.versions(),
-        "steps": steps,
-        "models": {name: models[name] for name in MODELS},
-    }
+    ordered = {name: models[name] for name in MODELS}
+    return report.gather([], torch.device(device), kind="curves", steps=steps, models=ordered)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -130,8 +117,6 @@ def measure(device: str, steps: int, sizes: dict[str, tuple[int, int]]) -> Curve
 
 def save(found: Curves, path: Path) -> None:
     """Writes the report as JSON, a training a line, in one step."""
-    from upconv.bench import files
-
     text = json.dumps(found, allow_nan=False)
     for run in RUNS:
         text = text.replace(f'"{run}": {{', f'\n"{run}": {{')
@@ -176,15 +161,10 @@ def agree(model: Model, loss: str) -> bool:
 def stated(found: Curves) -> str:
     """A table of the distances, and the picture."""
     heads = [
-        "loss",
-        "first, PyTorch and upconv",
-        "last 20, PyTorch",
-        "upconv and PyTorch, same seed",
-        "PyTorch twice, same seed",
-        "PyTorch, two seeds",
-        "within",
-    ]
-    lines = ["| " + " | ".join(heads) + " |", "| " + " | ".join(["---", *("---:" for _ in heads[1:-1]), "---"]) + " |"]
+        "loss", "first, PyTorch and upconv", "last 20, PyTorch", "upconv and PyTorch, same seed",
+        "PyTorch twice, same seed", "PyTorch, two seeds", "within",
+    ]  # fmt: skip
+    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 2) + " --- |"]
     for name, (title, losses) in MODELS.items():
         model = found["models"][name]
         for loss in losses:
@@ -205,13 +185,8 @@ def stated(found: Curves) -> str:
         "of two seeds. It says yes where neither the mean nor the largest distance is greater. First and last losses "
         f"are those of seed 0. {sizes}. All in float32 by PyTorch's default flags, with plain convolutions by upconv."
     )
-    device, versions = found["device"], found["versions"]
-    parts = [str(device.get("name")), f"upconv {versions.get('upconv')}", f"PyTorch {versions.get('torch')}"]
-    if device.get("type") == "cuda":
-        parts.append(f"cuDNN {versions.get('cudnn')}")
-    closing = " · ".join([*parts, found["when"][:10]]) + "."
     picture = "![Losses of 300 training steps, upconv and PyTorch](training-curves.png)"
-    return "\n".join([picture, "", *lines, "", f"{text} {closing}"])
+    return "\n".join([picture, "", *lines, "", f"{text} {conditions(found)}."])
 
 
 def _summed(distances: Sequence[float]) -> str:
@@ -226,16 +201,11 @@ def _smooth(losses: Sequence[float]) -> list[float]:
 
 def draw(found: Curves, path: Path) -> None:
     """A panel for each loss: where all seeds lie as an area, runs of seed 0 on top, by the mean of 20 steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    from upconv.bench import files
+    from matplotlib.figure import Figure
 
     panels = [(name, loss) for name, (_, losses) in MODELS.items() for loss in losses]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), layout="constrained", squeeze=False)
-    for axis, (name, loss) in zip(axes[0], panels):
+    figure = Figure(figsize=(5.5 * len(panels), 4.2), layout="constrained")
+    for axis, (name, loss) in zip(figure.subplots(1, len(panels)), panels):
         title, losses = MODELS[name]
         runs = {run: _smooth(series[loss]) for run, series in found["models"][name]["losses"].items()}
         for side, color in COLORS.items():
@@ -249,7 +219,6 @@ def draw(found: Curves, path: Path) -> None:
         axis.legend(fontsize=8)
     figure.supxlabel(f"{found['device'].get('name')}, {found['when'][:10]}", x=1, ha="right", fontsize=7)
     files.publish(path, lambda temporary: figure.savefig(temporary, dpi=110))
-    plt.close(figure)
 
 
 def main() -> int:

@@ -15,9 +15,8 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import date
-from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -25,11 +24,11 @@ from typing import Any
 import torch
 
 from upconv import env, planner
-from upconv.bench import files
+from upconv.bench import files, run
 from upconv.bench.suites import SUITES
 from upconv.cuda import families
 from upconv.cuda.gpu import A100, B200, H200, RTX4090, Gpu
-from upconv.problem import LAYOUTS, PRECISIONS, Layout, Pass, Precision, Problem, output_length
+from upconv.problem import LAYOUTS, PRECISIONS, Pass, Precision, Problem, output_length
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "planning.json"
@@ -84,17 +83,11 @@ def random_layers(count: int, seed: int) -> list[Problem]:
     return [random_layer(draw) for _ in range(count)]
 
 
-def suite_rows(names: Iterable[str]) -> Iterator[Problem]:
+def suite_rows(names: Iterable[str]) -> list[Problem]:
     """Every layer of these suites once, in every precision and both layouts."""
-    seen = set()
-    for name in names:
-        for case in SUITES[name]:
-            layouts: tuple[Layout, ...] = LAYOUTS if case.problem.rank > 1 else ("nchw",)
-            for (dtype, precision), layout in product(WAYS, layouts):
-                p = case.problem.with_(dtype=dtype, precision=precision, layout=layout)
-                if p not in seen:
-                    seen.add(p)
-                    yield p
+    ways = run.ways(torch.device("cuda"), list(PRECISIONS), [precision for _, precision in WAYS], LAYOUTS)
+    jobs = (job for name in names for job in run.jobs(name, SUITES[name], ways, small=False, bias=None))
+    return list(dict.fromkeys(job.problem for job in jobs))
 
 
 def caches() -> list[Callable[[], None]]:

@@ -64,10 +64,9 @@ TOOLS: dict[str, tuple[tuple[str, ...], str, str]] = {
 # Of each source: what is written there, and how it reads where every lane arrives.
 EVERY_LANE = {
     "gather.cu": (
-        ("if (lane == 0) barrier_arrive(done);", "barrier_arrive(done);"),
-        ("if (lane == 0 && (!C::continued || barrier)) barrier_arrive", "if (!C::continued || barrier) barrier_arrive"),
+        ("if (lane == 0) barrier_arrive(barrier);", "barrier_arrive(barrier);"),
+        ("if (lane == 0) barrier_arrive(full);", "barrier_arrive(full);"),
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("  if (lane == 0) barrier_arrive(barrier);\n", "  barrier_arrive(barrier);\n"),
         ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
         (
             "barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);",
@@ -93,7 +92,7 @@ EVERY_LANE = {
     ),
     "sweep.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("  if (lane == 0) barrier_arrive(barrier);\n", "  barrier_arrive(barrier);\n"),
+        ("if (lane == 0) barrier_arrive(full);", "barrier_arrive(full);"),
         ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
         (
             "pixels.init(T::DIRECT_BOX ? 1 : PRODUCER_WARPS, CONSUMERS * 4);",

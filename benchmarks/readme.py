@@ -14,7 +14,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,33 +71,8 @@ TRAINED = {"ratio": "", "convolutions_ratio": ", plain convolutions too", "compi
 LAYOUTS = {"nchw": "NCHW", "channels_last": "channels_last"}
 
 
-@dataclass(frozen=True)
-class Line:
-    """Rows of a report that are summed up in one line."""
-
-    stem: str
-    where: str
-    """The device and the versions."""
-    what: str
-    weights: str
-    """When weights were packed: at ``each call``, ``kept``, ``frozen``; or ``none`` that are packed."""
-    ratios: Mapping[str, float]
-    """By the rows' names; rows that PyTorch's own operator computes are left out."""
-    total: int
-    commit: str
-    date: str
-
-    def cells(self) -> list[str]:
-        """The line of the table."""
-        lowest = min(self.ratios, key=lambda name: self.ratios[name])
-        below = [f"{name} {times(ratio)}" for name, ratio in self.ratios.items() if ratio < 1]
-        count = f"{len(self.ratios)} of {self.total}" if len(self.ratios) < self.total else str(self.total)
-        link = f"[{self.stem}](../benchmarks/results/{self.stem}.json)"
-        average = times(report.geometric_mean(list(self.ratios.values())))
-        least = f"{lowest} {times(self.ratios[lowest])}"
-        return [
-            link, self.what, self.weights, count, average, least, ", ".join(below) or "none", self.commit, self.date
-        ]  # fmt: skip
+Line = tuple[str, list[str]]
+"""The device with its versions, and the cells of a line of the table of all reports."""
 
 
 def lines() -> Iterator[Line]:
@@ -107,7 +81,7 @@ def lines() -> Iterator[Line]:
     for path in sorted(paths, key=_order):
         found, stem = json.loads(path.read_text(encoding="utf-8")), str(path.relative_to(RESULTS).with_suffix(""))
         rows = found.get("rows")
-        if found.get("commit") and isinstance(rows, list) and "ratio" in rows[0]:
+        if found.get("commit") and rows and "ratio" in rows[0]:
             yield from _lines(stem, found)
 
 
@@ -129,9 +103,16 @@ def _lines(stem: str, found: Mapping[str, Any]) -> Iterator[Line]:
     at = commit + "".join(f", {count} of {of}" for of, count in older.items())
 
     def line(what: str, packed: str, mine: Sequence[Row], key: str = "ratio") -> Line:
+        """Rows that are summed up; those that PyTorch's own operator computes only count."""
         own = [row for row in mine if row.get("engine") != "torch" and row.get(key) is not None]
         ratios = {_name(row, rows): row[key] for row in own}
-        return Line(stem, _where(found), what, packed, ratios, len(mine), at, date)
+        lowest = min(ratios, key=lambda name: float(ratios[name]))
+        below = [f"{name} {times(ratio)}" for name, ratio in ratios.items() if ratio < 1]
+        count = f"{len(own)} of {len(mine)}" if len(own) < len(mine) else str(len(mine))
+        return _where(found), [
+            f"[{stem}](../benchmarks/results/{stem}.json)", what, packed, count, times(mean(own, key)),
+            f"{lowest} {times(ratios[lowest])}", ", ".join(below) or "none", at, date,
+        ]  # fmt: skip
 
     if found.get("kind") == "training":
         for pass_, what in (("step", "Training steps"), ("fwd", "Inference")):
@@ -185,13 +166,10 @@ def _where(found: Mapping[str, Any]) -> str:
 def reports() -> str:
     """A table for each device with its versions, and a line for each report."""
     heads = ["report", "what", "weights", "rows", "mean", "lowest", "below PyTorch", "commit", "date"]
-    by_device: dict[str, list[Line]] = {}
-    for line in lines():
-        by_device.setdefault(line.where, []).append(line)
-    return "\n\n".join(
-        f"**{where}**\n\n{table(heads, [line.cells() for line in mine], len(heads))}"
-        for where, mine in by_device.items()
-    )
+    by_device: dict[str, list[list[str]]] = {}
+    for where, cells in lines():
+        by_device.setdefault(where, []).append(cells)
+    return "\n\n".join(f"**{where}**\n\n{table(heads, mine, len(heads))}" for where, mine in by_device.items())
 
 
 # --- README ----------------------------------------------------------------------------------------------------------
@@ -213,52 +191,42 @@ def gains() -> str:
 
 
 def _models() -> Iterator[list[str]]:
+    keys = ("ratio", "convolutions_ratio")
     steps = {row["case"]: row for row in load("h200-training")["rows"]}
     for name, title in MODELS.items():
-        mine = [steps[f"{name} {dtype}"] for dtype in ("fp32", "bf16")]
-        both = [row[key] for key in ("ratio", "convolutions_ratio") for row in mine]
+        both = [steps[f"{name} {dtype}"][key] for key in keys for dtype in ("fp32", "bf16")]
         yield [f"{title}, training step", "H200", *map(times, both), _slower(both)]
     steps = {row["case"]: row for row in load("h100-training")["rows"]}
     pairs = [[steps[f"{name} {dtype}"] for name in MODELS] for dtype in ("fp32", "bf16")]
-    means = [mean(rows, key) for key in ("ratio", "convolutions_ratio") for rows in pairs]
-    both = [row[key] for rows in pairs for row in rows for key in ("ratio", "convolutions_ratio")]
+    means = [mean(rows, key) for key in keys for rows in pairs]
+    both = [row[key] for rows in pairs for row in rows for key in keys]
     yield ["These four, mean", "H100", *map(times, means), _slower(both)]
     rows = load("compiled/h200")["rows"]
     halves = [[row for row in rows if row["model"].startswith("kb") == level2] for level2 in (True, False)]
-    yield ["Models by `torch.compile`, mean", "H200", *(times(mean(half)) for half in halves), "", "",
-           _slower([row["ratio"] for row in rows])]  # fmt: skip
+    slower = _slower([row["ratio"] for row in rows])
+    yield ["Models by `torch.compile`, mean", "H200", *(times(mean(half)) for half in halves), "", "", slower]
 
 
 def _layers() -> Iterator[list[str]]:
-    def line(title: str, stems: Sequence[Sequence[str]], key: str = "ratio") -> list[str]:
-        pairs = [[row for stem in some for row in load(stem)["rows"]] for some in stems]
+    count = len(load(f"h200-frozen-{KINDS[0]}")["rows"])
+    for title, stems, key in (
+        (f"One layer, forward ({count} layers)", ("frozen-",), "ratio"),
+        ("The same, weights frozen", ("frozen-",), "frozen_ratio"),
+        ("One layer, forward, channels_last, weights kept", ("cl-",), "ratio"),
+        ("One layer, its gradients, both layouts, weights kept", ("gi-", "gi-cl-", "gw-", "gw-cl-"), "ratio"),
+    ):
+        pairs = [[row for stem in stems for row in load(f"h200-{stem}{kind}")["rows"]] for kind in KINDS]
         slower = _slower([row[key] for rows in pairs for row in rows])
-        return [title, "H200", *(times(mean(rows, key)) for rows in pairs), "", "", slower]
-
-    frozen, last = [[f"h200-frozen-{kind}"] for kind in KINDS], [[f"h200-cl-{kind}"] for kind in KINDS]
-    gradients = [[f"h200-{pass_}{kind}" for pass_ in ("gi-", "gi-cl-", "gw-", "gw-cl-")] for kind in KINDS]
-    count = len(load(frozen[0][0])["rows"])
-    yield line(f"One layer, forward ({count} layers)", frozen)
-    yield line("The same, weights frozen", frozen, "frozen_ratio")
-    yield line("One layer, forward, channels_last, weights kept", last)
-    yield line("One layer, its gradients, both layouts, weights kept", gradients)
+        yield [title, "H200", *(times(mean(rows, key)) for rows in pairs), "", "", slower]
 
 
 def _cpu() -> Iterator[list[str]]:
     rows = load("cpu-fwd")["rows"]
     ours = [row for row in rows if row["engine"] != "torch"]
     left = [title for case, title in CPU_MODELS.items() if not any(row["case"] == case for row in ours)]
-    yield [f"Grouped, dilated or few-channel layers ({len(ours)} of {len(rows)} rows)", "CPU", times(mean(ours)),
-           "", "", "", _slower([row["ratio"] for row in ours])]  # fmt: skip
-    yield [
-        f"Other layers, such as the wide ones of {', '.join(left)}",
-        "CPU",
-        "none: PyTorch's operator",
-        "",
-        "",
-        "",
-        "",
-    ]
+    what = f"Grouped, dilated or few-channel layers ({len(ours)} of {len(rows)} rows)"
+    yield [what, "CPU", times(mean(ours)), "", "", "", _slower([row["ratio"] for row in ours])]
+    yield [f"Other layers, such as the wide ones of {', '.join(left)}", "CPU", "none: PyTorch's operator", *[""] * 4]
 
 
 def _slower(ratios: Sequence[float | None]) -> str:

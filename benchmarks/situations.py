@@ -16,13 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -31,6 +29,7 @@ import torch  # noqa: E402
 
 import situations  # noqa: E402
 from situations import Situation, Unavailable, judge  # noqa: E402
+from upconv import env  # noqa: E402
 from upconv.bench import files  # noqa: E402
 
 PAGE = ROOT / "docs" / "situations.md"
@@ -69,13 +68,6 @@ def run(
             verdicts[s.name] = f"not run: needs {missing}"
         print(f"{s.name:34s} {time.perf_counter() - began:5.1f} s  {verdicts[s.name]}", flush=True)
         keep(verdicts)
-
-
-def build(device: str, verdicts: dict[str, str]) -> dict[str, Any]:
-    """A report: the verdicts, and what they are of."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, 1 thread"
-    return {"device": name, "torch": torch.__version__, "commit": commit.stdout.strip(), "verdicts": verdicts}
 
 
 def page() -> str:
@@ -122,7 +114,9 @@ def main() -> int:
 
     def keep(verdicts: dict[str, str]) -> None:
         if path:
-            files.save(build(asked.device, verdicts), path)
+            name = torch.cuda.get_device_name() if asked.device == "cuda" else f"{platform.machine()}, 1 thread"
+            head = {"device": name, "torch": torch.__version__, "commit": (env.commit() or "")[:7]}
+            files.save({**head, "verdicts": verdicts}, path)
 
     verdicts = json.loads(path.read_text())["verdicts"] if asked.resume and path and path.exists() else {}
     wanted = [s for s in situations.every() if (not asked.names or s.name in asked.names) and s.name not in verdicts]

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from layers import add_arguments, problems
+from layers import add_arguments, jobs
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -55,7 +55,7 @@ class Timed(NamedTuple):
 def kind(t: Tiling) -> tuple[Any, ...]:
     """What makes tilings alike: of these one is timed."""
     return (
-        t.sub, t.split, t.chunk, t.subs, t.width_subs, t.resident, t.paired, t.planewise, t.runs, t.classes is None,
+        t.sub, t.split, t.chunk, t.subs, t.width_subs, t.resident, t.planewise, t.runs, t.classes is None,
         t.whole is None, t.shuffle, t.drained, math.prod(t.tile) // 64,
     )  # fmt: skip
 
@@ -144,15 +144,15 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("PyTorch finds no CUDA device here")
     device, on, right = torch.device("cuda", 0), gpu(0), True
     console, take = Console(), timing.clock(device)
-    for name, biased in problems(options.cases, options.precisions, options.layouts, options.passes):
-        p = biased.with_(bias=False)
+    for job in jobs(options):
+        p = job.problem
         if gather_search.refusal(p, on):
             continue
         tilings = fastest(p, on, options.most, options.within)
         compile_all([t for _, t in tilings], p, on)
         found = measure(p, tilings, prepare_on(p, on, device), take, device)
         right &= all(one.error <= TOLERANCE[p.precision] for one in found)
-        console.print(shown(name, p, found, on))
+        console.print(shown(job.case, p, found, on))
     return int(not right)
 
 

@@ -3,13 +3,16 @@
 Layer: ConvTranspose2d(64, 128, kernel_size=(3, 5), stride=(1, 1), padding=(0, 0), output_padding=(0, 0),
 dilation=(1, 1), groups=1).
 
+Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
+bias plus the sum, over input channels and taps, of input times weight.
+
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients with the kernels below. They are chosen for inputs of 64 x 64 x 128 x 256 on an
+forward, first and second gradients, with the kernels below. They are chosen for inputs of 64 x 64 x 128 x 256 on an
 NVIDIA H200 and serve every batch and spatial size.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
-  arguments and dtypes, and other devices from sm_70 on.
+  arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
   where its flags ask for IEEE float32 the plain kernels do.
@@ -21,12 +24,16 @@ Constraints:
 Kernels:
 - forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 8 x 5
   fragments, 161 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
-  weights ring of 3 x 5 fragments, 219 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn,
+  weights ring of 6 x 5 fragments, 226 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
   (NxDxHxW of q), K in 33 slices, 204 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+A block of the forward, whose rings are of shared memory:
+  input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 8 x 24 pixels, halo, 16 channels) --+
+  weights -> packed -> ring of 8 x 5 fragments -----------------------------------------------------+-> wgmma -> result
+
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations
@@ -244,10 +251,6 @@ typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
-__device__ __forceinline__ void let_dependent_begin() {
-  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-}
 // And waits for what that one wrote.
 __device__ __forceinline__ void wait_for_results() {
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
@@ -368,10 +371,6 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   u32 r;
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
-}
-// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
-__device__ __forceinline__ u32 low_part(float v, u32 high) {
-  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
 // --- matrix instructions ----------------------------------------------------------------------------------------------
@@ -772,38 +771,11 @@ static __device__ __forceinline__ int end_chunk(int variant) {
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
 
-// Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
-
-constexpr int PACK_THREADS = 256;
-
-// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
-template <class K>
-__global__ void __launch_bounds__(PACK_THREADS)
-pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  K::pack_weights(weight, packed, tap_step);
-}
-
 // Weights, from memory to a consumer's registers: fragments in the order in which they are used.
 
 // Packed; or by boxes of a tensor (channels, taps, channels), whose rows of channels lie along K (of a gradient for the input) or along M (of a
 // forward).
 enum WeightsAs { PACKED, ROWS_ALONG_K, ROWS_ALONG_M };
-
-// Blocks of `pack` that share a part's taps. If they are many, a warp's lanes read the table at different places, which constant memory serves in turn.
-template <class C> constexpr int PACK_SPLITS = (C::taps + C::pack_taps - 1) / C::pack_taps;
-// [variant, block, tap][subs]: the kernel's tap, -1 for none.
-template <class C> __constant__ const auto TAP_INDEX = table_of<short>(C::tap_indices);
-// Whether some entry has no tap for a sub-position.
-template <class C>
-__host__ __device__ constexpr bool lacks_taps() {
-  for (int tap : C::tap_indices)
-    if (tap < 0) return true;
-  return false;
-}
-template <class C>
-__device__ __forceinline__ int tap_index(int i) {
-  return TAP_INDEX<C>[i];
-}
 
 template <class C>
 constexpr int WEIGHTS_OF = !C::boxed ? PACKED : C::grad_input ? ROWS_ALONG_K : ROWS_ALONG_M;
@@ -931,127 +903,6 @@ __device__ __forceinline__ void skip(int variant) {
   cursor.move(G::chunks_of(variant) * stages);
 }
 __device__ __forceinline__ u32 in_hand() const { return done; }
-};
-
-// Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
-// [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane].
-
-// A part is 16 rows of M, those of a warp, for one step of K and C::pack_taps taps. A block brings its weights to shared
-// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
-//
-// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-template <class C_>
-struct GatherPack {
-using C = C_;
-using G = GatherWork<C>;
-using Number = typename G::Number;
-using Type = typename Number::Type;
-static constexpr int ELEMENT = G::ELEMENT, TAPS = C::pack_taps;
-static constexpr int SPLITS = PACK_SPLITS<C>;
-static constexpr int PITCH = TAPS | 1;                  // odd, so that a warp's rows and channels meet different banks
-static constexpr int K = 32 / ELEMENT;                  // input channels of a step
-static constexpr int OUTER = C::grad_input ? 16 : K;    // of a block along the weight's first dimension
-static constexpr int INNER = C::grad_input ? K : 16;    // and along its second
-static constexpr int PLANE = (C::grad_input ? C::cin_g : C::cout_g) * C::taps;  // elements from one index of its first dimension to the next
-static constexpr int QUARTER = G::FRAGMENT / 4 / 4;     // words
-static constexpr int TILE = 16 * K * PITCH;             // elements of a block's weights, [row of M][channel][tap]
-static constexpr int WARPS = PACK_THREADS / 32;
-
-// Of 16 bits weights may be float32, rounded on their way.
-static __device__ __forceinline__ Type as_element(Type v) { return v; }
-
-// Where the tile has an index of the weight's first dimension and one of its second.
-static __device__ __forceinline__ Type* place_in(Type* tile, int o, int i, int tap) { return tile + (C::grad_input ? o * K + i : i * K + o) * PITCH + tap; }
-
-// A block's weights to the tile; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
-// with taps `tap_step` apart.
-template <bool LAST, class Weight>
-static __device__ __forceinline__ void bring(Type* tile, const Weight* __restrict__ from, int outer, int inner, int taps, int tap_step, int thread) {
-  constexpr int COUNT = INNER * TAPS;
-#pragma unroll
-  for (int j = 0; j < OUTER / WARPS; j++) {
-    int o = thread / 32 + j * WARPS;
-#pragma unroll 16  // loads in flight
-    for (int k = 0; k < (COUNT + 31) / 32; k++) {
-      int e = thread % 32 + k * 32, i = LAST ? e % INNER : e / TAPS, tap = LAST ? e / INNER : e % TAPS;
-      if (COUNT % 32 && e >= COUNT) break;
-      bool exists = o < outer && i < inner && (C::taps % TAPS == 0 || tap < taps);
-      *place_in(tile, o, i, tap) = exists ? as_element(from[o * PLANE + (LAST ? i + tap * tap_step : i * C::taps + tap)]) : 0;
-    }
-  }
-}
-
-static __device__ __forceinline__ void sync() {
-  __syncthreads();
-}
-
-struct Part { int begin, warp, wg, k_step, chunk, block, cout, cin; };  // first tap; the fragments'; first channels in the group
-
-static __device__ __forceinline__ Part part_at(int rest) {
-  Part p;
-  p.begin = rest % SPLITS * TAPS;  rest /= SPLITS;
-  p.warp = rest % 4;  rest /= 4;
-  p.wg = rest % G::WGS_M;  rest /= G::WGS_M;
-  p.k_step = rest % G::K_STEPS;  rest /= G::K_STEPS;
-  p.chunk = rest % G::CHUNKS, p.block = rest / G::CHUNKS;
-  p.cout = (p.block % C::cout_blocks * G::WGS_M + p.wg) * C::rows_per_sub + p.warp * 16 % C::rows_per_sub, p.cin = p.chunk * C::ck + p.k_step * K;
-  return p;
-}
-
-template <class Weight>
-static __device__ __forceinline__ void bring_part(Type* tile, const Weight* __restrict__ weight, int tap_step, const Part& p, int thread) {
-  constexpr int OF_FIRST = C::grad_input ? C::cout_g : C::cin_g, OF_SECOND = C::grad_input ? C::cin_g : C::cout_g;  // of the weight's dimensions, in a group
-    int group = p.block / C::cout_blocks, outer = C::grad_input ? p.cout : p.cin, inner = C::grad_input ? p.cin : p.cout;
-    const Weight* from = weight + (long long)(group * OF_FIRST + outer) * PLANE;
-    int outer_left = OF_FIRST - outer, inner_left = OF_SECOND - inner, taps_left = C::taps - p.begin;
-    if (tap_step == 1) bring<false>(tile, from + (inner * C::taps + p.begin), outer_left, inner_left, taps_left, 1, thread);
-    else bring<true>(tile, from + (inner + p.begin * tap_step), outer_left, inner_left, taps_left, tap_step, thread);
-}
-
-template <class Weight>
-static __device__ __forceinline__ void pack_part(Type* tile, const Weight* __restrict__ weight, u32* __restrict__ packed, int tap_step, int part, int thread) {
-  const Part p = part_at(part);
-  bring_part(tile, weight, tap_step, p, thread);
-  sync();
-  int sub = p.warp * 16 / C::rows_per_sub, entries = G::end_entry(C::variants - 1);
-  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
-  const Type* own = tile + (((lane >> 2) + (r & 1) * 8) * K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PITCH;
-  constexpr bool LACKS = lacks_taps<C>();               // -1: zeros, by the first of the blocks
-  auto here = [&](int tap) { return SPLITS == 1 || (LACKS && tap < 0 ? p.begin == 0 : (u32)(tap - p.begin) < TAPS); };
-  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
-    int of = G::entries_of(variant), before = G::first_entry(variant);
-    int fragment = ((p.block * entries + before) * G::CHUNKS + p.chunk * of + e) * G::K_STEPS + p.k_step;
-    u32* to = packed + (long long)((fragment * G::PARTS * G::WGS_M + p.wg) * 4 + p.warp) * QUARTER + word;
-    const Type* at = own + (tap - p.begin);
-    if constexpr (ELEMENT == 4) {
-      float v = LACKS && tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
-      if (G::PARTS == 2) to[G::WGS_M * (G::FRAGMENT / 4)] = low_part(v, high);
-    }
-  };
-  if constexpr (SPLITS > 8) {} else {
-#pragma unroll 1
-    for (int variant = 0; variant < C::variants; variant++) {
-      int of = G::entries_of(variant), before = G::first_entry(variant);
-#pragma unroll 4
-      for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-        int tap = tap_index<C>((before + e) * C::subs + sub);
-        if (here(tap)) write(variant, e, tap);
-      }
-    }
-  }
-}
-
-// --- by a kernel of its own: `pack` and `pack_float` of packing.cuh ---------------------------------------------------
-
-template <class Weight>
-static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  __shared__ Type tile[TILE];
-  let_dependent_begin();                                // `gather`
-  pack_part(tile, weight, (u32*)packed, tap_step, blockIdx.x, threadIdx.x);
-}
 };
 
 // NCHW: staging slots, in which a chunk's pixels lie as they come from memory, in a way for each `Fetch`.
@@ -1214,10 +1065,10 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
 struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+__device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(full);
 }
 
 template <class C>
@@ -1291,6 +1142,8 @@ template <int N> struct WgmmaOf;
 #define NUMBERS_5 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 WGMMA_WIDTH(56, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27", "%28", "%29", "%30", "%31", "%32", "%33", "%34", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20), FOUR_SUMS(24))
 WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
+WGMMA_WIDTH(120, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59", "%60", "%61", "%62", "%63", "%64", "%65", "%66", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), FOUR_SUMS(48), FOUR_SUMS(52), FOUR_SUMS(56))
+WGMMA_WIDTH(128, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48))
 WGMMA_WIDTH(184, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91", "%92", "%93", "%94", "%95", "%96", "%97", "%98", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), FOUR_SUMS(80), FOUR_SUMS(84), FOUR_SUMS(88))
 WGMMA_WIDTH(192, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80))
 
@@ -1303,12 +1156,10 @@ static constexpr int NB = G::NB;
 
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
   constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
   return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1372,8 +1223,7 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
 struct ChunkOf;
 
@@ -1385,23 +1235,16 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513. ROLLED: where the
+// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
   wgmma_fence();
@@ -1415,12 +1258,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
@@ -1442,7 +1283,7 @@ template <int STEP>
 static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32& behind, int lane) {
   constexpr int shift = C::round_shifts[STEP / G::STEPS_PER_TAP];
   S::step(acc, a, weights, pixels, shift, STEP, G::LONGEST_STRETCH, lane, left);
-  if ((C::continued || BY_PLANES) && STEP == 0 && behind) {
+  if (BY_PLANES && STEP == 0 && behind) {
     S::give_back(behind, lane);
     behind = 0;
   }
@@ -1452,8 +1293,9 @@ static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typena
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
   u32 a[C::fragment_sets][4];
+  u32 behind = 0;                                       // the plane that the last step may still read
   int left = G::entries_of(variant) / C::taps_unrolled;
   u32 full = pixels.full, empty = pixels.empty;
   weights.load(a[0], 0);
@@ -1470,7 +1312,7 @@ static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, W
       multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[b], a, weights, shifted, --left, behind, lane);
     }
   }
-  if (!C::continued) wgmma_wait<0>();
+  wgmma_wait<0>();
 }
 };
 
@@ -1493,14 +1335,14 @@ using Number = typename G::Number;
 static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int GROUPS = C::run_groups;
 static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
@@ -1851,23 +1693,17 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
+      Chunk::give_back(last, lane);
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    if constexpr (C::continued) {
-      wgmma_wait<0>();
-      Chunk::give_back(behind, lane);
-    }
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
@@ -1970,10 +1806,6 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
 // Rows of x and g in a chunk follow from tile, taps, step (the stride) and dilation; the sets of taps differ only in where their
 // chunks begin.
 
-template <bool, class A, class B> struct WgradIf { using Type = A; };
-template <class A, class B> struct WgradIf<false, A, B> { using Type = B; };
-template <bool FIRST, class A, class B> using WgradEither = typename WgradIf<FIRST, A, B>::Type;
-
 // C: the constants of a tiling (cuda/wgrad/wgrad_tiling.py), and which of wgrad_wgmma.cu's ways it takes. Channels are a group's.
 template <class C_>
 struct WgradShape {
@@ -1991,27 +1823,11 @@ static constexpr int COUT = C::groups * C::cout;
 static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
 static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
 
-// Rows of g's tile: every apart-th row between the first and the last (dense), the greatest common divisor of stride and dilation
-// apart; or a row of each tap for each q when that is fewer.
-static constexpr int Q_STEP_D = C::step_d / C::apart_d, Q_STEP_H = C::step_h / C::apart_h;
-static constexpr int TAP_STEP_D = C::dilation_d / C::apart_d, TAP_STEP_H = C::dilation_h / C::apart_h;
-static constexpr int SPAN_D = (C::tile_d - 1) * Q_STEP_D + (C::taps_d - 1) * TAP_STEP_D + 1;
-static constexpr int SPAN_H = (C::tile_h - 1) * Q_STEP_H + (C::taps_h - 1) * TAP_STEP_H + 1;
-static constexpr bool DENSE_D = SPAN_D <= C::tile_d * C::taps_d;
-static constexpr bool DENSE_H = C::stacked || SPAN_H <= C::tile_h * C::taps_h;
-// From a row of q to the next, and from a tap to the next, in rows of g's tile.
-static constexpr int Q_ROWS_D = DENSE_D ? Q_STEP_D : C::taps_d, Q_ROWS_H = DENSE_H ? Q_STEP_H : C::taps_h;
-static constexpr int TAP_ROWS_D = DENSE_D ? TAP_STEP_D : 1, TAP_ROWS_H = DENSE_H ? TAP_STEP_H : 1;
-// Gapless: each tap has pixels of its own, one row of them.
-static constexpr int G_ROWS_D = C::gapless ? 1 : DENSE_D ? SPAN_D : C::tile_d * C::taps_d;
-static constexpr int G_ROWS_H = C::gapless ? 1 : C::stacked ? C::tile_h * C::step_h : DENSE_H ? SPAN_H : C::tile_h * C::taps_h;
-static constexpr int G_COLUMNS = (C::tile_w - 1) * C::step_w + (C::taps_w - 1) * C::dilation_w + 1;
-static constexpr int STACK = C::stacked ? (C::taps_h + C::step_h - 1) / C::step_h : 1;  // rows of x that may meet a row of g
-static constexpr int X_ROWS_H = C::tile_h + STACK - 1;  // of x's tile in a slice
+static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
 static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
-static constexpr int CLASS_ROWS = (G_ROWS_H + C::row_classes - 1) / C::row_classes;
-static constexpr int G_ROWS = C::tile_n * G_ROWS_D * (C::row_classes * CLASS_ROWS);
-static constexpr int G_BYTES = G_ROWS * (C::channels_last ? G_COLUMNS : C::block_co) * C::g_pitch * ELEMENT;
+static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1) / C::row_classes;
+static constexpr int G_ROWS = C::tile_n * C::g_rows_d * (C::row_classes * CLASS_ROWS);
+static constexpr int G_BYTES = G_ROWS * (C::channels_last ? C::g_columns : C::block_co) * C::g_pitch * ELEMENT;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -2173,17 +1989,14 @@ static constexpr int SET_UNITS = S::SET_TAPS / OF_UNIT;
 
 // --- x -----------------------------------------------------------------------------------------------------------------
 
-// Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT]. Channels_last of 16 bits: for
-// each X_WIDTH channels a box of the chunk's pixels.
+// Rows of a channel's pixels (K-major): for each `segment` bytes of a row a box of [row][channel][segment]. Channels_last of 16 bits: for
+// each `x_width` channels a box of the chunk's pixels. A row's `line_bytes` are several rows' where the image is as wide as a chunk (lines).
 static constexpr bool TURN_X = LAST && !S::NARROW;      // channels_last float32 is turned by the copying warpgroup
 static constexpr bool K_MAJOR = !LAST || TURN_X;
 static constexpr int PIXELS = S::X_ROWS * C::tile_w;
-static constexpr int X_WIDTH = C::block_ci % 64 == 0 ? 64 : C::block_ci % 32 == 0 ? 32 : 16;  // of a swizzled line
-static constexpr int LINE_BYTES = C::tile_w * (C::lines ? C::tile_h : 1) * SIZE;  // lines: the image is as wide as a chunk, and its rows one line
-static constexpr int SEGMENT = !K_MAJOR ? X_WIDTH * SIZE : LINE_BYTES < 128 ? LINE_BYTES : 128;
-static constexpr int BOXES = K_MAJOR ? LINE_BYTES / SEGMENT : C::block_ci / X_WIDTH;
-static constexpr int BOX_BYTES = K_MAJOR ? PIXELS * C::block_ci * SIZE / BOXES : PIXELS * SEGMENT;
-static constexpr int X_ROW_BYTES = (K_MAJOR ? C::block_ci : C::tile_w) * SEGMENT;  // from one row of the tile to the next
+static constexpr int BOXES = K_MAJOR ? C::line_bytes / C::segment : C::block_ci / C::x_width;
+static constexpr int BOX_BYTES = K_MAJOR ? PIXELS * C::block_ci * SIZE / BOXES : PIXELS * C::segment;
+static constexpr int X_ROW_BYTES = (K_MAJOR ? C::block_ci : C::tile_w) * C::segment;  // from one row of the tile to the next
 static constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 static constexpr int N_WIDTH = C::stacked && !K_MAJOR && C::block_ci > 64 ? 64 : C::block_ci;  // of one matrix instruction; stacked: for each row of x
 static constexpr int NB = C::block_ci / N_WIDTH;
@@ -2195,17 +2008,15 @@ static constexpr int NB = C::block_ci / N_WIDTH;
 static constexpr int CLASSES = C::row_classes * C::channel_classes;
 static constexpr int G_CHANNELS = C::block_co / C::channel_classes;  // of a class
 
-// Channels_last: boxes have G_WIDTH channels, a swizzled row, and all rows of a plane. Gapless: a
-// plane is a tap's pixels. Parted: a plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours,
-// which meet different banks, and columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each
-// g_planes taps.
-static constexpr int G_WIDTH = C::block_co % 64 == 0 && S::NARROW ? 64 : C::block_co % 32 == 0 ? 32 : 16;
-static constexpr int G_BOXES = LAST ? C::block_co / G_WIDTH : 1;
-static constexpr int G_COLUMN_BYTES = G_WIDTH * SIZE;
+// Channels_last: boxes have `g_width` channels, a swizzled row, and all rows of a plane. Gapless: a plane is a tap's pixels. Parted: a
+// plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours, which meet different banks, and
+// columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each g_planes taps.
+static constexpr int G_BOXES = LAST ? C::block_co / C::g_width : 1;
+static constexpr int G_COLUMN_BYTES = C::g_width * SIZE;
 static constexpr int G_BOX_BYTES =                                   // of a row
     LAST ? C::plane_columns * G_COLUMN_BYTES : G_CHANNELS * C::g_pitch * SIZE;
 static constexpr int PLANE_BYTES = (S::G_ROWS * G_BOX_BYTES + 127) / 128 * 128;  // where a box may begin
-static constexpr int G_SLAB_BYTES = C::g_planes * PLANE_BYTES;  // of G_WIDTH channels
+static constexpr int G_SLAB_BYTES = C::g_planes * PLANE_BYTES;  // of g_width channels
 static constexpr int G_BYTES = LAST ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
 static constexpr int CLASS_BYTES = G_BYTES / CLASSES;
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one of q to the next.
@@ -2231,8 +2042,8 @@ static constexpr int FRAGMENTS = S::NARROW && !LAST && C::warpgroups == 3 ? 2 : 
 
 // Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
 static __device__ __forceinline__ u32 x_at(int k_step) {
-  int line = k_step / (LINE_BYTES / 32), within = k_step % (LINE_BYTES / 32) * 32;
-  return within / SEGMENT * BOX_BYTES + line * X_ROW_BYTES + within % SEGMENT;
+  int line = k_step / (C::line_bytes / 32), within = k_step % (C::line_bytes / 32) * 32;
+  return within / C::segment * BOX_BYTES + line * X_ROW_BYTES + within % C::segment;
 }
 
 struct TensorMaps { TensorMap of[1 + (C::box_g ? CLASSES : 0)]; };   // of x, and of g
@@ -2258,9 +2069,15 @@ using TensorMaps = typename T::TensorMaps;
 static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
 #pragma unroll 1
   for (int i = 0; i < T::BOXES; i++) {
-    int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
-    load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
+    int w = (C::lines ? c.h * C::tile_w : c.w) + i * (C::segment / T::ELEMENT);
+    load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - C::stack + 1, c.d, c.n, barrier);
   }
+}
+
+// Pixels that are to be turned.
+static __device__ __forceinline__ void load_raw(const TensorMaps& maps, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  expect_bytes(barrier, T::RAW_BYTES);
+  load_box(to, maps.of[0], work.group * C::cin + work.ci, c.w, c.h - C::stack + 1, c.d, c.n, barrier);
 }
 
 // --- g: from its place `at` and output channel `channel` on ---
@@ -2283,7 +2100,7 @@ static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes&
 };
 
 // =====================================================================================================================
-// Ways of the warpgroup that copies. ARRIVALS: at a stage's barrier, for each chunk.
+// The warpgroup that copies: one thread asks for boxes; all threads turn x's pixels, or copy rows of g that boxes cannot bring
 // =====================================================================================================================
 
 // A block's share of the work, and where its ring is.
@@ -2301,49 +2118,35 @@ struct WgradBlock {
   __device__ __forceinline__ int end() const { return begin() + s.per_split < s.chunks ? begin() + s.per_split : s.chunks; }
 };
 
-// By boxes alone, of one thread.
 template <class T>
-struct WgradByBoxes {
-  static constexpr int ARRIVALS = 1;
-  static __device__ __forceinline__ bool takes_part(int thread) { return thread == 0; }
-  static __device__ __forceinline__ void begin(const WgradBlock<T>&, int) {}
-  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int) {
-    WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
-  }
-};
+struct WgradProducer {
+using C = typename T::C;
+using Chunk = typename T::Chunk;
+using Block = WgradBlock<T>;
+using Boxes = WgradBoxes<T>;
+static constexpr int ARRIVALS = 1 + (T::TURN_X ? T::COPIERS : C::box_g ? 0 : 2 * T::COPIERS);  // at a stage's barrier, for each chunk
 
-// x's pixels are turned: TF32 has no form whose rows lie along the pixels' channels.
-template <class T>
-struct WgradByTurning {
-  using C = typename T::C;
-  static constexpr int ARRIVALS = T::COPIERS + 1;
-};
+// x's pixels that are to be turned: TF32 has no form whose rows lie along the pixels' channels.
+static __device__ __forceinline__ void load_raw(const Block& block, int i) {
+  Boxes::load_raw(block.maps, T::chunk_at(i, block.s), block.work, block.base + T::RAW_AT, block.last);
+}
 
-// NCHW: g by words of all threads, x by boxes.
-template <class T>
-struct WgradByWords {
-  using C = typename T::C;
-  static constexpr int ARRIVALS = 2 * T::COPIERS + 1;
-  static __device__ __forceinline__ void begin(const WgradBlock<T>&, int) {}
-};
-
-template <class T>
-using WgradWay = WgradEither<T::TURN_X, WgradByTurning<T>, WgradEither<T::C::box_g, WgradByBoxes<T>, WgradByWords<T>>>;
-
-template <class T>
-__device__ __forceinline__ void wgrad_produce(const WgradBlock<T>& block, int thread) {
-  using Way = WgradWay<T>;
-  if (!Way::takes_part(thread)) return;
-  Way::begin(block, thread);
-  CursorOf<T::C::stages> cursor = {0, 1};  // all are free at first
+static __device__ __forceinline__ void run(const Block& block, int thread) {
+  if (ARRIVALS == 1 && thread > 0) return;
+  if (T::TURN_X && thread == 0 && block.begin() < block.s.chunks) load_raw(block, block.begin());
+  CursorOf<C::stages> cursor = {0, 1};     // all are free at first
   const int end = block.end();
 #pragma unroll 1
   for (int i = block.begin(); i < end; i++, cursor.next()) {
-    const typename T::Chunk c = T::chunk_at(i, block.s);
+    const Chunk c = T::chunk_at(i, block.s);
     barrier_wait(block.empty + cursor.stage * 8, cursor.parity);
-    Way::bring(block, i, c, block.memory + cursor.stage * T::STAGE_BYTES, block.full + cursor.stage * 8, thread);
+    unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
+    const u32 barrier = block.full + cursor.stage * 8;
+    if (thread == 0) Boxes::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+    ;
   }
 }
+};
 
 // A warpgroup's multiplications in wgrad_wgmma.cu: fragments of g, from registers or by descriptor, by rows of x.
 
@@ -2377,7 +2180,7 @@ struct Taps {
 static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, const Sizes& s) {
   if (unit >= T::SET_UNITS) unit = T::SET_UNITS - 1;    // its sums are not stored
   int td = unit / (T::SET_UNITS / C::taps_d), th = C::stacked ? 0 : unit / C::taps_w % C::taps_h, tw = unit % C::taps_w;
-  int shift = td * T::TAP_ROWS_D * T::CLASS_ROWS + th * T::TAP_ROWS_H;
+  int shift = td * C::tap_rows_d * T::CLASS_ROWS + th * C::tap_rows_h;
   taps.at[u] = shift * (T::G_CHANNELS * C::g_pitch) + tw * C::dilation_w;
   taps.line[u] = ((u32)(td * C::dilation_d) * s.out_h + th * C::dilation_h) * s.out_w;
 }
@@ -2391,7 +2194,7 @@ struct Step { Half half[2]; };
 
 // Place of a tile's row of q in g's tile before the tap's own share; stacked of the first row of a slice.
 static __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n * T::G_ROWS_D + q.d * T::Q_ROWS_D) * T::CLASS_ROWS + q.h * T::Q_ROWS_H;
+  return (q.n * C::g_rows_d + q.d * C::q_rows_d) * T::CLASS_ROWS + q.h * C::q_rows_h;
 }
 
 // Stacked: step `column` of row `r` of g's slice that belongs to image `n` and slice `d` of q.
@@ -2399,7 +2202,7 @@ static __device__ __forceinline__ Step step_of_row(int n, int d, int r, int colu
   Step step;
 #pragma unroll
   for (int k = 0; k < 2; k++)
-    step.half[k] = {r % C::row_classes * (C::tile_n * T::G_ROWS_D * T::CLASS_ROWS) + tile_row({n, d, 0}) + r / C::row_classes,
+    step.half[k] = {r % C::row_classes * (C::tile_n * C::g_rows_d * T::CLASS_ROWS) + tile_row({n, d, 0}) + r / C::row_classes,
                     (T::NARROW ? 16 * column + 8 * k : 8 * column + 4 * k) * T::G_STEP_W, {n, d * C::step_d, r}};
   return step;
 }
@@ -2407,49 +2210,43 @@ static __device__ __forceinline__ Step step_of_row(int n, int d, int r, int colu
 // By how much rows of a chunk's tile begin off 16 bytes, in elements, for a lane's channels: each class of rows (classed); or the
 // chunk's first row, from which others follow.
 struct Phases { u32 of[C::row_classes]; };
+
+// g's tile of a chunk, as a lane sees it from `lane_at` on.
+struct Tile {
+  const unsigned char* at;
+  const Taps& taps;
+  const Sizes& s;
+  Phases phases;
+  int lane_at;
+};
 };
 
 // =====================================================================================================================
-// Ways to the fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a
-// strip (TF32), or 2q and 2q + 1 of two strips.
+// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
+// (TF32), or 2q and 2q + 1 of two strips.
 // =====================================================================================================================
 
-// Channels_last float32: words of swizzled rows.
 template <class T>
-struct WgradTurnedFragments : WgradView<T> {
-using C = typename T::C;
-using V = WgradView<T>;
-};
-
-// By descriptor, which takes the place of two words: rows of 64 channels of the tap's pixels, as the engine leaves them. Nothing is
-// waited for, so that instructions are queued from chunk to chunk.
-template <class T>
-struct WgradDescribedFragments : WgradView<T> {
-using V = WgradView<T>;
-};
-
-// Channels_last of 16 bits: lanes address rows of 8 channels, of pixels 0-7 and 8-15 (lane / 16), of channels 0-7 and 8-15 (lane / 8 % 2).
-template <class T>
-struct WgradMatrixFragments : WgradView<T> {
-using C = typename T::C;
-using V = WgradView<T>;
-};
-
-// NCHW: elements of channels' rows, which begin anywhere.
-template <class T>
-struct WgradRowFragments : WgradView<T> {
+struct WgradFragments : WgradView<T> {
 using C = typename T::C;
 using V = WgradView<T>;
 using Half = typename V::Half;
+using Step = typename V::Step;
+using Tile = typename V::Tile;
 
+// Where a lane begins, of channels_last in bytes, of NCHW in elements.
 static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
   const int channel = of.channel + of.row, of_channels = channel / T::G_CHANNELS;  // the lane's class
   return of_channels * (T::CLASS_BYTES / T::ELEMENT * C::row_classes) + channel % T::G_CHANNELS * C::g_pitch + (T::NARROW ? 2 * of.q : of.q) * C::step_w;
 }
 
-// What is known only at run time of where a half begins.
-static __device__ __forceinline__ int begin_of(const typename V::Taps& taps, const typename T::Sizes& s, const typename V::Phases& phases, int u, const Half& half, int lane_at) {
-  int at = lane_at + taps.at[u];
+static __device__ __forceinline__ void load(u32 (&a)[4], const Tile& g, int u, const Step& step) {
+  load_elements(a, g, u, step);
+}
+
+// NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
+static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
+  int at = g.lane_at + g.taps.at[u];
   return at;
 }
 // And constants that are even, so that the addresses are a register and an immediate; of rows g and g + 8.
@@ -2457,11 +2254,11 @@ static __device__ __forceinline__ int constant_of(const Half& half, int h) {
   return half.row * (T::G_CHANNELS * C::g_pitch) + half.column + h * T::NEXT_ROWS * C::g_pitch;
 }
 
-static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes& s, const typename V::Phases& phases, int u, const typename V::Step& step, int lane_at) {
-  const u32* words = (const u32*)g_tile;
+static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g, int u, const Step& step) {
+  const u32* words = (const u32*)g.at;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    const int at = begin_of(taps, s, phases, u, step.half[k], lane_at);
+    const int at = begin_of(g, u, step.half[k]);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int constant = constant_of(step.half[k], h);
@@ -2472,42 +2269,21 @@ static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_
 }
 };
 
+// NCHW of 16 bits: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (C::run of them) may have nearly all
+// their words in common. Then these are loaded once (C::run_words), and shifted in registers.
 template <class T>
-using WgradFragments = WgradEither<T::TURN_X, WgradTurnedFragments<T>,
-    WgradEither<T::C::a_shared, WgradDescribedFragments<T>, WgradEither<T::C::channels_last, WgradMatrixFragments<T>, WgradRowFragments<T>>>>;
-
-// =====================================================================================================================
-// Fragments of a step's units, one after the other
-// =====================================================================================================================
-
-// NCHW of 16 bits: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (RUN of them) have nearly all their
-// words in common, so these are loaded once and shifted in registers.
-template <class T>
-struct WgradRuns {
-using C = typename T::C;
-static constexpr int RUN = T::SET_UNITS == C::taps_w ? T::UNITS : C::taps_w % T::UNITS == 0 ? T::UNITS : T::UNITS % C::taps_w == 0 ? C::taps_w : 1;
-// Whether a run begins at odd elements, where that is the same for all.
-static constexpr bool PARITY_KNOWN =
-    C::aligned_g && C::step_w % 2 == 0 && RUN * C::dilation_w % 2 == 0 && (C::sets_w == 1 || C::taps_w * C::dilation_w % 2 == 0);
-static constexpr int WORDS = ((PARITY_KNOWN ? C::padding_w % 2 : 1) + (RUN - 1) * C::dilation_w + C::step_w) / 2 + 1;
-static constexpr bool SHARED = T::NARROW && !C::channels_last && !C::interleaved && RUN > 1 && WORDS < 2 * RUN;
-};
-
-template <class T>
-struct WgradEach {                         // each by itself
-  using F = WgradFragments<T>;
-  __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename F::Taps& taps, const typename T::Sizes& s, const typename F::Phases& phases, int u, const typename F::Step& step, int lane_at) {
-    F::load(a, g_tile, taps, s, phases, u, step, lane_at);
-  }
-};
-
-template <class T>
-struct WgradSharedWords {
+struct WgradUnits {
   using C = typename T::C;
   using F = WgradFragments<T>;
-  using R = WgradRuns<T>;
-  u32 word[2][2][R::WORDS];                // of a step's two strips, of rows g and g + 8: all words of a run of taps
+  static constexpr bool SHARED = C::run_words > 0;
+  static constexpr int WORDS = SHARED ? C::run_words : 1;
+  u32 word[2][2][WORDS];                   // of a step's two strips, of rows g and g + 8: all words of a run of taps
   bool odd[2];                             // whether the run begins in the middle of the first
+
+  // The fragment of unit `u`, of units one after the other.
+  __device__ __forceinline__ void load(u32 (&a)[4], const typename F::Tile& g, int u, const typename F::Step& step) {
+    F::load(a, g, u, step);
+  }
 
   // The fragment of the run's tap `i`, as F would load it.
   __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
@@ -2525,9 +2301,6 @@ struct WgradSharedWords {
   }
 };
 
-template <class T>
-using WgradUnits = WgradEither<WgradRuns<T>::SHARED, WgradSharedWords<T>, WgradEach<T>>;
-
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
@@ -2538,8 +2311,7 @@ using C = typename T::C;
 using F = WgradFragments<T>;
 using Taps = typename F::Taps;
 using Step = typename F::Step;
-using Phases = typename F::Phases;
-using Sizes = typename T::Sizes;
+using Tile = typename F::Tile;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[T::UNITS];
 
@@ -2558,12 +2330,12 @@ template <int ROWS>
 static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, const u32 (&a)[4], u32 x) {
   // From 8 channels or pixels to the next 8; MN-major also from the channels of a swizzled line to the next: of the next box, or, stacked,
   // of the next row of x.
-  const u64 strides = ((u64)(8 * T::SEGMENT >> 4) << 32) | ((u64)((T::K_MAJOR ? 8 * T::SEGMENT : C::stacked ? T::X_ROW_BYTES : T::BOX_BYTES) >> 4) << 16);
-  const u64 upper = strides | ((u64)(T::SEGMENT == 32 ? 3 : T::SEGMENT == 64 ? 2 : 1) << 62);
+  const u64 strides = ((u64)(8 * C::segment >> 4) << 32) | ((u64)((T::K_MAJOR ? 8 * C::segment : C::stacked ? T::X_ROW_BYTES : T::BOX_BYTES) >> 4) << 16);
+  const u64 upper = strides | ((u64)(C::segment == 32 ? 3 : C::segment == 64 ? 2 : 1) << 62);
   using Wgmma = WgmmaOf<ROWS * T::N_WIDTH>;
 #pragma unroll
   for (int nb = 0; nb < T::NB; nb++) {
-    u64 b = upper | (((x + nb * (T::K_MAJOR ? T::N_WIDTH * T::SEGMENT : T::BOX_BYTES)) & 0x3ffff) >> 4);
+    u64 b = upper | (((x + nb * (T::K_MAJOR ? T::N_WIDTH * C::segment : T::BOX_BYTES)) & 0x3ffff) >> 4);
     float (&d)[ROWS * (T::N_WIDTH / 2)] = *(float (*)[ROWS * (T::N_WIDTH / 2)])&acc[nb][first * (T::N_WIDTH / 2)];
     // A described has rows of channels, as B has in channels_last.
     Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
@@ -2571,16 +2343,24 @@ static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, con
 }
 
 static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
-  if (rows == T::STACK) multiply_by<T::STACK>(acc, first, a, x);
+  if (rows == C::stack) multiply_by<C::stack>(acc, first, a, x);
   else ;
 }
 
+// A step's fragment of a unit by rows of x from `x` on. From registers the instruction that had them before must be done.
+static __device__ __forceinline__ void multiply_unit(UnitSums& acc, WgradUnits<T>& units, u32 (&a)[4], const Tile& g, int u, const Step& step, int first, int rows, u32 x) {
+  units.load(a, g, u, step);
+  wgmma_fence();
+  multiply(acc, first, rows, a, x);
+  wgmma_commit();
+}
+
 // Stacked: the unrolled steps of every row of a chunk from step `first` of a row on.
-static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const unsigned char* tile, const Taps& taps, const Sizes& s, const Phases& phases, int lane_at) {
+static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const unsigned char* tile, Tile g) {
   u32 a[T::FRAGMENTS][4];
   WgradUnits<T> units;
-  const unsigned char* g_tile = tile + T::X_TILE_BYTES;
-  lane_at += first * (32 / T::ELEMENT * T::G_STEP_W) * T::G_PIXEL_BYTES;
+  g.at = tile + T::X_TILE_BYTES;
+  g.lane_at += first * (32 / T::ELEMENT * T::G_STEP_W) * T::G_PIXEL_BYTES;
   const u32 x_tile = shared_address(tile) + T::x_at(first);
   int step = 0;                            // a constant after unrolling
 #pragma unroll
@@ -2589,14 +2369,10 @@ static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const
     for (int i = 0; i < C::tile_n * C::tile_d * C::tile_h * C::unrolled; i++) {
       const int column = i % C::unrolled, q = i / C::unrolled % C::tile_h, slice = i / (C::unrolled * C::tile_h);
       const Step at = F::step_of_row(slice / C::tile_d, slice % C::tile_d, q * C::step_h + remainder, column);
-      const u32 x = x_tile + T::x_at(column) + (slice * T::X_ROWS_H + q + T::STACK - stack_of(remainder)) * T::X_ROW_BYTES;
+      const u32 x = x_tile + T::x_at(column) + (slice * T::X_ROWS_H + q + C::stack - stack_of(remainder)) * T::X_ROW_BYTES;
 #pragma unroll
       for (int u = 0; u < T::UNITS; u++) {
-        u32 (&fragment)[4] = a[step++ % T::FRAGMENTS];
-        units.load(fragment, g_tile, taps, s, phases, u, at, lane_at);
-        wgmma_fence();
-        multiply(acc[u], stack_begin(remainder), stack_of(remainder), fragment, x);
-        wgmma_commit();
+        multiply_unit(acc[u], units, a[step++ % T::FRAGMENTS], g, u, at, stack_begin(remainder), stack_of(remainder), x);
         wgmma_wait<T::FRAGMENTS - 1>();
       }
     }
@@ -2653,7 +2429,7 @@ __device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBloc
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
 //      rounded to TF32 on the way; channels_last of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
 //      that channels_last float32 is turned by the copying warpgroup.
-// g comes by boxes too (box_g), where its rows lie evenly: channels_last by one for each G_WIDTH channels and plane; NCHW by one, or by
+// g comes by boxes too (box_g), where its rows lie evenly: channels_last by one for each C::g_width channels and plane; NCHW by one, or by
 // one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
 // Roles: one warpgroup copies, the others multiply: split_m of them divide the output channels of a block, the others its taps,
 // UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap; or, stacked, a column of
@@ -2687,10 +2463,10 @@ using F = typename M::F;
 // =====================================================================================================================
 
 // NCHW: where rows of a chunk's tile begin, for a lane.
-static __device__ __forceinline__ void begin_rows(int& lane_at, typename F::Phases& phases, const Block& block, int i, const typename F::Lane& of) {
+static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Block& block, int i, const typename F::Lane& of) {
   const Sizes& s = block.s;
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
-  lane_at += c.w & (T::VEC - 1);
+  g.lane_at += c.w & (T::VEC - 1);
 }
 
 // A split's sums; what becomes of them is `end`'s to say.
@@ -2709,13 +2485,12 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   const bool idle = units_before >= T::SET_UNITS || (T::SET_UNITS == C::taps_w && block.work.tap_w + units_before >= C::kernel_w);
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {
-    int lane_at = lane_first;
-    typename F::Phases phases = {};
-    begin_rows(lane_at, phases, block, i, of);
+    typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
+    begin_rows(g, block, i, of);
     const unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
     barrier_wait(block.full + cursor.stage * 8, cursor.parity);
     #pragma unroll 1
-    for (int at = idle ? T::ROW_STEPS : 0; at < T::ROW_STEPS; at += C::unrolled) M::multiply_rows(acc, at, tile, taps, block.s, phases, lane_at);
+    for (int at = idle ? T::ROW_STEPS : 0; at < T::ROW_STEPS; at += C::unrolled) M::multiply_rows(acc, at, tile, g);
     __syncwarp();
       if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
   }
@@ -2733,7 +2508,7 @@ static __device__ __forceinline__ void run(const char* g, const E& end, const Si
   block.split = T::take_work(block.work, blockIdx.x);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::stages; i++) {
-      barrier_init(full + 8 * i, WgradWay<T>::ARRIVALS);
+      barrier_init(full + 8 * i, WgradProducer<T>::ARRIVALS);
       barrier_init(empty + 8 * i, C::warpgroups * 4);
     }
     barrier_init(last, 1);
@@ -2743,7 +2518,7 @@ static __device__ __forceinline__ void run(const char* g, const E& end, const Si
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
     fewer_registers<C::producer_registers>();
-    wgrad_produce(block, thread);
+    WgradProducer<T>::run(block, thread);
   } else {
     more_registers<C::consumer_registers>();
     consume(end, block, role - 1, thread);
@@ -2759,6 +2534,46 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
   extern __shared__ __align__(1024) unsigned char memory[];
   using K = WgradWgmma<C>;
   K::run(g, WgradSlice<WgradTile<C>>{partial}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
+}
+
+// --- packed weights -------------------------------------------------------------------------------------------------
+
+template <class C> __constant__ const auto PACKED_TAPS = table_of<short>(C::tap_indices);
+
+// Brings weights, (input channels, output channels, taps) or for the gradient for the input (output channels, input
+// channels, taps), into the order in which the consumers read them: words of fragments
+//   [group][block of output channels][variant][chunk][tap][step of K][part][warpgroup][warp][lane][4],
+// where a word has a row of M and a channel of K (of 16 bits two), or zeros. The second part of IEEE float32 is what
+// TF32 leaves of the first.
+template <class C>
+__global__ void pack_weights(const typename PixelTile<C>::Number::Type* __restrict__ weight,
+                             u32* __restrict__ packed, int words) {
+  using G = GatherWork<C>;
+  constexpr int VARIANTS = C::variants, K = 32 / G::ELEMENT;
+  const int index = blockIdx.x * blockDim.x + threadIdx.x;
+  if (index >= words) return;
+  int rest = index;
+  const auto next = [&rest](int count) {
+    const int found = rest % count;
+    rest /= count;
+    return found;
+  };
+  const int word = next(4), lane = next(32), warp = next(4);
+  const int wg = next(G::WGS_M), part = next(G::PARTS), k_step = next(G::K_STEPS);
+  int place = next(G::end_entry(VARIANTS - 1) * G::CHUNKS), variant = 0;  // among all variants' chunks and taps
+  while (place >= G::end_entry(variant) * G::CHUNKS) variant++;
+  place -= G::first_entry(variant) * G::CHUNKS;
+  const int chunk = place / G::entries_of(variant), entry = G::first_entry(variant) + place % G::entries_of(variant);
+  const int tap = PACKED_TAPS<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
+  const int group = rest / C::cout_blocks, block = rest % C::cout_blocks * G::WGS_M + wg;
+  const int cout = block * C::rows_per_sub + warp * 16 % C::rows_per_sub + lane / 4 + word % 2 * 8;
+  const int cin = chunk * C::ck + k_step * K + lane % 4 * (4 / G::ELEMENT) + word / 2 * (16 / G::ELEMENT);
+  const auto value = [&](int c) {  // of channel c of K
+    const long long channels = C::grad_input ? (long long)(group * C::cout_g + cout) * C::cin_g + c
+                                             : (long long)(group * C::cin_g + c) * C::cout_g + cout;
+    return tap >= 0 && cout < C::cout_g && c < C::cin_g ? weight[channels * C::taps + tap] : 0;
+  };
+  packed[index] = to_tf32(value(cin));
 }
 
 // =====================================================================================================================
@@ -2778,37 +2593,35 @@ struct Forward {
   static constexpr int taps_unrolled = 5, fragment_sets = 5, entries[2] = {0, 15};
   static constexpr int tap_rows[15] = {0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60};
   static constexpr int tap_indices[15] = {14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
-  static constexpr int round_shifts[5] = {0, 1, 2, 3, 4}, stages_w = 8, w_stage = 5, ring_fragments = 40, pack_taps = 4;
+  static constexpr int round_shifts[5] = {0, 1, 2, 3, 4}, stages_w = 8, w_stage = 5, ring_fragments = 40;
   static constexpr int run_groups = 3, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, paired = false;
-  static constexpr bool wide = false, continued = true, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
-// weights ring of 3 x 5 fragments, 219 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
+// ring of 6 x 5 fragments, 226 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int precision = 0, cin = 128, cin_g = 128, ck = 16, tile_n = 1, tile_d = 1, tile_h = 8, tile_w = 64;
-  static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 1, rows_h = 10, row_step_d = 1;
-  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[10] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, first_w = 0;
-  static constexpr int columns = 68, plane = 68, planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1;
-  static constexpr int first_d = 0, first_h = 0, box_units = 17, column_pad = 0, cout = 64, cout_g = 64, taps = 15;
-  static constexpr int out_step_d = 1, out_step_h = 1, out_step_w = 1, sub_h = 1, sub_w = 64, split = 0, mb = 1;
-  static constexpr int subs = 1, rows_per_sub = 64, w_subs = 1, variants = 1, cout_blocks = 1, m_groups = 1;
-  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, blocks_of_w[1] = {0}, steps = 1;
-  static constexpr int taps_unrolled = 5, fragment_sets = 5, entries[2] = {0, 15};
-  static constexpr int tap_rows[15] = {0, 1, 2, 3, 4, 68, 69, 70, 71, 72, 136, 137, 138, 139, 140};
+  static constexpr int precision = 0, cin = 128, cin_g = 128, ck = 16, tile_n = 1, tile_d = 1, tile_h = 2, tile_w = 128;
+  static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 1, rows_h = 4, row_step_d = 1;
+  static constexpr int row_step_h = 1, offsets_d[1] = {0}, offsets_h[4] = {0, 1, 2, 3}, first_w = 0, columns = 132;
+  static constexpr int plane = 132, planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0;
+  static constexpr int first_h = 0, box_units = 33, column_pad = 0, cout = 64, cout_g = 64, taps = 15, out_step_d = 1;
+  static constexpr int out_step_h = 1, out_step_w = 1, sub_h = 1, sub_w = 64, split = 2, mb = 1, subs = 1;
+  static constexpr int rows_per_sub = 64, w_subs = 1, variants = 1, cout_blocks = 1, m_groups = 1, subs_d[1] = {0};
+  static constexpr int subs_h[1] = {0}, subs_w[1] = {0}, blocks_of_w[1] = {0}, steps = 1, taps_unrolled = 5;
+  static constexpr int fragment_sets = 5, entries[2] = {0, 15};
+  static constexpr int tap_rows[15] = {0, 1, 2, 3, 4, 132, 133, 134, 135, 136, 264, 265, 266, 267, 268};
   static constexpr int tap_indices[15] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14};
-  static constexpr int round_shifts[5] = {0, 1, 2, 3, 4}, stages_w = 3, w_stage = 5, ring_fragments = 15, pack_taps = 4;
-  static constexpr int run_groups = 8, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
+  static constexpr int round_shifts[5] = {0, 1, 2, 3, 4}, stages_w = 6, w_stage = 5, ring_fragments = 30;
+  static constexpr int run_groups = 16, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, paired = false;
-  static constexpr bool wide = false, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, wide = true;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2817,22 +2630,24 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 0, groups = 1, cin = 64, cout = 128, block_ci = 64, block_co = 64, g_pitch = 76;
-  static constexpr int reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0, taps_d = 1;
-  static constexpr int sets_d = 1, tile_d = 1, apart_d = 1, kernel_h = 3, step_h = 1, dilation_h = 1, padding_h = 0;
-  static constexpr int taps_h = 3, sets_h = 1, tile_h = 2, apart_h = 1, kernel_w = 5, step_w = 1, dilation_w = 1;
-  static constexpr int padding_w = 0, taps_w = 3, sets_w = 2, tile_w = 64, warpgroups = 3, split_m = 1, subs = 1;
-  static constexpr int entries = 3, stages = 2, unrolled = 8, row_classes = 1, channel_classes = 1, g_planes = 1;
-  static constexpr int plane_columns = 66, producer_registers = 56, consumer_registers = 152;
-  static constexpr bool channels_last = false, interleaved = false, gapless = false, aligned_g = true, lines = false;
-  static constexpr bool stacked = true, box_g = true, parted = false, a_shared = false;
+  static constexpr int precision = 0, groups = 1, cin = 64, cout = 128, block_ci = 64, block_co = 64, g_columns = 66;
+  static constexpr int g_pitch = 76, reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1;
+  static constexpr int padding_d = 0, taps_d = 1, sets_d = 1, tile_d = 1, kernel_h = 3, step_h = 1, dilation_h = 1;
+  static constexpr int padding_h = 0, taps_h = 3, sets_h = 1, tile_h = 2, kernel_w = 5, step_w = 1, dilation_w = 1;
+  static constexpr int padding_w = 0, taps_w = 3, sets_w = 2, tile_w = 64, g_rows_d = 1, q_rows_d = 1, tap_rows_d = 1;
+  static constexpr int g_rows_h = 2, q_rows_h = 1, tap_rows_h = 1, warpgroups = 3, split_m = 1, subs = 1, entries = 3;
+  static constexpr int stages = 2, unrolled = 8, stack = 3, row_classes = 1, channel_classes = 1, x_width = 64;
+  static constexpr int line_bytes = 256, segment = 128, g_width = 32, g_planes = 1, plane_columns = 66, run = 1;
+  static constexpr int run_words = 0, producer_registers = 56, consumer_registers = 152;
+  static constexpr bool channels_last = false, interleaved = false, gapless = false, lines = false, stacked = true;
+  static constexpr bool box_g = true, parted = false;
 };
 
 }  // namespace kernels
 
 namespace {
 
-// A tensor's memory, as whatever pointer a kernel takes.
+// Memory, as whatever pointer a kernel takes.
 struct Memory {
   void* at;
   template <typename T>
@@ -2850,44 +2665,48 @@ int shared(void (*kernel)(Parameters...), int bytes) {
 
 // --- tensor maps: what the tensor copy engine must know of a tensor ----------------------------------------------
 
-// The driver's function, found at run time so that nothing links libcuda.
-decltype(&cuTensorMapEncodeTiled) encode_tiled() {
-  static const auto found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult status;
-#if CUDART_VERSION >= 12050
-    C10_CUDA_CHECK(
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status));
-#else
-    C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &status));
-#endif
-    TORCH_CHECK(function != nullptr, "the CUDA driver must be 12.0 or newer: it has no tensor maps");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  return found;
-}
+// Columns, rows, slices, channels and images of a tensor.
+using Counts = std::array<cuuint64_t, 5>;
 
 // A map over a dense tensor, and the box that one copy brings: `box` elements traversed by `steps` along each axis,
-// innermost first. `second`: the map has the channels behind the columns, and so has the box.
-kernels::TensorMap tensor_map(const at::Tensor& t, bool channels_last, bool second, CUtensorMapDataType type,
-                              const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
-                              CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
-  C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
-  std::array<cuuint64_t, 5> counts;   // columns, rows, slices, channels, images; in channels_last channels first
+// innermost first. `second`: the map has the channels behind the columns, and so has the box. The driver's function
+// is found at run time, so that nothing links libcuda.
+kernels::TensorMap tensor_map(void* memory, Counts counts, int element, bool channels_last, bool second,
+                              CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
+                              const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle,
+                              CUtensorMapL2promotion promotion, CUresult& result) {
+  void* encode = nullptr;
+  cudaDriverEntryPointQueryResult status;
+  cudaFree(nullptr);  // gives a thread that has called nothing yet its context
+#if CUDART_VERSION >= 12050
+  cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &status);
+#else
+  cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &status);
+#endif
+  if (channels_last) std::rotate(counts.begin(), counts.begin() + 3, counts.begin() + 4);
   std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all axes but the innermost
-  for (int i = 0; i < 3; i++) counts[i + channels_last] = i < t.dim() - 2 ? t.size(t.dim() - 1 - i) : 1;
-  counts[channels_last ? 0 : 3] = t.size(1), counts[4] = t.size(0);
-  cuuint64_t pitch = t.element_size();
+  cuuint64_t pitch = element;
   for (int i = 0; i < 4; i++) pitches[i] = pitch *= counts[i];
   if (second) {
     std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
     std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
   }
-  kernels::TensorMap map;
-  const CUresult result = encode_tiled()(
-      reinterpret_cast<CUtensorMap*>(&map), type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(),
-      steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(result));
+  kernels::TensorMap map = {};
+  result = CUDA_ERROR_NOT_SUPPORTED;
+  if (encode != nullptr)
+    result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+        reinterpret_cast<CUtensorMap*>(&map), type, 5, memory, counts.data(), pitches.data(), box.data(),
+        steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return map;
+}
+
+template <typename... Given>
+kernels::TensorMap tensor_map(const at::Tensor& t, Given... given) {
+  Counts counts = {1, 1, 1, static_cast<cuuint64_t>(t.size(1)), static_cast<cuuint64_t>(t.size(0))};
+  for (int i = 0; i < t.dim() - 2; i++) counts[i] = t.size(t.dim() - 1 - i);
+  CUresult result;
+  const auto map = tensor_map(t.data_ptr(), counts, static_cast<int>(t.element_size()), given..., result);
+  TORCH_CHECK(result == CUDA_SUCCESS, "the driver must be 12.0 or newer; for a tensor map it said ", int(result));
   return map;
 }
 
@@ -2897,14 +2716,14 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
              int blocks, const std::array<int, 11>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor packed = at::empty({491520}, weight.options().dtype(at::kByte));
-  kernels::pack<kernels::GatherPack<kernels::Forward>><<<256, 256, 0, stream>>>(of(weight), of(packed), 1);
-  const at::Tensor zeros = at::zeros({3}, x.options().dtype(at::kInt));
+  const at::Tensor packed = at::empty({491520}, x.options().dtype(at::kByte));
+  const at::Tensor zeros = at::zeros({12}, x.options().dtype(at::kByte));
+  kernels::pack_weights<kernels::Forward><<<480, 256, 0, stream>>>(of(weight), of(packed), 122880);
   kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 165288), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {28, 10, 1, 16, 1}, {1, 1, 1, 1, 1},
-                 CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{28, 10, 1, 16, 1},
+                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -2912,14 +2731,14 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
                 int blocks, const std::array<int, 11>& sizes) {
   const c10::cuda::CUDAGuard guard(grad.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor packed = at::empty({491520}, weight.options().dtype(at::kByte));
-  kernels::pack<kernels::GatherPack<kernels::GradInput>><<<256, 256, 0, stream>>>(of(weight), of(packed), 1);
-  const at::Tensor zeros = at::zeros({2}, grad.options().dtype(at::kInt));
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 224600), stream>>>(
+  const at::Tensor packed = at::empty({491520}, grad.options().dtype(at::kByte));
+  const at::Tensor zeros = at::zeros({8}, grad.options().dtype(at::kByte));
+  kernels::pack_weights<kernels::GradInput><<<480, 256, 0, stream>>>(of(weight), of(packed), 122880);
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 231792), stream>>>(
       of(grad), of(packed), nullptr, of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {68, 10, 1, 16, 1}, {1, 1, 1, 1, 1},
-                 CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
+      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{132, 4, 1, 16, 1},
+                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -2931,10 +2750,10 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
   kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 512, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 208944), stream>>>(
       of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11],
-      {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {32, 64, 4, 1, 1}, {1, 1, 1, 1, 1},
-                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
-       tensor_map(grad, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {76, 64, 2, 1, 1}, {1, 1, 1, 1, 1},
-                 CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
+      {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{32, 64, 4, 1, 1},
+                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
+       tensor_map(grad, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{76, 64, 2, 1, 1},
+                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   kernels::reduce<kernels::GradWeight><<<3840, 256, 0, stream>>>(of(sums), of(out), slices, 1920, 15, 1, 1);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2994,28 +2813,31 @@ def full(t: Tensor):
 
 def forward_launch(batch, source, result, processors):
     """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x24 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 8, 24))]
-    tiles = batch * math.prod(counts) * 2
-    return min(tiles, processors), (batch, *source, *result, *counts, tiles)
+    tiles_d = result[0]
+    tiles_h = ceil(result[1], 8)
+    tiles_w = ceil(result[2], 24)
+    tiles = batch * tiles_d * tiles_h * tiles_w * 2
+    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x64 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (1, 8, 64))]
-    tiles = batch * math.prod(counts)
-    return min(tiles, processors), (batch, *source, *result, *counts, tiles)
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x2x128 positions (NxDxHxW)."""
+    tiles_d = result[0]
+    tiles_h = ceil(result[1], 2)
+    tiles_w = ceil(result[2], 128)
+    tiles = batch * tiles_d * tiles_h * tiles_w
+    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x2x64 pixels, their sums are added after.
-
-    The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
-    """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1] + 2, source[2]), (1, 1, 2, 64))]
-    chunks = math.prod(counts)
-    each = ceil(chunks, max(1, min(chunks, 204, processors // 4)))  # of a share
+    """(blocks, slices of sums, sizes): 1 wave of blocks share the chunks of 1x1x2x64 pixels."""
+    tiles_d = source[0]
+    tiles_h = ceil(source[1] + 2, 2)
+    tiles_w = ceil(source[2], 64)
+    chunks = batch * tiles_d * tiles_h * tiles_w
+    each = ceil(chunks, max(1, min(min(chunks, 204), processors // 4)))
     shares = ceil(chunks, each)
-    return shares * 4, shares, (batch, *source, *result, *counts[1:], chunks, each)
+    return shares * 4, shares, (batch, *source, *result, tiles_d, tiles_h, tiles_w, chunks, each)
 
 
 @functools.cache

@@ -3,13 +3,16 @@
 Layer: ConvTranspose3d(32, 32, kernel_size=(3, 5, 7), stride=(2, 2, 2), padding=(1, 2, 3), output_padding=(1, 1, 1),
 dilation=(1, 1, 1), groups=4).
 
+Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
+bias plus the sum, over input channels and taps, of input times weight.
+
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients with the kernels below. They are chosen for inputs of 8 x 32 x 12 x 24 x 48 on
+forward, first and second gradients, with the kernels below. They are chosen for inputs of 8 x 32 x 12 x 24 x 48 on
 an NVIDIA H200 and serve every batch and spatial size.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
-  arguments and dtypes, and other devices from sm_70 on.
+  arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
   float32's accuracy; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are.
@@ -19,14 +22,17 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma ieee, tile 1x1x8x16 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
-  8 x 6 fragments, 184 KB shared.
-- gradient for the input: tiles of 8x16 positions in 4 KB, lanes are columns, a thread takes 1 rows x 8 input
-  channels.
+- forward: wgmma ieee, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
+  7 x 6 fragments, 222 KB shared.
+- gradient for the input: tiles of 8x16 cells in 33 KB, lanes are columns, a thread takes 4 rows x 8 channels.
 - gradient for the weight: mma.sync ieee, 16x8 channels x 1x2x7 taps a block, chunks of 2x1x8x16 (NxDxHxW of q), K
   in 88 slices, 128 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+A block of the forward, whose rings are of shared memory:
+  input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 2 x 64 pixels, halo, 8 channels) --+
+  weights -> packed -> ring of 7 x 6 fragments ----------------------------------------------------+-> wgmma -> result
+
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations
@@ -244,10 +250,6 @@ typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
-__device__ __forceinline__ void let_dependent_begin() {
-  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-}
 // And waits for what that one wrote.
 __device__ __forceinline__ void wait_for_results() {
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
@@ -808,21 +810,6 @@ pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ pac
 // forward).
 enum WeightsAs { PACKED, ROWS_ALONG_K, ROWS_ALONG_M };
 
-// Blocks of `pack` that share a part's taps. If they are many, a warp's lanes read the table at different places, which constant memory serves in turn.
-template <class C> constexpr int PACK_SPLITS = (C::taps + C::pack_taps - 1) / C::pack_taps;
-template <class C> __device__ const auto TAP_INDEX_OF_MANY = table_of<short>(C::tap_indices);
-// Whether some entry has no tap for a sub-position.
-template <class C>
-__host__ __device__ constexpr bool lacks_taps() {
-  for (int tap : C::tap_indices)
-    if (tap < 0) return true;
-  return false;
-}
-template <class C>
-__device__ __forceinline__ int tap_index(int i) {
-  return TAP_INDEX_OF_MANY<C>[i];
-}
-
 template <class C>
 constexpr int WEIGHTS_OF = !C::boxed ? PACKED : C::grad_input ? ROWS_ALONG_K : ROWS_ALONG_M;
 
@@ -949,141 +936,6 @@ __device__ __forceinline__ void skip(int variant) {
   cursor.move(G::chunks_of(variant) * stages);
 }
 __device__ __forceinline__ u32 in_hand() const { return done; }
-};
-
-// Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
-// [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane].
-
-// A part is 16 rows of M, those of a warp, for one step of K and C::pack_taps taps. A block brings its weights to shared
-// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
-//
-// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-template <class C_>
-struct GatherPack {
-using C = C_;
-using G = GatherWork<C>;
-using Number = typename G::Number;
-using Type = typename Number::Type;
-static constexpr int ELEMENT = G::ELEMENT, TAPS = C::pack_taps;
-static constexpr int SPLITS = PACK_SPLITS<C>;
-static constexpr int PITCH = TAPS | 1;                  // odd, so that a warp's rows and channels meet different banks
-static constexpr int K = 32 / ELEMENT;                  // input channels of a step
-static constexpr int OUTER = C::grad_input ? 16 : K;    // of a block along the weight's first dimension
-static constexpr int INNER = C::grad_input ? K : 16;    // and along its second
-static constexpr int PLANE = (C::grad_input ? C::cin_g : C::cout_g) * C::taps;  // elements from one index of its first dimension to the next
-static constexpr int QUARTER = G::FRAGMENT / 4 / 4;     // words
-static constexpr int TILE = 16 * K * PITCH;             // elements of a block's weights, [row of M][channel][tap]
-static constexpr int WARPS = PACK_THREADS / 32;
-
-// Of 16 bits weights may be float32, rounded on their way.
-static __device__ __forceinline__ Type as_element(Type v) { return v; }
-
-// Where the tile has an index of the weight's first dimension and one of its second.
-static __device__ __forceinline__ Type* place_in(Type* tile, int o, int i, int tap) { return tile + (C::grad_input ? o * K + i : i * K + o) * PITCH + tap; }
-
-// A block's weights to the tile; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
-// with taps `tap_step` apart.
-template <bool LAST, class Weight>
-static __device__ __forceinline__ void bring(Type* tile, const Weight* __restrict__ from, int outer, int inner, int taps, int tap_step, int thread) {
-  constexpr int COUNT = INNER * TAPS;
-#pragma unroll
-  for (int j = 0; j < OUTER / WARPS; j++) {
-    int o = thread / 32 + j * WARPS;
-#pragma unroll 16  // loads in flight
-    for (int k = 0; k < (COUNT + 31) / 32; k++) {
-      int e = thread % 32 + k * 32, i = LAST ? e % INNER : e / TAPS, tap = LAST ? e / INNER : e % TAPS;
-      if (COUNT % 32 && e >= COUNT) break;
-      bool exists = o < outer && i < inner && (C::taps % TAPS == 0 || tap < taps);
-      *place_in(tile, o, i, tap) = exists ? as_element(from[o * PLANE + (LAST ? i + tap * tap_step : i * C::taps + tap)]) : 0;
-    }
-  }
-}
-
-static __device__ __forceinline__ void sync() {
-  __syncthreads();
-}
-
-struct Part { int begin, warp, wg, k_step, chunk, block, cout, cin; };  // first tap; the fragments'; first channels in the group
-
-static __device__ __forceinline__ Part part_at(int rest) {
-  Part p;
-  p.begin = rest % SPLITS * TAPS;  rest /= SPLITS;
-  p.warp = rest % 4;  rest /= 4;
-  p.wg = rest % G::WGS_M;  rest /= G::WGS_M;
-  p.k_step = rest % G::K_STEPS;  rest /= G::K_STEPS;
-  p.chunk = rest % G::CHUNKS, p.block = rest / G::CHUNKS;
-  p.cout = (p.block % C::cout_blocks * G::WGS_M + p.wg) * C::rows_per_sub + p.warp * 16 % C::rows_per_sub, p.cin = p.chunk * C::ck + p.k_step * K;
-  return p;
-}
-
-template <class Weight>
-static __device__ __forceinline__ void bring_part(Type* tile, const Weight* __restrict__ weight, int tap_step, const Part& p, int thread) {
-  constexpr int OF_FIRST = C::grad_input ? C::cout_g : C::cin_g, OF_SECOND = C::grad_input ? C::cin_g : C::cout_g;  // of the weight's dimensions, in a group
-    int group = p.block / C::cout_blocks, outer = C::grad_input ? p.cout : p.cin, inner = C::grad_input ? p.cin : p.cout;
-    const Weight* from = weight + (long long)(group * OF_FIRST + outer) * PLANE;
-    int outer_left = OF_FIRST - outer, inner_left = OF_SECOND - inner, taps_left = C::taps - p.begin;
-    if (tap_step == 1) bring<false>(tile, from + (inner * C::taps + p.begin), outer_left, inner_left, taps_left, 1, thread);
-    else bring<true>(tile, from + (inner + p.begin * tap_step), outer_left, inner_left, taps_left, tap_step, thread);
-}
-
-template <class Weight>
-static __device__ __forceinline__ void pack_part(Type* tile, const Weight* __restrict__ weight, u32* __restrict__ packed, int tap_step, int part, int thread) {
-  const Part p = part_at(part);
-  bring_part(tile, weight, tap_step, p, thread);
-  sync();
-  int sub = p.warp * 16 / C::rows_per_sub, entries = G::end_entry(C::variants - 1);
-  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
-  const Type* own = tile + (((lane >> 2) + (r & 1) * 8) * K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PITCH;
-  constexpr bool LACKS = lacks_taps<C>();               // -1: zeros, by the first of the blocks
-  auto here = [&](int tap) { return SPLITS == 1 || (LACKS && tap < 0 ? p.begin == 0 : (u32)(tap - p.begin) < TAPS); };
-  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
-    int of = G::entries_of(variant), before = G::first_entry(variant);
-    int fragment = ((p.block * entries + before) * G::CHUNKS + p.chunk * of + e) * G::K_STEPS + p.k_step;
-    u32* to = packed + (long long)((fragment * G::PARTS * G::WGS_M + p.wg) * 4 + p.warp) * QUARTER + word;
-    const Type* at = own + (tap - p.begin);
-    if constexpr (ELEMENT == 4) {
-      float v = LACKS && tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
-      if (G::PARTS == 2) to[G::WGS_M * (G::FRAGMENT / 4)] = low_part(v, high);
-    }
-  };
-  if constexpr (SPLITS > 8) {                           // few of all entries: a warp looks at 32 at once
-    constexpr int STEP = PACK_THREADS / QUARTER;
-#pragma unroll 1
-    for (int base = 0; base < entries; base += 32 * STEP) {
-      int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
-      u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(tap_index<C>(own_entry * C::subs + sub)));
-#pragma unroll 1
-      for (; found; found &= found - 1) {
-        int entry = first + (__ffs(found) - 1) * STEP, variant = variant_of(entry);
-        write(variant, entry - G::first_entry(variant), tap_index<C>(entry * C::subs + sub));
-      }
-    }
-  }
-}
-
-// The variant that has an entry.
-static __device__ __forceinline__ int variant_of(int entry) {
-  int variant = 0;
-#pragma unroll 1
-  for (int end = C::variants; end - variant > 1;) {
-    int middle = (variant + end) / 2;
-    if (G::first_entry(middle) <= entry) variant = middle;
-    else end = middle;
-  }
-  return variant;
-}
-
-// --- by a kernel of its own: `pack` and `pack_float` of packing.cuh ---------------------------------------------------
-
-template <class Weight>
-static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  __shared__ Type tile[TILE];
-  let_dependent_begin();                                // `gather`
-  pack_part(tile, weight, (u32*)packed, tap_step, blockIdx.x, threadIdx.x);
-}
 };
 
 // NCHW: staging slots, in which a chunk's pixels lie as they come from memory, in a way for each `Fetch`.
@@ -1246,10 +1098,10 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
 struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+__device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(full);
 }
 
 template <class C>
@@ -1341,12 +1193,10 @@ static constexpr int NB = G::NB;
 
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
-// C::paired: subtiles one below the other are neighbours, so that one matrix instruction takes both (C::wide).
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
   constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
   return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          C::paired ? (subtile / (2 * W) % ((H + 1) / 2) * 2 + subtile % 2) * C::sub_h : subtile / W % H * C::sub_h,
-          (C::paired ? subtile / 2 : subtile) % W * C::sub_w};
+          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1402,8 +1252,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 // A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`. `behind`:
-// C::continued, the barrier of the chunk that the last step may still read.
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
 struct ChunkOf;
 
@@ -1415,23 +1264,16 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of the ring of weights whose fragments are in registers, by its barrier.
-static __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(done);
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (!C::continued || barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. C::continued: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
-// it can where those of a round are; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513. ROLLED: where the
+// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   constexpr int SETS = C::fragment_sets;
   if constexpr (C::wgmma) {
@@ -1446,12 +1288,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       wgmma_wait<1>();
-    } else if (C::continued) {
-      wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back_weights(done, lane);
+    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
   } else {
     weights.load(a[i % SETS], i);
     pixels.template multiply<false>(acc, a[i % SETS], shift, i % G::K_STEPS, 0, lane);
@@ -1509,7 +1349,7 @@ static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename 
       weights.load(low[(i + 1) % SETS], 2 * i + 3);
     }
     if (i + 1 < STEPS) wgmma_wait<1>();
-      if (!C::resident && (i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) S::give_back_weights(done, lane);
+      if (!C::resident && (i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) S::give_back(done, lane);
   }
   wgmma_fence();
 #pragma unroll
@@ -1527,7 +1367,7 @@ using G = GatherWork<C>;
 using S = StepOf<C>;
 using Sums = float[G::MB][G::NB][32];
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, u32, int lane) {
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int lane) {
 #pragma unroll
   for (int b = 0; b < G::MB; b++) {
     int e = G::first_entry(variant, b), last = G::end_entry(variant, b);
@@ -1556,14 +1396,14 @@ using Number = typename G::Number;
 static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int GROUPS = C::run_groups;
 static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS > 8 ? GROUPS / 8 : 1;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : GROUPS > 8 ? 1 : 8 / GROUPS;  // runs of a subtile
+static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
+static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return C::paired ? r / 2 * (2 * SUBTILES) + r % 2 : r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return C::paired ? first_of(r) + 2 * k : TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : GROUPS > 8 ? k % 8 : i * GROUPS + k; }
+static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
 
 // Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
 static __device__ __forceinline__ bool others(int r, int i) {
@@ -1913,16 +1753,14 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // C::continued: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, behind, lane);
-      if (C::continued) behind = last;
-      else Chunk::give_back(last, lane);
+      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
+      Chunk::give_back(last, lane);
     }
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
@@ -2050,24 +1888,25 @@ template <> struct ScalarOf<FP64> : Unchanged<double> {};
 
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 
-// Gradients on CUDA cores from tiles in shared memory: depthwise layers, small groups and few channels.
-//
-//   grad_input   gi[n, ci, q] = sum over co of the group and taps of g[n, co, q * stride + tap * dilation - padding] * w[ci, co, tap]
-//   grad_weight  dW[ci, co, tap] = sum over n and q of x[n, ci, q] * g[n, co, q * stride + tap * dilation - padding]
-//
-// A block brings what tile_h x tile_w positions q need of one slice of g (an image's, at a depth) into shared memory, in whole
-// units and once; taps read it there. A thread takes `rows` positions, one below the other.
-//   Lanes are columns: those of g lie in stride_w planes of equal residue, so that lanes read neighbours at any stride.
-//   lanes_are_channels (depthwise, channels_last): a pixel's channels are neighbours as they are in memory.
-// grad_weight's warps divide a tile's taps (TAP_GROUPS) and its positions (POSITION_GROUPS). Its blocks take a range of tiles
-// each and write partial sums; `reduce` adds them in the order of their index, so that every run gives the same bits. Positions of
-// a tile beyond the image are zeros of x that meet g where it is: an infinity there makes NaN of that tap's sum.
+__device__ constexpr int floor_mod(int a, int b) { return (a % b + b) % b; }
 
-template <bool IN_WORDS, class T> struct StagedWord { using Type = T; };
-template <class T> struct StagedWord<true, T> { using Type = u32; };
+// What the kernels of direct.cu and direct_weight.cu share: cells, and a tile of one tensor in shared memory.
+//
+// Along an axis the staged tensor (source) and the other one meet where, for cell j, phase t and tap k,
+//   forward     output j * stride + t = input (j + shift) * stride + k * dilation - padding
+//   gradients   input j = the one whose tap k meets the output's gradient at j * stride + shift, shift = k * dilation - padding
+// So a cell is `out` results and cells are `in` sources apart: (stride, 1) of the forward, (1, stride) of the gradients.
+//
+// A block brings what tile_h x tile_w cells need of a slice of the source (`chunk` channels of an image, at a depth) into shared memory, in
+// whole units and once; taps read it there. A thread takes `rows` cells, one below the other.
+//   Lanes are columns: those of the source lie in `in_w` planes of equal residue, so that lanes read neighbours at any stride.
+//   lanes_are_channels (depthwise, channels_last): a pixel's channels are neighbours as they are in memory.
+
+template <bool IN_WORDS, class T> struct LoadedWord { using Type = T; };
+template <class T> struct LoadedWord<true, T> { using Type = u32; };
 
 template <class C_>
-struct Staged {
+struct DirectTile {
 using C = C_;
 using Scalar = ScalarOf<C::precision>;
 using T = typename Scalar::T;
@@ -2077,35 +1916,54 @@ static constexpr int VEC = Scalar::VEC;
 static constexpr int ELEMENT = sizeof(T);
 static constexpr bool BY_CHANNELS = C::lanes_are_channels;
 
-static constexpr int CIN_G = C::cin_g, COUT_G = C::cout_g, CIN = C::groups * CIN_G, COUT = C::groups * COUT_G;
-static constexpr int CHANNELS = C::channels, CI_TILE = C::ci_tile, ROWS = C::rows;
-static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, SPAN_H = C::span_h, SPAN_W = C::span_w, SHIFT = C::shift;
+static constexpr int FROM = C::groups * C::from_g, TO = C::groups * C::to_g;  // channels of the source and of the other tensor
+static constexpr int LANES = C::lanes, CHANNELS = C::channels, ROWS = C::rows;  // channels of a block's lanes, and of a thread
+static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, SPAN_H = C::span_h, SPAN_W = C::span_w, SHIFT = C::first_w;
 static constexpr int KERNEL_H = C::kernel_h, KERNEL_W = C::kernel_w, TAPS = C::kernel_d * KERNEL_H * KERNEL_W;
-static constexpr int STRIDE_H = C::stride_h, STRIDE_W = C::stride_w;
-static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector, BATCH = C::batch;
-static constexpr int G_COLUMN = C::channels_last ? COUT : 1;  // elements from one column of g to the next
-static constexpr int CHANNEL_BLOCKS = BY_CHANNELS ? (CIN + CHANNELS - 1) / CHANNELS : (CIN_G + CI_TILE - 1) / CI_TILE;  // there of a group
+static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector;
+static constexpr int CHUNK = C::chunk;
+static constexpr bool PIXELS = C::channels_last && !BY_CHANNELS;  // whose channels are neighbours in memory, not in the tile
+static constexpr int CHANNEL_BLOCKS = BY_CHANNELS ? (TO + LANES - 1) / LANES : (C::to_g + CHANNELS - 1) / CHANNELS;  // there of a group
 
-// Words of shared memory from row to row of g's tile, and where a column of it lies.
-static constexpr int ROW_PITCH = BY_CHANNELS ? SPAN_W * CHANNELS : STRIDE_W * C::plane_pitch;
-static constexpr int G_WORDS = (SPAN_H * ROW_PITCH + 3) / 4 * 4;
+// The phase of tap `k`, and its source from a cell's first one on.
+static __device__ constexpr int phase_of(int k, int stride, int dilation, int padding) {
+  return C::forward ? floor_mod(k * dilation - padding, stride) : 0;
+}
+static __device__ constexpr int shift_of(int k, int stride, int dilation, int padding) {
+  return C::forward ? (phase_of(k, stride, dilation, padding) + padding - k * dilation) / stride : k * dilation - padding;
+}
+static __device__ constexpr int column_of_tap(int k) { return SHIFT + shift_of(k, C::stride_w, C::dilation_w, C::padding_w) - C::min_w; }
+static __device__ constexpr int row_of_tap(int k) { return shift_of(k, C::stride_h, C::dilation_h, C::padding_h) - C::min_h; }
+
+// Words of shared memory from row to row of the tile, from channel to channel of a chunk and of all, and where a column of a row lies.
+static constexpr int ROW_PITCH = BY_CHANNELS ? SPAN_W * LANES : C::in_w * C::plane_pitch;
+static constexpr int CHANNEL_WORDS = SPAN_H * ROW_PITCH, TILE_WORDS = (CHUNK * CHANNEL_WORDS + 3) / 4 * 4;
 static __device__ __forceinline__ constexpr int column_at(int c) {
-  return BY_CHANNELS ? c * CHANNELS : c % STRIDE_W * C::plane_pitch + c / STRIDE_W;
+  return BY_CHANNELS ? c * LANES : c % C::in_w * C::plane_pitch + c / C::in_w;
 }
 
+// Of the source, and of the other tensor, whose cells are divided into tiles.
 struct Sizes {
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_h, tiles_w;
+  int batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w;
 };
 
-struct Tile { int n, d, h, w; };           // first position
+struct Tile { int n, d, h, w; };           // first cell
 
 static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
   Tile t;
   t.w = index % s.tiles_w * TILE_W;  index /= s.tiles_w;
   t.h = index % s.tiles_h * TILE_H;  index /= s.tiles_h;
-  t.d = index % s.in_d;
-  t.n = index / s.in_d;
+  t.d = index % s.d;
+  t.n = index / s.d;
   return t;
+}
+
+// The slice of the source that a tile and a tap along D meet; -1 for none.
+static __device__ __forceinline__ int depth_of(int d, int kd, const Sizes& s) {
+  int depth = C::forward ? d + C::padding_d - kd * C::dilation_d : d * C::stride_d + kd * C::dilation_d - C::padding_d;
+  if (C::forward && depth % C::stride_d) return -1;
+  if (C::forward) depth /= C::stride_d;
+  return (u32)depth < (u32)s.from_d ? depth : -1;
 }
 
 // The thread's index, anew: else every place of a batch, the same for all tiles, would be kept in registers between them.
@@ -2115,125 +1973,166 @@ static __device__ __forceinline__ int thread_index() {
   return index;
 }
 
-// Elements that are stored together.
-template <int WIDTH>
-struct alignas(WIDTH * sizeof(T)) Unit { T v[WIDTH]; };
+// What a thread takes: `rows` cells from (ty, tx) on, and where their first word of the tile lies.
+struct Own { int tx, ty, at, mine; };      // mine: its channel, of those of a block
+static __device__ __forceinline__ Own own_of(int place, int lane) {
+  const int tx = place % TILE_W, ty = place / TILE_W * ROWS, mine = LANES < 32 && lane >= LANES ? LANES - 1 : lane;
+  return {tx, ty, ty * C::in_h * ROW_PITCH + (BY_CHANNELS ? tx * C::in_w * LANES + mine : tx), mine};
+}
 
 // Elements that are loaded together, in words where there are some.
 static constexpr bool IN_WORDS = ELEMENT == 2 && VECTOR > 1;
-struct alignas(VECTOR * ELEMENT) Loaded { typename StagedWord<IN_WORDS, T>::Type v[IN_WORDS ? VECTOR / 2 : VECTOR]; };
+struct alignas(VECTOR * ELEMENT) Loaded { typename LoadedWord<IN_WORDS, T>::Type v[IN_WORDS ? VECTOR / 2 : VECTOR]; };
 static __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
   return Scalar::value(unit.v[k]);
 }
 
-// Units of a row of g's tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's channels of columns. As many
-// rows as they fit into the threads are loaded at a time; a thread has the same columns of all.
-static constexpr int ROW_UNITS = (BY_CHANNELS ? SPAN_W * CHANNELS : SPAN_W) / VECTOR;
-static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS;
-static constexpr int ROWS_AT_ONCE = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
-static constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+// Units of a row of the tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's or a chunk's channels of columns. As many
+// rows as they fit into the threads are loaded at a time, and of several channels in NCHW; a thread has the same columns of all.
+static constexpr int ROW_UNITS = SPAN_W * (BY_CHANNELS ? LANES : PIXELS ? CHUNK : 1) / VECTOR, PLANES = PIXELS ? 1 : CHUNK;
+static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS, IN_ROWS = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
+static constexpr int ROWS_AT_ONCE = IN_ROWS < SPAN_H ? IN_ROWS : SPAN_H, IN_PLANES = IN_ROWS / ROWS_AT_ONCE;
+static constexpr int PLANES_AT_ONCE = IN_PLANES < PLANES ? IN_PLANES : PLANES;
+static constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, PASSES_C = (PLANES + PLANES_AT_ONCE - 1) / PLANES_AT_ONCE;
+static constexpr int BATCH_H = C::batch < PASSES_H ? C::batch : PASSES_H, BATCH_C = C::batch / BATCH_H < PASSES_C ? C::batch / BATCH_H : PASSES_C;
 
-// Where an element of a row is in one of g's rows, and whether g has it; `left`: channels from the tile's first on.
-struct Place { i64 offset; bool in; };
+// Where a row's element `at` is in the tile, and in one of the source's rows, and whether that has it; `left`: channels from the tile's
+// first on.
+struct Place { int to; i64 offset; bool in; };
 static __device__ __forceinline__ Place place_in_row(int at, int w, int left, i64 line, const Sizes& s) {
-  return {(i64)(w + at) * G_COLUMN, (u32)(w + at) < (u32)s.out_w};
+  return {column_at(at), w + at, (u32)(w + at) < (u32)s.from_w};
 }
 
 // A unit's elements to shared memory, from that of element `at` of a row on.
 static __device__ __forceinline__ void store_unit(Acc* to, const Loaded& unit, int at) {
-  constexpr bool EVEN = STRIDE_W % VECTOR == 0 || VECTOR % STRIDE_W == 0;
+  constexpr bool EVEN = C::in_w % VECTOR == 0 || VECTOR % C::in_w == 0;
 #pragma unroll
   for (int k = 0; k < VECTOR; k++) to[BY_CHANNELS ? k : EVEN ? column_at(k) : column_at(at + k) - column_at(at)] = element(unit, k);
 }
 
-// What the taps of slice `kd` meet of g's channels from `channel` on to shared memory, zeros beyond the borders; false where the
-// whole slice lies beyond them. Units are whole where g lies and its rows end at their multiples; else elements are loaded.
-static __device__ __forceinline__ bool stage_gradient(Acc* tile, const T* g, const Tile& t, int kd, int channel, bool whole, const Sizes& s) {
-  const int d = t.d * C::stride_d + kd * C::dilation_d - C::padding_d, h = t.h * STRIDE_H - C::padding_h, w = t.w * STRIDE_W - C::padding_w - SHIFT, left = COUT - channel;
-  if ((u32)d >= (u32)s.out_d) return false;
-  const i64 pixels = (i64)s.out_d * s.out_h * s.out_w, slice = (i64)d * s.out_h * s.out_w, line = (i64)s.out_w * G_COLUMN;
-  const T* from = g + (C::channels_last ? (t.n * pixels + slice) * COUT + channel : ((i64)t.n * COUT + channel) * pixels + slice);
-  const int thread = thread_index(), first = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
-  if (ROW_UNITS < THREADS && first >= ROWS_AT_ONCE) return true;  // the others have nothing to do
+// What a tile's cells meet of the source at `depth`, of its channels from `channel` on, of which there are `left`, to shared memory; zeros
+// beyond the borders. Units are whole where the source lies and its rows end at their multiples; else elements are loaded.
+static __device__ __forceinline__ void stage(Acc* tile, const T* source, const Tile& t, int depth, int channel, int left, bool whole, const Sizes& s) {
+  const int h = t.h * C::in_h + C::min_h, w = t.w * C::in_w + C::min_w - SHIFT;
+  const i64 slice = (i64)s.from_h * s.from_w, pixels = s.from_d * slice, line = (i64)s.from_w * (C::channels_last ? FROM : 1);
+  const T* from = source + (C::channels_last ? (t.n * pixels + depth * slice) * FROM + channel : ((i64)t.n * FROM + channel) * pixels + depth * slice);
+  const int thread = thread_index(), line_of = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
+  const int first = line_of % ROWS_AT_ONCE, plane = line_of / ROWS_AT_ONCE;  // of a thread
+  if (ROW_UNITS < THREADS && plane >= PLANES_AT_ONCE) return;  // the others have nothing to do
 #pragma unroll 1
   for (int round = 0; round < ROUNDS_W; round++) {
     const int at = (ROW_UNITS < THREADS ? thread % ROW_UNITS : thread + round * THREADS) * VECTOR;  // element of a row
     if (ROW_UNITS > THREADS && at >= ROW_UNITS * VECTOR) break;
     if (VECTOR == 1 || whole) {
       const Place in_row = place_in_row(at, w, left, line, s);
-      Acc* to = tile + first * ROW_PITCH + (BY_CHANNELS ? at : column_at(at));
-      int row = h + first;
 #pragma unroll 1
-      for (int i = 0; i < PASSES_H; i += BATCH, row += BATCH * ROWS_AT_ONCE, to += BATCH * ROWS_AT_ONCE * ROW_PITCH) {
-        const T* place = from + row * line + in_row.offset;
-        Loaded unit[BATCH];                // all loads come first: a block waits for memory once in BATCH
+      for (int c = plane; c < PLANES; c += BATCH_C * PLANES_AT_ONCE) {
+        const T* place = from + c * pixels + (h + first) * line + in_row.offset;
+        Acc* to = tile + c * CHANNEL_WORDS + first * ROW_PITCH + in_row.to;
+        int row = h + first;
+#pragma unroll 1
+        for (int i = 0; i < PASSES_H; i += BATCH_H, row += BATCH_H * ROWS_AT_ONCE, to += BATCH_H * ROWS_AT_ONCE * ROW_PITCH, place += BATCH_H * ROWS_AT_ONCE * line) {
+          Loaded unit[BATCH_C][BATCH_H];   // all loads come first: a block waits for memory once in a batch
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-          unit[b] = {};
-          if (in_row.in && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.out_h) unit[b] = *(const Loaded*)(place + b * ROWS_AT_ONCE * line);
-        }
+          for (int j = 0; j < BATCH_C; j++)
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-          if ((SPAN_H % ROWS_AT_ONCE || PASSES_H % BATCH) && row + b * ROWS_AT_ONCE >= h + SPAN_H) break;
-          store_unit(to + b * ROWS_AT_ONCE * ROW_PITCH, unit[b], at);
+            for (int b = 0; b < BATCH_H; b++) {
+              unit[j][b] = {};
+              const bool exists = in_row.in && (PLANES == 1 || c + j * PLANES_AT_ONCE < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
+              if (exists) unit[j][b] = *(const Loaded*)(place + j * PLANES_AT_ONCE * pixels + b * ROWS_AT_ONCE * line);
+            }
+#pragma unroll
+          for (int j = 0; j < BATCH_C; j++)
+#pragma unroll
+            for (int b = 0; b < BATCH_H; b++) {
+              if ((SPAN_H % ROWS_AT_ONCE || PASSES_H % BATCH_H) && row + b * ROWS_AT_ONCE >= h + SPAN_H) continue;
+              if (PLANES > 1 && c + j * PLANES_AT_ONCE >= PLANES) continue;
+              store_unit(to + j * PLANES_AT_ONCE * CHANNEL_WORDS + b * ROWS_AT_ONCE * ROW_PITCH, unit[j][b], at);
+            }
         }
       }
     } else {
 #pragma unroll 1
-      for (int row = first; row < SPAN_H; row += ROWS_AT_ONCE)
+      for (int c = plane; c < PLANES; c += PLANES_AT_ONCE)
+#pragma unroll 1
+        for (int row = first; row < SPAN_H; row += ROWS_AT_ONCE)
 #pragma unroll
-        for (int k = 0; k < VECTOR; k++) {
-          const int column = w + (BY_CHANNELS ? (at + k) / CHANNELS : at + k), ch = BY_CHANNELS ? (at + k) % CHANNELS : 0;
-          const bool in = (u32)(h + row) < (u32)s.out_h && (u32)column < (u32)s.out_w && ch < left;
-          tile[row * ROW_PITCH + (BY_CHANNELS ? at + k : column_at(at + k))] = in ? Scalar::value(from[(h + row) * line + (i64)column * G_COLUMN + ch]) : 0;
-        }
+          for (int k = 0; k < VECTOR; k++) {
+            const Place place = place_in_row(at + k, w, left, line, s);
+            const bool exists = place.in && (PLANES == 1 || c < left) && (u32)(h + row) < (u32)s.from_h;
+            tile[c * CHANNEL_WORDS + row * ROW_PITCH + place.to] = exists ? Scalar::value(from[c * pixels + (h + row) * line + place.offset]) : 0;
+          }
     }
   }
-  return true;
 }
+};
 
-// =====================================================================================================================
-// The gradient for the input
-// =====================================================================================================================
+// The forward and the gradient for the input on CUDA cores: depthwise layers, few channels and float64.
+//
+//   forward  out[n, co, o] = bias[co] + sum over ci of the group and taps of in[n, ci, i] * w[ci, co, tap],  o = i * stride + tap * dilation - padding
+//   dX       gi[n, ci, i]  =            sum over co of the group and taps of g[n, co, o] * w[ci, co, tap]
+//
+// A block computes some channels of a tile of cells (direct_tile.cuh), a thread those of `rows` cells. For each chunk of the source's channels and
+// tap along D the tile and the slice's weights come to shared memory. A cell of the forward has outputs of all phases, so every tap is
+// unrolled.
+//
+// Stores. A lane's neighbouring results are a run. Where a run is one vector a lane stores it. Else runs go through shared memory,
+// so that lanes store neighbours; stored as they are, or exchanged by pairs of lanes, they take more than twice as long.
+
+template <class C_>
+struct Direct : DirectTile<C_> {
+using C = C_;
+using Base = DirectTile<C>;
+using typename Base::Scalar; using typename Base::T; using typename Base::Acc; using typename Base::Pack;
+using typename Base::Sizes; using typename Base::Tile; using typename Base::Own;
+using Base::VEC; using Base::ELEMENT; using Base::BY_CHANNELS; using Base::TO; using Base::LANES; using Base::CHANNELS; using Base::ROWS; using Base::CHUNK;
+using Base::KERNEL_H; using Base::KERNEL_W; using Base::THREADS; using Base::CHANNEL_BLOCKS;
+using Base::ROW_PITCH; using Base::column_at; using Base::thread_index;
+static constexpr int CIN_G = C::forward ? C::from_g : C::to_g, COUT_G = C::forward ? C::to_g : C::from_g;
+static constexpr int CELL_H = C::out_h, CELL_W = C::out_w;  // results of a cell
 
 // A tap's weights, for the lanes' channels or a thread's; those of one channel lie by columns of taps, so that four are one load.
-static constexpr bool ONE_CHANNEL = !BY_CHANNELS && CI_TILE == 1;
-static constexpr int WEIGHTS = BY_CHANNELS ? CHANNELS : ONE_CHANNEL ? 1 : (CI_TILE + VEC - 1) / VEC * VEC;
+static constexpr bool ONE_CHANNEL = !BY_CHANNELS && CHANNELS == 1;
+static constexpr int WEIGHTS = BY_CHANNELS ? LANES : ONE_CHANNEL ? 1 : (CHANNELS + VEC - 1) / VEC * VEC;
+static constexpr int WEIGHTS_READ = BY_CHANNELS ? 1 : WEIGHTS;
 static __device__ __forceinline__ constexpr int tap_at(int kh, int kw) {
   return ONE_CHANNEL ? kw * ((KERNEL_H + VEC - 1) / VEC * VEC) + kh : (kw * KERNEL_H + kh) * WEIGHTS;
 }
-static constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;
-static constexpr int TAP_BATCH = (TAP_WORDS + THREADS - 1) / THREADS;
+static constexpr int SLICE_WORDS = ONE_CHANNEL ? KERNEL_W * ((KERNEL_H + VEC - 1) / VEC * VEC) : KERNEL_H * KERNEL_W * WEIGHTS;  // of a channel of the source
+static constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;               // without gaps
+static constexpr int TAP_BATCH = (CHUNK * TAP_WORDS + THREADS - 1) / THREADS;
 
-// What a block computes: channels (lanes_are_channels: from `ci` on; else of `group`) of a tile.
+// What a block computes: channels (lanes_are_channels: from `channel` on; else of `group`) of a tile.
 struct Item {
   Tile tile;
-  int group, ci;
+  int group, channel;
 };
 
 static __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
   Item item;
   const int block = index % CHANNEL_BLOCKS;  index /= CHANNEL_BLOCKS;
+  item.group = 0;
+  item.channel = block * (BY_CHANNELS ? LANES : CHANNELS);
   // A channel's tiles are neighbours: what their halos share comes from L2.
-  item.ci = block * CI_TILE;
-  const u32 tiles = s.tiles_w * s.tiles_h * s.in_d;
+  const u32 tiles = s.tiles_w * s.tiles_h * s.d;
   item.group = index / tiles % C::groups;
-  item.tile = tile_of(index % tiles, s);
+  item.tile = Base::tile_of(index % tiles, s);
   item.tile.n = index / tiles / C::groups;
   return item;
 }
 
-// A slice's weights.
-static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int co, int kd) {
+// A slice's weights, of the source's channels from `from` on.
+static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int from, int kd) {
   const int thread = thread_index();
 #pragma unroll
   for (int b = 0; b < TAP_BATCH; b++) {
-    int i = thread + b * THREADS, c = i % WEIGHTS, tap = kd * (KERNEL_H * KERNEL_W) + i / WEIGHTS;
-    bool in = BY_CHANNELS ? item.ci + c < CIN : c < CI_TILE && item.ci + c < CIN_G;
-    const i64 row = BY_CHANNELS ? (i64)(item.ci + c) : (i64)(item.group * CIN_G + item.ci + c) * COUT_G + co;
-    const T* from = weight + row * TAPS + tap;
+    const int i = thread + b * THREADS, source = from + i / TAP_WORDS, tap = i % TAP_WORDS / WEIGHTS;
+    const int own = i % WEIGHTS, to = item.channel + own;
+    const bool exists = source < C::from_g && (BY_CHANNELS ? to < TO : own < CHANNELS && to < C::to_g);
+    const i64 in = BY_CHANNELS ? to : item.group * CIN_G + (C::forward ? source : to);
+    const i64 row = BY_CHANNELS ? in : in * COUT_G + (C::forward ? to : source);
     v[b] = 0;
-    if (i < TAP_WORDS && in) v[b] = *from;
+    if (i < CHUNK * TAP_WORDS && exists) v[b] = weight[(row * C::kernel_d + kd) * (KERNEL_H * KERNEL_W) + tap];
   }
 }
 
@@ -2241,92 +2140,124 @@ static __device__ __forceinline__ void store_weights(Acc* weights, const T (&v)[
   const int thread = thread_index();
 #pragma unroll
   for (int b = 0; b < TAP_BATCH; b++) {
-    int i = thread + b * THREADS, tap = i / WEIGHTS;
-    if (i < TAP_WORDS) weights[tap_at(tap / KERNEL_W, tap % KERNEL_W) + i % WEIGHTS] = Scalar::value(v[b]);
+    const int i = thread + b * THREADS, tap = i % TAP_WORDS / WEIGHTS;
+    if (i < CHUNK * TAP_WORDS) weights[i / TAP_WORDS * SLICE_WORDS + tap_at(tap / KERNEL_W, tap % KERNEL_W) + i % WEIGHTS] = Scalar::value(v[b]);
   }
 }
 
-// What a thread takes: `rows` positions from (ty, tx) on, and where their first word of g's tile lies.
-struct Own { int tx, ty, at, mine; };      // mine: its channel, of those of a block
-static __device__ __forceinline__ Own own_of(int place, int lane) {
-  const int tx = place % TILE_W, ty = place / TILE_W * ROWS, mine = CHANNELS < 32 && lane >= CHANNELS ? CHANNELS - 1 : lane;
-  return {tx, ty, ty * STRIDE_H * ROW_PITCH + (BY_CHANNELS ? tx * STRIDE_W * CHANNELS + mine : tx), mine};
-}
-
 // A tap's weights of a thread.
-static __device__ __forceinline__ void read_weights(Acc (&w)[C::weights_read], const Acc* from, int mine) {
+static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS_READ], const Acc* from, int mine) {
   #pragma unroll
-  for (int i = 0; i < C::weights_read; i += VEC) {
-    Pack pack = *(const Pack*)(from + i);
+  for (int i = 0; i < WEIGHTS_READ; i += VEC) {
+    const Pack pack = *(const Pack*)(from + i);
 #pragma unroll
     for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
   }
 }
 
-// A position's sums; `q`: the position in its image.
-static __device__ __forceinline__ void store_sums(T* gi, const Acc (&acc)[CI_TILE], const Item& item, i64 q, int lane, bool whole_stores, const Sizes& s) {
-  const i64 pixels = (i64)s.in_d * s.in_h * s.in_w;
-  const int n = item.tile.n;
-  #pragma unroll
-    for (int i = 0; i < CI_TILE; i++)
-      if (CIN_G % CI_TILE == 0 || item.ci + i < CIN_G) gi[((i64)n * CIN + item.group * CIN_G + item.ci + i) * pixels + q] = Scalar::stored(acc[i]);
-}
+using Sums = Acc[ROWS][CELL_H][CELL_W][CHANNELS];
 
-static __device__ __forceinline__ void grad_input(unsigned char* memory, const T* __restrict__ g, const T* __restrict__ weight, T* __restrict__ gi, const Sizes& s, int whole_units) {
-  Acc *tile = (Acc*)memory, *weights = tile + G_WORDS;
-  const int lane = threadIdx.x & 31;
-  const Own own = own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
-  const Item item = item_of(blockIdx.x, s);
-  Acc acc[ROWS][CI_TILE] = {};
-#pragma unroll 1
-  for (int slice = 0; slice < COUT_G * C::kernel_d; slice++) {
-    const int co = slice / C::kernel_d, kd = slice % C::kernel_d;
-    T taps[TAP_BATCH];
-    load_weights(taps, weight, item, co, kd);
-    if (slice) __syncthreads();            // the slice before has been read
-    if (!stage_gradient(tile, g, item.tile, kd, BY_CHANNELS ? item.ci : item.group * COUT_G + co, whole_units, s)) continue;
-    store_weights(weights, taps);
-    __syncthreads();
+// A slice's products: a column of taps after the other, whose rows of the tile stay in registers where they are unrolled.
+static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own) {
 #pragma unroll C::unroll_w
-    for (int kw = 0; kw < KERNEL_W; kw++) {
-      const Acc* column = tile + own.at + column_at(SHIFT + kw * C::dilation_w);
+  for (int kw = 0; kw < KERNEL_W; kw++) {
+    const int u = Base::phase_of(kw, C::stride_w, C::dilation_w, C::padding_w);
+    const Acc* column = tile + own.at + column_at(Base::column_of_tap(kw));
 #pragma unroll C::unroll_h
-      for (int kh = 0; kh < KERNEL_H; kh++) {
-        Acc w[C::weights_read];
-        read_weights(w, weights + tap_at(kh, kw), own.mine);
+    for (int kh = 0; kh < KERNEL_H; kh++) {
+      const int t = Base::phase_of(kh, C::stride_h, C::dilation_h, C::padding_h);
+      Acc w[WEIGHTS_READ];
+      read_weights(w, weights + tap_at(kh, kw), own.mine);
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-          Acc v = column[(r * STRIDE_H + kh * C::dilation_h) * ROW_PITCH];
+      for (int r = 0; r < ROWS; r++) {
+        const Acc v = column[(r * C::in_h + Base::row_of_tap(kh)) * ROW_PITCH];
 #pragma unroll
-          for (int i = 0; i < CI_TILE; i++) acc[r][i] = multiply_add(v, w[i], acc[r][i]);
-        }
+        for (int c = 0; c < CHANNELS; c++) sum[r][t][u][c] = multiply_add(v, w[c], sum[r][t][u][c]);
       }
     }
   }
-  const Tile& t = item.tile;
-  if (t.w + own.tx >= s.in_w || (BY_CHANNELS && (lane >= CHANNELS || item.ci + lane >= CIN))) return;
-  const bool whole_stores = C::channels_last && !BY_CHANNELS && (i64)gi % (C::stored * ELEMENT) == 0;
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    if (t.h + own.ty + r >= s.in_h) break;
-    store_sums(gi, acc[r], item, ((i64)t.d * s.in_h + t.h + own.ty + r) * s.in_w + t.w + own.tx, lane, whole_stores, s);
-  }
 }
 
-// =====================================================================================================================
-// The gradient for the weight
-// =====================================================================================================================
+// A run: columns of a cell in NCHW, a pixel's channels in channels_last, those of all columns where a thread has all channels.
+static constexpr bool WHOLE_PIXELS = C::channels_last && !BY_CHANNELS && C::groups == 1 && CHANNELS == C::to_g;
+static constexpr int RUN = BY_CHANNELS ? 1 : WHOLE_PIXELS ? CELL_W * CHANNELS : C::channels_last ? CHANNELS : CELL_W;
+static constexpr int RUNS = CELL_W * CHANNELS / RUN;    // of a row of a cell
+static constexpr int POWER = RUN & -RUN, OF_16 = 16 / ELEMENT;
+static constexpr int WIDE = POWER < OF_16 ? POWER : OF_16, LINES = RUN / WIDE;
+struct alignas(WIDE * sizeof(T)) Line { T v[WIDE]; };
 
-static constexpr int X_TILE = TILE_H * TILE_W;
-static constexpr int STRIPS = X_TILE / ROWS / (BY_CHANNELS ? 1 : 32);  // a warp takes a column of `rows` positions, or 32 of them
+// A lane's run to `place`, of which the result has `left` elements. `whole`: runs begin at multiples of a line.
+static __device__ __forceinline__ void store_run(T* out, const Line (&line)[LINES], i64 place, int left, bool whole, Line* buffer, int lane) {
+  if (whole && left >= RUN) *(Line*)(out + place) = line[0];
+    if (whole && left >= RUN) return;
+#pragma unroll
+    for (int e = 0; e < RUN; e++)
+      if (e < left) out[place + e] = line[0].v[e];
+}
+
+static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* bias, const Item& item, const Own& own, Line* buffer, int lane, const Sizes& s) {
+  const Tile& t = item.tile;
+  const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (C::channels_last ? WHOLE_PIXELS ? s.w * TO : C::to_g : s.w) % WIDE == 0;
+  const int first = item.group * C::to_g + item.channel + (BY_CHANNELS ? lane : 0);  // channel
+  const int channels = BY_CHANNELS ? (lane < LANES && first < TO) : C::to_g - item.channel;
+  constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
+  const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
+  T* to = out + (C::channels_last ? ((i64)t.n * s.d + t.d) * plane * TO + first : ((i64)t.n * TO + first) * channel_step + t.d * plane);
+  Acc start[CHANNELS];
+#pragma unroll
+  for (int c = 0; c < CHANNELS; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int y = 0; y < CELL_H; y++) {
+      const int row = (t.h + own.ty + r) * C::out_h + y;
+#pragma unroll
+      for (int k = 0; k < RUNS; k++) {
+        const int column = (t.w + own.tx) * CELL_W + (C::channels_last ? k : 0), ahead = C::channels_last ? 0 : k;  // channels
+        Line line[LINES];
+#pragma unroll
+        for (int e = 0; e < RUN; e++) {
+          const int c = C::channels_last ? e % CHANNELS : k, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
+          line[e / WIDE].v[e % WIDE] = Scalar::stored(sum[r][y][x][c] + start[c]);
+        }
+        const int exists = !C::channels_last ? s.w - column : WHOLE_PIXELS ? (s.w - column) * CHANNELS : channels;
+        const int left = row < s.h && column < s.w && ahead < channels ? exists : 0;
+        store_run(to, line, ((i64)row * s.w + column) * PIXEL + ahead * channel_step, left, whole, buffer, lane);
+      }
+    }
+}
+
+static __device__ __forceinline__ void run(unsigned char* memory, const T* __restrict__ source, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out, const Sizes& s, bool whole_units) {
+  Acc *tile = (Acc*)memory, *weights = tile + Base::TILE_WORDS;
+  const int lane = threadIdx.x & 31;
+  const Own own = Base::own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
+  const Item item = item_of(blockIdx.x, s);
+  Sums sum = {};
+#pragma unroll 1
+  for (int slice = 0; slice < (C::from_g + CHUNK - 1) / CHUNK * C::kernel_d; slice++) {
+    const int from = slice / C::kernel_d * CHUNK, kd = slice % C::kernel_d, depth = Base::depth_of(item.tile.d, kd, s);
+    if (depth < 0) continue;
+    const int channel = BY_CHANNELS ? item.channel : item.group * C::from_g + from, left = BY_CHANNELS ? TO - channel : C::from_g - from;
+    T taps[TAP_BATCH];
+    load_weights(taps, weight, item, from, kd);
+    __syncthreads();                       // the slice before has been read
+    Base::stage(tile, source, item.tile, depth, channel, left, whole_units, s);
+    store_weights(weights, taps);
+    __syncthreads();
+#pragma unroll 1
+    for (int c = 0; c < CHUNK && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own);
+  }
+  if (LINES > 1) __syncthreads();          // the last slice has been read
+  store(out, sum, bias, item, own, (Line*)memory + threadIdx.x / 32 * (32 * LINES), lane, s);
+}
 };
 
 template <class C>
-__global__ void __launch_bounds__(Staged<C>::THREADS, C::min_blocks)
-grad_input(const typename Staged<C>::T* __restrict__ g, const typename Staged<C>::T* __restrict__ weight, typename Staged<C>::T* __restrict__ gi, int batch, int in_d, int in_h, int in_w,
-           int out_d, int out_h, int out_w, int tiles_h, int tiles_w, int whole_units) {
+__global__ void __launch_bounds__(C::threads, C::min_blocks)
+direct(const typename Direct<C>::T* __restrict__ source, const typename Direct<C>::T* __restrict__ weight, const typename Direct<C>::T* __restrict__ bias,
+       typename Direct<C>::T* __restrict__ out, int batch, int from_d, int from_h, int from_w, int d, int h, int w, int tiles_h, int tiles_w, int whole_units) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Staged<C>::grad_input(memory, g, weight, gi, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_h, tiles_w}, whole_units);
+  Direct<C>::run(memory, source, weight, bias, out, {batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w}, whole_units);
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
@@ -2352,28 +2283,11 @@ static constexpr int COUT = C::groups * C::cout;
 static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
 static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
 
-// Rows of g's tile: every apart-th row between the first and the last (dense), the greatest common divisor of stride and dilation
-// apart; or a row of each tap for each q when that is fewer.
-static constexpr int Q_STEP_D = C::step_d / C::apart_d, Q_STEP_H = C::step_h / C::apart_h;
-static constexpr int TAP_STEP_D = C::dilation_d / C::apart_d, TAP_STEP_H = C::dilation_h / C::apart_h;
-static constexpr int SPAN_D = (C::tile_d - 1) * Q_STEP_D + (C::taps_d - 1) * TAP_STEP_D + 1;
-static constexpr int SPAN_H = (C::tile_h - 1) * Q_STEP_H + (C::taps_h - 1) * TAP_STEP_H + 1;
-static constexpr bool DENSE_D = SPAN_D <= C::tile_d * C::taps_d;
-static constexpr bool DENSE_H = C::stacked || SPAN_H <= C::tile_h * C::taps_h;
-// From a row of q to the next, and from a tap to the next, in rows of g's tile.
-static constexpr int Q_ROWS_D = DENSE_D ? Q_STEP_D : C::taps_d, Q_ROWS_H = DENSE_H ? Q_STEP_H : C::taps_h;
-static constexpr int TAP_ROWS_D = DENSE_D ? TAP_STEP_D : 1, TAP_ROWS_H = DENSE_H ? TAP_STEP_H : 1;
-// Gapless: each tap has pixels of its own, one row of them.
-static constexpr int G_ROWS_D = C::gapless ? 1 : DENSE_D ? SPAN_D : C::tile_d * C::taps_d;
-static constexpr int G_ROWS_H = C::gapless ? 1 : C::stacked ? C::tile_h * C::step_h : DENSE_H ? SPAN_H : C::tile_h * C::taps_h;
-static constexpr int G_COLUMNS = (C::tile_w - 1) * C::step_w + (C::taps_w - 1) * C::dilation_w + 1;
-static constexpr int STACK = C::stacked ? (C::taps_h + C::step_h - 1) / C::step_h : 1;  // rows of x that may meet a row of g
-static constexpr int X_ROWS_H = C::tile_h + STACK - 1;  // of x's tile in a slice
+static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
 static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
-static constexpr int CLASS_ROWS = (G_ROWS_H + C::row_classes - 1) / C::row_classes;
-static constexpr int G_ROWS = C::tile_n * G_ROWS_D * (C::row_classes * CLASS_ROWS);
-static constexpr int G_UNITS = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // of a row (NCHW)
-static constexpr int G_BYTES = G_ROWS * (C::channels_last ? G_COLUMNS : C::block_co) * C::g_pitch * ELEMENT;
+static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1) / C::row_classes;
+static constexpr int G_ROWS = C::tile_n * C::g_rows_d * (C::row_classes * CLASS_ROWS);
+static constexpr int G_BYTES = G_ROWS * (C::channels_last ? C::g_columns : C::block_co) * C::g_pitch * ELEMENT;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -2419,10 +2333,10 @@ static __device__ __forceinline__ int take_work(Work& work, int index) {
 // (n, d, h) of row `r` of a tile, in its tensor.
 struct Rows { int n, d, h; };
 static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
-static __device__ __forceinline__ int g_row_h(int h) { return DENSE_H ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
+static __device__ __forceinline__ int g_row_h(int h) { return C::dense_h ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
 static __device__ __forceinline__ Rows g_row(int r) {
-  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
+  int h = r % C::g_rows_h, d = r / C::g_rows_h % C::g_rows_d;
+  return {r / (C::g_rows_h * C::g_rows_d), C::dense_d ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
 }
 };
 
@@ -2435,8 +2349,9 @@ struct WgradMemory { int batch, d, h, w; };             // a tensor
 // g's tile of a WgradShape S, as threads copy it.
 template <class S>
 struct WgradG {
-  static constexpr int ROWS = S::G_ROWS, ROWS_H = S::G_ROWS_H, BLOCK = S::C::block_co, CHANNELS = S::COUT, OF_GROUP = S::C::cout;
-  static constexpr int COLUMNS = S::G_COLUMNS, UNITS = S::G_UNITS, PITCH = S::C::g_pitch;
+  using C = typename S::C;
+  static constexpr int ROWS = S::G_ROWS, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = S::COUT, OF_GROUP = C::cout;
+  static constexpr int COLUMNS = C::g_columns, UNITS = C::g_units, PITCH = C::g_pitch;
   static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
 };
@@ -2624,7 +2539,6 @@ static constexpr int WARPS_N = C::block_co / C::warp_n;
 static constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
 static constexpr int M_FRAGMENTS = C::warp_m / 16;
 static constexpr int N_FRAGMENTS = C::warp_n / 8;
-static constexpr int X_UNITS = (C::tile_w + (C::aligned_x ? 0 : VEC - 1) + VEC - 1) / VEC;  // of a row (NCHW)
 static constexpr int X_BYTES = S::X_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
 static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
 
@@ -2638,7 +2552,7 @@ using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
 
 struct X {                                              // as threads copy it
   static constexpr int ROWS = S::X_ROWS, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
-  static constexpr int COLUMNS = C::tile_w, UNITS = X_UNITS, PITCH = C::x_pitch;
+  static constexpr int COLUMNS = C::tile_w, UNITS = C::x_units, PITCH = C::x_pitch;
   static __device__ __forceinline__ Rows row(int r) { return S::x_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return h; }
 };
@@ -2672,9 +2586,9 @@ static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, 
   int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS;
   Rows at = S::x_row(row);
   Half half;
-  half.row_n = at.n * S::G_ROWS_D;
-  half.row_d = at.d * S::Q_ROWS_D;
-  half.row_h = at.h * S::Q_ROWS_H;
+  half.row_n = at.n * C::g_rows_d;
+  half.row_d = at.d * C::q_rows_d;
+  half.row_h = at.h * C::q_rows_h;
   half.column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
   int phase = C::aligned_x ? 0 : (x_phase + ((u32)(at.n * S::CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
   half.x_at = row * C::block_ci * C::x_pitch + half.column + phase;
@@ -2683,11 +2597,11 @@ static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, 
 
 // Where a half begins in g's tile for a row of taps.
 static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
-  int d = half.row_d + td * S::TAP_ROWS_D, h = half.row_h + th * S::TAP_ROWS_H;
-  int row = (half.row_n + d) * S::G_ROWS_H + h;
-  int image = half.row_n / S::G_ROWS_D;
-  int at_d = S::DENSE_D ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
-  int at_h = S::DENSE_H ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
+  int d = half.row_d + td * C::tap_rows_d, h = half.row_h + th * C::tap_rows_h;
+  int row = (half.row_n + d) * C::g_rows_h + h;
+  int image = half.row_n / C::g_rows_d;
+  int at_d = C::dense_d ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
+  int at_h = C::dense_h ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
   int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
   return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
 }
@@ -2843,43 +2757,82 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   WgradSync<C>::run(x, g, partial, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, memory);
 }
 
+// --- packed weights -------------------------------------------------------------------------------------------------
+
+template <class C> __constant__ const auto PACKED_TAPS = table_of<short>(C::tap_indices);
+
+// Brings weights, (input channels, output channels, taps) or for the gradient for the input (output channels, input
+// channels, taps), into the order in which the consumers read them: words of fragments
+//   [group][block of output channels][variant][chunk][tap][step of K][part][warpgroup][warp][lane][4],
+// where a word has a row of M and a channel of K (of 16 bits two), or zeros. The second part of IEEE float32 is what
+// TF32 leaves of the first.
+template <class C>
+__global__ void pack_weights(const typename PixelTile<C>::Number::Type* __restrict__ weight,
+                             u32* __restrict__ packed, int words) {
+  using G = GatherWork<C>;
+  constexpr int VARIANTS = C::variants, K = 32 / G::ELEMENT;
+  const int index = blockIdx.x * blockDim.x + threadIdx.x;
+  if (index >= words) return;
+  int rest = index;
+  const auto next = [&rest](int count) {
+    const int found = rest % count;
+    rest /= count;
+    return found;
+  };
+  const int word = next(4), lane = next(32), warp = next(4);
+  const int wg = next(G::WGS_M), part = next(G::PARTS), k_step = next(G::K_STEPS);
+  int place = next(G::end_entry(VARIANTS - 1) * G::CHUNKS), variant = 0;  // among all variants' chunks and taps
+  while (place >= G::end_entry(variant) * G::CHUNKS) variant++;
+  place -= G::first_entry(variant) * G::CHUNKS;
+  const int chunk = place / G::entries_of(variant), entry = G::first_entry(variant) + place % G::entries_of(variant);
+  const int tap = PACKED_TAPS<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
+  const int group = rest / C::cout_blocks, block = rest % C::cout_blocks * G::WGS_M + wg;
+  const int cout = block * C::rows_per_sub + warp * 16 % C::rows_per_sub + lane / 4 + word % 2 * 8;
+  const int cin = chunk * C::ck + k_step * K + lane % 4 * (4 / G::ELEMENT) + word / 2 * (16 / G::ELEMENT);
+  const auto value = [&](int c) {  // of channel c of K
+    const long long channels = C::grad_input ? (long long)(group * C::cout_g + cout) * C::cin_g + c
+                                             : (long long)(group * C::cin_g + c) * C::cout_g + cout;
+    return tap >= 0 && cout < C::cout_g && c < C::cin_g ? weight[channels * C::taps + tap] : 0;
+  };
+  const float whole = value(cin);
+  packed[index] = part == 0 ? to_tf32(whole) : low_part(whole, to_tf32(whole));
+}
+
 // =====================================================================================================================
-// Forward: wgmma ieee, tile 1x1x8x16 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of 8 x
-// 6 fragments, 184 KB shared.
+// Forward: wgmma ieee, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of 7 x
+// 6 fragments, 222 KB shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int precision = 1, cin = 32, cin_g = 8, ck = 8, tile_n = 1, tile_d = 1, tile_h = 8, tile_w = 16;
-  static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 2, rows_h = 10, row_step_d = 1;
-  static constexpr int row_step_h = 1, offsets_d[2] = {0, 1}, offsets_h[10] = {-1, 0, 1, 2, 3, 4, 5, 6, 7, 8};
-  static constexpr int first_w = -1, columns = 19, plane = 19, planes = 1, plane_barriers = 1, stages_p = 2;
-  static constexpr int stages_s = 2, fetch = 1, first_d = 0, first_h = -1, box_units = 6, column_pad = 3, cout = 32;
-  static constexpr int cout_g = 8, taps = 105, out_step_d = 2, out_step_h = 2, out_step_w = 2, sub_h = 8, sub_w = 8;
-  static constexpr int split = 0, mb = 2, subs = 4, rows_per_sub = 16, w_subs = 2, variants = 1, cout_blocks = 1;
-  static constexpr int m_groups = 4, subs_d[4] = {0, 0, 1, 1}, subs_h[4] = {0, 1, 0, 1}, subs_w[1] = {0};
-  static constexpr int blocks_of_w[2] = {0, 1}, steps = 2, taps_unrolled = 6, fragment_sets = 3;
-  static constexpr int entries[3] = {0, 18, 42};
-  static constexpr int tap_rows[42] = {0, 1, 2, 19, 20, 21, 38, 39, 40, 190, 191, 192, 209, 210, 211, 228, 229, 230, 0, 1, 2, 3, 19, 20, 21, 22, 38, 39, 40, 41, 190, 191, 192, 193, 209, 210, 211, 212, 228, 229, 230, 231};
+  static constexpr int precision = 1, cin = 32, cin_g = 8, ck = 8, tile_n = 1, tile_d = 1, tile_h = 2, tile_w = 64;
+  static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 2, rows_h = 4, row_step_d = 1;
+  static constexpr int row_step_h = 1, offsets_d[2] = {0, 1}, offsets_h[4] = {-1, 0, 1, 2}, first_w = -1, columns = 67;
+  static constexpr int plane = 67, planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0;
+  static constexpr int first_h = -1, box_units = 18, column_pad = 3, cout = 32, cout_g = 8, taps = 105, out_step_d = 2;
+  static constexpr int out_step_h = 2, out_step_w = 2, sub_h = 1, sub_w = 64, split = 0, mb = 2, subs = 4;
+  static constexpr int rows_per_sub = 16, w_subs = 2, variants = 1, cout_blocks = 1, m_groups = 4;
+  static constexpr int subs_d[4] = {0, 0, 1, 1}, subs_h[4] = {0, 1, 0, 1}, subs_w[1] = {0}, blocks_of_w[2] = {0, 1};
+  static constexpr int steps = 2, taps_unrolled = 6, fragment_sets = 3, entries[3] = {0, 18, 42};
+  static constexpr int tap_rows[42] = {0, 1, 2, 67, 68, 69, 134, 135, 136, 268, 269, 270, 335, 336, 337, 402, 403, 404, 0, 1, 2, 3, 67, 68, 69, 70, 134, 135, 136, 137, 268, 269, 270, 271, 335, 336, 337, 338, 402, 403, 404, 405};
   static constexpr int tap_indices[168] = {68, -1, 103, -1, 66, -1, 101, -1, 64, -1, 99, -1, 54, 61, 89, 96, 52, 59, 87, 94, 50, 57, 85, 92, 40, 47, 75, 82, 38, 45, 73, 80, 36, 43, 71, 78, -1, -1, 33, -1, -1, -1, 31, -1, -1, -1, 29, -1, -1, -1, 19, 26, -1, -1, 17, 24, -1, -1, 15, 22, -1, -1, 5, 12, -1, -1, 3, 10, -1, -1, 1, 8, 69, -1, 104, -1, 67, -1, 102, -1, 65, -1, 100, -1, 63, -1, 98, -1, 55, 62, 90, 97, 53, 60, 88, 95, 51, 58, 86, 93, 49, 56, 84, 91, 41, 48, 76, 83, 39, 46, 74, 81, 37, 44, 72, 79, 35, 42, 70, 77, -1, -1, 34, -1, -1, -1, 32, -1, -1, -1, 30, -1, -1, -1, 28, -1, -1, -1, 20, 27, -1, -1, 18, 25, -1, -1, 16, 23, -1, -1, 14, 21, -1, -1, 6, 13, -1, -1, 4, 11, -1, -1, 2, 9, -1, -1, 0, 7};
-  static constexpr int stages_w = 8, w_stage = 6, ring_fragments = 48, pack_taps = 4, run_groups = 1, store = 0;
-  static constexpr int store_unit = 0, cluster = 1, producer_registers = 72, consumer_registers = 184;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, paired = false;
-  static constexpr bool wide = false, continued = false, resident = false, boxed = false, packs = false, bare = false;
-  static constexpr bool claimed = true;
+  static constexpr int stages_w = 7, w_stage = 6, ring_fragments = 42, run_groups = 8, store = 0, store_unit = 0;
+  static constexpr int cluster = 1, producer_registers = 72, consumer_registers = 184;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = false;
+  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = true;
 };
 
 // =====================================================================================================================
-// Gradient for the input: tiles of 8x16 positions in 4 KB, lanes are columns, a thread takes 1 rows x 8 input channels.
+// Gradient for the input: tiles of 8x16 cells in 33 KB, lanes are columns, a thread takes 4 rows x 8 channels.
 // =====================================================================================================================
 
 struct GradInput {
   static constexpr int kernel_d = 3, kernel_h = 5, kernel_w = 7, stride_d = 2, stride_h = 2, stride_w = 2;
   static constexpr int dilation_d = 1, dilation_h = 1, dilation_w = 1, padding_d = 1, padding_h = 2, padding_w = 3;
-  static constexpr int precision = 1, channels = 1, groups = 4, cin_g = 8, cout_g = 8, tile_h = 8, tile_w = 16;
-  static constexpr int rows = 1, ci_tile = 8, span_h = 19, span_w = 40, shift = 1, plane_pitch = 20, vector = 4;
-  static constexpr int batch = 2, threads = 128, min_blocks = 4, weights_read = 8, stored = 4, unroll_h = 5;
-  static constexpr int unroll_w = 1;
-  static constexpr bool channels_last = false, lanes_are_channels = false;
+  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 8, to_g = 8, tile_h = 8, tile_w = 16, rows = 4;
+  static constexpr int channels = 8, chunk = 8, in_h = 2, in_w = 2, out_h = 1, out_w = 1, min_h = -2, min_w = -3;
+  static constexpr int span_h = 19, span_w = 40, first_w = 1, plane_pitch = 21, vector = 4, batch = 20, threads = 32;
+  static constexpr int min_blocks = 6, unroll_h = 5, unroll_w = 1;
+  static constexpr bool channels_last = false, forward = false, lanes_are_channels = false;
 };
 
 // =====================================================================================================================
@@ -2888,20 +2841,21 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 1, groups = 4, cin = 8, cout = 8, block_ci = 16, block_co = 8, g_pitch = 44;
-  static constexpr int reduce_rows = 1, tile_n = 2, kernel_d = 3, step_d = 2, dilation_d = 1, padding_d = 1, taps_d = 1;
-  static constexpr int sets_d = 3, tile_d = 1, apart_d = 1, kernel_h = 5, step_h = 2, dilation_h = 1, padding_h = 2;
-  static constexpr int taps_h = 2, sets_h = 3, tile_h = 8, apart_h = 1, kernel_w = 7, step_w = 2, dilation_w = 1;
-  static constexpr int padding_w = 3, taps_w = 7, sets_w = 1, tile_w = 16, warp_m = 16, warp_n = 8, row_classes = 1;
-  static constexpr int x_pitch = 20;
-  static constexpr bool channels_last = false, stacked = false, gapless = false, aligned_x = true;
+  static constexpr int precision = 1, groups = 4, cin = 8, cout = 8, block_ci = 16, block_co = 8, g_columns = 37;
+  static constexpr int g_units = 10, g_pitch = 44, reduce_rows = 1, tile_n = 2, kernel_d = 3, step_d = 2;
+  static constexpr int dilation_d = 1, padding_d = 1, taps_d = 1, sets_d = 3, tile_d = 1, kernel_h = 5, step_h = 2;
+  static constexpr int dilation_h = 1, padding_h = 2, taps_h = 2, sets_h = 3, tile_h = 8, kernel_w = 7, step_w = 2;
+  static constexpr int dilation_w = 1, padding_w = 3, taps_w = 7, sets_w = 1, tile_w = 16, apart_d = 1, g_rows_d = 1;
+  static constexpr int q_rows_d = 2, tap_rows_d = 1, apart_h = 1, g_rows_h = 16, q_rows_h = 2, tap_rows_h = 1;
+  static constexpr int warp_m = 16, warp_n = 8, x_units = 4, x_pitch = 20, stack = 1, row_classes = 1;
+  static constexpr bool channels_last = false, dense_d = true, dense_h = true, aligned_x = true, gapless = false;
 };
 
 }  // namespace kernels
 
 namespace {
 
-// A tensor's memory, as whatever pointer a kernel takes.
+// Memory, as whatever pointer a kernel takes.
 struct Memory {
   void* at;
   template <typename T>
@@ -2919,44 +2873,48 @@ int shared(void (*kernel)(Parameters...), int bytes) {
 
 // --- tensor maps: what the tensor copy engine must know of a tensor ----------------------------------------------
 
-// The driver's function, found at run time so that nothing links libcuda.
-decltype(&cuTensorMapEncodeTiled) encode_tiled() {
-  static const auto found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult status;
-#if CUDART_VERSION >= 12050
-    C10_CUDA_CHECK(
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status));
-#else
-    C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &status));
-#endif
-    TORCH_CHECK(function != nullptr, "the CUDA driver must be 12.0 or newer: it has no tensor maps");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  return found;
-}
+// Columns, rows, slices, channels and images of a tensor.
+using Counts = std::array<cuuint64_t, 5>;
 
 // A map over a dense tensor, and the box that one copy brings: `box` elements traversed by `steps` along each axis,
-// innermost first. `second`: the map has the channels behind the columns, and so has the box.
-kernels::TensorMap tensor_map(const at::Tensor& t, bool channels_last, bool second, CUtensorMapDataType type,
-                              const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
-                              CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
-  C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
-  std::array<cuuint64_t, 5> counts;   // columns, rows, slices, channels, images; in channels_last channels first
+// innermost first. `second`: the map has the channels behind the columns, and so has the box. The driver's function
+// is found at run time, so that nothing links libcuda.
+kernels::TensorMap tensor_map(void* memory, Counts counts, int element, bool channels_last, bool second,
+                              CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
+                              const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle,
+                              CUtensorMapL2promotion promotion, CUresult& result) {
+  void* encode = nullptr;
+  cudaDriverEntryPointQueryResult status;
+  cudaFree(nullptr);  // gives a thread that has called nothing yet its context
+#if CUDART_VERSION >= 12050
+  cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &status);
+#else
+  cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &status);
+#endif
+  if (channels_last) std::rotate(counts.begin(), counts.begin() + 3, counts.begin() + 4);
   std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all axes but the innermost
-  for (int i = 0; i < 3; i++) counts[i + channels_last] = i < t.dim() - 2 ? t.size(t.dim() - 1 - i) : 1;
-  counts[channels_last ? 0 : 3] = t.size(1), counts[4] = t.size(0);
-  cuuint64_t pitch = t.element_size();
+  cuuint64_t pitch = element;
   for (int i = 0; i < 4; i++) pitches[i] = pitch *= counts[i];
   if (second) {
     std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
     std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
   }
-  kernels::TensorMap map;
-  const CUresult result = encode_tiled()(
-      reinterpret_cast<CUtensorMap*>(&map), type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(),
-      steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(result));
+  kernels::TensorMap map = {};
+  result = CUDA_ERROR_NOT_SUPPORTED;
+  if (encode != nullptr)
+    result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+        reinterpret_cast<CUtensorMap*>(&map), type, 5, memory, counts.data(), pitches.data(), box.data(),
+        steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return map;
+}
+
+template <typename... Given>
+kernels::TensorMap tensor_map(const at::Tensor& t, Given... given) {
+  Counts counts = {1, 1, 1, static_cast<cuuint64_t>(t.size(1)), static_cast<cuuint64_t>(t.size(0))};
+  for (int i = 0; i < t.dim() - 2; i++) counts[i] = t.size(t.dim() - 1 - i);
+  CUresult result;
+  const auto map = tensor_map(t.data_ptr(), counts, static_cast<int>(t.element_size()), given..., result);
+  TORCH_CHECK(result == CUDA_SUCCESS, "the driver must be 12.0 or newer; for a tensor map it said ", int(result));
   return map;
 }
 
@@ -2966,14 +2924,14 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
              int blocks, const std::array<int, 11>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor packed = at::empty({688128}, weight.options().dtype(at::kByte));
-  kernels::pack<kernels::GatherPack<kernels::Forward>><<<432, 256, 0, stream>>>(of(weight), of(packed), 1);
-  const at::Tensor zeros = at::zeros({5}, x.options().dtype(at::kInt));
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 188880), stream>>>(
+  const at::Tensor packed = at::empty({688128}, x.options().dtype(at::kByte));
+  const at::Tensor zeros = at::zeros({20}, x.options().dtype(at::kByte));
+  kernels::pack_weights<kernels::Forward><<<672, 256, 0, stream>>>(of(weight), of(packed), 172032);
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 227728), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {24, 10, 2, 8, 1}, {1, 1, 1, 1, 1},
-                 CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{72, 4, 2, 8, 1},
+                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -2981,8 +2939,8 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
                 int blocks, const std::array<int, 10>& sizes) {
   const c10::cuda::CUDAGuard guard(grad.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  kernels::grad_input<kernels::GradInput><<<blocks, 128, 4160, stream>>>(of(grad), of(weight), of(out), sizes[0],
-      sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9]);
+  kernels::direct<kernels::GradInput><<<blocks, 32, 34496, stream>>>(of(grad), of(weight), nullptr, of(out),
+      sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9]);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -3052,29 +3010,30 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x16 positions (NxDxHxW)."""
-    counts = [ceil(n + lead, step) for n, lead, step in zip(result, (0, 0, 0), (2, 16, 32))]
-    tiles = batch * math.prod(counts) * 4
-    return min(tiles, processors), (batch, *source, *result, *counts, tiles)
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x2x64 positions (NxDxHxW)."""
+    tiles_d = ceil(result[0], 2)
+    tiles_h = ceil(result[1], 4)
+    tiles_w = ceil(result[2], 128)
+    tiles = batch * tiles_d * tiles_h * tiles_w * 4
+    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): a block takes a tile, and what it needs of the output's gradient."""
-    rows, columns = ceil(result[1], 8), ceil(result[2], 16)  # of blocks
-    blocks = batch * result[0] * rows * columns * 4
-    return blocks, (batch, *result, *source, rows, columns, int(source[2] % 4 == 0))
+    """(blocks, sizes): a block takes a tile, and what it needs of the source."""
+    rows = ceil(result[1], 8)
+    columns = ceil(result[2], 16)
+    return batch * result[0] * rows * columns * 4, (batch, *source, *result, rows, columns, int(source[2] % 4 == 0))
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 2x1x8x16 pixels, their sums are added after.
-
-    The chunks are cut into as many shares as make 3 waves of blocks, and no more than 96 MB of sums are made.
-    """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (2, 1, 8, 16))]
-    chunks = math.prod(counts)
-    each = ceil(chunks, max(1, min(chunks, 117, processors * 3 // 36)))  # of a share
+    """(blocks, slices of sums, sizes): 3 waves of blocks share the chunks of 2x1x8x16 pixels."""
+    tiles_d = source[0]
+    tiles_h = ceil(source[1], 8)
+    tiles_w = ceil(source[2], 16)
+    chunks = ceil(batch, 2) * tiles_d * tiles_h * tiles_w
+    each = ceil(chunks, max(1, min(min(chunks, 117), processors * 3 // 36)))
     shares = ceil(chunks, each)
-    return shares * 36, shares * 8, (batch, *source, *result, *counts[1:], chunks, each)
+    return shares * 36, shares * 8, (batch, *source, *result, tiles_d, tiles_h, tiles_w, chunks, each)
 
 
 @functools.cache

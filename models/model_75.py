@@ -3,13 +3,16 @@
 Layer: ConvTranspose2d(32, 64, kernel_size=(3, 5), stride=(2, 3), padding=(1, 2), output_padding=(0, 0),
 dilation=(2, 1), groups=4).
 
+Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
+bias plus the sum, over input channels and taps, of input times weight.
+
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients with the kernels below. They are chosen for inputs of 16 x 32 x 128 x 256 on an
+forward, first and second gradients, with the kernels below. They are chosen for inputs of 16 x 32 x 128 x 256 on an
 NVIDIA H200 and serve every batch and spatial size.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
-  arguments and dtypes, and other devices from sm_70 on.
+  arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
   float32's accuracy; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are.
@@ -19,13 +22,12 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: 4x256 cells x 8 channels, 256 threads x 8x2x12 outputs, 1 stages of 8 channels, 4224 blocks.
-- gradient for the input: tiles of 32x32 positions in 27 KB, lanes are columns, a thread takes 4 rows x 8 input
-  channels.
+- forward: tiles of 4x128 cells in 26 KB, lanes are columns, a thread takes 2 rows x 4 channels.
+- gradient for the input: tiles of 32x32 cells in 108 KB, lanes are columns, a thread takes 4 rows x 8 channels.
 - gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K
   in 132 slices, 171 KB shared.
 
-Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+Measured by `upconv bench --suite kernelbench --exported models`.
 """
 
 from __future__ import annotations
@@ -254,13 +256,6 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
 
-__device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
-// BYTES, 4 or 8; of `bytes` 0 zeros.
-template <int BYTES>
-__device__ __forceinline__ void copy_word(u32 to, const void* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes));
-}
-
 // --- the compiler and registers ---------------------------------------------------------------------------------------
 
 // Integers. Macros, since by references the compiler keeps variables in another order.
@@ -331,483 +326,23 @@ __device__ __forceinline__ float multiply_add(float a, float b, float c) { retur
 
 __device__ constexpr int floor_mod(int a, int b) { return (a % b + b) % b; }
 
-// What a block of direct.cu copies to shared memory for a stage: the input tile with its halo (zeros outside), and the weights.
-
-// K: Direct<C>.
-template <class K>
-struct DirectCopies {
-using C = typename K::C;
-using Scalar = typename K::Scalar;
-using T = typename K::T;
-using Acc = typename K::Acc;
-
-static constexpr bool LAST = C::channels_last;
-static constexpr int THREADS = C::threads, CHANNELS = K::CHANNELS;
-static constexpr int IN_ROWS = C::block_h + C::span_h;  // input rows of a tile
-static constexpr int IN_COLS = K::BLOCK_W + C::span_w;
-static constexpr int ROW_PITCH = C::row_pitch;
-static constexpr int PLANE = K::PLANE;
-
-// A stage's input: where it starts in memory, what of it exists.
-struct Source {
-    const T* base;  // channel 0 of the stage, depth, row 0, column 0
-    i64 channel_step;
-    int present, row, col, h, w;
-};
-
-static __device__ __forceinline__ int column_word(int c) { return c / C::cells * K::PITCH + c % C::cells; }
-
-static __device__ __forceinline__ void put(Acc* to, const T* from, bool inside) {
-    copy_word<sizeof(T)>(shared_address(to), from, inside ? (int)sizeof(T) : 0);
-}
-
-// The same in NCHW: whole warps of columns row by row, the columns that are left, often a halo of two, over all rows at once.
-static __device__ __forceinline__ void copy_rows(Acc* tile, const Source& s, const T* x) {
-    constexpr int REST = IN_COLS % 32 <= 20 ? IN_COLS % 32 : 0, BODY = IN_COLS - REST;
-    const int lane = threadIdx.x % 32;
-    #pragma unroll 2
-    for (int at = threadIdx.x / 32; at < CHANNELS * IN_ROWS; at += THREADS / 32) {
-        const int channel = at / IN_ROWS, r = at % IN_ROWS;
-        const int ih = s.row + r;
-        const bool row_inside = (u32)ih < (u32)s.h && channel < s.present;
-        const T* from = row_inside ? s.base + channel * s.channel_step + (i64)ih * s.w : x;
-        Acc* to = tile + channel * PLANE + r * ROW_PITCH;
-#pragma unroll
-        for (int c = lane; c < BODY; c += 32) {
-            const bool inside = row_inside && (u32)(s.col + c) < (u32)s.w;
-            put(to + column_word(c), inside ? from + s.col + c : x, inside);
-        }
-    }
-    #pragma unroll 2
-    for (int at = threadIdx.x; at < CHANNELS * IN_ROWS * REST; at += THREADS) {
-        const int c = BODY + at % REST, line = at / REST;
-        const int channel = line / IN_ROWS, r = line % IN_ROWS;
-        const int ih = s.row + r, iw = s.col + c;
-        const bool inside = (u32)ih < (u32)s.h && (u32)iw < (u32)s.w && channel < s.present;
-        const T* from = inside ? s.base + channel * s.channel_step + (i64)ih * s.w + iw : x;
-        put(tile + channel * PLANE + r * ROW_PITCH + column_word(c), from, inside);
-    }
-}
-
-// `x`: an address that may be read.
-static __device__ __forceinline__ void copy(Acc* tile, const Source& s, const T* x) {
-    copy_rows(tile, s, x);
-}
-};
-
-// How a block of direct.cu stores its sums: through shared memory, so that stores cover whole lines; directly where a thread's sums are
-// one vector.
-
-// K: Direct<C>.
-template <class K>
-struct DirectStores {
-using C = typename K::C;
-using Scalar = typename K::Scalar;
-using T = typename K::T;
-using Acc = typename K::Acc;
-using Pack = typename Scalar::Pack;
-using Sums = typename K::Sums;
-using Place = typename K::Place;
-using Thread = typename K::Thread;
-using Sizes = typename K::Sizes;
-
-static constexpr int VEC = Scalar::VEC, CO = K::CO, CO_GROUP = C::cout_g, RUN = K::RUN, PART = C::part;
-static constexpr int RUN_PITCH = C::run_pitch;
-
-// A warp stores `count` neighbouring outputs, WIDE at a time, from runs in shared memory.
-template <int WIDE>
-static __device__ __forceinline__ void store_segment(T* to, const Acc* from, int count, int lane) {
-    struct alignas(WIDE * sizeof(T)) Line {
-        T v[WIDE];
-    } line;
-#pragma unroll 4
-    for (int v = lane * WIDE; v < count; v += 32 * WIDE) {
-        const Acc* at = from + v / RUN * RUN_PITCH + v % RUN;
-        if constexpr (WIDE == VEC) {
-            const Pack pack = *reinterpret_cast<const Pack*>(at);
-#pragma unroll
-            for (int m = 0; m < WIDE; ++m) line.v[m] = Scalar::stored(pack.v[m]);
-        } else {
-#pragma unroll
-            for (int m = 0; m < WIDE; ++m) line.v[m] = Scalar::stored(at[m]);
-        }
-        *reinterpret_cast<Line*>(to + v) = line;
-    }
-}
-
-// Each warp turns its threads' sums of PART channels into rows: 32 runs in, segments of LANES runs out. `row_at`: where the thread's row
-// begins in the output, or -1 where it has none.
-static __device__ __forceinline__ void store_turned(const Acc (&sum)[CO][RUN], T* out, Acc* shared, i64 row_at, int ow, i64 channel_step, int couts, int ow_size) {
-    constexpr int LANES = C::block_x < 32 ? C::block_x : 32;
-    constexpr int SEGMENT = LANES * RUN;
-    constexpr int WIDE = RUN % 4 == 0 && VEC == 4 ? 4 : RUN % 2 == 0 ? 2 : 1;
-    const int lane = threadIdx.x % 32;
-    Acc* mine = shared + threadIdx.x / 32 * (32 * RUN_PITCH * PART);
-    const unsigned long long start_of_out = (unsigned long long)out / sizeof(T);
-    const int wide = (ow_size % WIDE == 0 && start_of_out % WIDE == 0) ? WIDE
-                     : (RUN % 2 == 0 && ow_size % 2 == 0 && start_of_out % 2 == 0) ? 2 : 1;
-#pragma unroll
-    for (int part = 0; part < CO; part += PART) {
-        __syncwarp();
-#pragma unroll
-        for (int c = 0; c < PART; ++c) {
-            Acc* to = mine + (c * 32 + lane) * RUN_PITCH;
-            #pragma unroll
-            for (int v = 0; v < RUN; v += VEC) {
-                Pack pack;
-#pragma unroll
-                for (int m = 0; m < VEC; ++m) pack.v[m] = sum[part + c][v + m];
-                *reinterpret_cast<Pack*>(to + v) = pack;
-            }
-        }
-        __syncwarp();
-        const int present = couts - part < PART ? couts - part : PART;
-#pragma unroll 1
-        for (int segment = 0; segment < 32 / LANES; ++segment) {
-            const i64 start = __shfl_sync(0xffffffffu, row_at, segment * LANES);
-            const int ow0 = __shfl_sync(0xffffffffu, ow, segment * LANES);
-            if (start < 0) continue;
-            T* to = out + start + part * channel_step + ow0;
-            const Acc* from = mine + segment * LANES * RUN_PITCH;
-            const int count = ow_size - ow0 < SEGMENT ? ow_size - ow0 : SEGMENT;
-#pragma unroll 1
-            for (int c = 0; c < present; ++c, to += channel_step, from += 32 * RUN_PITCH) {
-                if (WIDE > 1 && wide == WIDE) store_segment<WIDE>(to, from, count, lane);
-                else if (WIDE > 2 && wide == 2) store_segment<2>(to, from, count, lane);
-                else store_segment<1>(to, from, count, lane);
-            }
-        }
-    }
-}
-
-// NCHW.
-static __device__ __forceinline__ void store_rows(const Sums (&sum)[C::phases_h], T* out, Acc* shared, const Place& p, const Thread& own, bool stores, const Sizes& s) {
-    const int g = p.group + own.slot, oh = (p.cell_h + own.jh) * C::stride_h + own.th, ow = (p.cell_w + own.tx * C::cells) * C::stride_w;
-    const int couts = CO_GROUP - p.cout_block * CO < CO ? CO_GROUP - p.cout_block * CO : CO;
-    const i64 plane = (i64)s.oh * s.ow, channel_step = s.od * plane;
-    const i64 first_at = ((p.image * (C::groups * CO_GROUP) + (i64)g * CO_GROUP + p.cout_block * CO) * s.od + p.od) * plane + (i64)oh * s.ow;
-#pragma unroll
-    for (int t = 0; t < C::phases_h; ++t) {
-        const bool row_stores = stores && oh + t < s.oh;
-        const i64 row_at = row_stores ? first_at + (i64)t * s.ow : -1;
-        store_turned(sum[t], out, shared, row_at, ow, channel_step, couts, s.ow);
-    }
-}
-};
-
-// Weights as the forwards on CUDA cores read them: packed in the accumulator's type.
-
-// Of a weight (input channels, output channels of a group, depth, height, width), in elements.
-struct WeightStrides { i64 in, out, d, h, w; };
-
-// One thread per packed element: `K::packed_weight(src, at, strides)` is the one at `at`.
-template <class K>
-__global__ void direct_pack(const typename K::T* __restrict__ src, typename K::Acc* __restrict__ dst, i64 s0, i64 s1, i64 s2, i64 s3,
-                            i64 s4, i64 total) {
-    for (i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x; at < total; at += (i64)gridDim.x * blockDim.x)
-        dst[at] = K::packed_weight(src, at, {s0, s1, s2, s3, s4});
-}
-
-// Rows of [kw][co] per (group, block of co_tile output channels, kd, ci, kh), padded to 16 bytes.
-template <class C>
-struct WeightRows {
-using Scalar = ScalarOf<C::precision>;
-using T = typename Scalar::T;
-using Acc = typename Scalar::Acc;
-
-static constexpr int CO = C::co_tile;
-static constexpr int COUT_BLOCKS = (C::cout_g + CO - 1) / CO;
-static constexpr int WORDS = (C::kernel_w * CO + Scalar::VEC - 1) / Scalar::VEC * Scalar::VEC;  // of the weights of one (kd, ci, kh)
-
-static __device__ __forceinline__ Acc packed_weight(const T* src, i64 at, const WeightStrides& s) {
-    i64 rest = at / WORDS;
-    const int in_row = (int)(at - rest * WORDS);
-    const int kw = in_row / CO, co_in = in_row % CO;
-    const int kh = (int)(rest % C::kernel_h);
-    rest /= C::kernel_h;
-    const int ci = (int)(rest % C::cin_g);
-    rest /= C::cin_g;
-    const int kd = (int)(rest % C::kernel_d);
-    rest /= C::kernel_d;
-    const int co = (int)(rest % COUT_BLOCKS) * CO + co_in;
-    const i64 group = rest / COUT_BLOCKS;
-    if (kw >= C::kernel_w || co >= C::cout_g) return 0;
-    return Scalar::value(src[(group * C::cin_g + ci) * s.in + co * s.out + kd * s.d + kh * s.h + kw * s.w]);
-}
-};
-
-// Transposed convolution on CUDA cores, for few channels per group and for float64, where bytes or FMAs are the limit.
+// What the kernels of direct.cu and direct_weight.cu share: cells, and a tile of one tensor in shared memory.
 //
-// Layout. Input (BATCH, GROUPS * CI, D, H, W) and output (BATCH, GROUPS * CO_GROUP, OD, OH, OW), both dense, NCHW or
-// channels_last (LAST). Ranks below 3 have sizes of 1 in front. Weights are packed by `direct_pack` into rows of
-// [kw][co] per (group, block of CO output channels, kd, ci, kh), in the accumulator's type, padded to 16 bytes.
+// Along an axis the staged tensor (source) and the other one meet where, for cell j, phase t and tap k,
+//   forward     output j * stride + t = input (j + shift) * stride + k * dilation - padding
+//   gradients   input j = the one whose tap k meets the output's gradient at j * stride + shift, shift = k * dilation - padding
+// So a cell is `out` results and cells are `in` sources apart: (stride, 1) of the forward, (1, stride) of the gradients.
 //
-// Cells. Outputs j * S ... j * S + S - 1 of a dimension are cell j. Output t of cell j and tap k meet where
-// (t + P - k * DIL) is a multiple of S, at input i = j + (t + P - k * DIL) / S. So the outputs of a cell hold all phases,
-// start at a multiple of S whatever the padding, and along W all of them belong to one thread.
-//
-// Steps. A block makes BLOCK_H x BLOCK_W cells of one output depth, for SLOTS groups and CO channels of each. A thread
-// has CELLS neighbouring cells along W and of these either one output row (PHASES_H 1, one phase along H) or all SH
-// (PHASES_H SH: each input row is then read once for all phases, and every tap is unrolled). For every depth tap of
-// the block's phase and every chunk of CHUNK input channels: the block copies the input tile with its halo (zeros
-// outside) and the chunk's weights to shared memory, while the threads walk channels and taps of the stage before.
-// A row in shared memory has one word between runs of CELLS, and rows are padded so that the threads of a warp, over all
-// its rows, have one odd stride: reads are free of bank conflicts.
-// The sums leave through shared memory, so that stores cover whole lines; directly when a thread's are one vector.
-//
-// Constraints: the tile and the unrolled taps must fit (the planner checks).
-
-template <class C_>
-struct Direct {
-using C = C_;
-using Weights = WeightRows<C>;
-using Scalar = ScalarOf<C::precision>;
-using T = typename Scalar::T;
-using Acc = typename Scalar::Acc;
-using Pack = typename Scalar::Pack;
-
-static constexpr int VEC = Scalar::VEC, THREADS = C::threads, GROUPS = C::groups, CI = C::cin_g, CO_GROUP = C::cout_g;
-static constexpr int CO = C::co_tile, CELLS = C::cells, SLOTS = C::slots, CHUNK = C::chunk;
-static constexpr int KD = C::kernel_d, KH = C::kernel_h, KW = C::kernel_w, SD = C::stride_d, SH = C::stride_h, SW = C::stride_w;
-static constexpr int PD = C::padding_d, PH = C::padding_h, PW = C::padding_w, DD = C::dilation_d, DH = C::dilation_h, DW = C::dilation_w;
-static constexpr int COUT_BLOCKS = Weights::COUT_BLOCKS, WEIGHT_ROW = Weights::WORDS;
-static constexpr int PHASES_H = C::phases_h;
-static constexpr bool ALL_H = PHASES_H > 1;
-static constexpr int ROWS = C::block_h * SH / PHASES_H;  // rows of threads
-static constexpr int UNITS = ROWS * C::block_x;          // threads that compute, per slot
-static constexpr int BLOCK_W = C::block_x * CELLS;       // cells
-static constexpr int RUN = CELLS * SW;                   // neighbouring outputs of a thread
-static constexpr int PITCH = CELLS | 1;                  // words from one thread's cells to the next one's
-static constexpr int ROW_PITCH = C::row_pitch;
-static constexpr int PLANE = ((C::block_h + C::span_h) * ROW_PITCH) | 1;  // odd: channels_last writes neighbouring channels at once
-static constexpr int CHANNELS = SLOTS * CHUNK;                            // planes of a stage
-static constexpr int CHUNKS = (CI + CHUNK - 1) / CHUNK;
-static constexpr int WEIGHT_CHANNEL = KH * WEIGHT_ROW;
-static constexpr int WEIGHT_WORDS = CHANNELS * WEIGHT_CHANNEL;  // per stage; a multiple of VEC
-static constexpr int STAGE_WORDS = (WEIGHT_WORDS + CHANNELS * PLANE + VEC - 1) / VEC * VEC;
-static constexpr int GROUP_BLOCKS = (GROUPS + SLOTS - 1) / SLOTS;
-
-struct Sizes { int d, h, w, od, oh, ow, tiles_h, tiles_w; };
-
-// What a block computes: a depth of an image, the first of its groups and cells, and a block of channels.
-struct Place {
-    i64 image;
-    int od, group, cout_block, cell_h, cell_w;
-};
-
-// What a thread of it computes: its cells along W, and its row of cells and phase along H. Rows go phase by phase, so that the threads
-// of a warp share their taps.
-struct Thread { int slot, unit, tx, th, jh; };
-
-using Sums = Acc[CO][RUN];
-using Copies = DirectCopies<Direct>;
-using Stores = DirectStores<Direct>;
-
-static __device__ __forceinline__ Place place_of(u32 at, const Sizes& s) {
-    Place p;
-    p.cell_w = at % s.tiles_w * BLOCK_W;
-    at /= s.tiles_w;
-    p.cell_h = at % s.tiles_h * C::block_h;
-    at /= s.tiles_h;
-    p.cout_block = at % COUT_BLOCKS;
-    at /= COUT_BLOCKS;
-    p.group = at % GROUP_BLOCKS * SLOTS;
-    at /= GROUP_BLOCKS;
-    p.od = at % s.od;
-    p.image = at / s.od;
-    return p;
-}
-
-static __device__ __forceinline__ Thread thread_of(int tid) {
-    Thread own;
-    own.slot = tid / UNITS;
-    own.unit = tid % UNITS;
-    own.tx = own.unit % C::block_x;
-    const int row = own.unit / C::block_x;
-    own.th = ALL_H ? 0 : row / C::block_h;
-    own.jh = ALL_H ? row : row % C::block_h;
-    return own;
-}
-
-// A depth tap of the block's phase whose input plane exists, and a chunk of input channels.
-struct Stage {
-    int kd, chunk, depth;
-    __device__ __forceinline__ void advance(int od, int d) {
-        if (++chunk < CHUNKS) return;
-        chunk = 0;
-        for (++kd; kd < KD; ++kd) {
-            const int reach = od + PD - kd * DD;
-            if (reach < 0 || reach % SD) continue;
-            depth = reach / SD;
-            if (depth < d) return;
-        }
-    }
-    __device__ __forceinline__ int channels() const { return CI - chunk * CHUNK < CHUNK ? CI - chunk * CHUNK : CHUNK; }
-};
-
-static __device__ __forceinline__ void copy_weights(Acc* to, const Acc* weight, const Place& p, const Stage& stage) {
-    const int first = stage.chunk * CHUNK, channels = stage.channels();
-#pragma unroll 1
-    for (int s = 0; s < SLOTS; ++s) {
-        const int g = p.group + s < GROUPS ? p.group + s : GROUPS - 1;
-        const Acc* from = weight + (((i64)(g * COUT_BLOCKS + p.cout_block) * KD + stage.kd) * CI + first) * WEIGHT_CHANNEL;
-        Acc* rows = to + s * CHUNK * WEIGHT_CHANNEL;
-        for (int v = threadIdx.x * VEC; v < channels * WEIGHT_CHANNEL; v += THREADS * VEC) copy16(shared_address(rows + v), from + v);
-    }
-}
-
-static __device__ __forceinline__ typename Copies::Source source_of(const T* x, const Place& p, const Stage& stage, const Sizes& s) {
-    const i64 plane = (i64)s.h * s.w;
-    const int first = stage.chunk * CHUNK;
-    typename Copies::Source from;
-    from.channel_step = s.d * plane;
-    from.base = C::channels_last ? x + (p.image * s.d + stage.depth) * plane * (GROUPS * CI) + p.group * CI + first
-                                 : x + (p.image * (GROUPS * CI) + (i64)p.group * CI + first) * from.channel_step + stage.depth * plane;
-    from.present = SLOTS > 1 ? (GROUPS - p.group) * CI : stage.channels();
-    from.row = p.cell_h + C::min_h;
-    from.col = p.cell_w + C::min_w;
-    from.h = s.h;
-    from.w = s.w;
-    return from;
-}
-
-// All products of one input row and the taps of one row of a channel, both in shared memory.
-static __device__ __forceinline__ void multiply(Sums& to, const Acc* line, const Acc* weights) {
-    Acc window[CELLS + C::span_w];
-#pragma unroll
-    for (int c = 0; c < CELLS + C::span_w; ++c) window[c] = line[c / CELLS * PITCH + c % CELLS];
-    const Pack* packs = reinterpret_cast<const Pack*>(weights);
-    Pack pack;
-#pragma unroll
-    for (int k = 0; k < KW; ++k) {
-        const int t = floor_mod(k * DW - PW, SW);
-        const int shift = (t + PW - k * DW - C::min_w * SW) / SW;
-#pragma unroll
-        for (int c = 0; c < CO; ++c) {
-            const int word = k * CO + c;
-            if (word % VEC == 0) pack = packs[word / VEC];
-#pragma unroll
-            for (int m = 0; m < CELLS; ++m)
-                to[c][m * SW + t] = multiply_add(pack.v[word % VEC], window[m + shift], to[c][m * SW + t]);
-        }
-    }
-}
-
-// The first tap along H of a thread's phase; KH where it has none.
-static __device__ __forceinline__ int first_tap(int th) {
-    int first = KH;
-#pragma unroll 1
-    for (int k = 0; !ALL_H && k < KH && k < C::step_kh; ++k)
-        if ((th + PH + KH * DH * SH - k * DH) % SH == 0) first = k;
-    return first;
-}
-
-// A stage's products.
-static __device__ __forceinline__ void multiply_stage(Sums (&sum)[PHASES_H], const Acc* stage, const Thread& own, int channels, int first_kh) {
-    const Acc* weights = stage + own.slot * CHUNK * WEIGHT_CHANNEL;
-    const Acc* tile = stage + WEIGHT_WORDS + own.slot * CHUNK * PLANE + own.tx * PITCH;
-    const int first_row = own.jh + (own.th + PH - first_kh * DH - C::min_h * SH) / SH;  // exact where the phase has taps
-#pragma unroll 1
-    for (int ci = 0; ci < channels; ++ci) {
-        // input row by input row, each for the taps of all phases that meet it
-#pragma unroll
-            for (int r = 0; r <= C::span_h; ++r)
-#pragma unroll
-                for (int kh = 0; kh < KH; ++kh) {
-                    const int t = floor_mod(kh * DH - PH, SH);
-                    if ((t + PH - kh * DH - C::min_h * SH) / SH == r)
-                        multiply(sum[t], tile + ci * PLANE + (own.jh + r) * ROW_PITCH, weights + (ci * KH + kh) * WEIGHT_ROW);
-                }
-    }
-}
-
-static __device__ __forceinline__ void add_bias(Sums (&sum)[PHASES_H], const T* bias, int g, int cout_block, bool stores) {
-#pragma unroll
-    for (int c = 0; c < CO; ++c) {
-        const int co = cout_block * CO + c;
-        const Acc b = stores && co < CO_GROUP ? Scalar::value(bias[g * CO_GROUP + co]) : Acc(0);
-#pragma unroll
-        for (int t = 0; t < PHASES_H; ++t)
-#pragma unroll
-            for (int v = 0; v < RUN; ++v) sum[t][c][v] += b;
-    }
-}
-
-static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* __restrict__ weight, const T* __restrict__ bias,
-                                           T* __restrict__ out, const Sizes& s, Acc* shared) {
-    const Place p = place_of(blockIdx.x, s);
-    const int tid = threadIdx.x;
-    const Thread own = thread_of(tid);
-    const bool computes = tid < SLOTS * UNITS;
-    const int first_kh = first_tap(own.th);
-
-    Sums sum[PHASES_H];
-#pragma unroll
-    for (int t = 0; t < PHASES_H; ++t)
-#pragma unroll
-        for (int c = 0; c < CO; ++c)
-#pragma unroll
-            for (int v = 0; v < RUN; ++v) sum[t][c][v] = 0;
-
-    Stage stage = {-1, CHUNKS - 1, 0};
-    const auto begin = [&](Acc* to) {
-        copy_weights(to, weight, p, stage);
-        Copies::copy(to + WEIGHT_WORDS, source_of(x, p, stage, s), x);
-    };
-    stage.advance(p.od, s.d);
-    if (stage.kd < KD) {
-        begin(shared);
-        copy_wait_all();
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int buffer = 0; stage.kd < KD; buffer ^= 1) {
-        const int channels = stage.channels();
-        Acc* next = shared + (buffer ^ 1) * STAGE_WORDS;
-        stage.advance(p.od, s.d);
-        if (C::stages > 1 && stage.kd < KD) begin(next);
-        if (computes) multiply_stage(sum, shared + buffer * STAGE_WORDS, own, channels, first_kh);
-        if (C::stages > 1 && stage.kd < KD) copy_wait_all();
-        __syncthreads();
-    }
-
-    const int g = p.group + own.slot;
-    const bool stores = tid < SLOTS * UNITS && g < GROUPS;
-    if (bias) add_bias(sum, bias, g, p.cout_block, stores);
-    if constexpr (C::channels_last) {} else {
-        Stores::store_rows(sum, out, shared, p, own, stores, s);
-    }
-}
-};
-
-template <class C>
-__global__ void __launch_bounds__(C::threads, C::min_blocks)
-    direct(const typename Direct<C>::T* __restrict__ x, const typename Direct<C>::Acc* __restrict__ weight,
-           const typename Direct<C>::T* __restrict__ bias, typename Direct<C>::T* __restrict__ out, int d, int h, int w, int od_size,
-           int oh_size, int ow_size, int tiles_h, int tiles_w) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    auto* shared = reinterpret_cast<typename Direct<C>::Acc*>(memory);
-    Direct<C>::run(x, weight, bias, out, {d, h, w, od_size, oh_size, ow_size, tiles_h, tiles_w}, shared);
-}
-
-// Gradients on CUDA cores from tiles in shared memory: depthwise layers, small groups and few channels.
-//
-//   grad_input   gi[n, ci, q] = sum over co of the group and taps of g[n, co, q * stride + tap * dilation - padding] * w[ci, co, tap]
-//   grad_weight  dW[ci, co, tap] = sum over n and q of x[n, ci, q] * g[n, co, q * stride + tap * dilation - padding]
-//
-// A block brings what tile_h x tile_w positions q need of one slice of g (an image's, at a depth) into shared memory, in whole
-// units and once; taps read it there. A thread takes `rows` positions, one below the other.
-//   Lanes are columns: those of g lie in stride_w planes of equal residue, so that lanes read neighbours at any stride.
+// A block brings what tile_h x tile_w cells need of a slice of the source (`chunk` channels of an image, at a depth) into shared memory, in
+// whole units and once; taps read it there. A thread takes `rows` cells, one below the other.
+//   Lanes are columns: those of the source lie in `in_w` planes of equal residue, so that lanes read neighbours at any stride.
 //   lanes_are_channels (depthwise, channels_last): a pixel's channels are neighbours as they are in memory.
-// grad_weight's warps divide a tile's taps (TAP_GROUPS) and its positions (POSITION_GROUPS). Its blocks take a range of tiles
-// each and write partial sums; `reduce` adds them in the order of their index, so that every run gives the same bits. Positions of
-// a tile beyond the image are zeros of x that meet g where it is: an infinity there makes NaN of that tap's sum.
 
-template <bool IN_WORDS, class T> struct StagedWord { using Type = T; };
-template <class T> struct StagedWord<true, T> { using Type = u32; };
+template <bool IN_WORDS, class T> struct LoadedWord { using Type = T; };
+template <class T> struct LoadedWord<true, T> { using Type = u32; };
 
 template <class C_>
-struct Staged {
+struct DirectTile {
 using C = C_;
 using Scalar = ScalarOf<C::precision>;
 using T = typename Scalar::T;
@@ -817,35 +352,54 @@ static constexpr int VEC = Scalar::VEC;
 static constexpr int ELEMENT = sizeof(T);
 static constexpr bool BY_CHANNELS = C::lanes_are_channels;
 
-static constexpr int CIN_G = C::cin_g, COUT_G = C::cout_g, CIN = C::groups * CIN_G, COUT = C::groups * COUT_G;
-static constexpr int CHANNELS = C::channels, CI_TILE = C::ci_tile, ROWS = C::rows;
-static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, SPAN_H = C::span_h, SPAN_W = C::span_w, SHIFT = C::shift;
+static constexpr int FROM = C::groups * C::from_g, TO = C::groups * C::to_g;  // channels of the source and of the other tensor
+static constexpr int LANES = C::lanes, CHANNELS = C::channels, ROWS = C::rows;  // channels of a block's lanes, and of a thread
+static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, SPAN_H = C::span_h, SPAN_W = C::span_w, SHIFT = C::first_w;
 static constexpr int KERNEL_H = C::kernel_h, KERNEL_W = C::kernel_w, TAPS = C::kernel_d * KERNEL_H * KERNEL_W;
-static constexpr int STRIDE_H = C::stride_h, STRIDE_W = C::stride_w;
-static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector, BATCH = C::batch;
-static constexpr int G_COLUMN = C::channels_last ? COUT : 1;  // elements from one column of g to the next
-static constexpr int CHANNEL_BLOCKS = BY_CHANNELS ? (CIN + CHANNELS - 1) / CHANNELS : (CIN_G + CI_TILE - 1) / CI_TILE;  // there of a group
+static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector;
+static constexpr int CHUNK = C::chunk;
+static constexpr bool PIXELS = C::channels_last && !BY_CHANNELS;  // whose channels are neighbours in memory, not in the tile
+static constexpr int CHANNEL_BLOCKS = BY_CHANNELS ? (TO + LANES - 1) / LANES : (C::to_g + CHANNELS - 1) / CHANNELS;  // there of a group
 
-// Words of shared memory from row to row of g's tile, and where a column of it lies.
-static constexpr int ROW_PITCH = BY_CHANNELS ? SPAN_W * CHANNELS : STRIDE_W * C::plane_pitch;
-static constexpr int G_WORDS = (SPAN_H * ROW_PITCH + 3) / 4 * 4;
+// The phase of tap `k`, and its source from a cell's first one on.
+static __device__ constexpr int phase_of(int k, int stride, int dilation, int padding) {
+  return C::forward ? floor_mod(k * dilation - padding, stride) : 0;
+}
+static __device__ constexpr int shift_of(int k, int stride, int dilation, int padding) {
+  return C::forward ? (phase_of(k, stride, dilation, padding) + padding - k * dilation) / stride : k * dilation - padding;
+}
+static __device__ constexpr int column_of_tap(int k) { return SHIFT + shift_of(k, C::stride_w, C::dilation_w, C::padding_w) - C::min_w; }
+static __device__ constexpr int row_of_tap(int k) { return shift_of(k, C::stride_h, C::dilation_h, C::padding_h) - C::min_h; }
+
+// Words of shared memory from row to row of the tile, from channel to channel of a chunk and of all, and where a column of a row lies.
+static constexpr int ROW_PITCH = BY_CHANNELS ? SPAN_W * LANES : C::in_w * C::plane_pitch;
+static constexpr int CHANNEL_WORDS = SPAN_H * ROW_PITCH, TILE_WORDS = (CHUNK * CHANNEL_WORDS + 3) / 4 * 4;
 static __device__ __forceinline__ constexpr int column_at(int c) {
-  return BY_CHANNELS ? c * CHANNELS : c % STRIDE_W * C::plane_pitch + c / STRIDE_W;
+  return BY_CHANNELS ? c * LANES : c % C::in_w * C::plane_pitch + c / C::in_w;
 }
 
+// Of the source, and of the other tensor, whose cells are divided into tiles.
 struct Sizes {
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_h, tiles_w;
+  int batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w;
 };
 
-struct Tile { int n, d, h, w; };           // first position
+struct Tile { int n, d, h, w; };           // first cell
 
 static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
   Tile t;
   t.w = index % s.tiles_w * TILE_W;  index /= s.tiles_w;
   t.h = index % s.tiles_h * TILE_H;  index /= s.tiles_h;
-  t.d = index % s.in_d;
-  t.n = index / s.in_d;
+  t.d = index % s.d;
+  t.n = index / s.d;
   return t;
+}
+
+// The slice of the source that a tile and a tap along D meet; -1 for none.
+static __device__ __forceinline__ int depth_of(int d, int kd, const Sizes& s) {
+  int depth = C::forward ? d + C::padding_d - kd * C::dilation_d : d * C::stride_d + kd * C::dilation_d - C::padding_d;
+  if (C::forward && depth % C::stride_d) return -1;
+  if (C::forward) depth /= C::stride_d;
+  return (u32)depth < (u32)s.from_d ? depth : -1;
 }
 
 // The thread's index, anew: else every place of a batch, the same for all tiles, would be kept in registers between them.
@@ -855,125 +409,166 @@ static __device__ __forceinline__ int thread_index() {
   return index;
 }
 
-// Elements that are stored together.
-template <int WIDTH>
-struct alignas(WIDTH * sizeof(T)) Unit { T v[WIDTH]; };
+// What a thread takes: `rows` cells from (ty, tx) on, and where their first word of the tile lies.
+struct Own { int tx, ty, at, mine; };      // mine: its channel, of those of a block
+static __device__ __forceinline__ Own own_of(int place, int lane) {
+  const int tx = place % TILE_W, ty = place / TILE_W * ROWS, mine = LANES < 32 && lane >= LANES ? LANES - 1 : lane;
+  return {tx, ty, ty * C::in_h * ROW_PITCH + (BY_CHANNELS ? tx * C::in_w * LANES + mine : tx), mine};
+}
 
 // Elements that are loaded together, in words where there are some.
 static constexpr bool IN_WORDS = ELEMENT == 2 && VECTOR > 1;
-struct alignas(VECTOR * ELEMENT) Loaded { typename StagedWord<IN_WORDS, T>::Type v[IN_WORDS ? VECTOR / 2 : VECTOR]; };
+struct alignas(VECTOR * ELEMENT) Loaded { typename LoadedWord<IN_WORDS, T>::Type v[IN_WORDS ? VECTOR / 2 : VECTOR]; };
 static __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
   return Scalar::value(unit.v[k]);
 }
 
-// Units of a row of g's tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's channels of columns. As many
-// rows as they fit into the threads are loaded at a time; a thread has the same columns of all.
-static constexpr int ROW_UNITS = (BY_CHANNELS ? SPAN_W * CHANNELS : SPAN_W) / VECTOR;
-static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS;
-static constexpr int ROWS_AT_ONCE = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
-static constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+// Units of a row of the tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's or a chunk's channels of columns. As many
+// rows as they fit into the threads are loaded at a time, and of several channels in NCHW; a thread has the same columns of all.
+static constexpr int ROW_UNITS = SPAN_W * (BY_CHANNELS ? LANES : PIXELS ? CHUNK : 1) / VECTOR, PLANES = PIXELS ? 1 : CHUNK;
+static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS, IN_ROWS = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
+static constexpr int ROWS_AT_ONCE = IN_ROWS < SPAN_H ? IN_ROWS : SPAN_H, IN_PLANES = IN_ROWS / ROWS_AT_ONCE;
+static constexpr int PLANES_AT_ONCE = IN_PLANES < PLANES ? IN_PLANES : PLANES;
+static constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, PASSES_C = (PLANES + PLANES_AT_ONCE - 1) / PLANES_AT_ONCE;
+static constexpr int BATCH_H = C::batch < PASSES_H ? C::batch : PASSES_H, BATCH_C = C::batch / BATCH_H < PASSES_C ? C::batch / BATCH_H : PASSES_C;
 
-// Where an element of a row is in one of g's rows, and whether g has it; `left`: channels from the tile's first on.
-struct Place { i64 offset; bool in; };
+// Where a row's element `at` is in the tile, and in one of the source's rows, and whether that has it; `left`: channels from the tile's
+// first on.
+struct Place { int to; i64 offset; bool in; };
 static __device__ __forceinline__ Place place_in_row(int at, int w, int left, i64 line, const Sizes& s) {
-  return {(i64)(w + at) * G_COLUMN, (u32)(w + at) < (u32)s.out_w};
+  return {column_at(at), w + at, (u32)(w + at) < (u32)s.from_w};
 }
 
 // A unit's elements to shared memory, from that of element `at` of a row on.
 static __device__ __forceinline__ void store_unit(Acc* to, const Loaded& unit, int at) {
-  constexpr bool EVEN = STRIDE_W % VECTOR == 0 || VECTOR % STRIDE_W == 0;
+  constexpr bool EVEN = C::in_w % VECTOR == 0 || VECTOR % C::in_w == 0;
 #pragma unroll
   for (int k = 0; k < VECTOR; k++) to[BY_CHANNELS ? k : EVEN ? column_at(k) : column_at(at + k) - column_at(at)] = element(unit, k);
 }
 
-// What the taps of slice `kd` meet of g's channels from `channel` on to shared memory, zeros beyond the borders; false where the
-// whole slice lies beyond them. Units are whole where g lies and its rows end at their multiples; else elements are loaded.
-static __device__ __forceinline__ bool stage_gradient(Acc* tile, const T* g, const Tile& t, int kd, int channel, bool whole, const Sizes& s) {
-  const int d = t.d * C::stride_d + kd * C::dilation_d - C::padding_d, h = t.h * STRIDE_H - C::padding_h, w = t.w * STRIDE_W - C::padding_w - SHIFT, left = COUT - channel;
-  if ((u32)d >= (u32)s.out_d) return false;
-  const i64 pixels = (i64)s.out_d * s.out_h * s.out_w, slice = (i64)d * s.out_h * s.out_w, line = (i64)s.out_w * G_COLUMN;
-  const T* from = g + (C::channels_last ? (t.n * pixels + slice) * COUT + channel : ((i64)t.n * COUT + channel) * pixels + slice);
-  const int thread = thread_index(), first = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
-  if (ROW_UNITS < THREADS && first >= ROWS_AT_ONCE) return true;  // the others have nothing to do
+// What a tile's cells meet of the source at `depth`, of its channels from `channel` on, of which there are `left`, to shared memory; zeros
+// beyond the borders. Units are whole where the source lies and its rows end at their multiples; else elements are loaded.
+static __device__ __forceinline__ void stage(Acc* tile, const T* source, const Tile& t, int depth, int channel, int left, bool whole, const Sizes& s) {
+  const int h = t.h * C::in_h + C::min_h, w = t.w * C::in_w + C::min_w - SHIFT;
+  const i64 slice = (i64)s.from_h * s.from_w, pixels = s.from_d * slice, line = (i64)s.from_w * (C::channels_last ? FROM : 1);
+  const T* from = source + (C::channels_last ? (t.n * pixels + depth * slice) * FROM + channel : ((i64)t.n * FROM + channel) * pixels + depth * slice);
+  const int thread = thread_index(), line_of = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
+  const int first = line_of % ROWS_AT_ONCE, plane = line_of / ROWS_AT_ONCE;  // of a thread
+  if (ROW_UNITS < THREADS && plane >= PLANES_AT_ONCE) return;  // the others have nothing to do
 #pragma unroll 1
   for (int round = 0; round < ROUNDS_W; round++) {
     const int at = (ROW_UNITS < THREADS ? thread % ROW_UNITS : thread + round * THREADS) * VECTOR;  // element of a row
     if (ROW_UNITS > THREADS && at >= ROW_UNITS * VECTOR) break;
     if (VECTOR == 1 || whole) {
       const Place in_row = place_in_row(at, w, left, line, s);
-      Acc* to = tile + first * ROW_PITCH + (BY_CHANNELS ? at : column_at(at));
-      int row = h + first;
 #pragma unroll 1
-      for (int i = 0; i < PASSES_H; i += BATCH, row += BATCH * ROWS_AT_ONCE, to += BATCH * ROWS_AT_ONCE * ROW_PITCH) {
-        const T* place = from + row * line + in_row.offset;
-        Loaded unit[BATCH];                // all loads come first: a block waits for memory once in BATCH
+      for (int c = plane; c < PLANES; c += BATCH_C * PLANES_AT_ONCE) {
+        const T* place = from + c * pixels + (h + first) * line + in_row.offset;
+        Acc* to = tile + c * CHANNEL_WORDS + first * ROW_PITCH + in_row.to;
+        int row = h + first;
+#pragma unroll 1
+        for (int i = 0; i < PASSES_H; i += BATCH_H, row += BATCH_H * ROWS_AT_ONCE, to += BATCH_H * ROWS_AT_ONCE * ROW_PITCH, place += BATCH_H * ROWS_AT_ONCE * line) {
+          Loaded unit[BATCH_C][BATCH_H];   // all loads come first: a block waits for memory once in a batch
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-          unit[b] = {};
-          if (in_row.in && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.out_h) unit[b] = *(const Loaded*)(place + b * ROWS_AT_ONCE * line);
-        }
+          for (int j = 0; j < BATCH_C; j++)
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-          if ((SPAN_H % ROWS_AT_ONCE || PASSES_H % BATCH) && row + b * ROWS_AT_ONCE >= h + SPAN_H) break;
-          store_unit(to + b * ROWS_AT_ONCE * ROW_PITCH, unit[b], at);
+            for (int b = 0; b < BATCH_H; b++) {
+              unit[j][b] = {};
+              const bool exists = in_row.in && (PLANES == 1 || c + j * PLANES_AT_ONCE < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
+              if (exists) unit[j][b] = *(const Loaded*)(place + j * PLANES_AT_ONCE * pixels + b * ROWS_AT_ONCE * line);
+            }
+#pragma unroll
+          for (int j = 0; j < BATCH_C; j++)
+#pragma unroll
+            for (int b = 0; b < BATCH_H; b++) {
+              if ((SPAN_H % ROWS_AT_ONCE || PASSES_H % BATCH_H) && row + b * ROWS_AT_ONCE >= h + SPAN_H) continue;
+              if (PLANES > 1 && c + j * PLANES_AT_ONCE >= PLANES) continue;
+              store_unit(to + j * PLANES_AT_ONCE * CHANNEL_WORDS + b * ROWS_AT_ONCE * ROW_PITCH, unit[j][b], at);
+            }
         }
       }
     } else {
 #pragma unroll 1
-      for (int row = first; row < SPAN_H; row += ROWS_AT_ONCE)
+      for (int c = plane; c < PLANES; c += PLANES_AT_ONCE)
+#pragma unroll 1
+        for (int row = first; row < SPAN_H; row += ROWS_AT_ONCE)
 #pragma unroll
-        for (int k = 0; k < VECTOR; k++) {
-          const int column = w + (BY_CHANNELS ? (at + k) / CHANNELS : at + k), ch = BY_CHANNELS ? (at + k) % CHANNELS : 0;
-          const bool in = (u32)(h + row) < (u32)s.out_h && (u32)column < (u32)s.out_w && ch < left;
-          tile[row * ROW_PITCH + (BY_CHANNELS ? at + k : column_at(at + k))] = in ? Scalar::value(from[(h + row) * line + (i64)column * G_COLUMN + ch]) : 0;
-        }
+          for (int k = 0; k < VECTOR; k++) {
+            const Place place = place_in_row(at + k, w, left, line, s);
+            const bool exists = place.in && (PLANES == 1 || c < left) && (u32)(h + row) < (u32)s.from_h;
+            tile[c * CHANNEL_WORDS + row * ROW_PITCH + place.to] = exists ? Scalar::value(from[c * pixels + (h + row) * line + place.offset]) : 0;
+          }
     }
   }
-  return true;
 }
+};
 
-// =====================================================================================================================
-// The gradient for the input
-// =====================================================================================================================
+// The forward and the gradient for the input on CUDA cores: depthwise layers, few channels and float64.
+//
+//   forward  out[n, co, o] = bias[co] + sum over ci of the group and taps of in[n, ci, i] * w[ci, co, tap],  o = i * stride + tap * dilation - padding
+//   dX       gi[n, ci, i]  =            sum over co of the group and taps of g[n, co, o] * w[ci, co, tap]
+//
+// A block computes some channels of a tile of cells (direct_tile.cuh), a thread those of `rows` cells. For each chunk of the source's channels and
+// tap along D the tile and the slice's weights come to shared memory. A cell of the forward has outputs of all phases, so every tap is
+// unrolled.
+//
+// Stores. A lane's neighbouring results are a run. Where a run is one vector a lane stores it. Else runs go through shared memory,
+// so that lanes store neighbours; stored as they are, or exchanged by pairs of lanes, they take more than twice as long.
+
+template <class C_>
+struct Direct : DirectTile<C_> {
+using C = C_;
+using Base = DirectTile<C>;
+using typename Base::Scalar; using typename Base::T; using typename Base::Acc; using typename Base::Pack;
+using typename Base::Sizes; using typename Base::Tile; using typename Base::Own;
+using Base::VEC; using Base::ELEMENT; using Base::BY_CHANNELS; using Base::TO; using Base::LANES; using Base::CHANNELS; using Base::ROWS; using Base::CHUNK;
+using Base::KERNEL_H; using Base::KERNEL_W; using Base::THREADS; using Base::CHANNEL_BLOCKS;
+using Base::ROW_PITCH; using Base::column_at; using Base::thread_index;
+static constexpr int CIN_G = C::forward ? C::from_g : C::to_g, COUT_G = C::forward ? C::to_g : C::from_g;
+static constexpr int CELL_H = C::out_h, CELL_W = C::out_w;  // results of a cell
 
 // A tap's weights, for the lanes' channels or a thread's; those of one channel lie by columns of taps, so that four are one load.
-static constexpr bool ONE_CHANNEL = !BY_CHANNELS && CI_TILE == 1;
-static constexpr int WEIGHTS = BY_CHANNELS ? CHANNELS : ONE_CHANNEL ? 1 : (CI_TILE + VEC - 1) / VEC * VEC;
+static constexpr bool ONE_CHANNEL = !BY_CHANNELS && CHANNELS == 1;
+static constexpr int WEIGHTS = BY_CHANNELS ? LANES : ONE_CHANNEL ? 1 : (CHANNELS + VEC - 1) / VEC * VEC;
+static constexpr int WEIGHTS_READ = BY_CHANNELS ? 1 : WEIGHTS;
 static __device__ __forceinline__ constexpr int tap_at(int kh, int kw) {
   return ONE_CHANNEL ? kw * ((KERNEL_H + VEC - 1) / VEC * VEC) + kh : (kw * KERNEL_H + kh) * WEIGHTS;
 }
-static constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;
-static constexpr int TAP_BATCH = (TAP_WORDS + THREADS - 1) / THREADS;
+static constexpr int SLICE_WORDS = ONE_CHANNEL ? KERNEL_W * ((KERNEL_H + VEC - 1) / VEC * VEC) : KERNEL_H * KERNEL_W * WEIGHTS;  // of a channel of the source
+static constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;               // without gaps
+static constexpr int TAP_BATCH = (CHUNK * TAP_WORDS + THREADS - 1) / THREADS;
 
-// What a block computes: channels (lanes_are_channels: from `ci` on; else of `group`) of a tile.
+// What a block computes: channels (lanes_are_channels: from `channel` on; else of `group`) of a tile.
 struct Item {
   Tile tile;
-  int group, ci;
+  int group, channel;
 };
 
 static __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
   Item item;
   const int block = index % CHANNEL_BLOCKS;  index /= CHANNEL_BLOCKS;
+  item.group = 0;
+  item.channel = block * (BY_CHANNELS ? LANES : CHANNELS);
   // A channel's tiles are neighbours: what their halos share comes from L2.
-  item.ci = block * CI_TILE;
-  const u32 tiles = s.tiles_w * s.tiles_h * s.in_d;
+  const u32 tiles = s.tiles_w * s.tiles_h * s.d;
   item.group = index / tiles % C::groups;
-  item.tile = tile_of(index % tiles, s);
+  item.tile = Base::tile_of(index % tiles, s);
   item.tile.n = index / tiles / C::groups;
   return item;
 }
 
-// A slice's weights.
-static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int co, int kd) {
+// A slice's weights, of the source's channels from `from` on.
+static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int from, int kd) {
   const int thread = thread_index();
 #pragma unroll
   for (int b = 0; b < TAP_BATCH; b++) {
-    int i = thread + b * THREADS, c = i % WEIGHTS, tap = kd * (KERNEL_H * KERNEL_W) + i / WEIGHTS;
-    bool in = BY_CHANNELS ? item.ci + c < CIN : c < CI_TILE && item.ci + c < CIN_G;
-    const i64 row = BY_CHANNELS ? (i64)(item.ci + c) : (i64)(item.group * CIN_G + item.ci + c) * COUT_G + co;
-    const T* from = weight + row * TAPS + tap;
+    const int i = thread + b * THREADS, source = from + i / TAP_WORDS, tap = i % TAP_WORDS / WEIGHTS;
+    const int own = i % WEIGHTS, to = item.channel + own;
+    const bool exists = source < C::from_g && (BY_CHANNELS ? to < TO : own < CHANNELS && to < C::to_g);
+    const i64 in = BY_CHANNELS ? to : item.group * CIN_G + (C::forward ? source : to);
+    const i64 row = BY_CHANNELS ? in : in * COUT_G + (C::forward ? to : source);
     v[b] = 0;
-    if (i < TAP_WORDS && in) v[b] = *from;
+    if (i < CHUNK * TAP_WORDS && exists) v[b] = weight[(row * C::kernel_d + kd) * (KERNEL_H * KERNEL_W) + tap];
   }
 }
 
@@ -981,93 +576,152 @@ static __device__ __forceinline__ void store_weights(Acc* weights, const T (&v)[
   const int thread = thread_index();
 #pragma unroll
   for (int b = 0; b < TAP_BATCH; b++) {
-    int i = thread + b * THREADS, tap = i / WEIGHTS;
-    if (i < TAP_WORDS) weights[tap_at(tap / KERNEL_W, tap % KERNEL_W) + i % WEIGHTS] = Scalar::value(v[b]);
+    const int i = thread + b * THREADS, tap = i % TAP_WORDS / WEIGHTS;
+    if (i < CHUNK * TAP_WORDS) weights[i / TAP_WORDS * SLICE_WORDS + tap_at(tap / KERNEL_W, tap % KERNEL_W) + i % WEIGHTS] = Scalar::value(v[b]);
   }
 }
 
-// What a thread takes: `rows` positions from (ty, tx) on, and where their first word of g's tile lies.
-struct Own { int tx, ty, at, mine; };      // mine: its channel, of those of a block
-static __device__ __forceinline__ Own own_of(int place, int lane) {
-  const int tx = place % TILE_W, ty = place / TILE_W * ROWS, mine = CHANNELS < 32 && lane >= CHANNELS ? CHANNELS - 1 : lane;
-  return {tx, ty, ty * STRIDE_H * ROW_PITCH + (BY_CHANNELS ? tx * STRIDE_W * CHANNELS + mine : tx), mine};
-}
-
 // A tap's weights of a thread.
-static __device__ __forceinline__ void read_weights(Acc (&w)[C::weights_read], const Acc* from, int mine) {
+static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS_READ], const Acc* from, int mine) {
   #pragma unroll
-  for (int i = 0; i < C::weights_read; i += VEC) {
-    Pack pack = *(const Pack*)(from + i);
+  for (int i = 0; i < WEIGHTS_READ; i += VEC) {
+    const Pack pack = *(const Pack*)(from + i);
 #pragma unroll
     for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
   }
 }
 
-// A position's sums; `q`: the position in its image.
-static __device__ __forceinline__ void store_sums(T* gi, const Acc (&acc)[CI_TILE], const Item& item, i64 q, int lane, bool whole_stores, const Sizes& s) {
-  const i64 pixels = (i64)s.in_d * s.in_h * s.in_w;
-  const int n = item.tile.n;
-  #pragma unroll
-    for (int i = 0; i < CI_TILE; i++)
-      if (CIN_G % CI_TILE == 0 || item.ci + i < CIN_G) gi[((i64)n * CIN + item.group * CIN_G + item.ci + i) * pixels + q] = Scalar::stored(acc[i]);
-}
+using Sums = Acc[ROWS][CELL_H][CELL_W][CHANNELS];
 
-static __device__ __forceinline__ void grad_input(unsigned char* memory, const T* __restrict__ g, const T* __restrict__ weight, T* __restrict__ gi, const Sizes& s, int whole_units) {
-  Acc *tile = (Acc*)memory, *weights = tile + G_WORDS;
-  const int lane = threadIdx.x & 31;
-  const Own own = own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
-  const Item item = item_of(blockIdx.x, s);
-  Acc acc[ROWS][CI_TILE] = {};
-#pragma unroll 1
-  for (int slice = 0; slice < COUT_G * C::kernel_d; slice++) {
-    const int co = slice / C::kernel_d, kd = slice % C::kernel_d;
-    T taps[TAP_BATCH];
-    load_weights(taps, weight, item, co, kd);
-    if (slice) __syncthreads();            // the slice before has been read
-    if (!stage_gradient(tile, g, item.tile, kd, BY_CHANNELS ? item.ci : item.group * COUT_G + co, whole_units, s)) continue;
-    store_weights(weights, taps);
-    __syncthreads();
+// A slice's products: a column of taps after the other, whose rows of the tile stay in registers where they are unrolled.
+static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own) {
 #pragma unroll C::unroll_w
-    for (int kw = 0; kw < KERNEL_W; kw++) {
-      const Acc* column = tile + own.at + column_at(SHIFT + kw * C::dilation_w);
+  for (int kw = 0; kw < KERNEL_W; kw++) {
+    const int u = Base::phase_of(kw, C::stride_w, C::dilation_w, C::padding_w);
+    const Acc* column = tile + own.at + column_at(Base::column_of_tap(kw));
 #pragma unroll C::unroll_h
-      for (int kh = 0; kh < KERNEL_H; kh++) {
-        Acc w[C::weights_read];
-        read_weights(w, weights + tap_at(kh, kw), own.mine);
+    for (int kh = 0; kh < KERNEL_H; kh++) {
+      const int t = Base::phase_of(kh, C::stride_h, C::dilation_h, C::padding_h);
+      Acc w[WEIGHTS_READ];
+      read_weights(w, weights + tap_at(kh, kw), own.mine);
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-          Acc v = column[(r * STRIDE_H + kh * C::dilation_h) * ROW_PITCH];
+      for (int r = 0; r < ROWS; r++) {
+        const Acc v = column[(r * C::in_h + Base::row_of_tap(kh)) * ROW_PITCH];
 #pragma unroll
-          for (int i = 0; i < CI_TILE; i++) acc[r][i] = multiply_add(v, w[i], acc[r][i]);
-        }
+        for (int c = 0; c < CHANNELS; c++) sum[r][t][u][c] = multiply_add(v, w[c], sum[r][t][u][c]);
       }
     }
   }
-  const Tile& t = item.tile;
-  if (t.w + own.tx >= s.in_w || (BY_CHANNELS && (lane >= CHANNELS || item.ci + lane >= CIN))) return;
-  const bool whole_stores = C::channels_last && !BY_CHANNELS && (i64)gi % (C::stored * ELEMENT) == 0;
+}
+
+// A run: columns of a cell in NCHW, a pixel's channels in channels_last, those of all columns where a thread has all channels.
+static constexpr bool WHOLE_PIXELS = C::channels_last && !BY_CHANNELS && C::groups == 1 && CHANNELS == C::to_g;
+static constexpr int RUN = BY_CHANNELS ? 1 : WHOLE_PIXELS ? CELL_W * CHANNELS : C::channels_last ? CHANNELS : CELL_W;
+static constexpr int RUNS = CELL_W * CHANNELS / RUN;    // of a row of a cell
+static constexpr int POWER = RUN & -RUN, OF_16 = 16 / ELEMENT;
+static constexpr int WIDE = POWER < OF_16 ? POWER : OF_16, LINES = RUN / WIDE;
+struct alignas(WIDE * sizeof(T)) Line { T v[WIDE]; };
+
+// Where line `at` of a warp's is in its buffer: eight lanes that write meet eight different places of 128 bytes.
+static __device__ __forceinline__ int swizzled(int at) { return LINES % 2 ? at : at ^ (at >> 3 & (LINES - 1 & 7)); }
+
+// A warp's runs, UNIT (WIDE or 1) elements a lane and store: element e of a lane's goes to `place` + e, if that is before `left`.
+template <int UNIT>
+static __device__ __forceinline__ void store_turned(T* out, const Line* buffer, i64 place, int left, int lane) {
+  constexpr int UNITS = RUN / UNIT;        // of a lane
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    if (t.h + own.ty + r >= s.in_h) break;
-    store_sums(gi, acc[r], item, ((i64)t.d * s.in_h + t.h + own.ty + r) * s.in_w + t.w + own.tx, lane, whole_stores, s);
+  for (int k = 0; k < UNITS; k++) {
+    const int at = k * 32 + lane, element = at % UNITS * UNIT;
+    const i64 of = __shfl_sync(0xffffffffu, place, at / UNITS);
+    const int room = __shfl_sync(0xffffffffu, left, at / UNITS);
+    const Line& line = buffer[swizzled(at / UNITS * LINES + element / WIDE)];
+    if (element >= room) continue;
+    if (UNIT == WIDE) *(Line*)(out + of + element) = line;
+    else out[of + element] = line.v[element % WIDE];
   }
 }
 
-// =====================================================================================================================
-// The gradient for the weight
-// =====================================================================================================================
+// A lane's run to `place`, of which the result has `left` elements. `whole`: runs begin at multiples of a line.
+static __device__ __forceinline__ void store_run(T* out, const Line (&line)[LINES], i64 place, int left, bool whole, Line* buffer, int lane) {
+  if constexpr (LINES == 1) {
+    if (whole && left >= RUN) *(Line*)(out + place) = line[0];
+    if (whole && left >= RUN) return;
+#pragma unroll
+    for (int e = 0; e < RUN; e++)
+      if (e < left) out[place + e] = line[0].v[e];
+  } else {
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < LINES; k++) buffer[swizzled(lane * LINES + k)] = line[k];
+    __syncwarp();
+    if (whole) store_turned<WIDE>(out, buffer, place, left, lane);
+    else store_turned<1>(out, buffer, place, left, lane);
+  }
+}
 
-static constexpr int LANES = BY_CHANNELS ? CHANNELS : 1;  // sums of a warp are those of so many channels
-static constexpr int X_TILE = TILE_H * TILE_W;
-static constexpr int STRIPS = X_TILE / ROWS / (BY_CHANNELS ? 1 : 32);  // a warp takes a column of `rows` positions, or 32 of them
+static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* bias, const Item& item, const Own& own, Line* buffer, int lane, const Sizes& s) {
+  const Tile& t = item.tile;
+  const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (C::channels_last ? WHOLE_PIXELS ? s.w * TO : C::to_g : s.w) % WIDE == 0;
+  const int first = item.group * C::to_g + item.channel + (BY_CHANNELS ? lane : 0);  // channel
+  const int channels = BY_CHANNELS ? (lane < LANES && first < TO) : C::to_g - item.channel;
+  constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
+  const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
+  T* to = out + (C::channels_last ? ((i64)t.n * s.d + t.d) * plane * TO + first : ((i64)t.n * TO + first) * channel_step + t.d * plane);
+  Acc start[CHANNELS];
+#pragma unroll
+  for (int c = 0; c < CHANNELS; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int y = 0; y < CELL_H; y++) {
+      const int row = (t.h + own.ty + r) * C::out_h + y;
+#pragma unroll
+      for (int k = 0; k < RUNS; k++) {
+        const int column = (t.w + own.tx) * CELL_W + (C::channels_last ? k : 0), ahead = C::channels_last ? 0 : k;  // channels
+        Line line[LINES];
+#pragma unroll
+        for (int e = 0; e < RUN; e++) {
+          const int c = C::channels_last ? e % CHANNELS : k, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
+          line[e / WIDE].v[e % WIDE] = Scalar::stored(sum[r][y][x][c] + start[c]);
+        }
+        const int exists = !C::channels_last ? s.w - column : WHOLE_PIXELS ? (s.w - column) * CHANNELS : channels;
+        const int left = row < s.h && column < s.w && ahead < channels ? exists : 0;
+        store_run(to, line, ((i64)row * s.w + column) * PIXEL + ahead * channel_step, left, whole, buffer, lane);
+      }
+    }
+}
+
+static __device__ __forceinline__ void run(unsigned char* memory, const T* __restrict__ source, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out, const Sizes& s, bool whole_units) {
+  Acc *tile = (Acc*)memory, *weights = tile + Base::TILE_WORDS;
+  const int lane = threadIdx.x & 31;
+  const Own own = Base::own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
+  const Item item = item_of(blockIdx.x, s);
+  Sums sum = {};
+#pragma unroll 1
+  for (int slice = 0; slice < (C::from_g + CHUNK - 1) / CHUNK * C::kernel_d; slice++) {
+    const int from = slice / C::kernel_d * CHUNK, kd = slice % C::kernel_d, depth = Base::depth_of(item.tile.d, kd, s);
+    if (depth < 0) continue;
+    const int channel = BY_CHANNELS ? item.channel : item.group * C::from_g + from, left = BY_CHANNELS ? TO - channel : C::from_g - from;
+    T taps[TAP_BATCH];
+    load_weights(taps, weight, item, from, kd);
+    __syncthreads();                       // the slice before has been read
+    Base::stage(tile, source, item.tile, depth, channel, left, whole_units, s);
+    store_weights(weights, taps);
+    __syncthreads();
+#pragma unroll 1
+    for (int c = 0; c < CHUNK && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own);
+  }
+  if (LINES > 1) __syncthreads();          // the last slice has been read
+  store(out, sum, bias, item, own, (Line*)memory + threadIdx.x / 32 * (32 * LINES), lane, s);
+}
 };
 
 template <class C>
-__global__ void __launch_bounds__(Staged<C>::THREADS, C::min_blocks)
-grad_input(const typename Staged<C>::T* __restrict__ g, const typename Staged<C>::T* __restrict__ weight, typename Staged<C>::T* __restrict__ gi, int batch, int in_d, int in_h, int in_w,
-           int out_d, int out_h, int out_w, int tiles_h, int tiles_w, int whole_units) {
+__global__ void __launch_bounds__(C::threads, C::min_blocks)
+direct(const typename Direct<C>::T* __restrict__ source, const typename Direct<C>::T* __restrict__ weight, const typename Direct<C>::T* __restrict__ bias,
+       typename Direct<C>::T* __restrict__ out, int batch, int from_d, int from_h, int from_w, int d, int h, int w, int tiles_h, int tiles_w, int whole_units) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Staged<C>::grad_input(memory, g, weight, gi, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_h, tiles_w}, whole_units);
+  Direct<C>::run(memory, source, weight, bias, out, {batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w}, whole_units);
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
@@ -1093,28 +747,11 @@ static constexpr int COUT = C::groups * C::cout;
 static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
 static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
 
-// Rows of g's tile: every apart-th row between the first and the last (dense), the greatest common divisor of stride and dilation
-// apart; or a row of each tap for each q when that is fewer.
-static constexpr int Q_STEP_D = C::step_d / C::apart_d, Q_STEP_H = C::step_h / C::apart_h;
-static constexpr int TAP_STEP_D = C::dilation_d / C::apart_d, TAP_STEP_H = C::dilation_h / C::apart_h;
-static constexpr int SPAN_D = (C::tile_d - 1) * Q_STEP_D + (C::taps_d - 1) * TAP_STEP_D + 1;
-static constexpr int SPAN_H = (C::tile_h - 1) * Q_STEP_H + (C::taps_h - 1) * TAP_STEP_H + 1;
-static constexpr bool DENSE_D = SPAN_D <= C::tile_d * C::taps_d;
-static constexpr bool DENSE_H = C::stacked || SPAN_H <= C::tile_h * C::taps_h;
-// From a row of q to the next, and from a tap to the next, in rows of g's tile.
-static constexpr int Q_ROWS_D = DENSE_D ? Q_STEP_D : C::taps_d, Q_ROWS_H = DENSE_H ? Q_STEP_H : C::taps_h;
-static constexpr int TAP_ROWS_D = DENSE_D ? TAP_STEP_D : 1, TAP_ROWS_H = DENSE_H ? TAP_STEP_H : 1;
-// Gapless: each tap has pixels of its own, one row of them.
-static constexpr int G_ROWS_D = C::gapless ? 1 : DENSE_D ? SPAN_D : C::tile_d * C::taps_d;
-static constexpr int G_ROWS_H = C::gapless ? 1 : C::stacked ? C::tile_h * C::step_h : DENSE_H ? SPAN_H : C::tile_h * C::taps_h;
-static constexpr int G_COLUMNS = (C::tile_w - 1) * C::step_w + (C::taps_w - 1) * C::dilation_w + 1;
-static constexpr int STACK = C::stacked ? (C::taps_h + C::step_h - 1) / C::step_h : 1;  // rows of x that may meet a row of g
-static constexpr int X_ROWS_H = C::tile_h + STACK - 1;  // of x's tile in a slice
+static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
 static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
-static constexpr int CLASS_ROWS = (G_ROWS_H + C::row_classes - 1) / C::row_classes;
-static constexpr int G_ROWS = C::tile_n * G_ROWS_D * (C::row_classes * CLASS_ROWS);
-static constexpr int G_UNITS = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // of a row (NCHW)
-static constexpr int G_BYTES = G_ROWS * (C::channels_last ? G_COLUMNS : C::block_co) * C::g_pitch * ELEMENT;
+static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1) / C::row_classes;
+static constexpr int G_ROWS = C::tile_n * C::g_rows_d * (C::row_classes * CLASS_ROWS);
+static constexpr int G_BYTES = G_ROWS * (C::channels_last ? C::g_columns : C::block_co) * C::g_pitch * ELEMENT;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -1160,10 +797,10 @@ static __device__ __forceinline__ int take_work(Work& work, int index) {
 // (n, d, h) of row `r` of a tile, in its tensor.
 struct Rows { int n, d, h; };
 static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
-static __device__ __forceinline__ int g_row_h(int h) { return DENSE_H ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
+static __device__ __forceinline__ int g_row_h(int h) { return C::dense_h ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
 static __device__ __forceinline__ Rows g_row(int r) {
-  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
+  int h = r % C::g_rows_h, d = r / C::g_rows_h % C::g_rows_d;
+  return {r / (C::g_rows_h * C::g_rows_d), C::dense_d ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
 }
 };
 
@@ -1176,8 +813,9 @@ struct WgradMemory { int batch, d, h, w; };             // a tensor
 // g's tile of a WgradShape S, as threads copy it.
 template <class S>
 struct WgradG {
-  static constexpr int ROWS = S::G_ROWS, ROWS_H = S::G_ROWS_H, BLOCK = S::C::block_co, CHANNELS = S::COUT, OF_GROUP = S::C::cout;
-  static constexpr int COLUMNS = S::G_COLUMNS, UNITS = S::G_UNITS, PITCH = S::C::g_pitch;
+  using C = typename S::C;
+  static constexpr int ROWS = S::G_ROWS, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = S::COUT, OF_GROUP = C::cout;
+  static constexpr int COLUMNS = C::g_columns, UNITS = C::g_units, PITCH = C::g_pitch;
   static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
 };
@@ -1379,7 +1017,6 @@ static constexpr int WARPS_N = C::block_co / C::warp_n;
 static constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
 static constexpr int M_FRAGMENTS = C::warp_m / 16;
 static constexpr int N_FRAGMENTS = C::warp_n / 8;
-static constexpr int X_UNITS = (C::tile_w + (C::aligned_x ? 0 : VEC - 1) + VEC - 1) / VEC;  // of a row (NCHW)
 static constexpr int X_BYTES = S::X_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
 static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
 
@@ -1393,7 +1030,7 @@ using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
 
 struct X {                                              // as threads copy it
   static constexpr int ROWS = S::X_ROWS, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
-  static constexpr int COLUMNS = C::tile_w, UNITS = X_UNITS, PITCH = C::x_pitch;
+  static constexpr int COLUMNS = C::tile_w, UNITS = C::x_units, PITCH = C::x_pitch;
   static __device__ __forceinline__ Rows row(int r) { return S::x_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return h; }
 };
@@ -1427,9 +1064,9 @@ static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, 
   int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS;
   Rows at = S::x_row(row);
   Half half;
-  half.row_n = at.n * S::G_ROWS_D;
-  half.row_d = at.d * S::Q_ROWS_D;
-  half.row_h = at.h * S::Q_ROWS_H;
+  half.row_n = at.n * C::g_rows_d;
+  half.row_d = at.d * C::q_rows_d;
+  half.row_h = at.h * C::q_rows_h;
   half.column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
   int phase = C::aligned_x ? 0 : (x_phase + ((u32)(at.n * S::CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
   half.x_at = row * C::block_ci * C::x_pitch + half.column + phase;
@@ -1438,11 +1075,11 @@ static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, 
 
 // Where a half begins in g's tile for a row of taps.
 static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
-  int d = half.row_d + td * S::TAP_ROWS_D, h = half.row_h + th * S::TAP_ROWS_H;
-  int row = (half.row_n + d) * S::G_ROWS_H + h;
-  int image = half.row_n / S::G_ROWS_D;
-  int at_d = S::DENSE_D ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
-  int at_h = S::DENSE_H ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
+  int d = half.row_d + td * C::tap_rows_d, h = half.row_h + th * C::tap_rows_h;
+  int row = (half.row_n + d) * C::g_rows_h + h;
+  int image = half.row_n / C::g_rows_d;
+  int at_d = C::dense_d ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
+  int at_h = C::dense_h ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
   int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
   return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
 }
@@ -1599,31 +1236,31 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 }
 
 // =====================================================================================================================
-// Forward: 4x256 cells x 8 channels, 256 threads x 8x2x12 outputs, 1 stages of 8 channels, 4224 blocks.
+// Forward: tiles of 4x128 cells in 26 KB, lanes are columns, a thread takes 2 rows x 4 channels.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int precision = 1, groups = 4, cin_g = 8, cout_g = 16, kernel_d = 1, kernel_h = 3, kernel_w = 5;
-  static constexpr int stride_d = 1, stride_h = 2, stride_w = 3, dilation_d = 1, dilation_h = 2, dilation_w = 1;
-  static constexpr int padding_d = 0, padding_h = 1, padding_w = 2, min_h = -1, span_h = 2, min_w = 0, span_w = 1;
-  static constexpr int co_tile = 8, threads = 256, cells = 4, block_x = 64, block_h = 4, slots = 1, chunk = 8;
-  static constexpr int phases_h = 2, stages = 1, step_kh = 1, row_pitch = 325, run_pitch = 12, part = 4, min_blocks = 1;
-  static constexpr bool channels_last = false;
+  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_d = 1, stride_h = 2, stride_w = 3;
+  static constexpr int dilation_d = 1, dilation_h = 2, dilation_w = 1, padding_d = 0, padding_h = 1, padding_w = 2;
+  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 8, to_g = 16, tile_h = 4, tile_w = 128, rows = 2;
+  static constexpr int channels = 4, chunk = 8, in_h = 1, in_w = 1, out_h = 2, out_w = 3, min_h = -1, min_w = 0;
+  static constexpr int span_h = 6, span_w = 132, first_w = 0, plane_pitch = 132, vector = 4, batch = 5, threads = 256;
+  static constexpr int min_blocks = 2, unroll_h = 3, unroll_w = 5;
+  static constexpr bool channels_last = false, forward = true, lanes_are_channels = false;
 };
 
 // =====================================================================================================================
-// Gradient for the input: tiles of 32x32 positions in 27 KB, lanes are columns, a thread takes 4 rows x 8 input
-// channels.
+// Gradient for the input: tiles of 32x32 cells in 108 KB, lanes are columns, a thread takes 4 rows x 8 channels.
 // =====================================================================================================================
 
 struct GradInput {
   static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_d = 1, stride_h = 2, stride_w = 3;
   static constexpr int dilation_d = 1, dilation_h = 2, dilation_w = 1, padding_d = 0, padding_h = 1, padding_w = 2;
-  static constexpr int precision = 1, channels = 1, groups = 4, cin_g = 8, cout_g = 16, tile_h = 32, tile_w = 32;
-  static constexpr int rows = 4, ci_tile = 8, span_h = 67, span_w = 98, shift = 0, plane_pitch = 34, vector = 2;
-  static constexpr int batch = 14, threads = 256, min_blocks = 2, weights_read = 8, stored = 4, unroll_h = 3;
-  static constexpr int unroll_w = 1;
-  static constexpr bool channels_last = false, lanes_are_channels = false;
+  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 16, to_g = 8, tile_h = 32, tile_w = 32, rows = 4;
+  static constexpr int channels = 8, chunk = 4, in_h = 2, in_w = 3, out_h = 1, out_w = 1, min_h = -1, min_w = -2;
+  static constexpr int span_h = 67, span_w = 98, first_w = 0, plane_pitch = 34, vector = 2, batch = 17, threads = 256;
+  static constexpr int min_blocks = 2, unroll_h = 3, unroll_w = 1;
+  static constexpr bool channels_last = false, forward = false, lanes_are_channels = false;
 };
 
 // =====================================================================================================================
@@ -1632,20 +1269,21 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_pitch = 108;
-  static constexpr int reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0, taps_d = 1;
-  static constexpr int sets_d = 1, tile_d = 1, apart_d = 1, kernel_h = 3, step_h = 2, dilation_h = 2, padding_h = 1;
-  static constexpr int taps_h = 3, sets_h = 1, tile_h = 8, apart_h = 2, kernel_w = 5, step_w = 3, dilation_w = 1;
-  static constexpr int padding_w = 2, taps_w = 5, sets_w = 1, tile_w = 32, warp_m = 16, warp_n = 8, row_classes = 1;
-  static constexpr int x_pitch = 36;
-  static constexpr bool channels_last = false, stacked = false, gapless = false, aligned_x = true;
+  static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_columns = 98;
+  static constexpr int g_units = 26, g_pitch = 108, reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1;
+  static constexpr int dilation_d = 1, padding_d = 0, taps_d = 1, sets_d = 1, tile_d = 1, kernel_h = 3, step_h = 2;
+  static constexpr int dilation_h = 2, padding_h = 1, taps_h = 3, sets_h = 1, tile_h = 8, kernel_w = 5, step_w = 3;
+  static constexpr int dilation_w = 1, padding_w = 2, taps_w = 5, sets_w = 1, tile_w = 32, apart_d = 1, g_rows_d = 1;
+  static constexpr int q_rows_d = 1, tap_rows_d = 1, apart_h = 2, g_rows_h = 10, q_rows_h = 1, tap_rows_h = 1;
+  static constexpr int warp_m = 16, warp_n = 8, x_units = 8, x_pitch = 36, stack = 1, row_classes = 1;
+  static constexpr bool channels_last = false, dense_d = true, dense_h = true, aligned_x = true, gapless = false;
 };
 
 }  // namespace kernels
 
 namespace {
 
-// A tensor's memory, as whatever pointer a kernel takes.
+// Memory, as whatever pointer a kernel takes.
 struct Memory {
   void* at;
   template <typename T>
@@ -1664,15 +1302,11 @@ int shared(void (*kernel)(Parameters...), int bytes) {
 }  // namespace
 
 void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
-             int blocks, const std::array<int, 8>& sizes) {
+             int blocks, const std::array<int, 10>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor packed = at::empty({30720}, weight.options().dtype(at::kByte));
-  kernels::direct_pack<kernels::WeightRows<kernels::Forward>><<<30, 256, 0, stream>>>(of(weight), of(packed), 240,
-      15, 0, 5, 1, 7680);
-  kernels::direct<kernels::Forward><<<blocks, 256, shared(kernels::direct<kernels::Forward>, 66272), stream>>>(
-      of(x), of(packed), of(bias), of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
-      sizes[7]);
+  kernels::direct<kernels::Forward><<<blocks, 256, 27264, stream>>>(of(x), of(weight), of(bias), of(out), sizes[0],
+      sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9]);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -1680,8 +1314,9 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
                 int blocks, const std::array<int, 10>& sizes) {
   const c10::cuda::CUDAGuard guard(grad.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  kernels::grad_input<kernels::GradInput><<<blocks, 256, 27824, stream>>>(of(grad), of(weight), of(out), sizes[0],
-      sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9]);
+  kernels::direct<kernels::GradInput><<<blocks, 256, shared(kernels::direct<kernels::GradInput>, 111264), stream>>>(
+      of(grad), of(weight), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+      sizes[6], sizes[7], sizes[8], sizes[9]);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -1751,28 +1386,28 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): a block takes cells, the results between two strides, of one row of depth."""
-    rows, columns = ceil(result[1], 8), ceil(result[2], 768)  # of blocks
-    return batch * result[0] * rows * columns * 8, (*source, *result, rows, columns)
+    """(blocks, sizes): a block takes a tile, and what it needs of the source."""
+    rows = ceil(result[1], 8)
+    columns = ceil(result[2], 384)
+    return batch * result[0] * rows * columns * 16, (batch, *source, *result, rows, columns, int(source[2] % 4 == 0))
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): a block takes a tile, and what it needs of the output's gradient."""
-    rows, columns = ceil(result[1], 32), ceil(result[2], 32)  # of blocks
-    blocks = batch * result[0] * rows * columns * 4
-    return blocks, (batch, *result, *source, rows, columns, int(source[2] % 2 == 0))
+    """(blocks, sizes): a block takes a tile, and what it needs of the source."""
+    rows = ceil(result[1], 32)
+    columns = ceil(result[2], 32)
+    return batch * result[0] * rows * columns * 4, (batch, *source, *result, rows, columns, int(source[2] % 2 == 0))
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): blocks share the chunks of 1x1x8x32 pixels, their sums are added after.
-
-    The chunks are cut into as many shares as make 1 wave of blocks, and no more than 96 MB of sums are made.
-    """
-    counts = [ceil(n, tile) for n, tile in zip((batch, source[0], source[1], source[2]), (1, 1, 8, 32))]
-    chunks = math.prod(counts)
-    each = ceil(chunks, max(1, min(chunks, 819, processors // 4)))  # of a share
+    """(blocks, slices of sums, sizes): 1 wave of blocks share the chunks of 1x1x8x32 pixels."""
+    tiles_d = source[0]
+    tiles_h = ceil(source[1], 8)
+    tiles_w = ceil(source[2], 32)
+    chunks = batch * tiles_d * tiles_h * tiles_w
+    each = ceil(chunks, max(1, min(min(chunks, 819), processors // 4)))
     shares = ceil(chunks, each)
-    return shares * 4, shares * 4, (batch, *source, *result, *counts[1:], chunks, each)
+    return shares * 4, shares * 4, (batch, *source, *result, tiles_d, tiles_h, tiles_w, chunks, each)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 
 from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.cost import Cost
-from upconv.cuda.direct import direct, plain, staged, staged_tiles, tiles, walks
+from upconv.cuda.direct import direct, plain, tiles
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import H200, Gpu
@@ -160,21 +160,13 @@ def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
 
 
 def direct_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    kinds = [every for every in (list(tiles.tiles(p)), list(walks.walks(p))) if every]
-    tile: Any = rng.choice(rng.choice(kinds))
-    choice = direct.Choice(1e-5, "", "", p, tile)
-    return choice if choice.shared_bytes <= gpu.shared_bytes else None
+    every = list(tiles.fitting(p, gpu))
+    tile = rng.choice(every) if every else None
+    return tile and direct.Choice(p, tile, rng.choice((1, 2, 5)) if tile.weight else 1, Cost(1e-5))
 
 
-def walk_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    p = p.with_(out_channels=p.in_channels, groups=p.in_channels)
-    walk = one_of(rng, walks.walks(p))
-    return walk and direct.Choice(1e-5, "", "", p, walk)
-
-
-def staged_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    tile = one_of(rng, staged_tiles.fitting(p, gpu))
-    return tile and staged.Choice(1e-5, "", "", p, tile, rng.choice((1, 2, 5)) if tile.weight else 1)
+def depthwise_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+    return direct_choice(rng, p.with_(out_channels=p.in_channels, groups=p.in_channels), gpu)
 
 
 def plain_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
@@ -208,7 +200,7 @@ def of_the_same_bytes(rng: random.Random, p: Problem, other: str) -> Problem:
 
 def batches_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     """Of another problem whose tensors are the same bytes (`batches`): with the layer's own."""
-    other = rng.choice(("abreast", "flat"))
+    other = "flat" if p.pass_ == "grad-weight" else rng.choice(("abreast", "flat"))
     try:
         p = of_the_same_bytes(rng, p, other)
     except ValueError:  # no output
@@ -274,9 +266,11 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
                widths=(1, 3, 4, 8, 12, 16, 20, 33)),
         direct_choice,
     ),
-    "direct walks": (Layers(("fwd",), SCALAR, ("nchw",), ranks=(1, 2, 2), inputs=(1, 2, 3, 4, 8, 16)), walk_choice),
-    "staged": (
-        Layers(GRADIENTS, SCALAR, inputs=(1, 2, 3, 8), outputs=(1, 2, 3, 5), groups=(1, 2, 3)), staged_choice,
+    "direct gradients": (
+        Layers(GRADIENTS, SCALAR, inputs=(1, 2, 3, 8), outputs=(1, 2, 3, 5), groups=(1, 2, 3)), direct_choice,
+    ),
+    "direct depthwise": (
+        Layers((*FORWARD_LIKE, "grad-weight"), SCALAR, inputs=(1, 2, 3, 10, 16, 33), groups=(1,)), depthwise_choice,
     ),
     "plain": (Layers((*FORWARD_LIKE, "grad-weight"), SCALAR, dilations=(1, 1, 2, 3, 50)), plain_choice),
     "unshuffle": (

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from drawn import MOST, Draw, Layers, work
-from results import Way, drawn_way
-from upconv.cuda.gpu import H200
-from upconv.problem import Problem
+from results import Way
 
-SEEDS = range(4000)
+SEEDS = range(2000)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A choice, how it is called, and the problem whose tensors it takes."""
+    """A choice, and how it is called."""
 
     choice: Any
     way: Way
-    tensors: Problem
-
-
-def cases(drawn: Sequence[tuple[Layers, Draw]]) -> Callable[[int], Iterator[Case]]:
-    """Those of a seed: some tiles of a random layer, each called in some ways."""
-
-    def of(seed: int) -> Iterator[Case]:
-        rng = random.Random(f"modes, {seed}")
-        layers, draw = drawn[seed % len(drawn)]
-        p = layers.draw(rng)
-        for _ in range(12):
-            found = draw(rng, p, H200)
-            choice, tensors = found if isinstance(found, tuple) else (found, getattr(found, "problem", p))
-            if choice is not None and work(choice) < MOST:
-                for _ in range(3):
-                    yield Case(choice, drawn_way(tensors, choice.casts, rng.randrange(2**30)), tensors)
-
-    return of
+    work: float
+    """Products of its tiles."""
 
 
 OfTiling = dict[str, Callable[[Any], bool]]
@@ -61,7 +41,7 @@ def fewest(layers: Iterable[Iterable[Case]], modes: Mapping[str, Callable[[Case]
     assert not left, f"no case has {sorted(left)}"
     found, left = [], set(modes)
     while left:
-        case, own = max(have, key=lambda one: len(one[1] & left) / (1 + work(one[0].choice) / 5e7))
+        case, own = max(have, key=lambda one: len(one[1] & left) / (1 + one[0].work / 5e7))
         found.append(case)
         left -= own
     return found

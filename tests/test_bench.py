@@ -413,6 +413,21 @@ def test_the_better_of_two_measurements_of_the_ceilings_counts(monkeypatch: pyte
     assert found["rows"][0]["roof_ms"] == pytest.approx(1e3 * max(TINY.flops / 1e10, TINY.bytes / 4e9))
 
 
+def test_a_lost_device_costs_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose ceilings cannot be measured again behind the rows."""
+    found = iter((ceilings(1e9, 1e10),))
+
+    def measure(precisions: object, device: object) -> roofline.Ceilings:
+        try:
+            return next(found)
+        except StopIteration:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered") from None
+
+    monkeypatch.setattr(roofline, "measure", measure)
+    done = run.measure([Job("custom", "a", TINY)], CPU, How(SHORT))
+    assert done["complete"] and len(done["rows"]) == 1 and done["ceilings"] == ceilings(1e9, 1e10)
+
+
 # --- reports ---------------------------------------------------------------------------------------------------------
 
 
@@ -562,7 +577,7 @@ def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
     import cold
 
-    monkeypatch.setattr(cold, "_PRECISIONS", {"bf16": torch.bfloat16})
+    monkeypatch.setattr(cold, "_PRECISIONS", ("bf16",))
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "users"))
     cases = [case for case in SUITES["cuda"] if case.name == "kb64"]
     where, heard = planner.Device("cuda", gpu=H200), list[str]()

@@ -186,22 +186,23 @@ FAULTS = {
     "phases: a shift's place": ("phases", r"= value_at<C::shifts_at>\(shift\)", "= value_at<C::shifts_at>(shift) + 1"),
     "wgrad: no wait for copies": ("wgrad by mma.sync", r"copy_wait<1>\(\);", ""),
     "wgrad: a tap's shift": ("wgrad by wgmma", r"taps\.at\[u\] = ([^;]*);", r"taps.at[u] = \1 + 1;"),
-    "direct: a tap's row": ("direct", r"r -= C::step_row", "r -= 0"),
-    "direct: no barrier behind copies": (
+    "direct: a tap's row": ("direct", r"Base::row_of_tap\(kh\)", "kh"),
+    "direct: no barrier behind the tile": (
         "direct",
-        r"stage\.kd < KD\) copy_wait_all\(\);\s*__syncthreads\(\);",
-        "stage.kd < KD) copy_wait_all();",
+        r"store_weights\(weights, taps\);\s*__syncthreads\(\);",
+        "store_weights(weights, taps);",
     ),
+    "direct: a channel of a chunk": ("direct", r"from \+ c \* pixels", "from"),
+    "direct: a run's place": ("direct", r"\(t\.w \+ own\.tx\) \* CELL_W", "t.w + own.tx"),
+    "direct: the channels of lanes": ("direct depthwise", r"C::in_w \* LANES \+ mine", "C::in_w * LANES"),
     "plain: a remainder": ("plain", r"% a\.stride != 0\) \+\+k;", "% a.stride < 0) ++k;"),
     "plain: a border": ("plain", r"return p >= 0 && p < a\.out;", "return p < a.out;"),
     "plain: no barrier between sums": ("plain", r"half /= 2\) \{\s*__syncthreads\(\);", "half /= 2) {"),
-    "direct_walk: a row of the window": ("direct walks", r"window\[r \+ 1\]\[c\];", "window[r][c];"),
-    "staged: no barrier ahead of a tile": (
-        "staged",
-        r"__syncthreads\(\); +// the (last slice|tile before) has been read",
+    "direct gradients: no barrier ahead of a tile": (
+        "direct gradients",
+        r"__syncthreads\(\); +// the (slice|tile) before has been read",
         "",
     ),
-    "staged: a tap's row": ("staged", r"kh \* C::dilation_h\) \* ROW_PITCH", "kh) * ROW_PITCH"),
     "unshuffle: a phase": ("unshuffle", r"u % C::stride_w - C::offset_w", "u % C::stride_w"),
     "unshuffle: where gradients are folded": ("unshuffle", r"\+ h % C::stride_h\)", "+ w % C::stride_h)"),
     "relayout: no barrier": (

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import upconv
-from measured import command
+from measured import command, fast_fixture  # noqa: F401
 from upconv import planner
 from upconv.bench.suites import parse_layer, parse_shape
 from upconv.cuda import gpu
@@ -222,8 +222,8 @@ def test_a_model_has_a_line_a_layer(name: str, net: str) -> None:
     )
 
 
-def test_several_inputs_and_other_layers(net: str) -> None:
-    given = ("--device", "cpu", "--ceilings", "1e10,1e11")
+def test_several_inputs_and_other_layers(fast: None, net: str) -> None:
+    given = ("--device", "cpu")
     code, out = explain("--model", f"{net}:Two", "--input", "2x3x32x32", "--input", "7x5", *given)
     assert code == 0 and [line.split()[0] for line in out.splitlines()[2:4]] == ["up.0", "again"]
     assert "nothing estimates their time here" in out.splitlines()[-1]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import math
+import json
 import random
 import re
+import shlex
+import shutil
 import struct
 import subprocess
 import sys
@@ -24,23 +26,26 @@ from typer.testing import CliRunner
 
 import upconv
 from conftest import by_turns, compiled_for_host
+from emulator import Emulator, emulator, for_host
 from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
 from upconv.cuda.compile import nvrtc
-from upconv.cuda.direct import staged, staged_costs
+from upconv.cuda.direct import costs, direct
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.wgrad import wgrad
 from upconv.export import (
+    c,
     check,
     command,
     cpp,
     gpu_of,
     kernelbench,
     kernelbench_problem,
+    packing,
     passes,
     plain,
     problem_of,
@@ -52,7 +57,7 @@ from upconv.export import (
 from upconv.export.check import load
 from upconv.export.passes import Kernel
 from upconv.planner import Device, plan
-from upconv.problem import Pass, Problem
+from upconv.problem import Pass, Precision, Problem
 
 CALL = """
 extern "C" __attribute__((visibility("default")))
@@ -60,6 +65,7 @@ const char* run_{0}(int grid, int threads, int shared, const char* arguments, in
   return machine::launch([] {{ machine::call({1}); }}, grid, threads, shared, arguments, together, seed);
 }}
 """
+__all__ = ["emulator"]
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason="what files leave out NVRTC says")
 MODELS = Path(__file__).parent.parent / "models"
 NUMBERS = signatures.KERNELBENCH
@@ -245,23 +251,28 @@ def other_sizes(p: Problem, count: int) -> list[Problem]:
 def check_launches(found: Iterable[Kernel], p: Problem, gpu: Gpu, count: int = 25) -> None:
     """Compares what a file computes for its launches with the library's records, at several sizes."""
     for k in found:
-        names: dict[str, Any] = {"math": math, "ceil": lambda a, b: -(-a // b)}
-        exec(sizes.launch(k, gpu), names)
+        names: dict[str, Any] = {"ceil": lambda a, b: -(-a // b), "rounded": lambda a, b: round(a / b)}
+        exec(sizes.python(k, gpu), names)
         for q in other_sizes(p, count):
             inner, outer = ((1,) * (3 - q.rank) + size for size in (q.size, q.out_size))
             axes = (outer, inner) if k.pass_ == "grad-input" else (inner, outer)
             blocks, *slices, integers = names[f"{k.name}_launch"](q.batch, *axes, gpu.multiprocessors)
-            choice: Any = replace(k.choice, problem=q.with_(pass_=k.pass_, bias=False))
-            if slices and isinstance(choice, wgrad.Choice):
-                shares = slices[0] // choice.tiling.k_slices
-                assert q != p or shares == choice.splits
-                choice = replace(choice, splits=shares)
-            elif slices and isinstance(choice, staged.Choice):
-                choice = replace(choice, splits=staged_costs.cost(choice.problem, choice.tile, gpu)[2])
-            record = cpp.main_launch(replace(k, choice=choice))
+            other = resized(k, q, slices[0] if slices else 0, gpu)
+            record = cpp.main_launch(other)
             assert (blocks, tuple(integers)) == (record.grid, cpp.sizes(record)), (str(q), k.name)
             if slices:
-                assert slices[0] == cpp.sizes(cpp.launches(replace(k, choice=choice))[-1])[0]
+                assert q != p or not isinstance(k.choice, wgrad.Choice) or other.choice == k.choice
+                assert slices[0] == cpp.sizes(cpp.launches(other)[-1])[0]
+
+
+def resized(k: Kernel, q: Problem, slices: int, gpu: Gpu) -> Kernel:
+    """A kernel for another size, whose sums are of so many slices, if of any."""
+    choice: Any = replace(k.choice, problem=q.with_(pass_=k.pass_, bias=k.choice.problem.bias))
+    if slices and isinstance(choice, wgrad.Choice):
+        choice = replace(choice, splits=slices // choice.tiling.k_slices)
+    elif slices and isinstance(choice, direct.Choice):
+        choice = replace(choice, ranges=costs.cost(choice.problem, choice.tile, gpu)[1])
+    return replace(k, choice=choice)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -279,15 +290,14 @@ def test_launches_are_the_librarys(name: str) -> None:
 def test_blocks_claim_tiles_where_the_librarys_do() -> None:
     p = parse_layer("16,64,(3,5)", "8x16x256x256").with_(precision="tf32")
     forward = cpp.definition(passes.kernels(p, H200)[0])
-    assert "at::zeros({2}, x" in forward and "of(bias), of(out), of(zeros), sizes[0]" in forward
+    assert "at::zeros({8}, x" in forward and "of(bias), of(out), of(zeros), sizes[0]" in forward
     few = cpp.definition(passes.kernels(p.with_(batch=2), H200)[0])
     assert "zeros" not in few
 
 
 def test_files_together_use_every_family() -> None:
-    kinds = {sizes._values(k, H200)[0] for name in LAYERS for k in passes.kernels(layer(name), H200)}
-    found = passes.kernels(layer("few", dtype=torch.float64, precision="fp64"), A100)
-    assert kinds | {sizes._values(k, A100)[0] for k in found} == set(sizes._BODIES)
+    kinds = {sizes.of(k, H200).what.split(" of ")[0] for name in LAYERS for k in passes.kernels(layer(name), H200)}
+    assert len(kinds) == 4, kinds
 
 
 @pytest.mark.parametrize("name", ("strided", "odd", "depthwise", "image"))
@@ -300,7 +310,7 @@ def test_channels_last_files(name: str, dtype: torch.dtype) -> None:
     check_launches(passes.kernels(p, H200), p, H200, 6)
 
 
-STAGED = {
+ON_CORES = {
     f"{name} {layout} {precision}": layer(name, layout=layout, dtype=dtype, precision=precision)
     for name in ("depthwise", "image")
     for layout in ("nchw", "channels_last")
@@ -310,14 +320,13 @@ STAGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize("name", ON_CORES)
 @pytest.mark.parametrize("gpu", (H200, A100, RTX4090), ids=lambda gpu: gpu.arch)
-def test_staged_gradients_are_launched_as_the_librarys(name: str, gpu: Gpu) -> None:
-    """Both gradients by staged kernels, whichever family the planner prefers."""
-    p = STAGED[name]
-    kinds: tuple[Pass, ...] = ("grad-input", "grad-weight")
-    for pass_ in kinds:
-        choice = staged.choose(p.with_(pass_=pass_, bias=False), gpu)
+def test_kernels_on_cuda_cores_are_launched_as_the_librarys(name: str, gpu: Gpu) -> None:
+    """All passes, whichever family the planner prefers."""
+    p = ON_CORES[name]
+    for pass_ in passes.NAMES:
+        choice = direct.choose(p.with_(pass_=pass_, bias=False), gpu)
         assert not isinstance(choice, str), choice
         check_launches([Kernel(pass_, choice)], p, gpu)
 
@@ -337,7 +346,7 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str) -> None:
         assert text.count("tensor_map(") == len(maps)
         for one in maps:
             box, steps = (", ".join(map(str, values)) for values in (one.box, one.steps))
-            assert f"{{{box}}}, {{{steps}}}" in text
+            assert f"5>{{{box}}}" in text and f"5>{{{steps}}}" in text
 
 
 @pytest.mark.parametrize(
@@ -631,6 +640,107 @@ def test_a_check_tells_right_from_wrong(
     assert ("NOT within" in text) is (wrong is not None) and "on some GPU" in text
 
 
+@pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    (
+        ("strided", "tf32"),
+        ("odd", "tf32"),
+        ("3-D", "ieee"),
+        ("joined", "ieee"),
+        ("strided", "bf16"),
+        ("joined", "fp16"),
+    ),
+)
+def test_weights_are_packed_as_the_library_packs_them(
+    name: str, precision: Precision, pass_: Pass, emulator: Emulator, tmp_path: Path
+) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    p = layer(name, dtype=dtype, precision=precision, pass_=pass_, bias=False)
+    choice: Any = gather.choose(p, H200)
+    k = Kernel(pass_, choice)
+    weight = torch.randn(p.weight_shape, dtype=dtype)
+    wanted = choice.prepare(0).pack_to_keep(weight).view(torch.int32)[: k.packed_words]
+    entry = f"{packing.ENTRY}<Config>"
+    source = k.unit.source.replace("// entries: ", f"// entries: {entry}; ", 1) + packing.text(precision)
+    (tmp_path / "pack.cpp").write_text(for_host(source, (packing.ENTRY,)))
+    function = ctypes.CDLL(str(compiled_for_host(tmp_path / "pack.cpp", tmp_path / "pack.so")))["run_pack_weights"]
+    function.restype, found = ctypes.c_char_p, torch.empty_like(wanted)
+    arguments = struct.pack("<2Qi", weight.data_ptr(), found.data_ptr(), len(found))
+    assert function(-(-len(found) // 256), 256, 0, arguments, 1, 0) is None
+    assert torch.equal(found, wanted) and found.count_nonzero() > 0
+
+
+# --- the forward alone, and C -----------------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+def test_a_file_of_the_forward_alone(faked: Callable[[Problem], dict[str, Any]]) -> None:
+    p = parse_layer("4,4,3,groups=4", "2x4x5x6").with_(precision="tf32")
+    module = load(source(p, "90a", forward_only=True))
+    module.update(build=lambda fast: FakeExtension(p) if fast else PlainExtension, processors=lambda device: 132)
+    module["check"] = lambda *given: None
+    model, theirs = module["ModelNew"](), nn.ConvTranspose2d(4, 4, 3, groups=4)
+    theirs.load_state_dict(model.conv_transpose2d.state_dict())
+    x = torch.randn(p.input_shape)
+    torch.testing.assert_close(model(x), theirs(x))
+    torch.testing.assert_close(model(x[:, :, :1, :2]), theirs(x[:, :, :1, :2]))
+    with pytest.raises(RuntimeError, match="without --forward-only"):
+        model(x).sum().backward()
+    text = source(p, "90a", forward_only=True)
+    assert "grad_input" not in text and "grad_weight" not in text
+    assert len(text.splitlines()) < 0.8 * len(source(p, "90a").splitlines())
+
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "exported.cpp"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_table_of_launches_is_the_librarys(name: str) -> None:
+    """Its expressions, in words of C++ too, give what the records have; at the layer's own size and at others."""
+    p = layer(name)
+    found = passes.kernels(p, H200)
+    table = json.loads(json.dumps(c.table(p, H200, "layer", found)))
+    assert [one["pass"] for one in table["functions"]] == [k.pass_ for k in found]
+    for k, function in zip(found, table["functions"]):
+        for q in other_sizes(p, 5):
+            inner, outer = ((1,) * (3 - q.rank) + size for size in (q.size, q.out_size))
+            sides = (outer, inner) if function["source"] == "output" else (inner, outer)
+            known: dict[str, Any] = {"ceil": lambda a, b: -(-a // b), "rounded": lambda a, b: round(a / b)}
+            known |= {
+                f"{of}_{axis}": n for of, side in zip(("source", "result"), sides) for axis, n in zip("dhw", side)
+            }
+            known |= {"batch": q.batch, "processors": H200.multiprocessors}
+            for one, text in function["sizes"].items():
+                known[one] = eval(text, known)
+            main = cpp.main_launch(resized(k, q, known.get("slices", 0), H200))
+            (launch,) = (one for one in function["launches"] if one["grid"] == "blocks")
+            numbers = tuple(eval(str(one), known) for one in launch["arguments"] if not isinstance(one, dict))
+            assert (known["blocks"], numbers) == (main.grid, cpp.sizes(main))
+            assert (launch["threads"], launch["shared_bytes"]) == (main.threads, main.shared_bytes)
+
+
+@needs_nvrtc
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_the_example_compiles_with_the_kernels_in_c(tmp_path: Path) -> None:
+    """By the commands that it names itself; where there is a GPU for them, its result is right."""
+    text = EXAMPLE.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 70
+    export, compile_ = (line.removeprefix("//   ") for line in text.splitlines() if line.startswith("//   "))
+    arguments = [one for one in shlex.split(export)[1:] if one != "layer.cu"] + [str(tmp_path / "layer.cu")]
+    run = CliRunner().invoke(app, arguments)
+    assert run.exit_code == 0, run.output
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["layer.cu", "layer.h", "layer.json"]
+    shutil.copy(EXAMPLE, tmp_path)
+    done = subprocess.run(
+        shlex.split(compile_.partition(" && ")[0]), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        ran = subprocess.run([str(tmp_path / "exported")], capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 # --- the function and the command ------------------------------------------------------------------------------------
 
 
@@ -721,9 +831,10 @@ def test_the_command_writes_models(tmp_path: Path) -> None:
         (["--kernelbench", "58", "--input", "8x8x8x8"], "3 sizes behind 32 channels"),
         (["--kernelbench", "57", "--dtype", "float16"], "go with --layer"),
         (["--layer", "8,4,3"], "without --input"),
-        (["--layer", "8,4,(3,3)", "--dtype", "int8"], "--dtype must be one of"),
+        (["--layer", "8,4,(3,3)", "--dtype", "int8"], "'int8' is not one of 'float32'"),
         (["--layer", "8,4,(3,3)", "--precision", "bf16"], "--precision must be one of ieee, tf32"),
         (["--layer", "8,4,(3,3)", "--arch", "1"], "arch must be one of"),
+        (["--layer", "8,4,(3,3)", "--c"], "--output must end in .cu"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments: list[str], words: str, tmp_path: Path) -> None:

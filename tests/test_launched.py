@@ -266,10 +266,11 @@ def test_records_are_well_formed_and_are_what_is_launched(family: str, stubs: St
             at = {a.operand: i for i, a in enumerate(used) if a.operand != ""}
             for one, args in zip(records, stubs.arguments):
                 step = recording.step(one, 7, at, True)
-                assert len(args) == len(step.words) == sum(16 if isinstance(a, Map) else 1 for a in one.arguments)
+                words = struct.unpack(f"<{len(args)}q", step.words)
+                assert len(words) == sum(16 if isinstance(a, Map) else 1 for a in one.arguments)
                 addresses = [a for a in one.arguments if isinstance(a, Pointer | Map) and a.operand != ""]
                 assert [buffer for _, buffer, _ in step.places] == [at[a.operand] for a in addresses]
                 assert (step.grid, step.block, step.shared) == (one.grid, one.threads, one.shared_bytes)
                 places_of = {word for word, _, _ in step.places}
                 fixed = [i for i in range(len(args)) if i not in places_of]
-                assert all((args[i] - step.words[i]) % 2**32 == 0 for i in fixed), "the same sizes and maps"
+                assert all((args[i] - words[i]) % 2**32 == 0 for i in fixed), "the same sizes and maps"

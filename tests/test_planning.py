@@ -4,7 +4,6 @@ and their bounds leave out no tiling that could be the best."""
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from upconv import planner
 from upconv.bench.suites import SUITES
 from upconv.cuda.axes import MOST_W_SUBS, Axis, Unfit, gather_axes, multiplied
 from upconv.cuda.compile import jit
-from upconv.cuda.direct import direct, tile_costs, tiles
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import A100, H200, Gpu
 from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
@@ -136,38 +134,12 @@ def test_the_weight_search_finds_what_a_look_at_all_tilings_does(gpu: Gpu) -> No
         assert found is not None
         kind = type(found.tiling)
         every = [t for t in wgrad_search.candidates(p, gpu) if isinstance(t, kind)][::5]
-        assert found.seconds <= 1.05 * min(wgrad_costs.fastest(t, p, gpu)[0] for t in every)
-        cost = wgrad_costs.estimate(found.tiling, p, gpu, found.splits)
+        model = wgrad_costs.Model(p, gpu)
+        assert found.seconds <= 1.05 * min(model.fastest(t)[0] for t in every)
+        cost = model.cost(found.tiling, found.splits)
         assert cost.seconds == pytest.approx(found.seconds, rel=1e-9)
         looked += len(every)
     assert looked > 300
-
-
-def test_the_direct_search_leaves_out_nothing_that_could_be_best() -> None:
-    looked = 0
-    for p, gpu in product(suite_layers(11, "fwd"), (H200, A100)):
-        layer = p.with_(batch=1, size=tuple(1024 + 2 * pad // s for pad, s in zip(p.padding, p.stride)))
-        for kind in tiles.kinds(p):
-            least = tile_costs.least(p, kind, gpu)
-            for tile in list(tiles.of_kind(p, kind))[::17]:
-                cost = tile_costs.cost(p, tile, tile_costs.facts(layer, tile), gpu)
-                if cost is not None:
-                    assert 0 < least <= cost.seconds
-                    looked += 1
-    assert looked > 300
-
-
-def test_the_direct_search_ends_where_it_cannot_be_faster() -> None:
-    p = Problem.make(8, 64, 16, (64, 64), 3, 2, 1)
-    best = direct.choose(p, H200)
-    assert isinstance(best, direct.Choice)
-    assert direct.choose(p, H200, math.inf) == best
-    assert direct.choose(p, H200, 1.2 * direct.MARGIN * best.seconds) == best
-    assert direct.choose(p, H200, 1e-6) == f"slower: it takes at least {_least(p) * 1e3:.3g} ms on CUDA cores"
-
-
-def _least(p: Problem) -> float:
-    return min(tile_costs.least(p, kind, H200) for kind in tiles.kinds(p))
 
 
 def test_planning_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

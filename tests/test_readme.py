@@ -164,7 +164,7 @@ def lines(readme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def found(given: report.Report, commit: str | None) -> list[list[str]]:
         given["commit"] = commit
         files.save(given, tmp_path / "h200-tf32.json")
-        return [line.cells() for line in readme.lines()]
+        return [cells for _, cells in readme.lines()]
 
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     return found

@@ -18,18 +18,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from upconv import cpu, dispatch, planner, refusals
-from upconv.cuda import engine
+from upconv.cuda import engine, weights
 from upconv.planner import Plan
 from upconv.replay.calls import Gradients, Operation
-
-if TYPE_CHECKING:
-    from upconv.cuda.recording import Recording
 
 
 def uncast(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Callable[..., Any]:
@@ -113,6 +110,8 @@ class Bilinear(ABC):
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
         """As `taken`, in every state of autograd and autocast: recorded where gradients are."""
+        if mask[1] and weights.frozen:
+            weights.thaw(weight)  # whoever asks for its gradient, PyTorch's or ours, is about to change it
         with _uncasting(grad):
             if not torch.is_grad_enabled() or _observed_backward(grad, x, weight):
                 return self.taken(grad, x, weight, mask)
@@ -143,22 +142,12 @@ class Transposed(Bilinear):
         return self
 
     def loaded(self, index: int) -> bool:
-        return index in engine.loaded(self.plan).runners
+        return engine.loaded(self.plan, index).has("fwd")
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.plan.choice is not None:
             return engine.forward(self.plan, x, weight, bias)
         return cpu.forward(self.plan.problem, self.plan.forward, x, weight, bias)
-
-    def record_forward(self, to: Recording, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return engine.record_forward(to, self.plan, x, weight, bias)
-
-    def record_gradients(
-        self, to: Recording, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> Gradients:
-        if self.plan.backward != planner.FAMILIES:
-            to.refuse("it calls PyTorch's operators")
-        return engine.record_gradients(to, self.plan, grad, x, weight, mask)
 
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
         if self.plan.backward != planner.FAMILIES:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from upconv.cuda.gpu import Gpu
 from upconv.planner import Plan
 from upconv.problem import Layout, Pass, Precision, Problem, is_channels_last, output_length
 from upconv.replay import calls
-
-if TYPE_CHECKING:
-    from upconv.cuda.recording import Recording
 
 LEAST = 1e-6
 """Seconds of a forward, by the bound of `small`, from which on calls may be ours. Shorter ones are not worth a kernel's
@@ -348,8 +345,7 @@ class Convolution(Bilinear):
         return cpu.dense_strides(self.result, self._format)
 
     def loaded(self, index: int) -> bool:
-        found = engine.loaded(self.plan).gradients.get(index)
-        return not self.for_output or (found is not None and "input" in vars(found))
+        return not self.for_output or engine.loaded(self.plan, index).has("grad-input")
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if engine.ready(self, x.get_device(), bias is not None) and self.for_output:
@@ -374,28 +370,6 @@ class Convolution(Bilinear):
             for_input = engine.forward(self.plan, grad, weight, None)
         if mask[2]:
             for_bias = engine.gradients(self.sums, grad, x, weight, (False, False, True))[2]
-        return for_input, for_weight, for_bias
-
-    def record_forward(self, to: Recording, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.for_output:
-            return engine.record_convolution(to, self.plan, x, weight, bias)
-        bias = None if bias is None else to.cast(bias, x.dtype)
-        return to.convolution(self.plan.problem, x, to.cast(weight, x.dtype), bias)
-
-    def record_gradients(
-        self, to: Recording, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> calls.Gradients:
-        theirs = mask[0] and not self.for_input, mask[1] and not self.for_weight
-        for_input = for_weight = for_bias = None
-        if any(theirs):
-            rounded = to.cast(weight, x.dtype)
-            for_input, for_weight = to.convolution_gradients(self.plan.problem, grad, x, rounded, theirs)
-        if mask[1] and self.for_weight:
-            for_weight = engine.record_gradients(to, self.plan, x, grad, weight, (False, True, False))[1]
-        if mask[0] and self.for_input:
-            for_input = engine.record_forward(to, self.plan, grad, weight, None)
-        if mask[2]:
-            for_bias = engine.record_gradients(to, self.sums, grad, x, weight, (False, False, True))[2]
         return for_input, for_weight, for_bias
 
     def theirs(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> calls.Gradients:

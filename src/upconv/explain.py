@@ -235,18 +235,3 @@ def estimated_ceilings(gpu: Gpu) -> Ceilings:
     }  # fmt: skip
     rates = {precision: rate * gpu.multiprocessors * gpu.clock for precision, rate in per_clock.items()}
     return Ceilings(copy_bytes_per_s=gpu.bandwidth, matmul_flops_per_s=rates)
-
-
-def parse_ceilings(text: str, precisions: Sequence[Precision]) -> Ceilings:
-    """``37e9,190e9``: bytes per second of a copy and FLOP/s of a matrix product, in each of these precisions.
-
-    Raises:
-        ValueError: any other text, in one sentence.
-    """
-    try:
-        copy, rate = map(float, text.split(","))
-    except ValueError:
-        copy = rate = 0.0
-    if not (0 < copy < math.inf and 0 < rate < math.inf):
-        raise ValueError(f"--ceilings must be bytes/s and FLOP/s joined by a comma, like 37e9,190e9; got {text!r}")
-    return Ceilings(copy_bytes_per_s=copy, matmul_flops_per_s=dict.fromkeys(precisions, rate))

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from upconv.bench.timing import Operands
+from upconv.bench.timing import Operands, Work
 from upconv.export.signatures import init_arguments
 from upconv.problem import Problem
 
@@ -62,10 +62,10 @@ def model(path: Path) -> Callable[..., nn.Module]:
     return made
 
 
-def layer(path: Path, p: Problem, given: Operands) -> nn.Module:
-    """A file's module with these weights."""
+def work(path: Path, p: Problem, given: Operands) -> Work:
+    """A forward of a file's module with these weights, as `timing.work`'s."""
     module = model(path)(*init_arguments(int(path.stem.removeprefix("model_")), p))
     for parameter, value in zip(module.parameters(), (given.weight, given.bias)):
         parameter.requires_grad_(False)
         parameter.data = value  # type: ignore[assignment]
-    return module
+    return lambda: (module(given.input),)

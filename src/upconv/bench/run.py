@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from upconv.bench import check, exported, report, roofline, timing
 from upconv.bench.report import Report, Row
 from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import Case, quick
-from upconv.bench.timing import Operands, Repeats, Work
+from upconv.bench.timing import Operands, Repeats, Side, Work
 from upconv.planner import Plan
 from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Layout, Pass, Precision, Problem, dtype_name
 
@@ -58,15 +59,14 @@ class How:
     exported: Mapping[str, Path] = field(default_factory=dict)
     """By case: files whose forwards are measured too."""
 
-    def works(self, job: Job, given: Operands) -> dict[str, Work]:
-        """Each side's way to run a job, by its name in reports."""
-        p, sides = job.problem, ["ours", "torch"]
-        if p.pass_ == "fwd" and self.frozen:
-            sides.insert(1, "frozen")
-        found = {side: timing.work(side, p, given) for side in sides}  # type: ignore[arg-type]
-        if p.pass_ == "fwd" and job.case in self.exported:
-            module = exported.layer(self.exported[job.case], p, given)
-            found["exported"] = lambda: (module(given.input),)
+    def sides(self, job: Job) -> dict[str, Callable[[Operands], Work]]:
+        """What prepares each side of a job, by its name in reports."""
+        p = job.problem
+        forward = p.pass_ == "fwd"
+        names: tuple[Side, ...] = ("ours", "frozen", "torch") if forward and self.frozen else ("ours", "torch")
+        found: dict[str, Callable[[Operands], Work]] = {side: partial(timing.work, side, p) for side in names}
+        if forward and job.case in self.exported:
+            found["exported"] = partial(exported.work, self.exported[job.case], p)
         return found
 
 
@@ -179,20 +179,21 @@ def _taken(job: Job, device: torch.device, how: How, engine: str) -> timing.Take
     """Seconds of each side, one a round. PyTorch's are those of the better ``cudnn.benchmark``."""
     p = job.problem
     count = max(2, min(4, SET_BYTES // max(p.bytes, 1)))
-    sets = [how.works(job, timing.operands(p, device, seed)) for seed in range(count)]
+    sets, sides = [timing.operands(p, device, seed) for seed in range(count)], how.sides(job)
     alike = ("ours", "frozen") if engine == "torch" else ()
-    works = {side: [each[side] for each in sets] for side in sets[0] if side not in alike}
+    works = {side: [make(given) for given in sets] for side, make in sides.items() if side not in alike}
     taken = timing.compare(works, device, how.repeats, tuned=("torch",))
-    return {side: taken.get(side, taken["torch"]) for side in sets[0]}
+    return {side: taken.get(side, taken["torch"]) for side in sides}
 
 
 def _check(job: Job, device: torch.device, how: How) -> Row:
     """A row's entries of errors, and its failure if a result is wrong."""
     p = job.problem
     given = timing.operands(p, device, 0)
-    known, works = check.truths(p, given), how.works(job, given)
-    theirs, worst = works.pop("torch")(), 0.0
-    for side, work in works.items():
+    known, sides = check.truths(p, given), how.sides(job)
+    theirs, worst = sides.pop("torch")(given)(), 0.0
+    for side, make in sides.items():
+        work = make(given)
         if side == "frozen":
             work()  # packs; the calls after it use what it keeps
         error, torch_error, right = check.errors(p, known, work(), theirs)
@@ -202,11 +203,10 @@ def _check(job: Job, device: torch.device, how: How) -> Row:
             of = "" if side == "ours" else f" of {timing.NAMES[side]}"
             return found | {"failure": f"wrong result{of}: relative error {error:.1e}, PyTorch's {torch_error:.1e}"}
     if device.type == "cuda" and p.pass_ == "fwd":
-        del known, works, theirs
+        del known, work, theirs
         given = timing.operands(p, device, 0, positive=True)
-        results = {side: work()[0] for side, work in how.works(job, given).items()}
-        wanted = results.pop("torch")
-        used = max(check.tolerance_used(p.precision, result, wanted) for result in results.values())
+        wanted = timing.work("torch", p, given)()[0]
+        used = max(check.tolerance_used(p.precision, make(given)()[0], wanted) for make in sides.values())
         found["tolerance_used"] = _finite(used)
     return found
 
@@ -251,7 +251,8 @@ def measure(todo: Sequence[Job], device: torch.device, how: How, tell: Tell = la
         for done, job in enumerate(todo):
             tell(str(job), done, len(todo))
             yield row(job, device, how)
-        ceilings = roofline.better(ceilings, roofline.measure(precisions, device))
+        with suppress(RuntimeError):  # of a device that a row has lost
+            ceilings = roofline.better(ceilings, roofline.measure(precisions, device))
 
     found = report.gather(rows(), device)
     for one in found["rows"]:

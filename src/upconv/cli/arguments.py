@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NoReturn, TextIO, TypeVar, cast
 
 import torch
@@ -93,7 +94,7 @@ def network(text: str) -> torch.nn.Module:
     if place.endswith(".py") and not Path(place).is_file():
         raise ValueError(f"--model must name a file that exists; got {text!r}")
     try:
-        found = getattr(_module(place), name)
+        found = getattr(module_of(place), name)
         made = found if isinstance(found, torch.nn.Module) else found()
     except Exception as error:  # whatever the user's code raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -103,7 +104,7 @@ def network(text: str) -> torch.nn.Module:
     return made
 
 
-def _module(place: str) -> object:
+def module_of(place: str) -> ModuleType:
     """A module by its file or its name."""
     if not place.endswith(".py"):
         return importlib.import_module(place)

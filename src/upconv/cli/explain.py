@@ -17,7 +17,7 @@ from upconv.bench.run import ways
 from upconv.bench.suites import parse_layer, parse_shape
 from upconv.cli.arguments import DEVICE, DTYPES, MODEL, PRECISION, Dtype, console, device_of, network, stop
 from upconv.cuda.gpu import Gpu, by_name
-from upconv.explain import estimated_ceilings, explanation, model_explanation, parse_ceilings, precision_text
+from upconv.explain import estimated_ceilings, explanation, model_explanation, precision_text
 from upconv.model_layers import calls
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -39,7 +39,6 @@ Examples:
 _LAYER = typer.Argument(None, metavar="LAYER", help='Like "64,64,(3,7),stride=2,padding=1,bias=False".')
 _INPUT = "The input: batch, channels, 1 to 3 sizes; for each argument of a model."
 _GPU = "Plan for a GPU that need not be there: H200, A100 40GB, L4, RTX 4090, ..."
-_CEILINGS = "Copy and matmul rates for the roof, like 37e9,190e9; default: measured, with --gpu estimated."
 
 
 class _Asked(NamedTuple):
@@ -53,12 +52,9 @@ class _Asked(NamedTuple):
     planned: planner.Device
     named: Gpu | None
     """The GPU of ``--gpu``."""
-    ceilings: str | None
 
     def rates(self, kinds: Sequence[Precision]) -> Ceilings:
-        """The roof's rates: given, estimated for a GPU that need not be there, else measured."""
-        if self.ceilings is not None:
-            return parse_ceilings(self.ceilings, kinds)
+        """The roof's rates: estimated for a GPU that need not be there, else measured."""
         return estimated_ceilings(self.named) if self.named else roofline.measure(kinds, self.device, seconds=0.1)
 
     def of(self, p: Problem) -> Problem:
@@ -78,7 +74,6 @@ def command(
     pass_: Pass = Option("fwd", "--pass"),
     precision: Precision | None = PRECISION,
     gpu: str | None = Option(None, "--gpu", metavar="NAME", help=_GPU),
-    ceilings: str | None = Option(None, "--ceilings", metavar="B/S,FLOP/S", help=_CEILINGS),
 ) -> None:
     try:
         if gpu is not None and device is not None:
@@ -89,7 +84,7 @@ def command(
         where = torch.device("cuda") if named else device_of(device)
         planned = planner.Device("cuda", gpu=named) if named else planner.device_of(where)
         kinds = [] if precision is None else [precision]
-        asked = _Asked(DTYPES[dtype], kinds, layout, pass_, where, planned, named, ceilings)
+        asked = _Asked(DTYPES[dtype], kinds, layout, pass_, where, planned, named)
         found = _of_layer(layer, input, asked) if layer is not None else _of_model(str(model), input, asked)
     except ValueError as error:
         stop(error)

@@ -7,16 +7,13 @@ nothing that outlives a call, since the memory pool of a captured graph does not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from upconv.cuda import engine, weights
 from upconv.planner import Plan
 from upconv.replay import native, replays
-
-if TYPE_CHECKING:
-    from upconv.cuda.recording import Recording
 
 Operands = tuple[Tensor, Tensor, "Tensor | None"]
 Results = Sequence["Tensor | None"]
@@ -57,9 +54,5 @@ def _run(plan: Plan, mask: Mask | None, a: Tensor, b: Tensor, c: Any) -> Results
 
 
 def _layer(module: Any, plan: Plan, mask: Mask | None, operands: Operands) -> Any:
-    def state(to: Recording, a: Any, b: Any, c: Any) -> Results:
-        if mask is None:
-            return (engine.record_forward(to, plan, a, b, c, lasting=False),)
-        return engine.record_gradients(to, plan, a, b, c, mask, lasting=False)
-
-    return replays.layer(module, plan, f"a compiled graph's pass of {plan.problem}", state, operands)
+    what = f"a compiled graph's pass of {plan.problem}"
+    return replays.layer(module, plan, what, operands, lambda: _run(plan, mask, *operands))

@@ -259,22 +259,26 @@ _geometry = lru_cache(maxsize=1024)(_Geometry)
 
 
 def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    geometry, out = _geometry(p), _empty_output(p, x)
-    if not geometry.whole:
-        _fill(out, bias, p.rank)
+    geometry = _geometry(p)
     if geometry.dead:
+        out = _empty_output(p, x)
+        _fill(out, bias, p.rank)
         return out
     flipped = weight.flip(tuple(range(2, 2 + p.rank))).contiguous()
     packed = flipped.new_zeros(geometry.packed_shape)
     for into, taps in geometry.taps:
         torch.as_strided(packed, *into).copy_(torch.as_strided(flipped, *taps))
     packed = _pack(packed.flatten(1, 1 + p.rank), geometry.layout)
+    repeated = None
     if bias is not None:
         every, co = math.prod(geometry.residues), p.out_channels // p.groups
-        bias = bias.view(-1, 1, co).expand(p.groups, every, co).reshape(-1)
-    y = _convolve(x, packed, bias, p.groups, geometry.axes)
+        repeated = bias.view(-1, 1, co).expand(p.groups, every, co).reshape(-1)
+    y = _convolve(x, packed, repeated, p.groups, geometry.axes)
     # It is dense in this format already, but for 1x1 weights of one channel, which are read as either format's.
     y = y.contiguous(memory_format=memory_format(geometry.layout, p.rank))
+    out = _empty_output(p, x)  # only now: the correlation's own temporaries are gone
+    if not geometry.whole:
+        _fill(out, bias, p.rank)
     for into, results in geometry.scatter:
         torch.as_strided(out, *into).copy_(torch.as_strided(y, *results))
     return out

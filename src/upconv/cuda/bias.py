@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from upconv.cuda.launches import Int, Launch, Long, Pointer, Scratch, Unit, Zero
 from upconv.cuda.prepared import Program
 from upconv.cuda.scalars import PRECISIONS
 from upconv.problem import Problem
-
-if TYPE_CHECKING:
-    from upconv.cuda.recording import Recording
 
 _THREADS, _UNROLL = 256, 8
 _LEAST_BYTES = {"nchw": 1 << 20, "channels_last": 16 << 20}
@@ -122,12 +118,6 @@ class BiasRunner:
     def counters(self) -> list[Counters]:
         """Words that kernels find zero."""
         return [counters for program in self._programs.values() for _, counters in program.zeros]
-
-    def record(self, to: Recording, grad: Tensor, dtype: torch.dtype, lasting: bool) -> Tensor:
-        """States a call."""
-        out = to.make((self._problem.out_channels,), (1,), dtype)
-        to.run(self._program(dtype is torch.float32, lasting), (grad, out), False)
-        return out
 
     def __call__(self, grad: Tensor, dtype: torch.dtype, lasting: bool = False) -> Tensor:
         """The sums, ``(out_channels)``.

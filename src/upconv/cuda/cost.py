@@ -29,6 +29,10 @@ class Work:
     """Stages of the ring that the tile takes."""
     stages: int = 1
     """Of the ring."""
+    weight_steps: float = 0.0
+    """Stages of a ring of weights that the tile takes."""
+    weight_stages: int = 1
+    """Of that ring."""
     lines: float = 0.0
     """Lines of 128 bytes, or shorter rows, that the copy engine traverses."""
     boxes: float = 0.0
@@ -67,6 +71,8 @@ class Cost:
     """Of the launch."""
     tensor: float = 0.0
     """Matrix instructions."""
+    issue: float = 0.0
+    """Instructions of CUDA cores."""
     shared: float = 0.0
     """Shared memory: operands, copies, and pixels that producers transpose."""
     l2: float = 0.0
@@ -83,6 +89,7 @@ class Cost:
     def terms(self) -> Iterator[tuple[str, float]]:
         """Names and seconds."""
         yield "tensor cores", self.tensor
+        yield "instruction issue", self.issue
         yield "shared memory", self.shared
         yield "L2", self.l2
         yield "latency", self.latency
@@ -112,6 +119,8 @@ def cost(work: Work, gpu: Gpu) -> Cost:
     copies = work.lines * of.line + work.boxes * of.box
     busy = _together((tensor, shared, producers, copies), of.overlap)
     ring = (work.steps * of.latency + copies + busy) / work.stages
+    if work.weight_steps:
+        ring = max(ring, (work.weight_steps * of.latency + copies + busy) / work.weight_stages)
     loop = _together((busy, ring), of.ring_overlap)
     waves, fixed = work.waves, of.tile
     if work.exchanged:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,6 @@ from upconv.problem import Pass, is_channels_last
 if TYPE_CHECKING:
     from upconv.cuda.bias import BiasRunner
     from upconv.cuda.prepared import Prepared, PreparedWeight
-    from upconv.cuda.recording import Recording
     from upconv.planner import Plan
 
 
@@ -47,12 +46,11 @@ def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, lasting:
         RuntimeError: the kernel could not be compiled, loaded or launched; names the problem and the plan.
     """
     index = x.get_device()
-    runner = loaded(plan).runners.get(index)
-    if runner is None or _collectors:
-        runner = runner_of(plan, index)
-        if runner is None:  # `collecting` wants to know what is missing, not to compile it
-            bias = None if bias is None else bias.to(x.dtype)
-            return cpu.forward(plan.problem, "native", x, weight.to(x.dtype), bias)
+    if _collectors and not _noted(plan, index, "fwd"):  # who wants to know what is missing, not to compile it
+        bias = None if bias is None else bias.to(x.dtype)
+        return cpu.forward(plan.problem, "native", x, weight.to(x.dtype), bias)
+    runner = loaded(plan, index).forward
+    assert runner is not None
     return runner(x, weight, bias, lasting)
 
 
@@ -94,7 +92,7 @@ def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     Raises:
         as `forward`.
     """
-    runner = gradients_of(plan, x.get_device()).input
+    runner = loaded(plan, x.get_device()).input
     assert runner is not None
     if bias is None or runner.biased:  # rounded here: what packs weights counts the channels of the other result
         return runner(x, weight, bias if bias is None else bias.to(x.dtype))
@@ -128,7 +126,7 @@ def gradients(
     if _current_device() != index:
         with torch.cuda.device(index):
             return gradients(plan, grad, x, weight, mask, lasting)
-    runners = gradients_of(plan, index)
+    runners = loaded(plan, index)
     grad_input = grad_weight = grad_bias = None
     by_input = runners.input if mask[0] else None
     by_weight = runners.weight if mask[1] else None
@@ -154,32 +152,6 @@ def gradients(
     return grad_input, grad_weight, grad_bias
 
 
-class Gradients:
-    """The gradients' kernels on one device, each loaded when it is first asked for; None for PyTorch's operator."""
-
-    def __init__(self, plan: Plan, index: int) -> None:
-        self.plan, self.index = plan, index
-        self.format = cpu.memory_format(plan.problem.layout, plan.problem.rank)
-
-    @cached_property
-    def bias(self) -> BiasRunner | None:
-        """Sums by a kernel of our own; None for PyTorch's, which small tensors are left to."""
-        from upconv.cuda import bias
-
-        with _preparing.now, torch.cuda.device(self.index):
-            return bias.BiasRunner(self.plan.problem, self.index) if bias.serves(self.plan.problem) else None
-
-    @cached_property
-    def input(self) -> Runner | None:
-        with _preparing.now:
-            return None if self.plan.grad_input.choice is None else Runner(self.plan, self.index, "grad-input")
-
-    @cached_property
-    def weight(self) -> WeightRunner | None:
-        with _preparing.now:
-            return None if self.plan.grad_weight.choice is None else WeightRunner(self.plan, self.index)
-
-
 def _dense(t: Tensor, layout: torch.memory_format) -> Tensor:
     """The tensor as kernels read it: without PyTorch's negative bit, dense in a layout."""
     if t.is_contiguous(memory_format=layout) and not t.is_neg():
@@ -190,7 +162,7 @@ def _dense(t: Tensor, layout: torch.memory_format) -> Tensor:
 class WeightRunner:
     """A choice for the gradient for the weight on one device."""
 
-    def __init__(self, plan: Plan, index: int) -> None:
+    def __init__(self, plan: Plan, index: int, pass_: Pass) -> None:
         p = plan.problem
         self.plan, self.index = plan, index
         self.shape = p.weight_shape
@@ -200,7 +172,7 @@ class WeightRunner:
         # turns the output's gradient to NCHW, and the gradient for the weight follows it, whatever the weight's format.
         doubtful = p.layout == "channels_last" and (p.in_channels == 1 or max(p.size) == 1)
         self.otherwise = cpu.dense_strides(p.weight_shape, torch.contiguous_format) if doubtful else None
-        self.prepared: PreparedWeight = _prepare(plan, index, "grad-weight")
+        self.prepared: PreparedWeight = _prepare(plan, index, pass_)
         self.casts = self.prepared.casts
 
     def __call__(self, x: Tensor, grad: Tensor, dtype: torch.dtype, lasting: bool = True) -> Tensor:
@@ -228,16 +200,6 @@ class WeightRunner:
         assert self.otherwise is not None
         return self.strides if is_channels_last(x.shape, x.stride()) else self.otherwise
 
-    def record(self, to: Recording, x: Tensor, grad: Tensor, dtype: torch.dtype, lasting: bool = True) -> Tensor:
-        """States a call."""
-        strides = self.strides if self.otherwise is None else self._doubtful(x)
-        out = to.make(self.shape, strides, dtype if self.casts else x.dtype)
-        program = self.prepared.program(grad, out, lasting) if x.is_contiguous(memory_format=self.format) else None
-        if program is None:
-            to.refuse("it copies a tensor")
-        to.run(program, (x, grad, out), False)
-        return to.cast(out, dtype)
-
 
 def _prepare(plan: Plan, index: int, pass_: Pass) -> Any:
     choice = plan.selection(pass_).choice
@@ -252,7 +214,7 @@ def _prepare(plan: Plan, index: int, pass_: Pass) -> Any:
 class Runner:
     """A choice for the forward or the gradient for the input on one device, with all that stays from call to call."""
 
-    def __init__(self, plan: Plan, index: int, pass_: Pass = "fwd") -> None:
+    def __init__(self, plan: Plan, index: int, pass_: Pass) -> None:
         p = plan.problem
         self.plan, self.index, self.pass_ = plan, index, pass_
         self.shape = p.output_shape if pass_ == "fwd" else p.input_shape
@@ -278,18 +240,6 @@ class Runner:
             raise
         except RuntimeError as error:
             raise failure(self.plan, self.index, error, self.pass_) from error
-        return out
-
-    def record(self, to: Recording, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True) -> Tensor:
-        """States a call with a weight that is not frozen."""
-        dense = x.is_contiguous(memory_format=self.format) and (bias is None or bias.is_contiguous())
-        if not self.casts:
-            weight, bias = to.cast(weight, x.dtype), None if bias is None else to.cast(bias, x.dtype)
-        program = self.prepared.program(x, weight, bias, lasting) if dense else None
-        if program is None:
-            to.refuse("it copies an operand")
-        out = to.make(self.shape, self.strides, x.dtype)
-        to.run(program, (x, weight, bias, out), True)
         return out
 
     def _launch(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, lasting: bool) -> None:
@@ -319,92 +269,69 @@ def failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") ->
     return RuntimeError(f"upconv could not compute {plan.problem.with_(pass_=pass_)} by {where}: {error}")
 
 
-# --- recordings ------------------------------------------------------------------------------------------------------
-# What the calls above do, stated for operands on the meta device. Errors: those of `Recording.refuse`.
-
-
-def record_forward(
-    to: Recording, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True
-) -> Tensor:
-    """States `forward`."""
-    runner = runner_of(plan, to.device)
-    assert runner is not None
-    return runner.record(to, x, weight, bias, lasting)
-
-
-def record_convolution(to: Recording, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """States `convolution`."""
-    runner = gradients_of(plan, to.device).input
-    assert runner is not None
-    if bias is None or runner.biased:
-        return runner.record(to, x, weight, None if bias is None else to.cast(bias, x.dtype))
-    out = runner.record(to, x, weight, None)
-    to.add(out, bias)
-    return out
-
-
-def record_gradients(
-    to: Recording, plan: Plan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool], lasting: bool = True
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """States `gradients`."""
-    runners = gradients_of(plan, to.device)
-    by_input = runners.input if mask[0] else None
-    by_weight = runners.weight if mask[1] else None
-    by_bias = runners.bias if mask[2] else None
-    grad_input = grad_weight = grad_bias = None
-    if not grad.is_contiguous(memory_format=runners.format):
-        to.refuse("it copies the output's gradient")
-    if (mask[0] and by_input is None) or (mask[1] and by_weight is None):
-        to.refuse("it calls PyTorch's operator")
-    if by_weight is not None:
-        grad_weight = by_weight.record(to, x, grad, weight.dtype, lasting)
-    if by_input is not None:
-        grad_input = by_input.record(to, grad, weight, None, lasting)
-    if by_bias is not None:
-        grad_bias = by_bias.record(to, grad, weight.dtype, lasting)
-    elif mask[2]:
-        grad_bias = to.sum(grad, weight.dtype)
-    return grad_input, grad_weight, grad_bias
-
-
 # --- loading and compiling -------------------------------------------------------------------------------------------
 
 
 class Loaded:
-    """A plan's kernels by the index of the CUDA device that they are loaded on."""
+    """A plan's kernels on one device, each loaded when it is first asked for; None for PyTorch's operator."""
 
-    def __init__(self) -> None:
-        self.runners: dict[int, Runner] = {}
-        """The forward's."""
-        self.gradients: dict[int, Gradients] = {}
+    forward: Runner | None
+    input: Runner | None
+    weight: WeightRunner | None
+    bias: BiasRunner | None
+    """Sums by a kernel of our own; None for PyTorch's, which small tensors are left to."""
+
+    def __init__(self, plan: Plan, index: int) -> None:
+        self.plan, self.index = plan, index
+        self.format = cpu.memory_format(plan.problem.layout, plan.problem.rank)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not loaded yet."""
+        if name not in Loaded.__annotations__:
+            raise AttributeError(name)
+        with _preparing.now:
+            if name not in vars(self):  # no other thread was faster
+                setattr(self, name, self._bias() if name == "bias" else self._runner(name))
+            return vars(self)[name]
+
+    def _runner(self, name: str) -> Runner | WeightRunner | None:
+        pass_ = next(pass_ for pass_, of in _NAMES.items() if of == name)
+        if self.plan.selection(pass_).choice is None:
+            return None
+        kind = WeightRunner if pass_ == "grad-weight" else Runner
+        return kind(self.plan, self.index, pass_)
+
+    def _bias(self) -> BiasRunner | None:
+        from upconv.cuda import bias
+
+        with torch.cuda.device(self.index):
+            return bias.BiasRunner(self.plan.problem, self.index) if bias.serves(self.plan.problem) else None
+
+    def has(self, pass_: Pass) -> bool:
+        """Whether a pass was asked for."""
+        return _NAMES[pass_] in vars(self)
+
+
+_NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "input", "grad-weight": "weight"}
 
 
 @lru_cache(maxsize=4096)
-def loaded(plan: Plan) -> Loaded:
-    """What is loaded of a plan; of the plans used last."""
-    return Loaded()
+def loaded(plan: Plan, index: int) -> Loaded:
+    """What is loaded of a plan on the device of an index; of the plans used last."""
+    return Loaded(plan, index)
 
 
 _preparing = forks.Lock(threading.RLock)
 
 _local = threading.local()
-_collectors = 0  # threads within `collecting`; looked at by every call
-
-
-def runner_of(plan: Plan, index: int) -> Runner | None:
-    """The plan's runner on a device, compiled and loaded; None where `collecting` noted it instead."""
-    if not _noted(plan, index, "fwd"):
-        return None
-    with _preparing.now:
-        runners = loaded(plan).runners
-        if index not in runners:
-            runners[index] = Runner(plan, index)
-        return runners[index]
+_collectors: set[int] = set()
+"""The threads within `collecting`; looked at by every call."""
+forks.in_child(lambda: _collectors.intersection_update({threading.get_ident()}))
 
 
 def warming() -> bool:
     """Whether this thread is within ``collecting(every=True)``, for gradients that will be asked for."""
-    return _collectors > 0 and getattr(_local, "wanted", None) is not None and bool(_local.every)
+    return bool(_collectors) and getattr(_local, "wanted", None) is not None and bool(_local.every)
 
 
 def ready(of: Convolved, index: int, biased: bool) -> bool:
@@ -421,12 +348,6 @@ def _noted(plan: Plan, index: int, pass_: Pass, of: Convolved | None = None, bia
     if _local.every or not ready:
         wanted.append(Wanted(plan, index, of, biased))
     return ready
-
-
-def gradients_of(plan: Plan, index: int) -> Gradients:
-    of = loaded(plan).gradients
-    found = of.get(index)
-    return of.setdefault(index, Gradients(plan, index)) if found is None else found
 
 
 class Wanted(NamedTuple):
@@ -453,30 +374,21 @@ def collecting(every: bool = False) -> Iterator[list[Wanted]]:
 
     ``every``: the calls whose kernels are loaded are noted too.
     """
-    global _collectors
     before = getattr(_local, "wanted", None), getattr(_local, "every", False)
     _local.wanted, _local.every = [], every
-    with _preparing.now:
-        _collectors += 1
+    _collectors.add(threading.get_ident())
     try:
         yield _local.wanted
     finally:
         _local.wanted, _local.every = before
-        with _preparing.now:
-            _collectors -= 1
+        if before[0] is None:
+            _collectors.discard(threading.get_ident())
 
 
 def is_loaded(plan: Plan, index: int, pass_: Pass) -> bool:
     """Whether a pass's kernels are."""
-    if pass_ == "fwd":
-        return _complete(loaded(plan).runners.get(index))
-    found = loaded(plan).gradients.get(index)
-    if found is None or ("input" if pass_ == "grad-input" else "weight") not in vars(found):
+    of = loaded(plan, index)
+    if not of.has(pass_):
         return False
-    runner = found.input if pass_ == "grad-input" else found.weight
-    return runner is None or _complete(runner)
-
-
-def _complete(runner: Runner | WeightRunner | None) -> bool:
-    """Whether there is a runner whose kernels are all loaded."""
-    return runner is not None and runner.prepared.loaded
+    runner: Runner | WeightRunner | None = getattr(of, _NAMES[pass_])
+    return runner is None or runner.prepared.loaded

@@ -191,6 +191,52 @@ RATES = Rates(
 """Hopper's, fitted to what timed tiles of all families took on an H200 (docs/design.md, Cost models)."""
 
 
+class CoreRates(NamedTuple):
+    """What steps of a tile on CUDA cores take, in instructions or clocks; see `upconv.cuda.direct.costs`."""
+
+    issue: float
+    """Clocks of four instructions of warps, or of a multiply-add."""
+    mix: float
+    """Share of the lesser of loads and instructions that does not overlap."""
+    overlap: float
+    """Share of the second of what limits, beside the first."""
+    unit: float
+    """Instructions that bring a unit to shared memory beside its stores."""
+    batch: float
+    """And a batch of them: its place, its borders."""
+    element: float
+    """And an element of the input (grad-weight)."""
+    line_stored: float
+    """Instructions that store a line of results."""
+    turned_line: float
+    """And one that goes through shared memory."""
+    latency: float
+    """Clocks that a block waits for a batch of units."""
+    barriers: float
+    """And for its last warps."""
+    l2: float
+    """Bytes a second of the second-level cache."""
+    launch: float
+    """Seconds of a kernel beside its tiles."""
+
+
+CORES = CoreRates(
+    issue=1.6,
+    mix=0.2,
+    overlap=0.2,
+    unit=12.0,
+    batch=70.0,
+    element=38.0,
+    line_stored=8.0,
+    turned_line=20.0,
+    latency=520.0,
+    barriers=270.0,
+    l2=3.3e12,
+    launch=4e-6,
+)
+"""Hopper's, fitted to what tiles of gradients took on an H200."""
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A GPU as the cost models see it."""

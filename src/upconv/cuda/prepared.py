@@ -10,13 +10,15 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from operator import itemgetter
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from upconv.cuda import recording
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.launch import Counters, Launcher, Launches, TooManyBlocks, bind, stream_handle
+from upconv.cuda.compile.launch import Counters, Launcher, TooManyBlocks, bind, stream_handle
 from upconv.cuda.gpu import current_stream
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launches import (
@@ -42,7 +44,7 @@ Run = tuple[Any, ...]
 """Arguments side by side that are no pointers."""
 
 
-def loaded(launch: Launch, arguments: str, device: int) -> Launches:
+def loaded(launch: Launch, arguments: str, device: int) -> Launcher:
     """Compiles (or finds) and loads a launch's kernel. ``arguments``: `Launcher`'s. Errors: those of ``jit.kernel``."""
     kernel = jit.kernel(launch.unit.source, launch.entry, gpu_of(device).arch, launch.unit.label)
     return Launcher(kernel, device, launch.threads, launch.shared_bytes, arguments, launch.cooperative)
@@ -104,7 +106,7 @@ class Program:
         launches: tuple[Launch, ...],
         operands: tuple[str, ...],
         device: int,
-        load: Callable[[Launch, str], Launches] | None = None,
+        load: Callable[[Launch, str], Launcher] | None = None,
         counters: Callable[[int], Counters] | None = None,
     ) -> None:
         self.launches, self.operands, self.device = launches, operands, device
@@ -152,19 +154,17 @@ class Program:
                 this stream.
         """
         like: Any = tensors[0]
+        held: list[Tensor] = []  # until all is launched
         if self._shapes:
-            held = []  # until all is launched
             for shape in self._shapes:
                 held.append(t := like.new_empty_strided(shape, _DENSE, dtype=_WORD))  # 2 us less than torch.empty
                 values.append(t.data_ptr())
-        stream = current_stream(self.device)
+        stream, overlaps = current_stream(self.device), fresh
         for _, counters in self.zeros:
             zeros = counters.of_streams.get(stream)
             if zeros is None:
-                zeros, fresh = (
-                    counters.make(stream, like),
-                    False,
-                )  # else a dependent would overlap with what zeroes them
+                zeros = counters.make(stream, like)
+                overlaps = False  # else a dependent would with what zeroes them
             values.append(zeros.data_ptr())
         if self._beyond:
             values += [values[i] + offset for i, offset in self._beyond]
@@ -174,12 +174,12 @@ class Program:
         values += self._constant
         handle = stream_handle(stream)
         for launch, grid, take, dependent in self._steps:
-            launch(handle, grid, take(values), dependent and fresh)
-
-    def launchers(self) -> list[Any]:
-        """Those of the launches, with a context for tensor maps."""
-        bind(self.device)
-        return [launcher for launcher, *_ in self._steps]
+            launch(handle, grid, take(values), dependent and overlaps)
+        if recording.active and (to := recording.active.get(get_ident())) is not None:
+            handles = [launcher.kernel.handle for launcher, *_ in self._steps]
+            names: list[Operand] = [*self.operands, *self.scratch]
+            at = dict(zip(names, (*tensors, *held), strict=True))
+            to.launched(self.launches, handles, at, self.zeros, fresh)
 
     def anywhere(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
         """The same, on copies of operands that begin elsewhere than they must; PyTorch's allocations never do."""
@@ -209,7 +209,7 @@ class _Prepared:
         self.choice, self._device = choice, device
         self._problem = choice.problem
         self.casts, self.biased, self.packing = choice.casts, choice.biased, choice.packing
-        self._launchers: dict[Any, Launches] = {}
+        self._launchers: dict[Any, Launcher] = {}
         self._programs: dict[Given, Program] = {}
         self._packing: dict[Given, tuple[Program, int] | None] = {}
         self._known: dict[Any, Program] = {}
@@ -254,7 +254,7 @@ class _Prepared:
     def _of(self, launches: tuple[Launch, ...], operands: tuple[str, ...]) -> Program:
         return Program(launches, operands, self._device, self._load, self._counters)
 
-    def _load(self, launch: Launch, arguments: str) -> Launches:
+    def _load(self, launch: Launch, arguments: str) -> Launcher:
         key = launch.unit, launch.entry, arguments, launch.cooperative
         found = self._launchers.get(key)
         if found is None:

@@ -1,205 +1,229 @@
-"""What a pass does, as data: the memory that it allocates and the kernels that it launches, with their arguments.
+"""A pass as data: what PyTorch was asked for and what was launched while it was computed once.
 
-The engine states a pass for operands of known layouts (`upconv.cuda.engine.record_forward` and others), and
-``replay/native.cpp`` repeats it. Nothing is computed meanwhile: operands and allocations are tensors on PyTorch's meta
-device, and launches come from their records (`upconv.cuda.launches`). A pass that does anything else, such as copy an
-operand, has no recording.
+Within a `Recording` each operator of PyTorch that its thread calls is a step, and each launch of a program
+(`upconv.cuda.prepared`). ``replay/native.cpp`` repeats the steps on other operands of the same layouts. So there is no
+second description of a pass that could differ from the first.
 """
 
 from __future__ import annotations
 
 import struct
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from upconv.cuda.launches import Int, Launch, Long, Map, Operand, Pointer
-from upconv.cuda.prepared import Program
-from upconv.problem import Problem
+from upconv import forks
+from upconv.cuda.launches import Int, Launch, Long, Map, Operand, Pointer, Zeros
 
 MADE, ZEROS = -1, -2
-"""Kinds of buffers that are no operand: allocated in the pass, and words that outlive it and are zeros."""
-MAKE, RELEASE, SUM, CAST, ADD, CONVOLUTION, BACKWARD, LAUNCH, COOPERATIVE, DEPENDENT = range(10)
+"""Kinds of buffers that are no operand: made in the pass, and words that outlive it and are zeros."""
+MAKE, RELEASE, OPERATOR, LAUNCH, COOPERATIVE, DEPENDENT = range(6)
 """Kinds of steps."""
 _ADDRESS = 1 << 44  # at which maps are encoded; where it is in a map, a replay writes its tensor's
+_MAKERS = (torch.ops.aten.new_empty_strided.default, torch.ops.aten.empty_strided.default)
+
+active: dict[int, Recording] = {}
+"""The recording of each thread that has one; looked at by every program."""
+forks.in_child(active.clear)
 
 
 class Unrecorded(Exception):
-    """A pass does what cannot be recorded; the message says what."""
+    """A pass does what cannot be repeated; the message says what."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """One of a pass: ``buffers`` are what it reads, then what it makes (-1 for none), ``numbers`` its other arguments.
-
-    Of a launch ``words`` are its arguments, 8 bytes each, and ``places`` those among them that are addresses: the word,
-    the buffer and the bytes from its start.
-    """
+class Buffer(NamedTuple):
+    """Memory of a pass: an operand of that number, `MADE` or `ZEROS`."""
 
     kind: int
-    buffers: tuple[int, ...] = ()
-    numbers: tuple[int, ...] = ()
-    function: int = 0
-    grid: int = 0
-    block: int = 0
-    shared: int = 0
-    words: tuple[int, ...] = ()
-    places: tuple[tuple[int, int, int], ...] = ()
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
-class Recording:
-    """A pass as it is stated, step by step.
+class Call(NamedTuple):
+    """An operator of PyTorch on buffers: -1 for none."""
 
-    Args:
-        device: the index of the device on which it runs, the current one.
-        operands: tensors of the layouts that it is stated for, whose values are not read; None for one that it does not
-            have. Its own, on the meta device, are in ``operands``.
-    """
+    name: str
+    overload: str
+    arguments: tuple[Any, ...]
+    """In the schema's order; None in the place of a tensor."""
+    tensors: tuple[tuple[int, int], ...]
+    """Those that are tensors, and their buffers."""
+    results: tuple[int, ...]
+    kind: int = OPERATOR
 
-    def __init__(self, device: int, operands: Sequence[Tensor | None]) -> None:
-        self.device = device
-        self.kinds: list[int] = []
-        self.buffers: list[Tensor] = []
-        """On the meta device."""
-        self.steps: list[Step] = []
-        self._numbers: dict[int, int] = {}  # of buffers by their `id`
-        self._zeros: dict[int, int] = {}  # of counters' buffers, by the counters' `id`
-        self.operands = [None if t is None else self._buffer(i, _like(t)) for i, t in enumerate(operands)]
-
-    def refuse(self, reason: str) -> NoReturn:
-        """Errors: Unrecorded, always."""
-        raise Unrecorded(reason)
-
-    def _buffer(self, kind: int, like: Tensor) -> Tensor:
-        self._numbers[id(like)] = len(self.buffers)
-        self.buffers.append(like)
-        self.kinds.append(kind)
-        return like
-
-    def _of(self, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-        return tuple(-1 if t is None else self._numbers[id(t)] for t in tensors)
-
-    def make(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocates memory."""
-        found = self._buffer(MADE, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
-        self.steps.append(Step(MAKE, self._of((found,))))
-        return found
-
-    def cast(self, t: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor in a dtype, which may be its own."""
-        if t.dtype is dtype:
-            return t
-        found = self._buffer(MADE, t.to(dtype))
-        self.steps.append(Step(CAST, self._of((t, found))))
-        return found
-
-    def sum(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient for a bias, by PyTorch."""
-        found = self._buffer(MADE, torch.empty(grad.shape[1], dtype=dtype, device="meta"))
-        self.steps.append(Step(SUM, self._of((grad, found))))
-        return found
-
-    def add(self, to: Tensor, bias: Tensor) -> None:
-        """Adds a bias to a result."""
-        self.steps.append(Step(ADD, self._of((to, bias))))
-
-    def convolution(self, p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """PyTorch's convolution, which is the gradient for the input of a problem."""
-        found = self._buffer(MADE, x.new_empty(p.input_shape))
-        numbers = (*p.stride, *p.padding, *p.dilation)
-        self.steps.append(Step(CONVOLUTION, self._of((x, weight, bias, found)), numbers))
-        return found
-
-    def convolution_gradients(
-        self, p: Problem, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """PyTorch's gradients of the same for input and weight."""
-        made = [self._buffer(MADE, torch.empty_like(t)) if asked else None for t, asked in zip((x, weight), mask)]
-        numbers = (*p.stride, *p.padding, *p.dilation)
-        self.steps.append(Step(BACKWARD, self._of((grad, x, weight, *made)), numbers))
-        return made[0], made[1]
-
-    def run(self, program: Program, tensors: Sequence[Tensor | None], fresh: bool) -> None:
-        """Launches a program, as it is called."""
-        at: dict[Operand, int] = {
-            name: number for name, number in zip(program.operands, self._of(tensors)) if number >= 0
-        }
-        for scratch in program.scratch:
-            (at[scratch],) = self._of((self.make((-(-scratch.bytes // 4),), (1,), torch.int32),))
-        for zeros, counters in program.zeros:
-            if id(counters) not in self._zeros:
-                self._zeros[id(counters)] = len(self.buffers)
-                self._buffer(ZEROS, torch.empty(zeros.words, dtype=torch.int32, device="meta"))
-            at[zeros] = self._zeros[id(counters)]
-        for one, launcher in zip(program.launches, program.launchers()):
-            launcher.kernel.ready(self.device)
-            self.steps.append(step(one, launcher.kernel.handle, at, fresh))
-
-    def packed(self, results: Sequence[Tensor | None], number: Callable[[torch.dtype], int]) -> bytes:
-        """The pass with these results as ``native.cpp`` reads it: words of 64 bits.
-
-        ``number``: what stands for a dtype there.
-        """
-        words = [len(self.buffers)]
-        for kind, b in zip(self.kinds, self.buffers):
-            words += [kind, number(b.dtype), b.dim(), *b.shape, b.dim(), *b.stride()]
-        ends = self._of(results)
-        steps = with_releases(self.steps, self.kinds, ends)
-        words.append(len(steps))
-        for s in steps:
-            words.append(s.kind)
-            if s.kind < LAUNCH:
-                words += [len(s.buffers), *s.buffers, len(s.numbers), *s.numbers]
-                continue
-            words += [s.function, s.grid, s.block, s.shared, len(s.words), *s.words, len(s.places)]
-            words += [value for place in s.places for value in place]
-        words += [len(ends), *ends]
-        return array("Q", [word & (1 << 64) - 1 for word in words]).tobytes()
+    @property
+    def buffers(self) -> tuple[int, ...]:
+        return (*(buffer for _, buffer in self.tensors), *self.results)
 
 
-def step(one: Launch, function: int, at: Mapping[Operand, int], fresh: bool) -> Step:
+class Memory(NamedTuple):
+    """`MAKE` or `RELEASE`."""
+
+    buffer: int
+    kind: int
+
+    @property
+    def buffers(self) -> tuple[int, ...]:
+        return (self.buffer,)
+
+
+class Launched(NamedTuple):
     """A launch on buffers."""
-    words: list[int] = []
+
+    function: int
+    grid: int
+    block: int
+    shared: int
+    words: bytes
+    """Its arguments."""
+    places: tuple[tuple[int, int, int], ...]
+    """Which of these words are addresses: the word, the buffer and the bytes from its start."""
+    kind: int
+
+    @property
+    def buffers(self) -> tuple[int, ...]:
+        return tuple(buffer for _, buffer, _ in self.places)
+
+
+Step = Call | Memory | Launched
+
+
+class Recording(TorchDispatchMode):
+    """What a thread does within it on some operands; None for one that a pass does not have."""
+
+    def __init__(self, operands: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.buffers: list[Buffer] = []
+        self.steps: list[Step] = []
+        # Of buffers, by where their tensors are: a Python object of one may be another later, and a new one that comes
+        # to the place of an old one has a number of its own.
+        self._numbers: dict[int, int] = {}
+        self._zeros: dict[int, int] = {}  # of such buffers, by the `id` of whose they are
+        self._refused: Unrecorded | None = None
+        for i, t in enumerate(operands):
+            if t is not None:
+                self._new(t, i)
+
+    def __enter__(self) -> Any:
+        active[get_ident()] = self
+        return super().__enter__()
+
+    def __exit__(self, *given: Any) -> None:
+        del active[get_ident()]
+        super().__exit__(*given)
+
+    def _new(self, t: Tensor, kind: int = MADE) -> int:
+        self._numbers[t._cdata] = len(self.buffers)
+        self.buffers.append(Buffer(kind, t.dtype, tuple(t.shape), t.stride()))
+        return len(self.buffers) - 1
+
+    def _of(self, t: Tensor) -> int:
+        found = self._numbers.get(t._cdata)
+        if found is None:
+            raise Unrecorded("it reads a tensor that is neither an operand nor made from one")
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        try:
+            if func in _MAKERS:
+                self.steps.append(Memory(self._new(made), MAKE))
+            else:
+                self.steps.append(self._call(func, args, kwargs or {}, made))
+        except Unrecorded as reason:  # what is computed is computed all the same
+            self._refused = reason
+        return made
+
+    def _call(self, func: Any, args: Any, kwargs: Any, made: Any) -> Call:
+        """A call of an operator."""
+        schema = func._schema
+        given, tensors = [], []
+        read: dict[int, int] = {}  # buffers of the arguments, by where their tensors are
+        for i, a in enumerate(schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
+            if isinstance(value, Tensor):
+                tensors.append((i, self._of(value)))
+                read[value._cdata] = tensors[-1][1]
+                value = None
+            elif isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
+                raise Unrecorded(f"it calls {func}, which takes several tensors as one argument")
+            given.append(value)
+        results = []
+        for t in made if isinstance(made, tuple) else (made,):
+            if not isinstance(t, Tensor | None):
+                raise Unrecorded(f"it calls {func}, whose result is no tensor")
+            same = None if t is None else read.get(t._cdata)  # an operator in place gives what it was given
+            results.append(-1 if t is None else self._new(t) if same is None else same)
+        return Call(schema.name, schema.overload_name, tuple(given), tuple(tensors), tuple(results))
+
+    def launched(
+        self,
+        launches: Sequence[Launch],
+        functions: Sequence[int],
+        tensors: Mapping[Operand, Tensor | None],
+        zeros: Sequence[tuple[Zeros, object]],
+        fresh: bool,
+    ) -> None:
+        """Notes that kernels were launched on these operands, and words that are zeros, with whose they are."""
+        try:
+            at = {name: self._of(t) for name, t in tensors.items() if t is not None}
+            for operand, owner in zeros:
+                if id(owner) not in self._zeros:
+                    self._zeros[id(owner)] = len(self.buffers)
+                    self.buffers.append(Buffer(ZEROS, torch.int32, (operand.words,), (1,)))
+                at[operand] = self._zeros[id(owner)]
+            self.steps += [step(one, function, at, fresh) for one, function in zip(launches, functions, strict=True)]
+        except Unrecorded as reason:
+            self._refused = reason
+
+    def repeatable(self, results: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """The pass with these results as ``native.cpp`` takes it: buffers, steps and results. Errors: Unrecorded."""
+        if self._refused is not None:
+            raise self._refused
+        ends = tuple(-1 if t is None else self._of(t) for t in results)
+        steps = with_releases(self.steps, [b.kind for b in self.buffers], ends)
+        return tuple(map(tuple, self.buffers)), tuple((s.kind, *s[:-1]) for s in steps), ends
+
+
+def step(one: Launch, function: int, at: Mapping[Operand, int], fresh: bool) -> Launched:
+    """A launch on buffers."""
+    words = b""
     places: list[tuple[int, int, int]] = []
     for a in one.arguments:
         if isinstance(a, Pointer | Map) and a.operand not in at:
-            words.append(0)  # a null pointer
+            words += bytes(8)  # a null pointer
         elif isinstance(a, Pointer):
-            places.append((len(words), at[a.operand], a.offset))
-            words.append(0)
+            places.append((len(words) // 8, at[a.operand], a.offset))
+            words += bytes(8)
         elif isinstance(a, Map):
-            map_words = struct.unpack("<16Q", a.encoded(_ADDRESS))
-            if map_words[0] != _ADDRESS + a.tensor.begin:
+            encoded = a.encoded(_ADDRESS)
+            if struct.unpack_from("<Q", encoded)[0] != _ADDRESS + a.tensor.begin:
                 raise Unrecorded("a tensor map's first word is not its tensor's address")
-            places.append((len(words), at[a.operand], a.tensor.begin))
-            words += map_words
+            places.append((len(words) // 8, at[a.operand], a.tensor.begin))
+            words += encoded
         else:
             assert isinstance(a, Int | Long)
-            words += struct.unpack("<q", a.encoded())
+            words += a.encoded()
     kind = COOPERATIVE if one.cooperative else DEPENDENT if one.dependent and fresh else LAUNCH
-    return Step(kind, (), (), function, one.grid, one.threads, one.shared_bytes, tuple(words), tuple(places))
-
-
-def _like(t: Tensor) -> Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    return Launched(function, one.grid, one.threads, one.shared_bytes, words, tuple(places), kind)
 
 
 def with_releases(steps: Sequence[Step], kinds: Sequence[int], results: Sequence[int]) -> list[Step]:
     """The steps, and behind the last that needs it the end of each buffer that is no result."""
     last: dict[int, int] = {}
     for at, s in enumerate(steps):
-        last.update(dict.fromkeys((*s.buffers, *(buffer for _, buffer, _ in s.places)), at))
-    last.pop(-1, None)
+        last.update(dict.fromkeys(s.buffers, at))
     ending: dict[int, list[int]] = {}
-    for i, at in last.items():
-        if kinds[i] == MADE and i not in results:
-            ending.setdefault(at, []).append(i)
-    found = []
+    for buffer, at in last.items():
+        if buffer >= 0 and kinds[buffer] == MADE and buffer not in results:
+            ending.setdefault(at, []).append(buffer)
+    found: list[Step] = []
     for at, s in enumerate(steps):
         found.append(s)
-        found += [Step(RELEASE, (i,)) for i in ending.get(at, ())]
+        found += [Memory(buffer, RELEASE) for buffer in ending.get(at, ())]
     return found

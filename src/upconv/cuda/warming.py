@@ -48,16 +48,15 @@ def compile_all(
             if progress is not None:
                 progress(label, done, len(jobs))
     for each in wanted:
-        plan, gradients = each.plan, engine.gradients_of(each.plan, each.device)
-        passes = each.passes(training)
+        of, passes = engine.loaded(each.plan, each.device), each.passes(training)
         runners = (
-            engine.runner_of(plan, each.device) if "fwd" in passes and plan.choice is not None else None,
-            gradients.input if "grad-input" in passes else None,
-            gradients.weight if "grad-weight" in passes else None,
+            of.forward if "fwd" in passes else None,
+            of.input if "grad-input" in passes else None,
+            of.weight if "grad-weight" in passes else None,
         )
         for runner in runners:
             if runner is not None:
                 runner.prepared.load()  # what it leaves to its first use
         if training and each.biased:
-            _ = (gradients if each.of is None else engine.gradients_of(each.of.sums, each.device)).bias
+            _ = (of if each.of is None else engine.loaded(each.of.sums, each.device)).bias
     return sorted(lines)

@@ -17,6 +17,7 @@ Packed weights are not kept either
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Hashable
 from itertools import count
@@ -94,6 +95,8 @@ class Frozen:
 
 frozen: dict[tuple[int, int], Frozen] = {}
 """The frozen weights, by the `id` of their storage and their address."""
+promises = ctypes.c_int64(0)
+"""How often a weight was frozen. A replayed backward looks whether any was since its forward (``native.cpp``)."""
 _lock = forks.Lock()
 
 _packings: dict[Hashable, int] = {}
@@ -119,6 +122,7 @@ def freeze(weight: Tensor) -> None:
     """
     with _lock.now:
         frozen[id(weight.untyped_storage()), weight.data_ptr()] = Frozen(weight)
+        promises.value += 1
 
 
 def thaw(weight: Tensor) -> None:

@@ -31,6 +31,7 @@ def export(
     *,
     precision: Precision | None = None,
     arch: str | None = None,
+    forward_only: bool = False,
 ) -> None:
     """Writes a file whose ``ModelNew()`` computes what a transposed convolution computes, with kernels of its own.
 
@@ -42,13 +43,14 @@ def export(
         precision: how float32 is multiplied; by default as PyTorch's flags have it by default: ``tf32``.
         arch: what the kernels are compiled for, like ``90a`` for sm_90a; by default the current CUDA device's, without
             one ``90a``.
+        forward_only: the file computes no gradients.
 
     Raises:
         TypeError: ``module`` is no transposed convolution.
         ValueError: one sentence that names the argument and the value got.
     """
     Path(path).resolve().parent.stat()
-    publish(path, source(problem_of(module, example, precision), arch))
+    publish(path, source(problem_of(module, example, precision), arch, forward_only))
 
 
 def problem_of(
@@ -94,12 +96,12 @@ def default_precision(dtype: torch.dtype) -> Precision:
     return PRECISIONS[dtype][0]
 
 
-def source(p: Problem, arch: str | None = None) -> str:
+def source(p: Problem, arch: str | None = None, forward_only: bool = False) -> str:
     """The file for a layer, with torch.nn's constructor. Errors: ValueError as for `export`."""
     from upconv.export import signatures
     from upconv.export.program import program
 
-    return program(p, signatures.layer(p), gpu_of(arch))
+    return program(p, signatures.layer(p), gpu_of(arch), forward_only)
 
 
 def kernelbench(number: int, arch: str | None = "90a", shape: Sequence[int] | None = None) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from upconv.bench import suites
-from upconv.export import _SIZES, default_precision, gpu_of, kernelbench_problem, publish, signatures
+from upconv.cuda.gpu import Gpu
+from upconv.export import _SIZES, c, default_precision, gpu_of, kernelbench_problem, publish, signatures
 from upconv.export.check import Comparison, compare
 from upconv.export.program import program
 from upconv.problem import PRECISIONS, Precision, Problem
@@ -25,20 +27,33 @@ class Made:
     signature: signatures.Signature
     arguments: tuple[Any, ...]
     """What ``ModelNew`` is constructed with."""
-    text: str
-    arch: str
+    gpu: Gpu
+    forward_only: bool = False
+    c: bool = False
+    """Whether it is a ``.cu``, with a header and a table of launches beside it."""
 
     @property
     def summary(self) -> str:
         p = self.problem
-        return f"ModelNew for {str(p).rsplit(' ', 2)[0]} ({p.precision}, {p.layout}), sm_{self.arch}"
+        what = "kernels" if self.c else "ModelNew"
+        return f"{what} for {str(p).rsplit(' ', 2)[0]} ({p.precision}, {p.layout}), sm_{self.gpu.arch}"
+
+    @cached_property
+    def text(self) -> str:
+        return program(self.problem, self.signature, self.gpu, self.forward_only)
 
     def write(self, path: Path) -> None:
-        publish(path, self.text)
+        """Errors: ValueError where C cannot have the file's name, or the layer has no kernels for it."""
+        if not self.c:
+            publish(path, self.text)
+            return
+        for suffix, text in c.files(self.problem, self.gpu, path.stem, self.forward_only).items():
+            publish(path.with_suffix(suffix), text)
 
     def check(self) -> Checked:
         """Compiles the file and compares it with PyTorch. Errors: RuntimeError where it cannot be compiled."""
-        found = compare(self.text, self.problem, self.signature.attribute, self.arguments, torch.device("cuda", 0))
+        device, attribute = torch.device("cuda", 0), self.signature.attribute
+        found = compare(self.text, self.problem, attribute, self.arguments, device, not self.forward_only)
         return Checked(found, torch.cuda.get_device_name(0))
 
 
@@ -57,12 +72,19 @@ class Checked:
     def text(self) -> str:
         f = self.found
         verdict, by_norm = (
-            "within" if well else "NOT within" for well in (f.worst <= 1, max(f.gradients) <= f.gradient_tolerance)
+            "within" if well else "NOT within"
+            for well in (f.worst <= 1, max(f.gradients, default=0.0) <= f.gradient_tolerance)
         )
+        gradients = ""
+        if f.gradients:
+            of_input, of_weight = f.gradients
+            gradients = (
+                f"gradients {by_norm} {f.gradient_tolerance:g} of PyTorch's, by norm: {of_input:.1e} (input), "
+                f"{of_weight:.1e} (weight)\n"
+            )
         return (
             f"outputs {verdict} {f.tolerance:g} of PyTorch's, absolute and relative (they take up to {f.worst:.1%})\n"
-            f"gradients {by_norm} {f.gradient_tolerance:g} of PyTorch's, by norm: {f.gradients[0]:.1e} (input), "
-            f"{f.gradients[1]:.1e} (weight)\n"
+            f"{gradients}"
             f"forward {1e3 * f.seconds:.3f} ms, PyTorch {1e3 * f.torch_seconds:.3f} ms, ratio {f.ratio:.2f} on "
             f"{self.gpu}"
         )
@@ -75,7 +97,14 @@ def need_gpu() -> None:
 
 
 def make(
-    number: int | None, layer: str | None, input: str | None, dtype: str, precision: str | None, arch: str | None
+    number: int | None,
+    layer: str | None,
+    input: str | None,
+    dtype: str,
+    precision: str | None,
+    arch: str | None,
+    forward_only: bool = False,
+    c: bool = False,
 ) -> Made:
     """The file that the command's arguments describe. Errors: ValueError, in one sentence."""
     if (number is None) == (layer is None):
@@ -97,7 +126,7 @@ def make(
         assert layer is not None
         p = _layer(layer, input, dtype, precision)
         signature, arguments = signatures.layer(p), ()
-    return Made(p, signature, arguments, program(p, signature, gpu), gpu.arch)
+    return Made(p, signature, arguments, gpu, forward_only, c)
 
 
 def _layer(layer: str, input: str | None, dtype: str, precision: str | None) -> Problem:

@@ -5,7 +5,8 @@ What depends on the size of a call is Python's: the blocks and the sizes that ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from textwrap import dedent
 from typing import Literal
@@ -16,27 +17,33 @@ from upconv.cuda.compile import boxes
 from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.launches import Given, Int, Launch, Long, Map, Pointer, Scratch, Zeros
 from upconv.cuda.wgrad import wgrad
+from upconv.export import packing
 from upconv.export.passes import Kernel
 
 LAUNCH = dedent(
     """\
-    // A tensor's memory, as whatever pointer a kernel takes.
+    // Memory, as whatever pointer a kernel takes.
     struct Memory {
       void* at;
       template <typename T>
       operator T*() const { return static_cast<T*>(at); }
     };
-    Memory of(const at::Tensor& t) { return {t.data_ptr()}; }
-    Memory of(const std::optional<at::Tensor>& t) { return {t ? t->data_ptr() : nullptr}; }
+    @OF@
 
     // Lets a kernel have so many bytes of shared memory, more than the 48 KB of the default.
     template <typename... Parameters>
     int shared(void (*kernel)(Parameters...), int bytes) {
-      C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+      @SET@;
       return bytes;
     }
     """
 )
+_OF = dedent(
+    """\
+    Memory of(const at::Tensor& t) { return {t.data_ptr()}; }
+    Memory of(const std::optional<at::Tensor>& t) { return {t ? t->data_ptr() : nullptr}; }"""
+)
+_SET = "cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)"
 
 DEFAULT_SHARED = 48 << 10
 
@@ -44,49 +51,56 @@ TENSOR_MAP = dedent(
     """\
     // --- tensor maps: what the tensor copy engine must know of a tensor ----------------------------------------------
 
-    // The driver's function, found at run time so that nothing links libcuda.
-    decltype(&cuTensorMapEncodeTiled) encode_tiled() {
-      static const auto found = [] {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult status;
-    #if CUDART_VERSION >= 12050
-        C10_CUDA_CHECK(
-            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status));
-    #else
-        C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &status));
-    #endif
-        TORCH_CHECK(function != nullptr, "the CUDA driver must be 12.0 or newer: it has no tensor maps");
-        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-      }();
-      return found;
-    }
+    // Columns, rows, slices, channels and images of a tensor.
+    using Counts = std::array<cuuint64_t, 5>;
 
     // A map over a dense tensor, and the box that one copy brings: `box` elements traversed by `steps` along each axis,
-    // innermost first. `second`: the map has the channels behind the columns, and so has the box.
-    kernels::TensorMap tensor_map(const at::Tensor& t, bool channels_last, bool second, CUtensorMapDataType type,
-                                  const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
-                                  CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
-      C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
-      std::array<cuuint64_t, 5> counts;   // columns, rows, slices, channels, images; in channels_last channels first
+    // innermost first. `second`: the map has the channels behind the columns, and so has the box. The driver's function
+    // is found at run time, so that nothing links libcuda.
+    kernels::TensorMap tensor_map(void* memory, Counts counts, int element, bool channels_last, bool second,
+                                  CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
+                                  const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle,
+                                  CUtensorMapL2promotion promotion, CUresult& result) {
+      void* encode = nullptr;
+      cudaDriverEntryPointQueryResult status;
+      cudaFree(nullptr);  // gives a thread that has called nothing yet its context
+    #if CUDART_VERSION >= 12050
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &status);
+    #else
+      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &status);
+    #endif
+      if (channels_last) std::rotate(counts.begin(), counts.begin() + 3, counts.begin() + 4);
       std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all axes but the innermost
-      for (int i = 0; i < 3; i++) counts[i + channels_last] = i < t.dim() - 2 ? t.size(t.dim() - 1 - i) : 1;
-      counts[channels_last ? 0 : 3] = t.size(1), counts[4] = t.size(0);
-      cuuint64_t pitch = t.element_size();
+      cuuint64_t pitch = element;
       for (int i = 0; i < 4; i++) pitches[i] = pitch *= counts[i];
       if (second) {
         std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
         std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
       }
-      kernels::TensorMap map;
-      const CUresult result = encode_tiled()(
-          reinterpret_cast<CUtensorMap*>(&map), type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(),
-          steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-      TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(result));
+      kernels::TensorMap map = {};
+      result = CUDA_ERROR_NOT_SUPPORTED;
+      if (encode != nullptr)
+        result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+            reinterpret_cast<CUtensorMap*>(&map), type, 5, memory, counts.data(), pitches.data(), box.data(),
+            steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
       return map;
     }
     """
 )
+_OF_TENSOR = dedent(
+    """\
 
+    template <typename... Given>
+    kernels::TensorMap tensor_map(const at::Tensor& t, Given... given) {
+      Counts counts = {1, 1, 1, static_cast<cuuint64_t>(t.size(1)), static_cast<cuuint64_t>(t.size(0))};
+      for (int i = 0; i < t.dim() - 2; i++) counts[i] = t.size(t.dim() - 1 - i);
+      CUresult result;
+      const auto map = tensor_map(t.data_ptr(), counts, static_cast<int>(t.element_size()), given..., result);
+      TORCH_CHECK(result == CUDA_SUCCESS, "the driver must be 12.0 or newer; for a tensor map it said ", int(result));
+      return map;
+    }
+    """
+)
 
 INCLUDES = """\
 #include <algorithm>
@@ -100,9 +114,19 @@ INCLUDES = """\
 
 def helpers(found: Sequence[Kernel]) -> str:
     """What the fast kernels' launches share."""
+    text = LAUNCH.replace("@OF@", _OF).replace("@SET@", f"C10_CUDA_CHECK({_SET})")
+    return f"namespace {{\n\n{text}{_maps(found, TENSOR_MAP + _OF_TENSOR)}\n}}  // namespace\n"
+
+
+def c_helpers(found: Sequence[Kernel]) -> str:
+    """The same without PyTorch."""
+    text = LAUNCH.replace("@OF@", "Memory of(const void* p) { return {const_cast<void*>(p)}; }").replace("@SET@", _SET)
+    return f"namespace {{\n\n{text}{_maps(found, TENSOR_MAP)}\n}}  // namespace\n"
+
+
+def _maps(found: Sequence[Kernel], text: str) -> str:
     every = (one for k in found for launch in launches(k) for one in launch.arguments)
-    text = f"{LAUNCH}\n{TENSOR_MAP}" if any(isinstance(one, Map) for one in every) else LAUNCH
-    return f"namespace {{\n\n{text}\n}}  // namespace\n"
+    return f"\n{text}" if any(isinstance(one, Map) for one in every) else ""
 
 
 def launches(k: Kernel) -> tuple[Launch, ...]:
@@ -114,9 +138,12 @@ def launches(k: Kernel) -> tuple[Launch, ...]:
     if not k.packed_words:
         return c.launches(Given("contiguous" if k.pass_ == "grad-weight" else "in place", bias=bias))
     given = Given("packed", bias=bias, lasting=True)
-    packing = c.pack(Given("contiguous"))
-    assert packing is not None
-    return (packing, *c.launches(given))
+    packs = c.pack(Given("contiguous"))
+    assert packs is not None
+    words = c.packed_bytes(Given()) // 4
+    arguments = (*(one for one in packs.arguments if isinstance(one, Pointer)), Int(words))
+    blocks = -(-words // packing.THREADS)
+    return (replace(packs, grid=blocks, threads=packing.THREADS, arguments=arguments), *c.launches(given))
 
 
 def main_launch(k: Kernel) -> Launch:
@@ -151,28 +178,38 @@ def prototype(k: Kernel) -> str:
 
 def definition(k: Kernel) -> str:
     """The function of a pass."""
-    source, entries, records = _source(k), iter(k.entries), list(launches(k))
+    source = _source(k)
     lines = [f"const c10::cuda::CUDAGuard guard({source}.device());"]
     lines.append("const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();")
-    if k.packed_words:
-        packing = records.pop(0)
-        lines.append(f"const at::Tensor packed = {_bytes('weight', str(k.choice.packed_bytes(Given())))};")
-        lines.append(_launch(next(entries), packing, str(packing.grid), _fixed(k, packing)))
-    main, *adding = records
+    for name, size in memory(k).items():
+        options = f"{source}.options().dtype(at::kByte)"
+        lines.append(f"const at::Tensor {name} = at::{'zeros' if name == 'zeros' else 'empty'}({{{size}}}, {options});")
+    lines += [*calls(k, lambda one: _map(k, one)), "C10_CUDA_KERNEL_LAUNCH_CHECK();"]
+    return prototype(k) + " {\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
+
+
+def memory(k: Kernel) -> dict[str, str]:
+    """Bytes of the memory that a pass' kernels share, by name; expressions of ``slices``."""
+    found = {"packed": str(k.choice.packed_bytes(Given()))} if k.packed_words else {}
+    main, *adding = launches(k)[1 if k.packed_words else 0 :]
     for last in adding:
         (operand,) = (one.operand for one in last.arguments if isinstance(one, Pointer) and one.operand != "result")
         assert isinstance(operand, Scratch)
-        lines.append(
-            f"const at::Tensor sums = {_bytes(source, f'int64_t(slices) * {operand.bytes // sizes(last)[0]}')};"
-        )
-    if words := zeros(main):
-        lines.append(f"const at::Tensor zeros = at::zeros({{{words}}}, {source}.options().dtype(at::kInt));")
-    lines.append(_launch(next(entries), main, "blocks", _varying(k, main)))
+        found["sums"] = f"int64_t(slices) * {operand.bytes // sizes(last)[0]}"
+    return found | ({"zeros": str(4 * words)} if (words := zeros(main)) else {})
+
+
+def calls(k: Kernel, tensor_map: Callable[[Map], str]) -> Iterator[str]:
+    """The launches of a pass, of ``blocks`` and ``sizes``."""
+    entries, records = iter(k.entries), list(launches(k))
+    if k.packed_words:
+        packs = records.pop(0)
+        yield _launch(next(entries), packs, str(packs.grid), _fixed(k, packs))
+    main, *adding = records
+    yield _launch(next(entries), main, "blocks", _varying(k, main, tensor_map))
     for last in adding:
         slices = ["slices" if isinstance(one, Int) else text for one, text in zip(last.arguments, _fixed(k, last))]
-        lines.append(_launch(next(entries), last, str(last.grid), slices))
-    lines.append("C10_CUDA_KERNEL_LAUNCH_CHECK();")
-    return prototype(k) + " {\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
+        yield _launch(next(entries), last, str(last.grid), slices)
 
 
 def _launch(entry: str, launch: Launch, blocks: str, arguments: Iterable[str]) -> str:
@@ -194,14 +231,10 @@ def _source(k: Kernel) -> str:
     return "grad" if k.pass_ == "grad-input" else "x"
 
 
-def _bytes(like: str, count: str) -> str:
-    return f"at::empty({{{count}}}, {like}.options().dtype(at::kByte))"
-
-
-def _varying(k: Kernel, launch: Launch) -> Iterator[str]:
+def _varying(k: Kernel, launch: Launch, tensor_map: Callable[[Map], str]) -> Iterator[str]:
     """The arguments of what computes: its sizes come as an array, its tensor maps as one struct."""
     number = count(0)
-    maps = [_map(k, one) for one in launch.arguments if isinstance(one, Map)]
+    maps = [tensor_map(one) for one in launch.arguments if isinstance(one, Map)]
     for one in launch.arguments:
         if isinstance(one, Pointer):
             yield _pointer(k, one)
@@ -218,28 +251,43 @@ def _fixed(k: Kernel, launch: Launch) -> Iterator[str]:
 
 
 def _pointer(k: Kernel, one: Pointer) -> str:
+    name = pointer(k, one)
+    return f"of({name})" if name else "nullptr"
+
+
+def pointer(k: Kernel, one: Pointer) -> str | None:
+    """The name of an argument's memory; None for none."""
     if isinstance(one.operand, Zeros):
-        return "of(zeros)"
+        return "zeros"
     if isinstance(one.operand, Scratch):
-        return "of(sums)"
-    names = {"source": _source(k), "input": "x", "gradient": "grad", "result": "out"}
-    return f"of({names.get(one.operand, one.operand)})" if one.operand else "nullptr"
+        return "sums"
+    names = {"source": _source(k), "input": "x", "gradient": "grad", "result": "out", "": None}
+    return names.get(one.operand, one.operand)
 
 
 def _map(k: Kernel, one: Map) -> str:
+    return f"tensor_map({mapped(k, one)}, {described(k, one)})"
+
+
+def mapped(k: Kernel, one: Map) -> str:
+    """The tensor of a map."""
+    return "grad" if one.operand == "gradient" or k.pass_ == "grad-input" else "x"
+
+
+def described(k: Kernel, one: Map) -> str:
+    """What a map is, but for its tensor."""
     p = k.choice.problem
-    of_output = one.operand == "gradient" or k.pass_ == "grad-input"
-    shape = p.output_shape if of_output else p.input_shape
+    shape = p.output_shape if mapped(k, one) == "grad" else p.input_shape
     last, second = p.layout == "channels_last", k.pass_ == "grad-weight" and p.layout != "channels_last"
     whole = dense(shape, p.dtype.itemsize, last, second)
     assert _meant(one.tensor) == _meant(whole), "the file's maps are of whole tensors"
     kind = {torch.float32: "TFLOAT32" if one.rounded else "FLOAT32", torch.bfloat16: "BFLOAT16"}.get(p.dtype, "FLOAT16")
     box, steps = (", ".join(map(str, values)) for values in (one.box, one.steps))
+    five = "std::array<cuuint32_t, 5>"
     return (
-        f"tensor_map({'grad' if of_output else 'x'}, {str(last).lower()}, {str(second).lower()}, "
-        f"CU_TENSOR_MAP_DATA_TYPE_{kind}, {{{box}}}, {{{steps}}},\n                 "
-        f"CU_TENSOR_MAP_SWIZZLE_{f'{one.span}B' if one.span else 'NONE'}, "
-        f"CU_TENSOR_MAP_L2_PROMOTION_L2_{one.promotion}B)"
+        f"{str(last).lower()}, {str(second).lower()}, CU_TENSOR_MAP_DATA_TYPE_{kind}, {five}{{{box}}},\n"
+        f"                  {five}{{{steps}}}, CU_TENSOR_MAP_SWIZZLE_{f'{one.span}B' if one.span else 'NONE'}, "
+        f"CU_TENSOR_MAP_L2_PROMOTION_L2_{one.promotion}B"
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import Gpu
-from upconv.export import shake
+from upconv.export import packing, shake
 from upconv.export.passes import Kernel
 
 _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILINE)
@@ -28,8 +28,10 @@ def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
 
 
 def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
-    """What the kernels need of their files."""
-    return _shaken([_unit(k) for k in found], gpu.arch)
+    """What the kernels need of their files, and what packs their weights."""
+    packed = [k for k in found if k.packed_words]
+    own = "\n" + packing.text(packed[0].choice.problem.precision) if packed else ""
+    return _shaken([_unit(k) for k in found], gpu.arch, set(re.findall(r"\w+", own))) + own
 
 
 def constants(k: Kernel, templates: str) -> str:
@@ -62,8 +64,7 @@ _Unit = tuple[str, str, Sequence[str], str]
 
 def _unit(k: Kernel) -> _Unit:
     head = "".join(f"#include <{name}>\n" for name in includes([k])) + jit.parts_of(k.unit.source)[0]
-    entries = [one for one in jit.entries_of(k.unit.source) if "_float<" not in one]
-    return k.unit.label, head, entries, jit.parts_of(k.unit.source)[1]
+    return k.unit.label, head, k.compiled, jit.parts_of(k.unit.source)[1]
 
 
 def _add(file: str, files: dict[str, str]) -> None:
@@ -75,8 +76,11 @@ def _add(file: str, files: dict[str, str]) -> None:
         files[file] = text
 
 
-def _shaken(units: Sequence[_Unit], arch: str) -> str:
-    """What the units' kernels need of their files; all without NVRTC, or if that compiled to something else."""
+def _shaken(units: Sequence[_Unit], arch: str, more: set[str]) -> str:
+    """What the units' kernels, and ``more`` words, need of their files.
+
+    All without NVRTC, or if that compiled to something else.
+    """
     files: dict[str, str] = {}
     for *_, file in units:
         _add(file, files)
@@ -90,7 +94,7 @@ def _shaken(units: Sequence[_Unit], arch: str) -> str:
         _add(unit[-1], mine)
         text = "\n".join(f'#line 1 "{name}"\n{prepared[name]}' for name in mine)
         places += shake.places(_compiled(unit, text, arch, "-G"))
-    words = {word for unit in units for entry in unit[2] for word in re.findall(r"\w+", entry)}
+    words = more | {word for unit in units for entry in unit[2] for word in re.findall(r"\w+", entry)}
     needed = shake.shaken(prepared, places, words)
     same = all(_DEAD.sub("", _compiled(u, needed, arch)) == _DEAD.sub("", _compiled(u, whole, arch)) for u in units)
     return needed if same else whole

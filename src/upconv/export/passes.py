@@ -7,16 +7,17 @@ import re
 from dataclasses import dataclass
 
 from upconv.cuda.compile import jit
-from upconv.cuda.direct import direct, staged
+from upconv.cuda.direct import direct
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Unit
 from upconv.cuda.wgrad import wgrad
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
+from upconv.export import packing
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 
-Choice = gather.Choice | direct.Choice | wgrad.Choice | staged.Choice
+Choice = gather.Choice | direct.Choice | wgrad.Choice
 
 NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "grad_input", "grad-weight": "grad_weight"}
 
@@ -45,16 +46,19 @@ class Kernel:
     @property
     def packed_words(self) -> int:
         """Elements of the packed weights; 0 where the kernel reads weights as they are, or none."""
-        if isinstance(self.choice, gather.Choice):
-            return self.choice.tiling.packed_words
-        return self.choice.packed_words if isinstance(self.choice, direct.Choice) else 0
+        return self.choice.tiling.packed_words if isinstance(self.choice, gather.Choice) else 0
 
     @property
     def entries(self) -> tuple[str, ...]:
         """Of the unit, in C++: what packs weights, if anything does, what computes, and what adds sums."""
-        named = (re.sub(rf"\b{jit.CONFIG}\b", self.config, one) for one in jit.entries_of(self.unit.source))
-        found = [re.sub(r"(\w+)([<>])", r"kernels::\1\2", one) for one in named if "_float<" not in one]
-        return tuple(found)
+        found = [f"{packing.ENTRY}<{jit.CONFIG}>"] if self.packed_words else []
+        named = (re.sub(rf"\b{jit.CONFIG}\b", self.config, one) for one in (*found, *self.compiled))
+        return tuple(re.sub(r"(\w+)([<>])", r"kernels::\1\2", one) for one in named)
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """Of `entries` those of the unit: its own kernel for packing is not in the file."""
+        return tuple(one for one in jit.entries_of(self.unit.source) if not one.startswith("pack"))
 
     @property
     def multiples(self) -> tuple[int, int]:
@@ -82,8 +86,8 @@ def _pass(p: Problem, pass_: Pass) -> Problem:
     return p.with_(pass_="fwd") if pass_ == "fwd" else p.with_(pass_=pass_, bias=False)
 
 
-def whole_rows(c: staged.Choice) -> int:
-    """Of which the columns of output rows must be a multiple to be read in whole units; 0 where they never are.
+def whole_rows(c: direct.Choice) -> int:
+    """Of which the columns of the source's rows must be a multiple to be read in whole units; 0 where they never are.
 
     The file's tensors begin at 16 bytes, so that nothing else decides it.
     """

@@ -11,7 +11,7 @@ from upconv.export.device import WIDTH
 from upconv.export.head import head
 from upconv.export.passes import Kernel
 from upconv.export.signatures import Signature
-from upconv.export.template import AUTOGRAD, CALLS, FAST_CALLS, FILE, FORWARD_ONLY, TF32
+from upconv.export.template import AUTOGRAD, CALLS, FAST_CALLS, FILE, FORWARD_ONLY, ROUNDED, TF32
 from upconv.problem import Pass, Problem
 
 _TITLES = {"fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight"}
@@ -29,16 +29,18 @@ def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = Fal
     """
     found = passes.kernels(p, gpu, forward_only)
     names = {one: name for one, name in passes.NAMES.items() if one == "fwd" or not forward_only}
+    launches = "\n\n".join(sizes.python(k, gpu) for k in found)
     by_flags = p.precision == "tf32"
     values = {
-        "HEAD": head(p, signature, gpu, found),
+        "HEAD": head(p, signature, gpu, found, forward_only),
         "CONSTANTS": _constants(p),
         "PLAIN": plain.text(names),
         "FAST": fast(found, gpu),
         "ARCH": gpu.arch,
         "CAPABILITY": str(gpu.capability),
         "DEVICES": _devices(gpu),
-        "LAUNCHES": "\n\n".join(sizes.launch(k, gpu) for k in found),
+        "LAUNCHES": launches,
+        "ROUNDED": ROUNDED if "rounded(" in launches else "",
         "PASSES": "forward" if forward_only else "three passes",
         "CALLS": "\n\n".join((*(_call(one, found) for one in names), FORWARD_ONLY if forward_only else AUTOGRAD)),
         "TF32": TF32 if by_flags else "",

@@ -1,128 +1,124 @@
-"""An exported file's Python: for each pass a function that computes what its kernel is launched with."""
+"""What a pass is launched with at every size of a call, as expressions that are Python and C++ alike.
+
+They name ``batch``, ``processors``, and the depth, height and width of what is read and written: ``source_d``,
+``result_w`` and so on; of the gradient for the weight the source is the input and the result the output.
+"""
 
 from __future__ import annotations
 
 import math
-from textwrap import dedent
+from dataclasses import dataclass
 
-from upconv.cuda.direct import direct, staged, staged_costs, staged_tiles
-from upconv.cuda.direct.cells import axes
-from upconv.cuda.direct.walks import Walk
+from upconv.cuda.direct import costs, direct, tiles
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad import wgrad
 from upconv.export.passes import Kernel, whole_rows
 
 _SUM_BYTES = 96 << 20  # of the slices of sums of a gradient for the weight, at most
-
-_BODIES = {
-    "gather": '''
-        """(blocks, sizes): persistent blocks, which take tile after tile of {tile} positions (NxDxHxW)."""
-        counts = [ceil(n + lead, step) for n, lead, step in zip(result, {leads}, {steps})]
-        tiles = {images} * math.prod(counts){groups}
-        return {blocks}, (batch, *source, *result, *counts, tiles)
-        ''',
-    "direct": '''
-        """(blocks, sizes): a block takes cells, the results between two strides, of one row of depth."""
-        rows, columns = ceil(result[1], {rows}), ceil(result[2], {columns})  # of blocks
-        return batch * result[0] * rows * columns{groups}, (*source, *result, rows, columns)
-        ''',
-    "direct_walk": '''
-        """(blocks, sizes): a thread goes down a strip of cells, the results between two strides."""
-        runs, strips = ceil(result[2], {run}), ceil(result[1], {strip_rows})
-        threads = batch * {channels} * ceil(runs * strips, 128) * 128
-        return ceil(threads, 128), (*source[1:], *result[1:], runs, strips, {strip}, threads)
-        ''',
-    "staged_input": '''
-        """(blocks, sizes): a block takes a tile, and what it needs of the output's gradient."""
-        rows, columns = ceil(result[1], {h}), ceil(result[2], {w})  # of blocks
-        blocks = batch * result[0] * rows * columns{groups}
-        return blocks, (batch, *result, *source, rows, columns, {whole})
-        ''',
-    "wgrad": '''
-        """(blocks, slices of sums, sizes): blocks share the chunks of {tile} pixels, their sums are added after.
-
-        The chunks are cut into {how}, and no more than 96 MB of sums are made.
-        """
-        counts = [ceil(n, tile) for n, tile in zip((batch, source[0], {rows}, source[2]), {tiles})]
-        chunks = math.prod(counts)
-        each = {each}  # of a share
-        shares = ceil(chunks, each)
-        return {blocks}, {slices}, (batch, *source, *result, *counts[1:], chunks, each)
-        ''',
-    "staged_weight": '''
-        """(blocks, slices of sums, sizes): blocks share the tiles of {h} x {w} positions, their sums are added after.
-
-        The tiles are cut into as many shares as fill the processors about twice.
-        """
-        rows, columns = ceil(source[1], {h}), ceil(source[2], {w})
-        tiles = batch * source[0] * rows * columns
-        each = ceil(tiles, max(1, min(tiles, {most}, round({fill}))))
-        shares = ceil(tiles, each)
-        return {blocks}, shares, (batch, *source, *result, rows, columns, {whole}, each)
-        ''',
-}
+_SOURCE = ("source_d", "source_h", "source_w")
+_RESULT = ("result_d", "result_h", "result_w")
+_TILES = ("tiles_d", "tiles_h", "tiles_w")
 
 
-def launch(k: Kernel, gpu: Gpu) -> str:
-    """The function; ``source`` and ``result`` are (depth, height, width), for the gradient for the weight those of the
-    input and of the output."""
-    kind, values = _values(k, gpu)
-    body = dedent(_BODIES[kind].format(**values)).strip()
-    lines = "\n".join(f"    {line}" if line else "" for line in body.splitlines())
-    return f"def {k.name}_launch(batch, source, result, processors):\n{lines}\n"
+@dataclass(frozen=True)
+class Sizes:
+    """Expressions; each of ``steps`` may name those before it."""
+
+    what: str
+    """In a sentence."""
+    steps: dict[str, str]
+    blocks: str
+    numbers: tuple[str, ...]
+    """The integers that the kernel is given."""
+    slices: str | None = None
+    """Of sums that a second kernel adds."""
+
+    @property
+    def counts(self) -> dict[str, str]:
+        """All that have names."""
+        return {**self.steps, "blocks": self.blocks, **({"slices": self.slices} if self.slices else {})}
 
 
-def _values(k: Kernel, gpu: Gpu) -> tuple[str, dict[str, object]]:
+def of(k: Kernel, gpu: Gpu) -> Sizes:
+    """A kernel's."""
     c = k.choice
     if isinstance(c, gather.Choice):
-        return "gather", _gather(c)
+        return _gather(c)
     if isinstance(c, wgrad.Choice):
-        return "wgrad", _wgrad(c, gpu)
-    if isinstance(c, staged.Choice):
-        return "staged_input" if k.pass_ == "grad-input" else "staged_weight", _staged(k, c, gpu)
-    return _direct(c)
+        return _wgrad(c, gpu)
+    return _direct_weight(c, gpu) if k.pass_ == "grad-weight" else _direct(c)
 
 
-def _times(n: int) -> str:
-    return f" * {n}" if n > 1 else ""
+def python(k: Kernel, gpu: Gpu) -> str:
+    """The function of a file that computes them, of (depth, height, width) of source and result."""
+    s = of(k, gpu)
+    numbers = ", ".join(s.numbers).replace(", ".join(_SOURCE), "*source").replace(", ".join(_RESULT), "*result")
+    lines = [f'"""({"blocks, slices of sums" if s.slices else "blocks"}, sizes): {s.what}"""']
+    lines += [f"{name} = {text}" for name, text in s.steps.items()]
+    lines.append(f"return {', '.join(filter(None, (s.blocks, s.slices)))}, ({numbers})")
+    body = "\n".join(f"    {line}" for line in lines)
+    for tensor, names in (("source", _SOURCE), ("result", _RESULT)):
+        for axis, name in enumerate(names):
+            body = body.replace(name, f"{tensor}[{axis}]")
+    return f"def {k.name}_launch(batch, source, result, processors):\n{body}\n"
 
 
-def _ceil(of: str, by: int) -> str:
-    return f"ceil({of}, {by})" if by > 1 else of
+def c(k: Kernel, gpu: Gpu) -> list[str]:
+    """Statements of C++ that compute them: ``blocks``, ``slices`` and ``sizes``."""
+    s = of(k, gpu)
+    lines = [f"const int {name} = {text.replace(' // ', ' / ')};" for name, text in s.counts.items()]
+    return [*lines, f"const int sizes[] = {{{', '.join(s.numbers)}}};"]
 
 
-def _gather(c: gather.Choice) -> dict[str, object]:
+def _product(*factors: object) -> str:
+    """Without factors of 1."""
+    return " * ".join(str(one) for one in factors if one != 1) or "1"
+
+
+def _ceil(text: str, by: int) -> str:
+    return f"ceil({text}, {by})" if by > 1 else text
+
+
+def _gather(c: gather.Choice) -> Sizes:
     t = c.tiling
     strides, leads = ((1, 1, 1), (0, 0, 0)) if t.shuffle is None else (t.shuffle.strides, t.shuffle.leads)
-    steps = tuple(n * s * tile for n, s, tile in zip(t.out_steps, strides, t.tile[1:]))
+    each = (n * s * tile for n, s, tile in zip(t.out_steps, strides, t.tile[1:]))
+    tiles = {
+        name: _ceil(f"{result} + {lead}" if lead else result, step)
+        for name, result, lead, step in zip(_TILES, _RESULT, leads, each)
+    }
     blocks = "min(tiles, processors)"
     if t.resident and t.m_groups > 1:  # a block keeps the weights of one group of rows, so all have as many blocks
         blocks = f"max(1, {blocks} // {t.m_groups}) * {t.m_groups}"
-    tile = "x".join(map(str, t.tile))
-    images = _ceil("batch", t.tile[0])
-    return {
-        "tile": tile,
-        "leads": leads,
-        "steps": steps,
-        "images": images,
-        "groups": _times(t.m_groups),
-        "blocks": blocks,
-    }
+    return Sizes(
+        f"persistent blocks, which take tile after tile of {'x'.join(map(str, t.tile))} positions (NxDxHxW).",
+        {**tiles, "tiles": _product(_ceil("batch", t.tile[0]), *_TILES, t.m_groups)},
+        blocks,
+        ("batch", *_SOURCE, *_RESULT, *_TILES, "tiles"),
+    )
 
 
-def _wgrad(c: wgrad.Choice, gpu: Gpu) -> dict[str, object]:
+def _wgrad(c: wgrad.Choice, gpu: Gpu) -> Sizes:
     t = c.tiling
     most = max(1, _SUM_BYTES // (4 * math.prod(c.problem.weight_shape) * t.k_slices))
     waves = _waves(c, most, gpu)
-    share = f"processors{_times(waves)}" + (f" // {t.tiles}" if t.tiles > 1 else "")
-    return {
-        "tile": "x".join(map(str, t.tile)), "tiles": t.tile,
-        "how": f"as many shares as make {waves} wave{'s' * (waves > 1)} of blocks" if waves else "one share",
-        "rows": f"source[1] + {t.halo}" if t.halo else "source[1]",
-        "each": f"ceil(chunks, max(1, min(chunks, {most}, {share})))" if waves else "chunks",
-        "blocks": f"shares{_times(t.tiles)}", "slices": f"shares{_times(t.k_slices)}",
-    }  # fmt: skip
+    rows = f"source_h + {t.halo}" if t.halo else "source_h"
+    tiles = {name: _ceil(n, by) for name, n, by in zip(_TILES, ("source_d", rows, "source_w"), t.tile[1:])}
+    share = _product("processors", waves) + (f" // {t.tiles}" if t.tiles > 1 else "")
+    how = f"{waves} wave{'s' * (waves > 1)} of blocks share" if waves else "one block has"
+    return Sizes(
+        f"{how} the chunks of {'x'.join(map(str, t.tile))} pixels.",
+        {
+            **tiles,
+            "chunks": _product(_ceil("batch", t.tile[0]), *_TILES),
+            "each": f"ceil(chunks, max(1, min(min(chunks, {most}), {share})))" if waves else "chunks",
+            "shares": "ceil(chunks, each)",
+        },
+        _product("shares", t.tiles),
+        ("batch", *_SOURCE, *_RESULT, *_TILES, "chunks", "each"),
+        _product("shares", t.k_slices),
+    )
 
 
 def _waves(c: wgrad.Choice, most: int, gpu: Gpu) -> int:
@@ -135,28 +131,39 @@ def _waves(c: wgrad.Choice, most: int, gpu: Gpu) -> int:
     return 0
 
 
-def _staged(k: Kernel, c: staged.Choice, gpu: Gpu) -> dict[str, object]:
-    s, p = c.tile, c.problem
-    unit, row = whole_rows(c), "source[2]" if k.pass_ == "grad-input" else "result[2]"
-    whole = f"int({row} % {unit} == 0)" if unit > 1 else str(unit)
-    if k.pass_ == "grad-input":
-        return {"h": s.h, "w": s.w, "groups": _times(s.channel_blocks), "whole": whole}
-    blocks = staged_tiles.weight_blocks(p, s)
-    fill = f"{2 * staged_costs.resident(s, gpu)} * processors / {blocks}"
-    return {
-        "h": s.h, "w": s.w, "whole": whole, "blocks": f"shares{_times(blocks)}", "fill": fill,
-        "most": staged_costs.most_ranges(p, s),
-    }  # fmt: skip
+def _whole(c: direct.Choice, row: str) -> str:
+    unit = whole_rows(c)
+    return f"int({row} % {unit} == 0)" if unit > 1 else str(unit)
 
 
-def _direct(c: direct.Choice) -> tuple[str, dict[str, object]]:
-    p, tile = c.problem, c.tile
-    _, h, w = axes(p)
-    if isinstance(tile, Walk):
-        return "direct_walk", {
-            "run": w.stride * tile.cells, "strip_rows": h.stride * tile.strip, "strip": tile.strip,
-            "channels": p.groups,
-        }  # fmt: skip
-    blocks = -(-p.groups // tile.slots) * -(-p.out_channels // p.groups // tile.co)
-    rows, columns = h.stride * tile.block_h, w.stride * tile.cells * tile.block_x
-    return "direct", {"rows": rows, "columns": columns, "groups": _times(blocks)}
+def _direct(c: direct.Choice) -> Sizes:
+    t = c.tile
+    _, h, w = t.axes
+    return Sizes(
+        "a block takes a tile, and what it needs of the source.",
+        {
+            "rows": _ceil("result_h", t.h * h.out_step),
+            "columns": _ceil("result_w", t.w * w.out_step),
+        },
+        _product("batch", "result_d", "rows", "columns", t.channel_blocks),
+        ("batch", *_SOURCE, *_RESULT, "rows", "columns", _whole(c, "source_w")),
+    )
+
+
+def _direct_weight(c: direct.Choice, gpu: Gpu) -> Sizes:
+    t = c.tile
+    blocks, filled = tiles.weight_blocks(t), 2 * costs.resident(t, gpu)
+    share = f"rounded({filled} * processors, {blocks})"
+    return Sizes(
+        f"blocks that fill the processors about twice share tiles of {t.h} x {t.w} positions.",
+        {
+            "rows": _ceil("source_h", t.h),
+            "columns": _ceil("source_w", t.w),
+            "tiles": "batch * source_d * rows * columns",
+            "each": f"ceil(tiles, max(1, min(min(tiles, {costs.most_ranges(c.problem, t)}), {share})))",
+            "shares": "ceil(tiles, each)",
+        },
+        _product("shares", blocks),
+        ("batch", *_RESULT, *_SOURCE, "rows", "columns", _whole(c, "result_w"), "each"),
+        "shares",
+    )

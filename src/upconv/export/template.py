@@ -83,7 +83,7 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def output_size(size, kernel, given: Arguments):
+@ROUNDED@def output_size(size, kernel, given: Arguments):
     """Of every spatial dimension."""
     axes = zip(size, kernel, *given[:4])
     return tuple((n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, more, d in axes)
@@ -305,6 +305,11 @@ FORWARD_ONLY = '''class ConvTranspose(torch.autograd.Function):
         raise RuntimeError("this file computes no gradients: export the layer without --forward-only")
 '''
 
+ROUNDED = """def rounded(a: int, b: int) -> int:
+    return round(a / b)
+
+
+"""
 TF32 = '''def rounds_to_tf32() -> bool:
     """Whether PyTorch's flags have float32 rounded to TF32, as it is by default."""
     cudnn = torch.backends.cudnn

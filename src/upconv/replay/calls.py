@@ -19,7 +19,6 @@ from torch.autograd import forward_ad
 from upconv.problem import Precision
 
 if TYPE_CHECKING:
-    from upconv.cuda.recording import Recording
     from upconv.planner import Plan
 
 Operands = tuple[Tensor, Tensor, "Tensor | None"]
@@ -58,14 +57,6 @@ class Operation(Protocol):
 
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
         """As `forward`, those that ``mask`` asks for."""
-
-    def record_forward(self, to: Recording, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """States `forward`."""
-
-    def record_gradients(
-        self, to: Recording, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> Gradients:
-        """States `gradients`."""
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
         """The same in every state of autograd, autocast and functorch that a backward may run in."""

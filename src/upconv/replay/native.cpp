@@ -1,7 +1,7 @@
 // The host's part of a layer whose passes are known: it replays what upconv.cuda.recording has, without Python.
 //
-// A recording names the memory that a pass allocates and the kernels that it launches. Where an argument of a kernel is
-// an address, it says of which buffer. A Layer has the recordings of a call's forward and of its gradients, and is one
+// A recording names the memory that a pass allocates, the operators of PyTorch that it calls and the kernels that it
+// launches. Where an argument of a kernel is an address, it says of which buffer. A Layer has the recordings of a call's forward and of its gradients, and is one
 // autograd function. Whatever a recording does not fit (tensors of other layouts, a graph's capture, gradients that are
 // recorded themselves) is Python's: the forward answers None, the backward calls back.
 
@@ -27,11 +27,9 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/ops/convolution.h>
-#include <ATen/ops/convolution_backward.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -41,10 +39,16 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace torch::jit {  // of pybind_utils.h, which takes seconds to compile
+TORCH_PYTHON_API c10::IValue toIValue(pybind11::handle, const c10::TypePtr&, std::optional<int32_t>);
+}
 
 namespace upconv {
 
 using at::Tensor;
+namespace py = pybind11;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -89,15 +93,17 @@ struct Place {
 };
 struct Step {
   int64_t kind;
-  std::vector<int64_t> buffers;  // what it reads, then what it makes; -1 for none
-  std::vector<int64_t> numbers;  // other arguments
-  void* function;
-  unsigned grid, block, shared;
-  std::vector<uint64_t> words;  // of arguments
-  std::vector<Place> places;    // the words among them that are addresses
+  int64_t buffer = -1;                                // of MAKE and RELEASE
+  std::optional<c10::OperatorHandle> call;            // of OPERATOR
+  std::vector<c10::IValue> arguments;                 // of the operator, without tensors
+  std::vector<std::pair<int64_t, int64_t>> tensors;   // which of them are, and their buffers
+  std::vector<int64_t> results;                       // the buffers of what it gives; -1 for none
+  void* function = nullptr;                           // of launches
+  unsigned grid = 0, block = 0, shared = 0;
+  std::vector<uint64_t> words;                        // of arguments
+  std::vector<Place> places;                          // the words among them that are addresses
 };
-constexpr int64_t MAKE = 0, RELEASE = 1, SUM = 2, CAST = 3, ADD = 4, CONVOLUTION = 5, BACKWARD = 6;
-constexpr int64_t LAUNCH = 7, COOPERATIVE = 8, DEPENDENT = 9;
+constexpr int64_t MAKE = 0, RELEASE = 1, OPERATOR = 2, LAUNCH = 3, COOPERATIVE = 4, DEPENDENT = 5;
 
 static bool lies(const Tensor& t, const Buffer& as) {
   auto sizes = t.sizes();
@@ -108,52 +114,16 @@ static bool lies(const Tensor& t, const Buffer& as) {
   return true;
 }
 
-class Words {  // what upconv.cuda.recording wrote, in its order
- public:
-  Words(const char* at, size_t count) : at_(at), left_(count) {}
-  int64_t next() {
-    TORCH_CHECK(left_, "upconv: a recording ends early");
-    int64_t found;
-    std::memcpy(&found, at_, sizeof found);
-    at_ += sizeof found, left_ -= 1;
-    return found;
-  }
-  std::vector<int64_t> list() {
-    std::vector<int64_t> found(next());
-    for (auto& each : found) each = next();
-    return found;
-  }
-
- private:
-  const char* at_;
-  size_t left_;
-};
-
 class Recording {
  public:
-  explicit Recording(Words words) {
-    buffers.resize(words.next());
-    for (auto& b : buffers) {
-      b.kind = words.next();
-      b.dtype = static_cast<at::ScalarType>(words.next());
-      b.sizes = words.list();
-      b.strides = words.list();
+  // Of upconv.cuda.recording: buffers, steps and results.
+  explicit Recording(const py::tuple& of) : results(of[2].cast<std::vector<int64_t>>()) {
+    for (const auto& each : of[0]) {
+      const auto b = each.cast<py::tuple>();
+      buffers.push_back({b[0].cast<int64_t>(), reinterpret_cast<THPDtype*>(b[1].ptr())->scalar_type,
+                         b[2].cast<std::vector<int64_t>>(), b[3].cast<std::vector<int64_t>>()});
     }
-    steps.resize(words.next());
-    for (auto& s : steps) {
-      s.kind = words.next();
-      if (s.kind < LAUNCH) {
-        s.buffers = words.list();
-        s.numbers = words.list();
-        continue;
-      }
-      s.function = reinterpret_cast<void*>(words.next());
-      s.grid = words.next(), s.block = words.next(), s.shared = words.next();
-      for (auto each : words.list()) s.words.push_back(each);
-      s.places.resize(words.next());
-      for (auto& p : s.places) p.word = words.next(), p.buffer = words.next(), p.offset = words.next();
-    }
-    results = words.list();
+    for (const auto& each : of[1]) steps.push_back(step(each.cast<py::tuple>()));
   }
 
   std::vector<Buffer> buffers;
@@ -174,6 +144,35 @@ class Recording {
   }
 
  private:
+  static Step step(const py::tuple& of) {
+    Step s{of[0].cast<int64_t>()};
+    if (s.kind == MAKE || s.kind == RELEASE) {
+      s.buffer = of[1].cast<int64_t>();
+    } else if (s.kind == OPERATOR) {
+      const auto name = of[1].cast<std::string>(), overload = of[2].cast<std::string>();
+      s.call = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+      s.tensors = of[4].cast<std::vector<std::pair<int64_t, int64_t>>>();
+      s.results = of[5].cast<std::vector<int64_t>>();
+      const auto arguments = of[3].cast<py::tuple>();
+      const auto& schema = s.call->schema().arguments();
+      for (size_t i = 0; i < schema.size(); i++) {
+        const bool tensor = std::any_of(s.tensors.begin(), s.tensors.end(), [&](auto& t) { return t.first == int64_t(i); });
+        s.arguments.push_back(tensor ? c10::IValue() : torch::jit::toIValue(arguments[i], schema[i].real_type(), schema[i].N()));
+      }
+    } else {
+      s.function = reinterpret_cast<void*>(of[1].cast<uintptr_t>());
+      s.grid = of[2].cast<unsigned>(), s.block = of[3].cast<unsigned>(), s.shared = of[4].cast<unsigned>();
+      const auto words = of[5].cast<std::string>();
+      s.words.resize(words.size() / 8);
+      std::memcpy(s.words.data(), words.data(), words.size());
+      for (const auto& each : of[6]) {
+        const auto [word, buffer, offset] = each.cast<std::tuple<int64_t, int64_t, int64_t>>();
+        s.places.push_back({word, buffer, offset});
+      }
+    }
+    return s;
+  }
+
   std::mutex mutex_;
   struct Zeros {
     size_t buffer;
@@ -199,35 +198,17 @@ class Run {
 
   // Whether a step was made; else the call is Python's.
   bool step(const Step& s) {
-    const auto& on = s.buffers;
     switch (s.kind) {
       case MAKE: {
-        auto& b = of_.buffers[on[0]];
-        put(on[0], at::empty_strided(b.sizes, b.strides, at::TensorOptions(b.dtype).device(where_)));
+        auto& b = of_.buffers[s.buffer];
+        put(s.buffer, at::empty_strided(b.sizes, b.strides, at::TensorOptions(b.dtype).device(where_)));
         return true;
       }
       case RELEASE:
-        made_[on[0]].reset();
+        made_[s.buffer].reset();
         return true;
-      case SUM: {  // of an output's gradient, for the bias
-        c10::SmallVector<int64_t, 4> over;
-        for (int64_t d = 0; d < made_[on[0]].dim(); d++)
-          if (d != 1) over.push_back(d);
-        put(on[1], at::sum(made_[on[0]], over, false, of_.buffers[on[1]].dtype));
-        return true;
-      }
-      case CAST:
-        put(on[1], made_[on[0]].to(of_.buffers[on[1]].dtype));
-        return lies(made_[on[1]], of_.buffers[on[1]]);
-      case ADD: {  // a bias
-        c10::SmallVector<int64_t, 5> shape(made_[on[0]].dim() - 1, 1);
-        shape[0] = -1;
-        made_[on[0]].add_(made_[on[1]].view(shape));
-        return true;
-      }
-      case CONVOLUTION:
-      case BACKWARD:
-        convolve(s);
+      case OPERATOR:
+        call(s);
         return true;
       default:
         return launch(s);
@@ -248,24 +229,12 @@ class Run {
     made_[buffer] = std::move(tensor);
   }
 
-  // PyTorch's convolution or its gradients, of a layer whose other passes are ours.
-  void convolve(const Step& s) {
-    const auto& on = s.buffers;
-    const int64_t rank = s.numbers.size() / 3;
-    const int64_t* numbers = s.numbers.data();
-    const c10::IntArrayRef stride(numbers, rank), padding(numbers + rank, rank), dilation(numbers + 2 * rank, rank);
-    const std::vector<int64_t> none(rank, 0);
-    if (s.kind == CONVOLUTION) {
-      std::optional<Tensor> bias;
-      if (on[2] >= 0) bias = made_[on[2]];
-      put(on[3], at::convolution(made_[on[0]], made_[on[1]], bias, stride, padding, dilation, false, none, 1));
-      return;
-    }
-    auto found = at::convolution_backward(
-        made_[on[0]], made_[on[1]], made_[on[2]], std::nullopt, stride, padding, dilation, false, none, 1,
-        {on[3] >= 0, on[4] >= 0, false});
-    if (on[3] >= 0) put(on[3], std::get<0>(found));
-    if (on[4] >= 0) put(on[4], std::get<1>(found));
+  void call(const Step& s) {
+    std::vector<c10::IValue> stack = s.arguments;
+    for (auto [argument, buffer] : s.tensors) stack[argument] = made_[buffer];
+    s.call->callBoxed(stack);
+    for (size_t i = 0; i < s.results.size(); i++)
+      if (s.results[i] >= 0) put(s.results[i], stack[i].toTensor());
   }
 
   bool launch(const Step& s) {
@@ -443,11 +412,8 @@ struct Handed {  // what the function below is called with: not a tensor, of whi
   Tensor out;
 };
 
-static std::shared_ptr<Recording> recording_of(PyObject* bytes) {
-  char* at;
-  Py_ssize_t size;
-  if (PyBytes_AsStringAndSize(bytes, &at, &size)) throw python_error();
-  return std::make_shared<Recording>(Words(at, size / 8));
+static std::shared_ptr<Recording> recording_of(PyObject* tuple) {
+  return std::make_shared<Recording>(py::reinterpret_borrow<py::tuple>(tuple));
 }
 
 // The gradients by Python, which may record them in a graph.
@@ -475,6 +441,8 @@ static variable_list call_back(
   return results;
 }
 
+static const int64_t* promises;  // how many there were, as upconv.cuda.weights counts them
+
 struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
   static Tensor forward(
       AutogradContext* context, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -482,6 +450,7 @@ struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
     context->save_for_backward({input, weight});
     context->set_materialize_grads(false);
     context->saved_data["layer"] = handed->layer;
+    context->saved_data["promises"] = *promises;
     return handed->out;
   }
 
@@ -497,7 +466,9 @@ struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
     const auto keys = grad.key_set() | saved[0].key_set() | saved[1].key_set() |
         c10::impl::tls_local_dispatch_key_set().included_;
     std::optional<std::vector<Tensor>> found;
-    const bool plain = !c10::GradMode::is_enabled() && !keys.has_any(WATCHED) && layer.stream();
+    // A weight that was frozen since the forward is thawed by Python.
+    const bool promised = context->saved_data["promises"].toInt() != *promises;
+    const bool plain = !c10::GradMode::is_enabled() && !keys.has_any(WATCHED) && !promised && layer.stream();
     if (plain)
       if (auto recording = layer.backward(mask)) found = layer.replay(*recording, {grad, saved[0], saved[1]}, 0);
     if (!found) found = call_back(layer, grad, saved[0], saved[1], mask, plain);
@@ -651,7 +622,7 @@ struct Object {
   Handle layer;
 };
 
-// Layer(device, context, autocast, last, biased, forward, call_back): recordings as bytes, `autocast` a dtype or None.
+// Layer(device, context, autocast, last, biased, forward, call_back): a recording, `autocast` a dtype or None.
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
   int device, last, biased;
@@ -776,9 +747,12 @@ static PyObject* forget(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// set_python(getter, names): of torch._C a setting's getter, and the names of torch.autograd.forward_ad.
+// set_python(getter, names, promises): of torch._C a setting's getter, the names of torch.autograd.forward_ad, and the
+// address of the count of promises.
 static PyObject* set_python(PyObject*, PyObject* arguments) {
-  if (!PyArg_ParseTuple(arguments, "OO!", &precision_of, &PyDict_Type, &forward_ad)) return nullptr;
+  unsigned long long at;
+  if (!PyArg_ParseTuple(arguments, "OO!K", &precision_of, &PyDict_Type, &forward_ad, &at)) return nullptr;
+  promises = reinterpret_cast<const int64_t*>(at);
   Py_INCREF(precision_of);
   Py_INCREF(forward_ad);
   backend_name = PyUnicode_InternFromString("cuda");
@@ -799,12 +773,6 @@ static PyObject* set_driver(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-// number(dtype): a dtype as recordings have it.
-static PyObject* number(PyObject*, PyObject* dtype) {
-  if (!THPDtype_Check(dtype)) return PyErr_Format(PyExc_TypeError, "number takes a dtype");
-  return PyLong_FromLong(static_cast<long>(reinterpret_cast<THPDtype*>(dtype)->scalar_type));
-}
-
 }  // namespace upconv
 
 template <typename F>
@@ -823,7 +791,6 @@ static PyMethodDef METHODS[] = {
     method("forget", upconv::forget, METH_NOARGS),
     method("set_driver", upconv::set_driver, METH_VARARGS),
     method("set_python", upconv::set_python, METH_VARARGS),
-    method("number", upconv::number, METH_O),
     {nullptr, nullptr, 0, nullptr}};
 static PyModuleDef MODULE = {
     PyModuleDef_HEAD_INIT, "upconv_native", nullptr, -1, METHODS, nullptr, nullptr, nullptr, nullptr};

@@ -6,17 +6,15 @@ recognises it and does what it did, as one autograd function in C++; its gradien
 asked for. Most of a small layer's host time in a training step is the Function in Python and the Python around its
 launches.
 
-What cannot be recorded (passes that copy operands) stays in Python, and so does each call that a recording does not fit
-(``native.cpp``); a pass of a plain convolution that is PyTorch's is a step of a recording. A recording does what the
-pass in Python does, kernel by kernel, so that results are the same to the last bit.
+A call that a recording does not fit (``native.cpp``) stays in Python. A recording does what the pass in Python did,
+kernel by kernel, so that results are the same to the last bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +22,12 @@ from torch import Tensor
 from upconv import cpu
 from upconv.cuda import engine, weights
 from upconv.cuda.gpu import capturing
+from upconv.cuda.recording import Recording, Unrecorded
 from upconv.planner import Plan
 from upconv.replay import calls, native
 from upconv.replay.calls import Arguments, Operands, Operation
 
-if TYPE_CHECKING:
-    from upconv.cuda.recording import Recording
-
-State = Callable[..., Sequence["Tensor | None"]]
-"""Of a recording and its three operands: states a pass on these, and names its results."""
+Results = Sequence["Tensor | None"]
 
 CALLS = 3
 """Of a training call, which is recorded with the last of them."""
@@ -74,6 +69,8 @@ def offer(operation: Operation, given: Operands, arguments: Arguments) -> None:
     tensors = (input, weight) if bias is None else (input, weight, bias)
     if engine._collectors or any(calls.unwrapped(t) is not t for t in tensors) or weights.is_frozen(weight):
         return
+    if any(t.data_ptr() % 16 for t in tensors):
+        return  # which no replay takes
     kind = "cuda" if input.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     if autocast is not None and input.dtype is torch.float64:
@@ -115,36 +112,41 @@ _PRECISIONS = {"ieee": 1, "tf32": 2}
 
 
 def _recorded(module: Any, operation: Operation, given: Operands, autocast: torch.dtype | None) -> Any:
-    """A ``Layer`` for a call that is made with these operands; None where its forward has no recording."""
+    """A ``Layer`` for a call that is made with these operands; None where its forward cannot be repeated."""
     input, weight, bias = given
     if not operation.loaded(input.get_device()):
         return None
-    x = input if autocast is None else torch.empty_like(input, dtype=autocast, device="meta")
-    plan, call_back = operation.plan, _Gradients(module, operation)
+    x = input if autocast is None else input.to(autocast)
+    plan, call_back = operation.plan, _Gradients(operation)
+    what, operands = f"the forward of {plan.problem}", (x, weight, bias)
 
-    def state(to: Recording, x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-        return [operation.record_forward(to, x, weight, bias)]
+    def compute() -> Results:
+        return (operation.forward(x, weight, bias),)
 
-    what = f"the forward of {plan.problem}"
-    return layer(module, plan, what, state, (x, weight, bias), autocast, bias is not None, call_back)
+    return layer(module, plan, what, operands, compute, autocast, bias is not None, call_back)
 
 
 def layer(
     module: Any,
     plan: Plan,
     what: str,
-    state: State,
     operands: tuple[Tensor, Tensor, Tensor | None],
+    compute: Callable[[], Results],
     autocast: torch.dtype | None = None,
     biased: bool = False,
     call_back: Callable[..., Any] | None = None,
 ) -> Any:
-    """A ``Layer`` that replays a pass by a plan; None for one that cannot be recorded.
+    """A ``Layer`` that replays a pass by a plan, which is computed once more; None for one that cannot be repeated.
 
-    ``operands``: of the layouts that it is recorded for, the second on its device. The rest is ``native.cpp``'s.
+    ``operands``: the pass's, the second on its device. The rest is ``native.cpp``'s.
     """
     index, last = operands[1].get_device(), plan.problem.layout == "channels_last"
-    found = _recording(module, what, state, operands, index)
+    try:
+        with torch.no_grad():
+            _, found = recording_of(what, operands, compute)
+    except Exception as error:  # whatever it is, the call itself meets it too
+        tell(f"native: {what} stays in Python: {type(error).__name__}: {error}")
+        return None
     return found and module.Layer(index, _context(index), autocast, last, biased, found, call_back)
 
 
@@ -158,44 +160,46 @@ def _context(index: int) -> int:
         return 0
 
 
-def _recording(module: Any, what: str, state: State, operands: Sequence[Tensor | None], index: int) -> bytes | None:
-    """A pass on a device as the module takes it; None where it cannot be recorded."""
-    from upconv.cuda.compile import jit
-    from upconv.cuda.recording import Recording, Unrecorded
-
+def recording_of(
+    what: str, operands: Sequence[Tensor | None], compute: Callable[[], Results]
+) -> tuple[Results, tuple[Any, ...] | None]:
+    """The results of a pass on operands, and what the module repeats; None where it cannot be repeated."""
+    with Recording(operands) as to:
+        results = compute()
     try:
-        with torch.cuda.device(index) if index >= 0 else nullcontext():
-            to = Recording(index, operands)
-            return to.packed(state(to, *to.operands), module.number)
+        return results, to.repeatable(results)
     except Unrecorded as reason:
-        jit.tell(f"native: {what} stays in Python: {reason}")
-    except Exception as error:  # whatever a recording meets, the pass itself was computed
-        jit.tell(f"native: {what} stays in Python: {type(error).__name__}: {error}")
-    return None
+        tell(f"native: {what} stays in Python: {reason}")
+        return results, None
 
 
 class _Gradients:
     """What the module calls for gradients that no recording is for, or that do not fit it; with what records them."""
 
-    def __init__(self, module: Any, operation: Operation) -> None:
-        self._module, self._operation = module, operation
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
 
     def __call__(self, grad: Tensor, input: Tensor, weight: Tensor, mask: int, wanted: bool) -> tuple[Any, ...]:
         """The gradients that the bits of ``mask`` ask for, of input, weight and bias; if ``wanted`` their recording."""
         asked = [bool(mask >> i & 1) for i in range(3)]
-        found = self._operation.backward(grad, input, weight, asked)
-        return (*found, self._recorded(input, weight, asked) if wanted else None)
-
-    def _recorded(self, input: Tensor, weight: Tensor, asked: Sequence[bool]) -> bytes | None:
-        p, shape = self._operation.plan.problem, self._operation.result
-        strides = cpu.dense_strides(shape, cpu.memory_format(p.layout, p.rank))
-        grad = torch.empty_strided(shape, strides, dtype=input.dtype, device="meta")
-
-        def state(to: Recording, grad: Tensor, x: Tensor, weight: Tensor) -> Sequence[Tensor | None]:
-            return self._operation.record_gradients(to, grad, x, weight, asked)
-
+        if not wanted:
+            return (*self._operation.backward(grad, input, weight, asked), None)
+        p = self._operation.plan.problem
+        grad = grad.contiguous(memory_format=cpu.memory_format(p.layout, p.rank))  # as the module makes others
         what = f"the gradients {_named(asked)} of {p}"
-        return _recording(self._module, what, state, (grad, input, weight), weight.get_device())
+
+        def compute() -> Results:
+            return self._operation.gradients(grad, input, weight, asked)
+
+        with torch.autocast("cuda" if grad.is_cuda else "cpu", enabled=False):
+            found, recording = recording_of(what, (grad, input, weight), compute)
+        return (*found, recording)
+
+
+def tell(line: str) -> None:
+    from upconv.cuda.compile import jit  # which a CPU's calls do without
+
+    jit.tell(line)
 
 
 def _named(asked: Sequence[bool]) -> str:

@@ -10,9 +10,10 @@ import ctypes
 import struct
 import threading
 from functools import cache, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from upconv.cuda.compile import driver, jit
 from upconv.cuda.compile.driver import Kernel
@@ -61,14 +62,9 @@ class Counters:
         """Those of a stream that has none, zeroed on it; it is the current one, and ``like`` is on its device."""
         if len(self.of_streams) >= _COUNTERS:
             self._before, self.of_streams = self.of_streams, {}
-        zeros = torch.zeros(self._words, dtype=torch.int32, device=like.device)
+        with _disable_current_modes():  # a recording has words of its own
+            zeros = torch.zeros(self._words, dtype=torch.int32, device=like.device)
         return self.of_streams.setdefault(stream, zeros)
-
-
-class Launches(Protocol):
-    """A `Launcher`, or what stands for one."""
-
-    def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None: ...
 
 
 class Launcher:

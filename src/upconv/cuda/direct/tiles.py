@@ -1,255 +1,450 @@
-"""Tiles of ``kernels/direct.cu``: what blocks and threads compute, the kernel's constants, which are worth a try."""
+"""Tiles of ``direct.cu`` and ``direct_weight.cu``: what a block computes at a time, and which are tried for a layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
 
 import torch
 
-from upconv.cuda.direct import cells
-from upconv.cuda.direct.cells import axes
+from upconv.cuda.axes import Axis, Unfit, any_size, gather_axes, source_shape
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.scalars import PRECISIONS, geometry
+from upconv.derived import derived
 from upconv.problem import Problem
 
-_MAX_THREADS = 512
-_MAX_SUMS = 96  # per thread in 32-bit registers, of 255; windows, weights and addresses need the rest
-MAX_UNROLLED = 1024  # multiply-adds in a kernel's body: 1.0 s of NVRTC
+_UNROLLED = 512  # multiply-adds of a thread for a column of taps (longer: registers spill)
+_MOST_UNROLLED = 1024  # and for all taps: 1.0 s of NVRTC
+_SUMS = 72  # of a thread (more spill)
+_INPUTS = 16  # and the input's elements that meet them (grad-weight; 32 spill)
+_UNIT = 16  # bytes
+_HOISTED = 110  # sums and elements of a column from which on the compiler keeps all of them in registers
+_BATCH_OF = (4, 20)  # units of 16 bytes, at least and at most, that a thread has on their way to shared memory
+_SHARED = 228 << 10  # bytes of a multiprocessor; others have less, which leaves registers of theirs unused
+_MOST_WARPS = 16
+_MOST_ROWS = 2**20  # of results of a tile, which may end beyond the last that is counted to (`batches.LONGEST`)
+_POSITIONS = 256, 4096  # of a tile, at least and at most, where lanes are columns (grad-weight)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A configuration of the tiled kernel."""
+    """What a block computes at a time, for a layer; all constants of the kernels but sizes.
 
-    co: int
-    """Output channels per thread."""
-    cells: int
-    """Neighbouring cells along W per thread."""
-    block_x: int
-    """Threads along W; a power of two."""
-    block_h: int
-    """Cells along H per block."""
-    slots: int
-    """Groups per block."""
-    chunk: int
-    """Input channels of each group per stage."""
-    phases: int = 1
-    """Output rows of a cell per thread: one or all."""
+    Raises (from `checked`): Unfit.
+    """
 
-    def rows(self, stride: int) -> int:
-        """Of threads, where cells have so many rows."""
-        return self.block_h * stride // self.phases
+    problem: Problem
+    """The layer; of its sizes nothing is used."""
+    h: int
+    w: int
+    """Cells."""
+    rows: int
+    """Cells of a thread, one below the other."""
+    channels: int = 1
+    """Of a thread: the result's, or of grad-weight the input's."""
+    chunk: int = 1
+    """Channels of the source that a block has at a time (grad-weight: one)."""
+    kh: int = 1
+    kw: int = 1
+    """Taps of a thread along H and W (grad-weight)."""
+    warps: int = 8
+    vector: int = 1
+    """Elements of a unit."""
 
+    # --- geometry ----------------------------------------------------------------------------------------------------
 
-# --- the kernel's constants ------------------------------------------------------------------------------------------
+    @derived
+    def axes(self) -> tuple[Axis, Axis, Axis]:
+        return gather_axes(self.problem)
+
+    @derived
+    def geometry(self) -> dict[str, int]:
+        return geometry(self.problem)
+
+    @property
+    def weight(self) -> bool:
+        return self.problem.pass_ == "grad-weight"
+
+    @property
+    def forward(self) -> bool:
+        return self.problem.pass_ == "fwd"
+
+    @derived
+    def groups_of(self) -> tuple[int, int]:
+        """Channels of a group, of the source and of the other tensor."""
+        cin, cout = self.problem.in_channels // self.problem.groups, self.problem.out_channels // self.problem.groups
+        return (cin, cout) if self.forward else (cout, cin)
+
+    @derived
+    def lanes_are_channels(self) -> bool:
+        return self.problem.layout == "channels_last" and self.groups_of == (1, 1) and self.problem.groups > 8
+
+    @property
+    def lanes(self) -> int:
+        """Channels of a block where lanes are channels."""
+        return min(32, self.problem.groups) if self.lanes_are_channels else 1
+
+    @property
+    def accumulator(self) -> int:
+        """Bytes of a word of shared memory."""
+        return 8 if self.problem.dtype is torch.float64 else 4
+
+    @derived
+    def least(self) -> tuple[int, int]:
+        """Where along H and W the source of a cell begins, from the cell's first on."""
+        _, h, w = self.axes
+        return min(_offsets(h)), min(_offsets(w))
+
+    @property
+    def first_w(self) -> int:
+        """Columns by which a tile begins early, so that it begins at a unit."""
+        return 0 if self.lanes_are_channels else self.least[1] % self.vector
+
+    @derived
+    def span(self) -> tuple[int, int]:
+        """Rows and columns of the source that a tile needs."""
+        _, axis_h, axis_w = self.axes
+        h, w = (
+            (n - 1) * axis.in_step + max(_offsets(axis)) - min(_offsets(axis)) + 1
+            for n, axis in ((self.h, axis_h), (self.w, axis_w))
+        )
+        if self.weight:  # rows of taps that pad the last group are read, not stored
+            h += -self.geometry["kernel_h"] % self.kh * self.geometry["dilation_h"]
+        if not self.lanes_are_channels:
+            return h, -(-(w + self.first_w) // self.vector) * self.vector
+        if self.lanes < self.problem.groups:
+            return h, w
+        least = self.vector // math.gcd(self.vector, self.lanes)  # columns whose channels are whole units
+        return h, -(-w // least) * least
+
+    @derived
+    def plane(self) -> int:
+        """Words from one plane of columns to the next, of equal residues modulo their step each.
+
+        That of the next few whose stores of units and reads of rows meet in the fewest banks.
+        """
+        least = -(-self.span[1] // self.axes[2].in_step)
+        if self.lanes_are_channels:
+            return least
+        return min(range(least, least + 9), key=lambda pitch: (sum(self.conflicts(pitch)), pitch))
+
+    def conflicts(self, pitch: int) -> tuple[float, int]:
+        """Words in the fullest bank, of a warp's stores of one of its units' columns and of its reads of a tap."""
+        step = self.axes[2].in_step
+        below = self.rows * self.axes[1].in_step * step * pitch
+        return _conflicts(self.vector, step, pitch % 32, min(self.w, 32), below % 32)
+
+    @derived
+    def row_pitch(self) -> int:
+        return self.span[1] * self.lanes if self.lanes_are_channels else self.axes[2].in_step * self.plane
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def taps_h(self) -> int:
+        """Taps along H that a thread has."""
+        return self.kh if self.weight else self.geometry["kernel_h"]
+
+    @property
+    def tap_groups(self) -> int:
+        return -(-self.geometry["kernel_h"] // self.kh) * -(-self.geometry["kernel_w"] // self.kw)
+
+    @property
+    def sums(self) -> int:
+        """Of a thread."""
+        of_cell = self.kh * self.kw if self.weight else self.rows * self.axes[1].out_step * self.axes[2].out_step
+        return of_cell * self.channels
+
+    @property
+    def run(self) -> tuple[int, int]:
+        """Neighbouring results of a thread, and those that are stored at once."""
+        if self.lanes_are_channels:
+            return 1, 1
+        found, all_channels = self.axes[2].out_step, self.problem.groups == 1 and self.channels == self.groups_of[1]
+        if self.problem.layout == "channels_last":
+            found = found * self.channels if all_channels else self.channels
+        return found, min(found & -found, _UNIT // self.problem.dtype.itemsize)
+
+    @property
+    def weights(self) -> int:
+        """Words of a tap's weights."""
+        if self.lanes_are_channels:
+            return self.lanes
+        vec = 16 // self.accumulator
+        return 1 if self.channels == 1 else -(-self.channels // vec) * vec
+
+    @derived
+    def shared_bytes(self) -> int:
+        words = -(-self.chunk * self.span[0] * self.row_pitch // 4) * 4
+        if self.weight:
+            words += max(self.channels, self.lanes) * self.h * self.w
+            return self._in_units(max(words, self.warps * self.sums * self.lanes) * self.accumulator)
+        words += self.chunk * -(-self.taps_h * self.weights // 4) * 4 * self.geometry["kernel_w"]
+        run, line = self.run
+        stored = 0 if run == line else self.threads * run * self.problem.dtype.itemsize
+        return self._in_units(max(words * self.accumulator, stored))
+
+    def _in_units(self, size: int) -> int:
+        return -(-size // _UNIT) * _UNIT
+
+    @property
+    def channel_blocks(self) -> int:
+        """Blocks that share a tile's positions."""
+        if self.lanes_are_channels:
+            return -(-self.problem.groups // self.lanes)
+        return self.problem.groups * -(-self.groups_of[1] // self.channels)
+
+    def checked(self, shared_limit: int) -> Tile:
+        """This tile, when the kernels can run it."""
+        if self.shared_bytes > shared_limit:
+            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
+        if self.sums > _SUMS:
+            raise Unfit(f"{self.sums} sums of a thread are too many")
+        if not 1 <= self.warps <= _MOST_WARPS or (self.weight and self.tap_groups > self.warps):
+            raise Unfit(f"{self.warps} warps cannot share {self.tap_groups} groups of taps")
+        if self.unrolled > _MOST_UNROLLED:
+            raise Unfit(f"{self.unrolled} multiply-adds are too many to unroll")
+        if self.h * self.axes[1].out_step >= _MOST_ROWS:
+            raise Unfit(f"{self.h} cells have {self.h * self.axes[1].out_step} rows")
+        if self._registers + 16 > min(255, 65536 // self.threads):
+            raise Unfit(f"a thread wants {self._registers} registers")
+        lanes = 1 if self.lanes_are_channels else 32
+        units = self.h * self.w // self.rows
+        if self.h % self.rows or units % lanes or (not self.weight and units != self.warps * lanes):
+            raise Unfit(f"{self.h} x {self.w} cells by {self.rows} are not those of {self.warps} warps")
+        return self
+
+    @property
+    def unrolled(self) -> int:
+        """Multiply-adds of a slice that must be straight code, since each phase has sums of its own."""
+        taps_h = self.geometry["kernel_h"] if self.axes[1].out_step > 1 else 1
+        taps_w = self.geometry["kernel_w"] if self.axes[2].out_step > 1 else 1
+        return 0 if self.weight else taps_h * taps_w * self.rows * self.channels
+
+    def blocks_of(self, p: Problem) -> tuple[int, int, int]:
+        """(tiles along H, along W, tiles in all) for a problem of this layer."""
+        d, h, w = cells(p)
+        tiles_h, tiles_w = -(-h // self.h), -(-w // self.w)
+        return tiles_h, tiles_w, p.batch * d * tiles_h * tiles_w
+
+    @derived
+    def resident(self) -> int:
+        """Blocks that a multiprocessor is to hold, which bounds the registers of their threads."""
+        least = 16 * _BATCH_OF[0] // 4 + self._registers
+        return max(
+            1,
+            min(
+                65536 // (-(-least // 8) * 8 * self.threads),
+                _SHARED // (self.shared_bytes + 1024),
+                max(4, 16 // self.warps),
+            ),
+        )
+
+    @property
+    def _registers(self) -> int:
+        """Of a thread, those that units do not take."""
+        words = self.accumulator // 4
+        if self.weight:
+            ahead, sums = max(self.channels, self.lanes) * self.h * self.w, self.sums + self.rows * self.channels
+            column = (self.rows - 1) * self.axes[1].in_step + (self.kh - 1) * self.geometry["dilation_h"] + 1
+            # A long column is counted whole: beside many sums it spills (docs/experiments.md).
+            sums += column if self.sums + column > _HOISTED else min(column, 24)
+        else:
+            ahead, sums = self.chunk * self.taps_h * self.geometry["kernel_w"] * self.weights, self.sums + 12
+            sums += self.weights if self.channels > 1 else 0
+        return words * (sums + -(-ahead // self.threads)) + 40
+
+    @property
+    def batch(self) -> int:
+        """Units of a thread that are on their way at a time."""
+        most = min(65536 // (self.resident * self.threads), 255) - self._registers
+        unit = max(1, self.vector * self.problem.dtype.itemsize // 4)
+        return max(1, min(most // unit, _BATCH_OF[1], math.prod(self.passes[1:])))
+
+    @derived
+    def passes(self) -> tuple[int, int, int]:
+        """In which a block's threads bring the units of a tile's rows, its rows, and in NCHW a chunk's channels."""
+        pixels = self.problem.layout == "channels_last" and not self.lanes_are_channels
+        units = self.span[1] * (self.chunk if pixels else self.lanes) // self.vector
+        lines = max(1, self.threads // units)  # at a time
+        rows = min(lines, self.span[0])
+        channels = 1 if pixels else -(-self.chunk // (lines // rows))
+        return -(-units // self.threads), -(-self.span[0] // rows), channels
+
+    @property
+    def rounds(self) -> int:
+        """Times that a block waits for units of a slice."""
+        width, rows, channels = self.passes
+        at_once = min(self.batch, rows)
+        return width * -(-rows // at_once) * -(-channels // max(1, self.batch // at_once))
+
+    def constants(self) -> dict[str, int]:
+        """The kernels', see kernels/direct_tile.cuh."""
+        p, (_, axis_h, axis_w) = self.problem, self.axes
+        return self.geometry | {
+            "precision": PRECISIONS[p.dtype],
+            "channels_last": p.layout == "channels_last",
+            "forward": self.forward,
+            "lanes_are_channels": self.lanes_are_channels,
+            "lanes": self.lanes,
+            "groups": p.groups,
+            "from_g": self.groups_of[0],
+            "to_g": self.groups_of[1],
+            "tile_h": self.h,
+            "tile_w": self.w,
+            "rows": self.rows,
+            "channels": self.channels,
+            "chunk": self.chunk,
+            "in_h": axis_h.in_step,
+            "in_w": axis_w.in_step,
+            "out_h": axis_h.out_step,
+            "out_w": axis_w.out_step,
+            "min_h": self.least[0],
+            "min_w": self.least[1],
+            "span_h": self.span[0],
+            "span_w": self.span[1],
+            "first_w": self.first_w,
+            "plane_pitch": self.plane,
+            "vector": self.vector,
+            "batch": self.batch,
+            "threads": self.threads,
+            "min_blocks": self.resident,
+            **({"kh_tile": self.kh, "kw_tile": self.kw} if self.weight else self._unrolls),
+        }
+
+    @property
+    def _unrolls(self) -> dict[str, int]:
+        """Taps of `direct.cu` along H and W in a straight stretch of code: all where each phase has sums of its own."""
+        column, width = self.taps_h * self.rows * self.channels, self.geometry["kernel_w"]
+        fits = column <= _UNROLLED or self.axes[1].out_step > 1
+        few = min(2, width) if width <= 4 and column <= _UNROLLED // 8 else 1
+        return {
+            "unroll_h": self.taps_h if fits else 1,
+            "unroll_w": width if self.axes[2].out_step > 1 else few,
+        }
 
 
 @lru_cache(maxsize=4096)
-def constants(p: Problem, tile: Tile) -> dict[str, int]:
-    """Of the tiled kernel for a problem; no size of the image is among them."""
-    d, h, _ = axes(p)
-    threads = -(-tile.slots * tile.rows(h.stride) * tile.block_x // 32) * 32
-    chunks = -(-(p.in_channels // p.groups) // tile.chunk)
-    run_pitch = _run_pitch(p, tile)
-    return {
-        **cells.constants(p),
-        **cells.window(p),
-        "co_tile": tile.co,
-        "threads": threads,
-        "cells": tile.cells,
-        "block_x": tile.block_x,
-        "block_h": tile.block_h,
-        "slots": tile.slots,
-        "chunk": tile.chunk,
-        "phases_h": tile.phases,
-        "stages": 2 if chunks * d.kernel > 1 else 1,
-        "step_kh": h.tap_step,
-        "step_row": h.dilation * h.tap_step // h.stride,
-        "row_pitch": _row_pitch(p, tile),
-        "run_pitch": run_pitch,
-        "part": _part(p, tile, threads * run_pitch),
-        "min_blocks": max(1, min(cells.resident(threads, registers(p, tile)), 16)),
-    }
+def _offsets(axis: Axis) -> tuple[int, ...]:
+    return tuple(offset for _, taps in axis.taps for _, offset in taps)
 
 
-def vector(dtype: torch.dtype) -> int:
-    """Accumulators in 16 bytes."""
-    return 2 if dtype == torch.float64 else 4
+@lru_cache(maxsize=4096)
+def _conflicts(vector: int, step: int, pitch: int, width: int, below: int) -> tuple[float, int]:
+    stores = [
+        _fullest((lane * vector + k) % step * pitch + (lane * vector + k) // step for lane in range(32))
+        for k in range(vector)
+    ]
+    return sum(stores) / vector, _fullest(lane % width + lane // width * below for lane in range(32))
 
 
-def _run_pitch(p: Problem, tile: Tile) -> int:
-    """Words of shared memory from one thread's outputs to the next one's."""
-    run, vec = tile.cells * axes(p)[2].stride, vector(p.dtype)
-    return run | 1 if run % vec else run + (vec if run // vec % 2 == 0 else 0)
+def _fullest(words: Iterable[int]) -> int:
+    """Words of the bank that has most, of different words."""
+    banks = [0] * 32
+    for word in words:
+        banks[word % 32] += 1
+    return max(banks)
 
 
-def _row_pitch(p: Problem, tile: Tile) -> int:
-    """Words from row to row of an input tile: the threads of a warp (of half a warp for doubles) have one stride."""
-    pitch, banks = tile.cells | 1, 16 if p.dtype == torch.float64 else 32
-    found = -(-(tile.block_x * tile.cells + axes(p)[2].span) // tile.cells) * pitch
-    if tile.block_x < banks and tile.block_h > 1:
-        found += (tile.block_x * pitch - found) % banks
-    return found
+@lru_cache(maxsize=1024)
+def cells(p: Problem) -> tuple[int, int, int]:
+    """Along D, H and W: results of the forward along D, a stride of them along H and W, else inputs."""
+    size = p.size
+    if p.pass_ == "fwd":
+        size = tuple(-(-out // (s if i >= p.rank - 2 else 1)) for i, (out, s) in enumerate(zip(p.out_size, p.stride)))
+    d, h, w = (1,) * (3 - p.rank) + size
+    return d, h, w
 
 
-def _part(p: Problem, tile: Tile, words: int) -> int:
-    """Output channels of a thread that are stored at once, so that they stay below 48 KiB of shared memory.
-
-    ``words``: of one of them in NCHW.
-    """
-    _, h, w = axes(p)
-    if p.layout == "channels_last":
-        words = tile.slots * tile.cells * w.stride * tile.block_x * tile.rows(h.stride)
-    part = tile.co
-    while part > 1 and part * words * (16 // vector(p.dtype)) > 3 * 2**14:
-        part = max(k for k in range(1, part) if tile.co % k == 0)
-    return part
+def whole_units(p: Problem, tile: Tile) -> bool:
+    """Whether the source's rows end at whole units; a tensor that begins elsewhere is read element by element."""
+    return unit_of(p, tile) % tile.vector == 0
 
 
-def shared_words(p: Problem, m: dict[str, int]) -> tuple[int, int, int]:
-    """Words of a kernel's shared memory: a stage's weights, a whole stage, and all of it with the epilogue's."""
-    vec = vector(p.dtype)
-    rows = m["block_h"] * m["stride_h"] // m["phases_h"]
-    plane = (m["block_h"] + m["span_h"]) * m["row_pitch"] | 1
-    channels = m["slots"] * m["chunk"]
-    weights = channels * m["kernel_h"] * weight_row(p, m["co_tile"])
-    stage = -(-(weights + channels * plane) // vec) * vec
-    run = m["cells"] * m["stride_w"]
-    if m["channels_last"]:
-        epilogue = rows * m["block_x"] * (run * m["slots"] * m["part"] | 1)
-    else:
-        epilogue = 0 if stores_directly(p, m) else m["threads"] * m["run_pitch"] * m["part"]
-    return weights, stage, max(m["stages"] * stage, epilogue)
+def unit_of(p: Problem, tile: Tile) -> int:
+    """Elements of the widest unit for a problem and a tile that has none yet."""
+    most, step, width = _UNIT // p.dtype.itemsize, tile.axes[2].in_step, source_shape(p)[-1]
+    if tile.lanes_are_channels and tile.lanes == p.groups:  # rows are lines of all channels
+        return math.gcd(most, *(n * p.groups for n in (tile.w * step, tile.least[1], width)))
+    if tile.lanes_are_channels:
+        return math.gcd(most, p.groups)
+    if p.layout == "channels_last" and tile.groups_of[0] * p.groups > 1:
+        return 1
+    # Wider, and the words of a unit would meet in a quarter of the banks.
+    return math.gcd(min(most, 4), tile.w * step, width)
 
 
-def weight_row(p: Problem, co: int) -> int:
-    """Words of the weights of one (depth tap, input channel, height tap), padded to 16 bytes."""
-    vec = vector(p.dtype)
-    return -(-p.kernel[-1] * co // vec) * vec
+def weight_blocks(tile: Tile) -> int:
+    """Blocks that one range of tiles takes (grad-weight)."""
+    return tile.channel_blocks * tile.groups_of[0] * tile.geometry["kernel_d"]
 
 
-def packed_words(p: Problem, co: int) -> int:
-    """Elements of the packed weights, of ``co`` output channels per thread."""
-    blocks = -(-(p.out_channels // p.groups) // co)
-    return blocks * p.in_channels * (p.taps // p.kernel[-1]) * weight_row(p, co)
+# --- which are tried -------------------------------------------------------------------------------------------------
 
 
-def stores_directly(p: Problem, m: dict[str, int]) -> bool:
-    """Whether a thread's outputs of a row are one vector, which it stores."""
-    run = m["cells"] * m["stride_w"]
-    return not m["channels_last"] and run * p.dtype.itemsize <= 16 and run & (run - 1) == 0
+def fitting(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """The tiles that a GPU can run; of a weight's gradient with few positions, tiles larger than the image."""
+    layer = any_size(p)
+    found = False
+    tried = _weight_tiles(layer, p) if p.pass_ == "grad-weight" else _tiles(layer, p)
+    for tile in tried:
+        with suppress(Unfit):
+            yield replace(tile, vector=unit_of(p, tile)).checked(gpu.shared_bytes)
+            found = True
+    if not found and p.pass_ == "grad-weight":
+        for tile in _weight_tiles(layer, p, beyond=True):
+            with suppress(Unfit):
+                yield replace(tile, vector=unit_of(p, tile)).checked(gpu.shared_bytes)
 
 
-def registers(p: Problem, tile: Tile) -> int:
-    """Registers per thread, generously: sums, a window, a pack of weights, addresses."""
-    d, _, w = axes(p)
-    words, half = 2 if p.dtype == torch.float64 else 1, p.dtype.itemsize == 2
-    total = words * sums(p, tile)
-    # What ptxas takes besides grows with the work that it can interleave: below these it spills.
-    # Loads in flight; addresses of channels_last, conversions of halves.
-    flying = 8 * (p.layout == "channels_last") + 16 * half + 8 * (d.kernel > 1)
-    flying += 24 * (half and tile.phases > 1 and total >= 56)
-    if tile.phases > 1:
-        besides = 27 + 3 * tile.phases + 3 * min(-(-w.kernel * tile.co * words // 4), 12) + 16 * (words - 1) + flying
-    else:
-        besides = 56 + 16 * (total >= 28) + 16 * (total >= 48) + 32 * (words - 1) + flying
-    return cells.rounded(total + words * (tile.cells + w.span) + besides)
+def _shapes(probe: Tile, p: Problem) -> tuple[list[int], list[int]]:
+    """Rows of a thread and columns of a tile that are tried."""
+    _, height, width = cells(p)
+    most = min(128, 1 << (width - 1).bit_length())
+    rows = [n for n in (1, 2, 4, 8) if n == 1 or n < 2 * height]
+    if probe.lanes_are_channels:
+        return rows, [w for w in (1, 2, 4, 8, 16) if w <= most]
+    return rows, sorted({max(1, most // n) for n in (1, 2, 4)})
 
 
-def sums(p: Problem, tile: Tile) -> int:
-    """Sums of a thread; all but those of phases without taps."""
-    _, h, w = axes(p)
-    if tile.phases == 1:
-        return tile.co * tile.cells * w.stride
-    return tile.co * tile.cells * w.live * h.live
+def _tiles(layer: Problem, p: Problem) -> Iterator[Tile]:
+    """Of the forward and of grad-input."""
+    probe = Tile(layer, 1, 1, 1)
+    rows, widths = _shapes(probe, p)
+    to = probe.groups_of[1]
+    channels = sorted({-(-to // -(-to // n)) for n in (1, 4, 8, 16, 32)})
+    chunks = sorted({min(n, probe.groups_of[0]) for n in (1, 4, 16)})
+    for of_thread, warps, r, w in product(channels, (1, 4, 8), rows, widths):
+        units = warps * (1 if probe.lanes_are_channels else 32)
+        tile = replace(probe, h=units // w * r, w=w, rows=r, channels=of_thread, warps=warps)
+        if w <= units and tile.sums <= _SUMS:
+            yield from (replace(tile, chunk=chunk) for chunk in chunks)
 
 
-def grid(p: Problem, tile: Tile) -> tuple[int, int, int]:
-    """Tiles along H, tiles along W, blocks in all."""
-    d, h, w = axes(p)
-    tiles_h, tiles_w = -(-h.cells // tile.block_h), -(-w.cells // (tile.cells * tile.block_x))
-    couts = -(-p.out_channels // p.groups // tile.co)
-    return tiles_h, tiles_w, p.batch * d.out * -(-p.groups // tile.slots) * couts * tiles_h * tiles_w
-
-
-# --- which are worth a try -------------------------------------------------------------------------------------------
-
-
-class Kind(NamedTuple):
-    """What a thread of a `Tile` computes; as there."""
-
-    co: int
-    phases: int
-    cells: int
-
-
-def tiles(p: Problem) -> Iterator[Tile]:
-    """Every tile that is worth a try for a problem."""
-    for kind in kinds(p):
-        yield from of_kind(p, kind)
-
-
-def kinds(p: Problem) -> Iterator[Kind]:
-    """Of those tiles."""
-    if not all(axis.countable for axis in axes(p)):
-        return
-    co_group = p.out_channels // p.groups
-    couts = [c for c in (1, 2, 3, 4, 6, 8, 12, 16) if c < co_group and -(-co_group // c) * c < 1.5 * co_group]
-    couts = [*couts, co_group] if co_group <= 16 else couts
-    for co, phases, width in product(couts[-4:], sorted({1, axes(p)[1].stride}), (1, 2, 4, 8)):
-        kind = Kind(co, phases, width)
-        if _fits(p, kind):
-            yield kind
-
-
-def _fits(p: Problem, kind: Kind) -> bool:
-    """Whether a thread's sums and window are few enough for registers, and its unrolled taps for the compiler."""
-    _, h, w = axes(p)
-    (co, phases, width), half, words = kind, p.dtype.itemsize == 2, 2 if p.dtype == torch.float64 else 1
-    # Unrolled taps of halves beside their loads in flight spill with 96 sums, or with many output channels.
-    if phases > 1 and ((half and co > 8) or phases > 16 or h.span > 16):
-        return False
-    # Stores of phases without taps are sums for the epilogue, if not for the main loop: within bounds as well.
-    most = _MAX_SUMS - 32 * (phases > 1 and half)
-    shape = Tile(co, width, 1, 1, 1, 1, phases)
-    if words * max(sums(p, shape), co * width * w.stride * phases // 4) > most:
-        return False
-    unrolled = w.kernel * co * width * (h.kernel if phases > 1 else 1)
-    return unrolled <= MAX_UNROLLED and w.span + width <= 48 and (width == 1 or width < 2 * w.cells)
-
-
-def of_kind(p: Problem, kind: Kind) -> Iterator[Tile]:
-    """The tiles whose threads compute as much."""
-    _, h, w = axes(p)
-    ci = p.in_channels // p.groups
-    chunks = sorted({min(ci, 4), min(ci, 8), min(ci, 16)}) if ci > 2 else [ci]
-    co, phases, width = kind
-    for block_x, block_h in product((2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16, 32)):
-        if (block_x > 2 and block_x * width >= 2 * max(w.cells, 2)) or (block_h > 1 and block_h >= 2 * h.cells):
-            continue
-        # Rows shorter than a line cost twice the model and more (measured on layers of few channels).
-        if p.layout == "nchw" and block_x * width < min(16, w.cells):
-            continue
-        units = block_x * block_h * h.stride // phases
-        for slots in _slots(p, co, units):
-            threads = units * slots
-            if threads > _MAX_THREADS or (threads < 128 and block_h < h.cells and 2 * units <= 128):
+def _weight_tiles(layer: Problem, p: Problem, beyond: bool = False) -> Iterator[Tile]:
+    """Of grad-weight; ``beyond``: those of one warp's positions, whatever the image has."""
+    probe = Tile(layer, 1, 1, 1)
+    (rows, widths), (_, height, width), cin = _shapes(probe, p), cells(p), probe.groups_of[1]
+    kernel_h, kernel_w = probe.geometry["kernel_h"], probe.geometry["kernel_w"]
+    lanes = 1 if probe.lanes_are_channels else 32
+    kh = -(-kernel_h // -(-kernel_h // 16))
+    for ci in (1,) if cin == 1 else tuple(n for n in (2, 4, 8) if n < 2 * cin):
+        for kw in sorted({-(-kernel_w // n) for n in range(1, kernel_w + 1)}):
+            tile = replace(probe, channels=ci, kh=kh, kw=kw)
+            if tile.sums > _SUMS or tile.tap_groups > _MOST_WARPS:
                 continue
-            for chunk in (ci,) if slots > 1 else chunks:
-                yield Tile(co, width, block_x, block_h, slots, chunk, phases)
-
-
-def _slots(p: Problem, co: int, units: int) -> Iterator[int]:
-    """Groups of a block; ``units``: threads that compute a group."""
-    if units > _MAX_THREADS:
-        return
-    ci, co_group, item = p.in_channels // p.groups, p.out_channels // p.groups, p.dtype.itemsize
-    small = p.layout == "channels_last" and (ci * item < 32 or co_group * item < 32)
-    for slots in (1, 2, 4, 8, 16):
-        if slots > 1 and (slots >= 2 * p.groups or ci > 8 or co < co_group):
-            continue
-        if slots > 1 and not (small or units * slots <= 128):
-            continue
-        yield slots
+            tile = replace(tile, warps=tile.tap_groups * max(1, 8 // tile.tap_groups))
+            if beyond:
+                yield from (replace(tile, h=-(-lanes // w), w=w) for w in widths)
+                continue
+            for r, w, groups in product(rows, widths, (1, 2, 4, 8, 16)):
+                if lanes > 1 and not min(_POSITIONS[0], height * width) <= r * w * groups <= _POSITIONS[1]:
+                    continue
+                if groups * w % lanes == 0 and groups * r < 4 * height and r * ci <= _INPUTS:
+                    yield replace(tile, h=groups * r, w=w, rows=r)

@@ -116,8 +116,8 @@ class Choice(PackingLaunch):
 
     @property
     def margin(self) -> float:
-        """Its model is too optimistic for tiles that combine depth slices, so its estimate is scaled. In channels_last
-        it is not, where there is no stride. Of 1-D layers whose blocks claim tiles it is too pessimistic."""
+        """Its model is too optimistic for tiles that unroll rows of 3-D layers, so its estimate is scaled. In
+        channels_last it is not, where there is no stride. Of 1-D layers whose blocks claim tiles it is pessimistic."""
         p = self.problem
         if p.rank == 1 and self.claimed:
             return _LINES_CLAIMED
@@ -408,7 +408,7 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    found = considered(p, gpu, general)
+    found = considered(p, gpu, general, best=True)
     if not found:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
 

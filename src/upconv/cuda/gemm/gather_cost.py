@@ -15,21 +15,24 @@ from upconv.cuda.gemm.tiling_weights import FRAGMENT
 from upconv.cuda.gpu import RATES, Gpu
 from upconv.problem import Problem
 
-_DRAIN = 407.0  # clocks of tensor cores that run dry behind a stretch of code
+_DRAIN = 300.0  # clocks of tensor cores that run dry behind a stretch of code
 _IEEE = 1.06  # matrix instructions for a fragment of IEEE float32: three for two, of which few wait
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
+_WEIGHT_BOX = 2.0  # of the time of a box of pixels
 _WEIGHT_LINES = 1.17  # a line of weights, which all blocks read, of one of pixels
 _TURNED = {1: 2.26, 2: 1.6}  # by parts: a producer's time for a unit of an NCHW chunk, of one that lies turned
 _COPY = 271.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _OFF_UNITS = 4.0  # times as many where channels are not, since each element is a copy
 _STORED = {"nchw": 20.7, "channels_last": 47.5}  # bytes a clock that an epilogue stores
-_STAGED = 35.7  # the same of results that the copy engine stores
+_STAGED = 64.0  # the same of results that it leaves for the copy engine, which stores them during the next tile
+_STAGED_ROW = {False: 16.0, True: 95.0}  # bytes of memory by which a row of its boxes costs more: whole sectors, not
 _FILLED = 28.8  # the same of what is the bias alone
 _FILLED_RUN = {"nchw": 3840.0, "channels_last": 400.0}  # clocks of a run of rows of it, of all of a warp's channels
 _EXPOSED = {"nchw": 0.7, "channels_last": 1.0}  # share of stores that nothing hides where both consumers store
 _BESIDE_MEMORY = {"nchw": 0.19, "channels_last": 0.1}
 _INSTRUCTION = 2.56  # clocks of an epilogue's instruction
 _RUN = 136  # instructions of a run of an epilogue beside its outputs'
+_PLENTY = 10**6  # stages of a ring that nobody waits for
 _SECTOR, _SECTORS = 32, 165.0  # bytes; of a run those that the unfilled sectors at its ends cost
 _OFF_SECTORS = 1.25  # bytes of the device memory, where a result's rows do not begin at sectors
 _LINE = 128  # bytes that come from memory together
@@ -41,15 +44,37 @@ def estimate(t: Tiling, p: Problem, gpu: Gpu) -> Cost:
     return cost(work(t, p, gpu), gpu)
 
 
+def least(t: Tiling, p: Problem, gpu: Gpu) -> float:
+    """Seconds that a problem takes at least, by a tiling of whatever chunks: multiplying, stores and device memory."""
+    fragments = -(-t.cin_g * t.element // 32) * t.parts * sum(t.variant_entries) / len(t.variants)
+    tiles = math.prod(t.counts(p)) * t.m_groups
+    stored, _ = _stored(t, alignment_of(p))
+    found = Work(
+        *_multiplied(t, fragments),
+        waves=-(-tiles // gpu.multiprocessors),
+        moved=_moved(t, p, tiles, gpu),
+        stages=_PLENTY,
+        stored=stored,
+        in_turn=t.split == 2,
+        beside_memory=_BESIDE_MEMORY[p.layout],
+    )
+    return cost(found, gpu).seconds
+
+
+def _multiplied(t: Tiling, fragments: float) -> tuple[float, float]:
+    """Matrix instructions for so many fragments, and columns of all of them."""
+    instructions = fragments * t.nb / (2 if t.wide else 1) * (1 if t.split == 2 else 2)
+    instructions *= (_IEEE if t.parts == 2 else 1.0) / (1.0 if t.wgmma else _MMA_SYNC)
+    return instructions, instructions * (128 if t.wide else 64)
+
+
 def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
     """What an average tile asks for."""
     tapped = [n for n in t.variant_entries if n]
     chunks = t.chunks_of_block * len(tapped) / len(t.variants)
     fragments = t.chunks_of_block * t.fragments_of_chunk(sum(tapped)) / len(t.variants)
     stretches = chunks if t.straight or t.rolled else fragments / t.longest_stretch
-    instructions = fragments * t.nb / (2 if t.wide else 1) * (1 if t.split == 2 else 2)
-    instructions *= (_IEEE if t.parts == 2 else 1.0) / (1.0 if t.wgmma else _MMA_SYNC)
-    columns = instructions * (128 if t.wide else 64)
+    instructions, columns = _multiplied(t, fragments)
     weights = 0.0 if t.resident else fragments * t.wgs_m * FRAGMENT
     lines, boxes, arriving = _arriving(t)
     chunks_turned, turned = _turned(t, arriving)
@@ -66,8 +91,11 @@ def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
         moved=_moved(t, p, tiles, gpu),
         steps=chunks,
         stages=t.stages_p * t.plane_barriers if t.channels_last else t.stages_s + 1,  # slots, and the tile beyond
+        weight_steps=0.0 if t.resident else fragments / t.w_stage,
+        weight_stages=max(1, t.ring_stages),
         lines=chunks * lines + (weights * _WEIGHT_LINES + outputs) / _LINE,
-        boxes=chunks * boxes,
+        boxes=chunks * boxes
+        + (fragments / t.k_steps * t.weight_boxes * _WEIGHT_BOX if t.boxable and not t.resident else 0.0),
         shared=columns * 32 + 2 * fragments * FRAGMENT + chunks * arriving * (1 if t.channels_last else 3),
         chunks_turned=chunks * chunks_turned,
         turned=chunks * turned,
@@ -123,7 +151,8 @@ def _turned(t: Tiling, arriving: int) -> tuple[float, float]:
 def _moved(t: Tiling, p: Problem, tiles: int, gpu: Gpu) -> float:
     """Bytes of the device memory. Rows, and pixels of channels_last, that no tap reads stay there."""
     off_sectors = not t.channels_last and alignment_of(p) < _SECTOR
-    written = math.prod(result_shape(p)) * (_OFF_SECTORS if off_sectors else 1.0)
+    each = 1 + _STAGED_ROW[off_sectors] / t.out_span if t.drained else _OFF_SECTORS if off_sectors else 1.0
+    written = math.prod(result_shape(p)) * each
     read = float(math.prod(source_shape(p)))
     for axis, (offsets, step) in enumerate(zip(t.offsets, t.in_steps)):
         if axis < 2 or t.channels_last:

@@ -13,11 +13,11 @@ import torch
 from upconv.cuda.axes import Unfit, any_size, gather_axes, positions, result_shape, source_shape
 from upconv.cuda.compile.boxes import alignment_classes
 from upconv.cuda.cost import Cost
-from upconv.cuda.gemm.gather_cost import estimate, fragment_clocks
+from upconv.cuda.gemm.gather_cost import estimate, fragment_clocks, least
 from upconv.cuda.gemm.shuffle import Shuffle, Triple, countable, ways
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import MAX_BOX, Gpu
-from upconv.derived import settled, varied
+from upconv.derived import derived, settled, varied
 from upconv.problem import Problem
 
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
@@ -86,12 +86,38 @@ def candidates(
 ) -> tuple[Tiling, ...]:
     """Every tiling worth a look, of a `Kind`. ``classes``: by default as ``p``'s are."""
     of = classes_of(p) if classes == (0, 0) else classes
-    return tilings(p, gpu, Kind(gpu.arch == "90a" if wgmma is None else wgmma, of, size, shuffle, drained, beside))
+    kind = Kind(gpu.arch == "90a" if wgmma is None else wgmma, of, size, shuffle, drained, beside)
+    return tuple(t for group in _groups(p, gpu, kind) for t in group.tilings)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Tilings that multiply the same pixels by the same weights, and store them alike."""
+
+    kind: Kind
+    gpu: Gpu
+    widest: Tiling
+    """Of the longest chunk, which may not fit."""
+
+    @derived
+    def tilings(self) -> tuple[Tiling, ...]:
+        """Those that fit: of chunks, of who brings pixels, and of when these are waited for."""
+        t, classes = self.widest, self.kind.classes
+        far = t.problem.pass_ != "fwd" and max(t.problem.stride) > 1  # taps step over the source
+        by_planes = (False, True) if far and t.wgmma and t.channels_last and t.parts == 1 else (False,)
+        # Threads copy rows that begin anywhere, too.
+        brought = (classes,) if t.channels_last or classes in (None, (1, 1)) else (classes, None)
+        found = []
+        for chunk in chunk_sizes(t.problem):
+            base = varied(t, chunk=chunk)
+            for of, planewise in product(brought, by_planes):
+                found.append(_fitting(varied(base, classes=of, planewise=planewise), self.kind, self.gpu))
+        return tuple(one for one in found if one is not None)
 
 
 @lru_cache(maxsize=256)
-def tilings(layer: Problem, gpu: Gpu, kind: Kind) -> tuple[Tiling, ...]:
-    """The tilings of a kind that fit, for all sizes that it serves."""
+def _groups(layer: Problem, gpu: Gpu, kind: Kind) -> tuple[Group, ...]:
+    """All tilings of a kind, for all sizes that it serves."""
     whole: Triple | None = None
     result: Triple = (0, 0, 0)
     if kind.size is not None:
@@ -101,13 +127,13 @@ def tilings(layer: Problem, gpu: Gpu, kind: Kind) -> tuple[Tiling, ...]:
             return ()
         result = positions(sized, kind.shuffle)
     p = layer if kind.shuffle is None else kind.shuffle.unstrided
-    return tuple(t for taps in _divisions(p, kind, whole) for t in _of_taps(taps, kind, result, gpu))
+    return tuple(Group(kind, gpu, t) for taps in _divisions(p, kind, whole) for t in _of_taps(taps, kind, result))
 
 
 def _divisions(p: Problem, kind: Kind, whole: Triple | None) -> Iterator[Tiling]:
     """A tiling for each way to share blocks among sub-positions."""
     first = Tiling(
-        p, _ROW, (1, 1, 1, 64), 0, chunk_sizes(p)[0], wgmma=kind.wgmma, whole=whole, shuffle=kind.shuffle,
+        p, _ROW, (1, 1, 1, 64), 0, chunk_sizes(p)[-1], wgmma=kind.wgmma, whole=whole, shuffle=kind.shuffle,
         drained=kind.drained, classes=kind.classes,
     )  # fmt: skip
     layer, cout_g = settled(first, "problem"), result_shape(p)[1] // p.groups
@@ -128,14 +154,12 @@ def _divisions(p: Problem, kind: Kind, whole: Triple | None) -> Iterator[Tiling]
             yield varied(taps, beside=64 // taps.period)
 
 
-def _of_taps(taps: Tiling, kind: Kind, result: Triple, gpu: Gpu) -> Iterator[Tiling]:
+def _of_taps(taps: Tiling, kind: Kind, result: Triple) -> Iterator[Tiling]:
+    """A tiling for each shape and split."""
     p = taps.problem
     wide = taps.cout_g > taps.rows_per_sub and taps.wgmma  # enough for two consumers
     far = p.pass_ != "fwd" and max(p.stride) > 1  # taps step over the source
-    by_planes = (False, True) if far and taps.wgmma and taps.channels_last and taps.parts == 1 else (False,)
-    # Threads copy rows that begin anywhere, too.
-    brought = (kind.classes,) if taps.channels_last or kind.classes in (None, (1, 1)) else (kind.classes, None)
-    for sub, tile in _rows_of_images(p) if kind.beside else _tiles(p):
+    for sub, tile in _rows_of_images(p) if kind.beside else _shapes(p):
         if min(taps.unroll[1], 2) > 1 and sub == _STRIP and tile[2] > 8:
             continue  # the rows of an unrolled tile are many already
         if not kind.beside and any(n > step * t for n, step, t in zip(result, taps.out_steps, tile[1:])):
@@ -144,33 +168,22 @@ def _of_taps(taps: Tiling, kind: Kind, result: Triple, gpu: Gpu) -> Iterator[Til
         # Before Hopper in turn only where the halo of a strided source leaves room for no more than 64 pixels.
         in_turn = not kind.drained and (taps.wgmma or (far and math.prod(tile) == 64))
         splits = (0, *((1,) if wide else ()), *((2,) if in_turn else ()))
-        for split, chunk in product(splits, chunk_sizes(p)):
-            base = varied(shaped, split=split, chunk=chunk)
-            if 1 <= taps.mb * base.nb <= kind.accumulators(p):
-                for classes, planewise in product(brought, by_planes):
-                    yield from _fitting(varied(base, classes=classes, planewise=planewise), kind, gpu)
+        for split in splits:
+            found = varied(shaped, split=split)
+            if 1 <= taps.mb * found.nb <= kind.accumulators(p) and (found.out_span or not kind.drained):
+                yield found
 
 
-def _fitting(base: Tiling, kind: Kind, gpu: Gpu) -> Iterator[Tiling]:
-    """A tiling in the ways to store it that fit, with weights that stay in shared memory wherever all have room."""
+def _fitting(base: Tiling, kind: Kind, gpu: Gpu) -> Tiling | None:
+    """A tiling that fits, with weights that stay in shared memory wherever all have room."""
     if base.classes is None and kind.classes is not None and base.staging_units * 16 > _SHORT_ROWS:
-        return
+        return None
     stays = len(base.distinct_entries) == 1 or base.m_groups == 1
-    pairs = (False, True) if base.wgmma and base.sub == _STRIP and base.tile[2] % 16 == 0 == base.nb % 2 else (False,)
-    for paired in pairs:
-        one = varied(base, paired=paired, run_groups=_run_groups(base))
-        t = _fitted(varied(one, resident=True), gpu) if stays else None
-        t = t or _fitted(one, gpu)
-        if t is None and not kind.drained and not one.channels_last:
-            t = _fitted(one, gpu, scarce=True)
-        if t is not None:
-            yield t
-
-
-def _run_groups(t: Tiling) -> int:
-    """`Tiling.run_groups`: long runs of long rows, whose ends share fewer sectors of 32 bytes with other runs."""
-    long = t.wgmma and not t.channels_last and t.sub == _ROW and t.tile[3] % 128 == 0
-    return 16 if long and t.width_subs == 1 and t.nb % 2 == 0 else 8
+    t = _fitted(varied(base, resident=True), gpu) if stays else None
+    t = t or _fitted(base, gpu)
+    if t is None and not kind.drained and not base.channels_last:
+        t = _fitted(base, gpu, scarce=True)
+    return t
 
 
 def chunk_sizes(p: Problem) -> list[int]:
@@ -191,21 +204,19 @@ def _subs(p: Problem, cout_g: int) -> Iterator[tuple[int, Triple]]:
                 yield subs, (1, 1, 1)
             else:
                 yield subs, (1, subs, 1)
-                if p.rank == 3:
-                    yield subs, (2, subs // 2, 1)
 
 
 def _w_subs(stride: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(n for n in (stride, 4, 2, 1) if stride % n == 0 and n <= stride)) if stride > 1 else (1,)
 
 
-def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]], ...]:
+def _shapes(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]], ...]:
     """Shapes of subtiles and tiles."""
     if p.rank == 1:
-        wide = [(1, 1, 1, 64 * n) for n in (1, 2, 3, 4)]
-        return tuple((_ROW, tile) for tile in [*wide, (2, 1, 1, 64), (4, 1, 1, 64), (2, 1, 1, 128)])
+        tiles = (1, 1, 1, 64), (1, 1, 1, 128), (4, 1, 1, 64), (2, 1, 1, 128)
+        return tuple((_ROW, tile) for tile in tiles)
     rows = [(1, 1, h, 64) for h in (1, 2, 4, 8)] + [(1, 1, h, 128) for h in (1, 2)]
-    strips = [(1, 1, 8, w) for w in (8, 16, 24, 32)] + [(1, 1, 16, w) for w in (16, 32)]
+    strips = [(1, 1, 8, w) for w in (8, 16, 24, 32)] + [(1, 1, 16, 16)]
     strips += [(n, 1, 8, 8) for n in (2, 4)]
     if p.rank == 3:
         strips += [(1, d, 8, w) for d, w in ((2, 8), (2, 16), (4, 8), (4, 16))]
@@ -306,13 +317,27 @@ def _small_source(p: Problem, sizes: tuple[int, ...], most: int) -> Triple | Non
     return d, h, w
 
 
-def considered(p: Problem, gpu: Gpu, general: bool = False) -> list[tuple[Cost, Tiling]]:
-    """Every tiling that `choose` looks at, with its estimate. ``general``: those for every size of the input."""
-    every = [
-        (estimate(t, p, gpu), t, kind) for kind in _kinds(p, gpu, general) for t in tilings(any_size(p), gpu, kind)
-    ]
-    shared = [] if general else [(cost, t) for cost, t, kind in every if t.wgmma and not (kind.shuffle or kind.drained)]
-    return [(cost, t) for cost, t, _ in every] + list(_clustered(shared, p, gpu))
+def considered(p: Problem, gpu: Gpu, general: bool = False, best: bool = False) -> list[tuple[Cost, Tiling]]:
+    """Every tiling with its estimate. ``general``: those for every size of the input.
+
+    ``best``: only as many as have the fastest among them. Groups are gone through by the least that they may take; none
+    is left out of whose tiles clusters might share the chunks.
+    """
+    groups = [group for kind in _kinds(p, gpu, general) for group in _groups(any_size(p), gpu, kind)]
+    leasts = [least(group.widest, p, gpu) for group in groups]
+    found: dict[int, list[tuple[Cost, Tiling]]] = {}
+    fastest = math.inf
+    for i in sorted(range(len(groups)), key=leasts.__getitem__):
+        if best and leasts[i] > fastest and (general or _tiles_of(groups[i].widest, p) > gpu.clusters(_CLUSTERS[0])):
+            continue
+        found[i] = [(estimate(t, p, gpu), t) for t in groups[i].tilings]
+        fastest = min([fastest, *(cost.seconds for cost, _ in found[i])])
+    every = [one for i in sorted(found) for one in found[i]]
+    return every if general else [*every, *_clustered(every, p, gpu)]
+
+
+def _tiles_of(t: Tiling, p: Problem) -> int:
+    return math.prod(t.counts(p)) * t.m_groups
 
 
 def _kinds(p: Problem, gpu: Gpu, general: bool) -> list[Kind]:
@@ -339,7 +364,7 @@ def _clustered(every: list[tuple[Cost, Tiling]], p: Problem, gpu: Gpu) -> Iterat
     """
     promising: list[tuple[float, int, int, Tiling]] = []
     for cost, t in every:
-        tiles = math.prod(t.counts(p)) * t.m_groups
+        tiles = _tiles_of(t, p)
         cheap = (t.planewise and t.row_bytes == 32) or (t.classed and t.element == 2)
         if t.split == 2 or cheap or not t.wgmma or t.shuffle or t.drained:
             continue

@@ -7,7 +7,9 @@ Here are the stores, all of shared memory, and what the kernel cannot run; `gath
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from upconv.cuda.axes import MOST_CONSTANTS, Unfit, positions, result_shape, source_shape
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
@@ -30,8 +32,6 @@ class Tiling(TiledWeights):
         Unfit: the kernel cannot run this tiling.
     """
 
-    run_groups: int = 8
-    """Groups of 8 columns that the epilogue passes through shared memory together, for sub (1, 64)."""
     drained: bool = False
     """NCHW, 16 bits: a tile's outputs stay in shared memory while the tensor copy engine stores them."""
 
@@ -39,10 +39,14 @@ class Tiling(TiledWeights):
 
     @property
     def runs(self) -> int:
-        """Groups of 8 columns in one run of the epilogue."""
-        if self.sub[0] == 1:
-            return self.run_groups
-        return min(self.tile[3] // 8, self.nb // 2 if self.paired else self.nb)
+        """Groups of 8 columns that the epilogue passes through shared memory together.
+
+        Of rows in NCHW two subtiles where that is possible: long runs share fewer sectors of 32 bytes with others.
+        """
+        if self.sub[0] > 1:
+            return min(self.tile[3] // 8, self.nb)
+        long = self.wgmma and not self.channels_last and self.tile[3] % 128 == 0
+        return 16 if long and self.width_subs == 1 and self.nb % 2 == 0 else 8
 
     @property
     def sums_bytes(self) -> int:
@@ -103,70 +107,70 @@ class Tiling(TiledWeights):
 
     def checked(self, shared_limit: int) -> Tiling:
         """This tiling, when the kernel can run it."""
+        refused = next(chain(self._wrong_shapes(), self._wrong_ways(), self._too_large(shared_limit)), None)
+        if refused is not None:
+            raise Unfit(refused)
+        return self
+
+    def _wrong_shapes(self) -> Iterator[str]:
+        """Why a tile of this shape is none of the kernel's, in sentences."""
         h, w = self.tile[2:]
         if self.subs not in (1, 2, 4) or self.split not in (0, 1, 2) or self.sub not in ((1, 64), (8, 8)):
-            raise Unfit(f"subs, split or sub is none of the kernel's: {self.subs}, {self.split}, {self.sub}")
+            yield f"subs, split or sub is none of the kernel's: {self.subs}, {self.split}, {self.sub}"
         if not 1 <= self.mb * self.nb <= _MOST_ACCUMULATORS:
-            raise Unfit(f"{self.mb} x {self.nb} blocks of accumulators are more than {_MOST_ACCUMULATORS}")
-        if self.sub[0] == 1 and not (self.run_groups in (1, 2, 4) or self.run_groups % 8 == 0 < self.run_groups):
-            raise Unfit(f"runs of {self.run_groups} groups do not tile a subtile")
+            yield f"{self.mb} x {self.nb} blocks of accumulators are more than {_MOST_ACCUMULATORS}"
         if h % self.sub[0] or w % self.sub[1]:
-            raise Unfit(f"tile {self.tile} is no multiple of {self.sub}")
-        p = self.problem
-        if max(p.taps, math.prod(p.stride)) > _FEW_TAPS and self.table_bytes > MOST_CONSTANTS:
-            raise Unfit(f"the kernel's tables take {self.table_bytes} bytes of constant memory, of {MOST_CONSTANTS}")
-        if self.wgmma and not self.resident and self.stages_w < 2:
-            raise Unfit("a step waits for the next stage of the weights' ring before it gives back its own")
+            yield f"tile {self.tile} is no multiple of {self.sub}"
         if self.split == 0 and self.subtiles % 2:
-            raise Unfit(f"{self.subtiles} subtiles cannot be halved")
-        if (
-            self.sub[0] == 1
-            and self.run_groups > 8
-            and (self.nb % (self.run_groups // 8) or self.tile[3] // 64 % (self.run_groups // 8))
-        ):
-            raise Unfit(f"a run of {self.run_groups} groups crosses rows")
-        if self.paired and (self.sub[0] == 1 or self.nb % 2 or h % 16):
-            raise Unfit(f"the subtiles of tile {self.tile} are no pairs one below the other")
+            yield f"{self.subtiles} subtiles cannot be halved"
         if self.channels_last and self.shuffle is None and self.runs > 8:
-            raise Unfit(f"a run of {self.runs} groups is longer than the 64 pixels that leave in a round")
-        if self.sub[0] == 8 and (self.nb % (self.runs * (2 if self.paired else 1)) or (w // 8) % self.runs):
-            raise Unfit("strips of a consumer are not whole runs along W")
+            yield f"a run of {self.runs} groups is longer than the 64 pixels that leave in a round"
+        if self.sub[0] == 8 and (self.nb % self.runs or (w // 8) % self.runs):
+            yield "strips of a consumer are not whole runs along W"
         if self.row_bytes not in (32, 64, 128):
-            raise Unfit(f"a chunk of {self.chunk} channels is {self.row_bytes} bytes, not 32, 64 or 128")
+            yield f"a chunk of {self.chunk} channels is {self.row_bytes} bytes, not 32, 64 or 128"
         if self.mb < 1 or not self.most_entries:
-            raise Unfit("no output has a tap")
+            yield "no output has a tap"
         if self.reach > _MAX_OFFSET:
-            raise Unfit(f"the taps reach more than {_MAX_OFFSET} rows away")
+            yield f"the taps reach more than {_MAX_OFFSET} rows away"
+        if self.parts == 2 and self.split == 1:
+            yield "IEEE accumulators leave no room for two blocks"
+
+    def _wrong_ways(self) -> Iterator[str]:
+        """Why pixels, weights or results cannot go these ways."""
+        if self.wgmma and not self.resident and self.stages_w < 2:
+            yield "a step waits for the next stage of the weights' ring before it gives back its own"
+        if self.parts == 2 and self.wgmma and not self.resident and self.w_stage % 2:
+            yield f"a stage has both parts of a step's weights, which {self.w_stage} fragments are not"
         if self.shuffle is not None and self.axes[2].out_step > 1:
-            raise Unfit("the epilogue of phases as rows takes one W sub-position")
+            yield "the epilogue of phases as rows takes one W sub-position"
         if self.whole is not None and not self.tensor_map:
-            raise Unfit("whole images come by boxes, of which none may end in the next group")
+            yield "whole images come by boxes, of which none may end in the next group"
         if self.problem.batch_as_width and not (self.tensor_map and not self.bare and self.shuffle is None):
-            raise Unfit("a batch as width is read by boxes, and stored by one of the epilogues")
+            yield "a batch as width is read by boxes, and stored by one of the epilogues"
         if self.planewise and not self._planes_apart:
-            raise Unfit("a tile has one plane, or its planes come by no boxes")
+            yield "a tile has one plane, or its planes come by no boxes"
         if self.plane_barriers > 1 and not self._planes_in_turn:
-            raise Unfit("not every variant reads all planes in turn in one stretch of code")
+            yield "not every variant reads all planes in turn in one stretch of code"
         # With one stage what is multiplied was never copied, or not yet.
         if not self.tensor_map and (self.stages_p if self.channels_last else self.stages_s) < 2:
-            raise Unfit("threads that copy pixels have a stage ahead of the one that is read")
+            yield "threads that copy pixels have a stage ahead of the one that is read"
         if self.drained and not self._drainable:
-            raise Unfit("the tensor copy engine stores 16-bit outputs of whole rows, in NCHW of two dimensions")
+            yield "the tensor copy engine stores 16-bit outputs of whole rows, in NCHW of two dimensions"
         if self.beside and not self._lie_beside:
-            raise Unfit("images lie side by side in runs of whole rows, in boxes, with all their phases along W")
+            yield "images lie side by side in runs of whole rows, in boxes, with all their phases along W"
         if self.cluster > 1 and not self._clusters:
-            raise Unfit(
-                "blocks of a cluster leave sums of whole tiles where pixels and weights were, and stream weights"
-            )
-        if self.parts == 2 and self.split == 1:
-            raise Unfit("IEEE accumulators leave no room for two blocks")
-        if self.parts == 2 and self.wgmma and not self.resident and self.w_stage % 2:
-            raise Unfit(f"a stage has both parts of a step's weights, which {self.w_stage} fragments are not")
+            yield "blocks of a cluster leave sums of whole tiles where pixels and weights were, and stream weights"
+
+    def _too_large(self, shared_limit: int) -> Iterator[str]:
+        """Why there is no room."""
+        p = self.problem
+        if max(p.taps, math.prod(p.stride)) > _FEW_TAPS and self.table_bytes > MOST_CONSTANTS:
+            yield f"the kernel's tables take {self.table_bytes} bytes of constant memory, of {MOST_CONSTANTS}"
         if self.shared_bytes > shared_limit:
-            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
+            yield f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}"
         if self.pixels > MAX_PIXELS and not self.channels_last:
-            raise Unfit(f"the tile has {self.pixels} pixels with its halo, more than {MAX_PIXELS}")
-        return self
+            yield f"the tile has {self.pixels} pixels with its halo, more than {MAX_PIXELS}"
 
     @property
     def _lie_beside(self) -> bool:

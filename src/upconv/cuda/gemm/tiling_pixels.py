@@ -23,9 +23,7 @@ _MAX_CLASSES = 8  # of rows and channels; each has a tensor map of 128 bytes amo
 
 of_taps = derived_from("problem", "unroll", "subs", "w_subs")
 _of_columns = derived_from("problem", "unroll", "subs", "w_subs", "tile")
-of_pixels = derived_without(
-    "stages_p", "stages_s", "stages_w", "w_stage", "resident", "run_groups", "drained", "cluster"
-)
+of_pixels = derived_without("stages_p", "stages_s", "stages_w", "w_stage", "resident", "drained", "cluster")
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,6 @@ class TiledPixels:
     """Multiply with wgmma (sm_90a), else with mma.sync (sm_80 and up)."""
     whole: Triple | None = None
     """NCHW: size (D, H, W) of small sources, of which a tile holds whole images: copied as lines, without a halo."""
-    paired: bool = False
-    """Sub (8, 8): subtiles lie in pairs, one below the other, so that one matrix instruction takes both (`wide`)."""
     planewise: bool = False
     """Channels-last, where taps step over rows and columns: every residue of these is a box and a plane of its own,
     waited for and given back by itself, so that a chunk's first plane is loaded anew while its last is multiplied."""
@@ -187,11 +183,7 @@ class TiledPixels:
         across, down = w_of_tile // self.sub[1], h_of_tile // self.sub[0]
         plane, within = divmod(subtile, across * down)
         n, d = divmod(plane, d_of_tile)
-        if self.paired:
-            pair, below = divmod(within, 2)
-            h, w = pair // across * 2 + below, pair % across
-        else:
-            h, w = divmod(within, across)
+        h, w = divmod(within, across)
         (rows_d, rows_h), (step_d, step_h) = self.row_counts, self.row_steps
         row = (n * rows_d + d * step_d) * rows_h + h * self.sub[0] * step_h
         return row * self.pitch + w * self.sub[1]

@@ -22,7 +22,6 @@ _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretc
 _STEPS_ROLLED = 25  # of a variant's chunk, from which on its steps are a loop of rounds
 _STEPS_OF_ROUND = 5, 16  # at least, at most
 _SETS = 3, 4, 5, 7  # of fragments' registers that may come round with every round
-_STEPS_CONTINUED = 12  # of a chunk, from which on the pipeline of matrix instructions does not drain behind it
 _STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of them have high parts: wgmma, mma.sync
 
 
@@ -240,26 +239,7 @@ class TiledWeights(TiledPixels):
     @property
     def fragment_sets(self) -> int:
         """Sets of registers that fragments take in turn."""
-        if self.rolled:
-            return self._round_of_chunk[1]
-        steps = [n * self.k_steps for n in self.distinct_entries]
-        fours = any(n % 3 for n in steps) and not any(n % 4 for n in steps)
-        return 4 if self.split == 2 and self.straight and fours else 3
-
-    @property
-    def continued(self) -> bool:
-        """Whether a chunk's last step is multiplied while the next chunk begins: then sets come round with every chunk.
-
-        A chunk's pixel tile (`planewise`: its last plane) is given back in the next chunk, which must have one of its
-        own. Where consumers share chunks each fills the other's gaps, and of few steps the late return costs more than
-        it gains (docs/experiments.md).
-        """
-        steps = [n * self.k_steps for n in self.distinct_entries if n]
-        if not (self.straight or self.rolled) or self.split != 2 or min(steps) < _STEPS_CONTINUED:
-            return False
-        if self.stages_p * self.plane_barriers < 2:
-            return False
-        return all(n % self.fragment_sets == 0 for n in steps)
+        return self._round_of_chunk[1] if self.rolled else 3
 
     @_of_stretches
     def longest_stretch(self) -> int:
@@ -352,6 +332,11 @@ class TiledWeights(TiledPixels):
         if self.problem.pass_ == "fwd":
             return self.weight_span // self.element, 1, self.chunk, 1, 1
         return self.chunk, 1, self.rows_per_sub * self.wgs_m, 1, 1
+
+    @property
+    def weight_boxes(self) -> int:
+        """Boxes of a tap's weights where they are `boxable`."""
+        return self.wgs_m * 64 * self.element // self.weight_span if self.problem.pass_ == "fwd" else self.subs
 
     # --- the ring of weights in shared memory ------------------------------------------------------------------------
 

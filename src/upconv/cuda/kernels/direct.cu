@@ -1,265 +1,233 @@
-// Transposed convolution on CUDA cores, for few channels per group and for float64, where bytes or FMAs are the limit.
+// The forward and the gradient for the input on CUDA cores: depthwise layers, few channels and float64.
 //
-// Layout. Input (BATCH, GROUPS * CI, D, H, W) and output (BATCH, GROUPS * CO_GROUP, OD, OH, OW), both dense, NCHW or
-// channels_last (LAST). Ranks below 3 have sizes of 1 in front. Weights are packed by `direct_pack` into rows of
-// [kw][co] per (group, block of CO output channels, kd, ci, kh), in the accumulator's type, padded to 16 bytes.
+//   forward  out[n, co, o] = bias[co] + sum over ci of the group and taps of in[n, ci, i] * w[ci, co, tap],  o = i * stride + tap * dilation - padding
+//   dX       gi[n, ci, i]  =            sum over co of the group and taps of g[n, co, o] * w[ci, co, tap]
 //
-// Cells. Outputs j * S ... j * S + S - 1 of a dimension are cell j. Output t of cell j and tap k meet where
-// (t + P - k * DIL) is a multiple of S, at input i = j + (t + P - k * DIL) / S. So the outputs of a cell hold all phases,
-// start at a multiple of S whatever the padding, and along W all of them belong to one thread.
+// A block computes some channels of a tile of cells (direct_tile.cuh), a thread those of `rows` cells. For each chunk of the source's channels and
+// tap along D the tile and the slice's weights come to shared memory. A cell of the forward has outputs of all phases, so every tap is
+// unrolled.
 //
-// Steps. A block makes BLOCK_H x BLOCK_W cells of one output depth, for SLOTS groups and CO channels of each. A thread
-// has CELLS neighbouring cells along W and of these either one output row (PHASES_H 1, one phase along H) or all SH
-// (PHASES_H SH: each input row is then read once for all phases, and every tap is unrolled). For every depth tap of
-// the block's phase and every chunk of CHUNK input channels: the block copies the input tile with its halo (zeros
-// outside) and the chunk's weights to shared memory, while the threads walk channels and taps of the stage before.
-// A row in shared memory has one word between runs of CELLS, and rows are padded so that the threads of a warp, over all
-// its rows, have one odd stride: reads are free of bank conflicts.
-// The sums leave through shared memory, so that stores cover whole lines; directly when a thread's are one vector.
-//
-// Constraints: the tile and the unrolled taps must fit (the planner checks).
-
-#include "direct_copies.cuh"
-#include "direct_stores.cuh"
-#include "direct_weights.cuh"
+// Stores. A lane's neighbouring results are a run. Where a run is one vector a lane stores it. Else runs go through shared memory,
+// so that lanes store neighbours; stored as they are, or exchanged by pairs of lanes, they take more than twice as long.
+#include "direct_tile.cuh"
 
 template <class C_>
-struct Direct {
+struct Direct : DirectTile<C_> {
 using C = C_;
-using Weights = WeightRows<C>;
-using Scalar = ScalarOf<C::precision>;
-using T = typename Scalar::T;
-using Acc = typename Scalar::Acc;
-using Pack = typename Scalar::Pack;
+using Base = DirectTile<C>;
+using typename Base::Scalar; using typename Base::T; using typename Base::Acc; using typename Base::Pack;
+using typename Base::Sizes; using typename Base::Tile; using typename Base::Own;
+using Base::VEC; using Base::ELEMENT; using Base::BY_CHANNELS; using Base::TO; using Base::LANES; using Base::CHANNELS; using Base::ROWS; using Base::CHUNK;
+using Base::KERNEL_H; using Base::KERNEL_W; using Base::THREADS; using Base::CHANNEL_BLOCKS;
+using Base::ROW_PITCH; using Base::column_at; using Base::thread_index;
+static constexpr int CIN_G = C::forward ? C::from_g : C::to_g, COUT_G = C::forward ? C::to_g : C::from_g;
+static constexpr int CELL_H = C::out_h, CELL_W = C::out_w;  // results of a cell
 
-static constexpr int VEC = Scalar::VEC, THREADS = C::threads, GROUPS = C::groups, CI = C::cin_g, CO_GROUP = C::cout_g;
-static constexpr int CO = C::co_tile, CELLS = C::cells, SLOTS = C::slots, CHUNK = C::chunk;
-static constexpr int KD = C::kernel_d, KH = C::kernel_h, KW = C::kernel_w, SD = C::stride_d, SH = C::stride_h, SW = C::stride_w;
-static constexpr int PD = C::padding_d, PH = C::padding_h, PW = C::padding_w, DD = C::dilation_d, DH = C::dilation_h, DW = C::dilation_w;
-static constexpr int COUT_BLOCKS = Weights::COUT_BLOCKS, WEIGHT_ROW = Weights::WORDS;
-static constexpr int PHASES_H = C::phases_h;
-static constexpr bool ALL_H = PHASES_H > 1;
-static constexpr int ROWS = C::block_h * SH / PHASES_H;  // rows of threads
-static constexpr int UNITS = ROWS * C::block_x;          // threads that compute, per slot
-static constexpr int BLOCK_W = C::block_x * CELLS;       // cells
-static constexpr int RUN = CELLS * SW;                   // neighbouring outputs of a thread
-static constexpr int PITCH = CELLS | 1;                  // words from one thread's cells to the next one's
-static constexpr int ROW_PITCH = C::row_pitch;
-static constexpr int PLANE = ((C::block_h + C::span_h) * ROW_PITCH) | 1;  // odd: channels_last writes neighbouring channels at once
-static constexpr int CHANNELS = SLOTS * CHUNK;                            // planes of a stage
-static constexpr int CHUNKS = (CI + CHUNK - 1) / CHUNK;
-static constexpr int WEIGHT_CHANNEL = KH * WEIGHT_ROW;
-static constexpr int WEIGHT_WORDS = CHANNELS * WEIGHT_CHANNEL;  // per stage; a multiple of VEC
-static constexpr int STAGE_WORDS = (WEIGHT_WORDS + CHANNELS * PLANE + VEC - 1) / VEC * VEC;
-static constexpr int GROUP_BLOCKS = (GROUPS + SLOTS - 1) / SLOTS;
+// A tap's weights, for the lanes' channels or a thread's; those of one channel lie by columns of taps, so that four are one load.
+static constexpr bool ONE_CHANNEL = !BY_CHANNELS && CHANNELS == 1;
+static constexpr int WEIGHTS = BY_CHANNELS ? LANES : ONE_CHANNEL ? 1 : (CHANNELS + VEC - 1) / VEC * VEC;
+static constexpr int WEIGHTS_READ = BY_CHANNELS ? 1 : WEIGHTS;
+static __device__ __forceinline__ constexpr int tap_at(int kh, int kw) {
+  return ONE_CHANNEL ? kw * ((KERNEL_H + VEC - 1) / VEC * VEC) + kh : (kw * KERNEL_H + kh) * WEIGHTS;
+}
+static constexpr int SLICE_WORDS = ONE_CHANNEL ? KERNEL_W * ((KERNEL_H + VEC - 1) / VEC * VEC) : KERNEL_H * KERNEL_W * WEIGHTS;  // of a channel of the source
+static constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;               // without gaps
+static constexpr int TAP_BATCH = (CHUNK * TAP_WORDS + THREADS - 1) / THREADS;
 
-struct Sizes { int d, h, w, od, oh, ow, tiles_h, tiles_w; };
-
-// What a block computes: a depth of an image, the first of its groups and cells, and a block of channels.
-struct Place {
-    i64 image;
-    int od, group, cout_block, cell_h, cell_w;
+// What a block computes: channels (lanes_are_channels: from `channel` on; else of `group`) of a tile.
+struct Item {
+  Tile tile;
+  int group, channel;
 };
 
-// What a thread of it computes: its cells along W, and its row of cells and phase along H. Rows go phase by phase, so that the threads
-// of a warp share their taps.
-struct Thread { int slot, unit, tx, th, jh; };
-
-using Sums = Acc[CO][RUN];
-using Copies = DirectCopies<Direct>;
-using Stores = DirectStores<Direct>;
-
-static __device__ __forceinline__ Place place_of(u32 at, const Sizes& s) {
-    Place p;
-    p.cell_w = at % s.tiles_w * BLOCK_W;
-    at /= s.tiles_w;
-    p.cell_h = at % s.tiles_h * C::block_h;
-    at /= s.tiles_h;
-    p.cout_block = at % COUT_BLOCKS;
-    at /= COUT_BLOCKS;
-    p.group = at % GROUP_BLOCKS * SLOTS;
-    at /= GROUP_BLOCKS;
-    p.od = at % s.od;
-    p.image = at / s.od;
-    return p;
+static __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
+  Item item;
+  const int block = index % CHANNEL_BLOCKS;  index /= CHANNEL_BLOCKS;
+  item.group = 0;
+  item.channel = block * (BY_CHANNELS ? LANES : CHANNELS);
+  if constexpr (BY_CHANNELS) {
+    item.tile = Base::tile_of(index, s);
+  } else if constexpr (C::channels_last) {
+    // A pixel's channels are neighbours: groups that share its sectors find them in L2.
+    item.group = index % C::groups;
+    item.tile = Base::tile_of(index / C::groups, s);
+  } else {
+    // A channel's tiles are neighbours: what their halos share comes from L2.
+    const u32 tiles = s.tiles_w * s.tiles_h * s.d;
+    item.group = index / tiles % C::groups;
+    item.tile = Base::tile_of(index % tiles, s);
+    item.tile.n = index / tiles / C::groups;
+  }
+  return item;
 }
 
-static __device__ __forceinline__ Thread thread_of(int tid) {
-    Thread own;
-    own.slot = tid / UNITS;
-    own.unit = tid % UNITS;
-    own.tx = own.unit % C::block_x;
-    const int row = own.unit / C::block_x;
-    own.th = ALL_H ? 0 : row / C::block_h;
-    own.jh = ALL_H ? row : row % C::block_h;
-    return own;
+// A slice's weights, of the source's channels from `from` on.
+static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int from, int kd) {
+  const int thread = thread_index();
+#pragma unroll
+  for (int b = 0; b < TAP_BATCH; b++) {
+    const int i = thread + b * THREADS, source = from + i / TAP_WORDS, tap = i % TAP_WORDS / WEIGHTS;
+    const int own = i % WEIGHTS, to = item.channel + own;
+    const bool exists = source < C::from_g && (BY_CHANNELS ? to < TO : own < CHANNELS && to < C::to_g);
+    const i64 in = BY_CHANNELS ? to : item.group * CIN_G + (C::forward ? source : to);
+    const i64 row = BY_CHANNELS ? in : in * COUT_G + (C::forward ? to : source);
+    v[b] = 0;
+    if (i < CHUNK * TAP_WORDS && exists) v[b] = weight[(row * C::kernel_d + kd) * (KERNEL_H * KERNEL_W) + tap];
+  }
 }
 
-// A depth tap of the block's phase whose input plane exists, and a chunk of input channels.
-struct Stage {
-    int kd, chunk, depth;
-    __device__ __forceinline__ void advance(int od, int d) {
-        if (++chunk < CHUNKS) return;
-        chunk = 0;
-        for (++kd; kd < KD; ++kd) {
-            const int reach = od + PD - kd * DD;
-            if (reach < 0 || reach % SD) continue;
-            depth = reach / SD;
-            if (depth < d) return;
+static __device__ __forceinline__ void store_weights(Acc* weights, const T (&v)[TAP_BATCH]) {
+  const int thread = thread_index();
+#pragma unroll
+  for (int b = 0; b < TAP_BATCH; b++) {
+    const int i = thread + b * THREADS, tap = i % TAP_WORDS / WEIGHTS;
+    if (i < CHUNK * TAP_WORDS) weights[i / TAP_WORDS * SLICE_WORDS + tap_at(tap / KERNEL_W, tap % KERNEL_W) + i % WEIGHTS] = Scalar::value(v[b]);
+  }
+}
+
+// A tap's weights of a thread.
+static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS_READ], const Acc* from, int mine) {
+  if constexpr (WEIGHTS_READ == 1) {
+    w[0] = from[BY_CHANNELS ? mine : 0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < WEIGHTS_READ; i += VEC) {
+      const Pack pack = *(const Pack*)(from + i);
+#pragma unroll
+      for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
+    }
+  }
+}
+
+using Sums = Acc[ROWS][CELL_H][CELL_W][CHANNELS];
+
+// A slice's products: a column of taps after the other, whose rows of the tile stay in registers where they are unrolled.
+static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own) {
+#pragma unroll C::unroll_w
+  for (int kw = 0; kw < KERNEL_W; kw++) {
+    const int u = Base::phase_of(kw, C::stride_w, C::dilation_w, C::padding_w);
+    const Acc* column = tile + own.at + column_at(Base::column_of_tap(kw));
+#pragma unroll C::unroll_h
+    for (int kh = 0; kh < KERNEL_H; kh++) {
+      const int t = Base::phase_of(kh, C::stride_h, C::dilation_h, C::padding_h);
+      Acc w[WEIGHTS_READ];
+      read_weights(w, weights + tap_at(kh, kw), own.mine);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        const Acc v = column[(r * C::in_h + Base::row_of_tap(kh)) * ROW_PITCH];
+#pragma unroll
+        for (int c = 0; c < CHANNELS; c++) sum[r][t][u][c] = multiply_add(v, w[c], sum[r][t][u][c]);
+      }
+    }
+  }
+}
+
+// A run: columns of a cell in NCHW, a pixel's channels in channels_last, those of all columns where a thread has all channels.
+static constexpr bool WHOLE_PIXELS = C::channels_last && !BY_CHANNELS && C::groups == 1 && CHANNELS == C::to_g;
+static constexpr int RUN = BY_CHANNELS ? 1 : WHOLE_PIXELS ? CELL_W * CHANNELS : C::channels_last ? CHANNELS : CELL_W;
+static constexpr int RUNS = CELL_W * CHANNELS / RUN;    // of a row of a cell
+static constexpr int POWER = RUN & -RUN, OF_16 = 16 / ELEMENT;
+static constexpr int WIDE = POWER < OF_16 ? POWER : OF_16, LINES = RUN / WIDE;
+struct alignas(WIDE * sizeof(T)) Line { T v[WIDE]; };
+
+// Where line `at` of a warp's is in its buffer: eight lanes that write meet eight different places of 128 bytes.
+static __device__ __forceinline__ int swizzled(int at) { return LINES % 2 ? at : at ^ (at >> 3 & (LINES - 1 & 7)); }
+
+// A warp's runs, UNIT (WIDE or 1) elements a lane and store: element e of a lane's goes to `place` + e, if that is before `left`.
+template <int UNIT>
+static __device__ __forceinline__ void store_turned(T* out, const Line* buffer, i64 place, int left, int lane) {
+  constexpr int UNITS = RUN / UNIT;        // of a lane
+#pragma unroll
+  for (int k = 0; k < UNITS; k++) {
+    const int at = k * 32 + lane, element = at % UNITS * UNIT;
+    const i64 of = __shfl_sync(0xffffffffu, place, at / UNITS);
+    const int room = __shfl_sync(0xffffffffu, left, at / UNITS);
+    const Line& line = buffer[swizzled(at / UNITS * LINES + element / WIDE)];
+    if (element >= room) continue;
+    if (UNIT == WIDE) *(Line*)(out + of + element) = line;
+    else out[of + element] = line.v[element % WIDE];
+  }
+}
+
+// A lane's run to `place`, of which the result has `left` elements. `whole`: runs begin at multiples of a line.
+static __device__ __forceinline__ void store_run(T* out, const Line (&line)[LINES], i64 place, int left, bool whole, Line* buffer, int lane) {
+  if constexpr (LINES == 1) {
+    if (whole && left >= RUN) *(Line*)(out + place) = line[0];
+    if (whole && left >= RUN) return;
+#pragma unroll
+    for (int e = 0; e < RUN; e++)
+      if (e < left) out[place + e] = line[0].v[e];
+  } else {
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < LINES; k++) buffer[swizzled(lane * LINES + k)] = line[k];
+    __syncwarp();
+    if (whole) store_turned<WIDE>(out, buffer, place, left, lane);
+    else store_turned<1>(out, buffer, place, left, lane);
+  }
+}
+
+static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* bias, const Item& item, const Own& own, Line* buffer, int lane, const Sizes& s) {
+  const Tile& t = item.tile;
+  const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (C::channels_last ? WHOLE_PIXELS ? s.w * TO : C::to_g : s.w) % WIDE == 0;
+  const int first = item.group * C::to_g + item.channel + (BY_CHANNELS ? lane : 0);  // channel
+  const int channels = BY_CHANNELS ? (lane < LANES && first < TO) : C::to_g - item.channel;
+  constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
+  const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
+  T* to = out + (C::channels_last ? ((i64)t.n * s.d + t.d) * plane * TO + first : ((i64)t.n * TO + first) * channel_step + t.d * plane);
+  Acc start[CHANNELS];
+#pragma unroll
+  for (int c = 0; c < CHANNELS; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int y = 0; y < CELL_H; y++) {
+      const int row = (t.h + own.ty + r) * C::out_h + y;
+#pragma unroll
+      for (int k = 0; k < RUNS; k++) {
+        const int column = (t.w + own.tx) * CELL_W + (C::channels_last ? k : 0), ahead = C::channels_last ? 0 : k;  // channels
+        Line line[LINES];
+#pragma unroll
+        for (int e = 0; e < RUN; e++) {
+          const int c = C::channels_last ? e % CHANNELS : k, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
+          line[e / WIDE].v[e % WIDE] = Scalar::stored(sum[r][y][x][c] + start[c]);
         }
+        const int exists = !C::channels_last ? s.w - column : WHOLE_PIXELS ? (s.w - column) * CHANNELS : channels;
+        const int left = row < s.h && column < s.w && ahead < channels ? exists : 0;
+        store_run(to, line, ((i64)row * s.w + column) * PIXEL + ahead * channel_step, left, whole, buffer, lane);
+      }
     }
-    __device__ __forceinline__ int channels() const { return CI - chunk * CHUNK < CHUNK ? CI - chunk * CHUNK : CHUNK; }
-};
+}
 
-static __device__ __forceinline__ void copy_weights(Acc* to, const Acc* weight, const Place& p, const Stage& stage) {
-    const int first = stage.chunk * CHUNK, channels = stage.channels();
+static __device__ __forceinline__ void run(unsigned char* memory, const T* __restrict__ source, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out, const Sizes& s, bool whole_units) {
+  Acc *tile = (Acc*)memory, *weights = tile + Base::TILE_WORDS;
+  const int lane = threadIdx.x & 31;
+  const Own own = Base::own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
+  const Item item = item_of(blockIdx.x, s);
+  Sums sum = {};
 #pragma unroll 1
-    for (int s = 0; s < SLOTS; ++s) {
-        const int g = p.group + s < GROUPS ? p.group + s : GROUPS - 1;
-        const Acc* from = weight + (((i64)(g * COUT_BLOCKS + p.cout_block) * KD + stage.kd) * CI + first) * WEIGHT_CHANNEL;
-        Acc* rows = to + s * CHUNK * WEIGHT_CHANNEL;
-        for (int v = threadIdx.x * VEC; v < channels * WEIGHT_CHANNEL; v += THREADS * VEC) copy16(shared_address(rows + v), from + v);
-    }
-}
-
-static __device__ __forceinline__ typename Copies::Source source_of(const T* x, const Place& p, const Stage& stage, const Sizes& s) {
-    const i64 plane = (i64)s.h * s.w;
-    const int first = stage.chunk * CHUNK;
-    typename Copies::Source from;
-    from.channel_step = s.d * plane;
-    from.base = C::channels_last ? x + (p.image * s.d + stage.depth) * plane * (GROUPS * CI) + p.group * CI + first
-                                 : x + (p.image * (GROUPS * CI) + (i64)p.group * CI + first) * from.channel_step + stage.depth * plane;
-    from.present = SLOTS > 1 ? (GROUPS - p.group) * CI : stage.channels();
-    from.row = p.cell_h + C::min_h;
-    from.col = p.cell_w + C::min_w;
-    from.h = s.h;
-    from.w = s.w;
-    return from;
-}
-
-// All products of one input row and the taps of one row of a channel, both in shared memory.
-static __device__ __forceinline__ void multiply(Sums& to, const Acc* line, const Acc* weights) {
-    Acc window[CELLS + C::span_w];
-#pragma unroll
-    for (int c = 0; c < CELLS + C::span_w; ++c) window[c] = line[c / CELLS * PITCH + c % CELLS];
-    const Pack* packs = reinterpret_cast<const Pack*>(weights);
-    Pack pack;
-#pragma unroll
-    for (int k = 0; k < KW; ++k) {
-        const int t = floor_mod(k * DW - PW, SW);
-        const int shift = (t + PW - k * DW - C::min_w * SW) / SW;
-#pragma unroll
-        for (int c = 0; c < CO; ++c) {
-            const int word = k * CO + c;
-            if (word % VEC == 0) pack = packs[word / VEC];
-#pragma unroll
-            for (int m = 0; m < CELLS; ++m)
-                to[c][m * SW + t] = multiply_add(pack.v[word % VEC], window[m + shift], to[c][m * SW + t]);
-        }
-    }
-}
-
-// The first tap along H of a thread's phase; KH where it has none.
-static __device__ __forceinline__ int first_tap(int th) {
-    int first = KH;
-#pragma unroll 1
-    for (int k = 0; !ALL_H && k < KH && k < C::step_kh; ++k)
-        if ((th + PH + KH * DH * SH - k * DH) % SH == 0) first = k;
-    return first;
-}
-
-// A stage's products.
-static __device__ __forceinline__ void multiply_stage(Sums (&sum)[PHASES_H], const Acc* stage, const Thread& own, int channels, int first_kh) {
-    const Acc* weights = stage + own.slot * CHUNK * WEIGHT_CHANNEL;
-    const Acc* tile = stage + WEIGHT_WORDS + own.slot * CHUNK * PLANE + own.tx * PITCH;
-    const int first_row = own.jh + (own.th + PH - first_kh * DH - C::min_h * SH) / SH;  // exact where the phase has taps
-#pragma unroll 1
-    for (int ci = 0; ci < channels; ++ci) {
-        if constexpr (ALL_H) {  // input row by input row, each for the taps of all phases that meet it
-#pragma unroll
-            for (int r = 0; r <= C::span_h; ++r)
-#pragma unroll
-                for (int kh = 0; kh < KH; ++kh) {
-                    const int t = floor_mod(kh * DH - PH, SH);
-                    if ((t + PH - kh * DH - C::min_h * SH) / SH == r)
-                        multiply(sum[t], tile + ci * PLANE + (own.jh + r) * ROW_PITCH, weights + (ci * KH + kh) * WEIGHT_ROW);
-                }
-        } else {
-            int r = first_row;
-#pragma unroll 1
-            for (int kh = first_kh; kh < KH; kh += C::step_kh, r -= C::step_row)
-                multiply(sum[0], tile + ci * PLANE + r * ROW_PITCH, weights + (ci * KH + kh) * WEIGHT_ROW);
-        }
-    }
-}
-
-static __device__ __forceinline__ void add_bias(Sums (&sum)[PHASES_H], const T* bias, int g, int cout_block, bool stores) {
-#pragma unroll
-    for (int c = 0; c < CO; ++c) {
-        const int co = cout_block * CO + c;
-        const Acc b = stores && co < CO_GROUP ? Scalar::value(bias[g * CO_GROUP + co]) : Acc(0);
-#pragma unroll
-        for (int t = 0; t < PHASES_H; ++t)
-#pragma unroll
-            for (int v = 0; v < RUN; ++v) sum[t][c][v] += b;
-    }
-}
-
-static __device__ __forceinline__ void run(const T* __restrict__ x, const Acc* __restrict__ weight, const T* __restrict__ bias,
-                                           T* __restrict__ out, const Sizes& s, Acc* shared) {
-    const Place p = place_of(blockIdx.x, s);
-    const int tid = threadIdx.x;
-    const Thread own = thread_of(tid);
-    const bool computes = tid < SLOTS * UNITS;
-    const int first_kh = first_tap(own.th);
-
-    Sums sum[PHASES_H];
-#pragma unroll
-    for (int t = 0; t < PHASES_H; ++t)
-#pragma unroll
-        for (int c = 0; c < CO; ++c)
-#pragma unroll
-            for (int v = 0; v < RUN; ++v) sum[t][c][v] = 0;
-
-    Stage stage = {-1, CHUNKS - 1, 0};
-    const auto begin = [&](Acc* to) {
-        copy_weights(to, weight, p, stage);
-        Copies::copy(to + WEIGHT_WORDS, source_of(x, p, stage, s), x);
-    };
-    stage.advance(p.od, s.d);
-    if (stage.kd < KD) {
-        begin(shared);
-        copy_wait_all();
-    }
+  for (int slice = 0; slice < (C::from_g + CHUNK - 1) / CHUNK * C::kernel_d; slice++) {
+    const int from = slice / C::kernel_d * CHUNK, kd = slice % C::kernel_d, depth = Base::depth_of(item.tile.d, kd, s);
+    if (depth < 0) continue;
+    const int channel = BY_CHANNELS ? item.channel : item.group * C::from_g + from, left = BY_CHANNELS ? TO - channel : C::from_g - from;
+    T taps[TAP_BATCH];
+    load_weights(taps, weight, item, from, kd);
+    __syncthreads();                       // the slice before has been read
+    Base::stage(tile, source, item.tile, depth, channel, left, whole_units, s);
+    store_weights(weights, taps);
     __syncthreads();
 #pragma unroll 1
-    for (int buffer = 0; stage.kd < KD; buffer ^= 1) {
-        const int channels = stage.channels();
-        Acc* next = shared + (buffer ^ 1) * STAGE_WORDS;
-        stage.advance(p.od, s.d);
-        if (C::stages > 1 && stage.kd < KD) begin(next);
-        if (computes) multiply_stage(sum, shared + buffer * STAGE_WORDS, own, channels, first_kh);
-        if (C::stages > 1 && stage.kd < KD) copy_wait_all();
-        __syncthreads();
-    }
-
-    const int g = p.group + own.slot;
-    const bool stores = tid < SLOTS * UNITS && g < GROUPS;
-    if (bias) add_bias(sum, bias, g, p.cout_block, stores);
-    if constexpr (C::channels_last) {
-        Stores::store_pixels(sum, out, shared, p, own, s);
-    } else {
-        Stores::store_rows(sum, out, shared, p, own, stores, s);
-    }
+    for (int c = 0; c < CHUNK && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own);
+  }
+  if (LINES > 1) __syncthreads();          // the last slice has been read
+  store(out, sum, bias, item, own, (Line*)memory + threadIdx.x / 32 * (32 * LINES), lane, s);
 }
 };
 
 template <class C>
 __global__ void __launch_bounds__(C::threads, C::min_blocks)
-    direct(const typename Direct<C>::T* __restrict__ x, const typename Direct<C>::Acc* __restrict__ weight,
-           const typename Direct<C>::T* __restrict__ bias, typename Direct<C>::T* __restrict__ out, int d, int h, int w, int od_size,
-           int oh_size, int ow_size, int tiles_h, int tiles_w) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    auto* shared = reinterpret_cast<typename Direct<C>::Acc*>(memory);
-    Direct<C>::run(x, weight, bias, out, {d, h, w, od_size, oh_size, ow_size, tiles_h, tiles_w}, shared);
+direct(const typename Direct<C>::T* __restrict__ source, const typename Direct<C>::T* __restrict__ weight, const typename Direct<C>::T* __restrict__ bias,
+       typename Direct<C>::T* __restrict__ out, int batch, int from_d, int from_h, int from_w, int d, int h, int w, int tiles_h, int tiles_w, int whole_units) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Direct<C>::run(memory, source, weight, bias, out, {batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w}, whole_units);
 }

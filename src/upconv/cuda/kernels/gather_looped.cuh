@@ -60,7 +60,7 @@ static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename 
     }
     if constexpr (C::wgmma) {
       if (i + 1 < STEPS) wgmma_wait<1>();
-      if (!C::resident && (i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) S::give_back_weights(done, lane);
+      if (!C::resident && (i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) S::give_back(done, lane);
     }
   }
   if constexpr (C::wgmma) wgmma_fence();
@@ -82,7 +82,7 @@ using S = StepOf<C>;
 using Sums = float[G::MB][G::NB][32];
 static_assert(PARTS == 1 || !C::wgmma || C::resident || C::w_stage % 2 == 0, "a stage has both parts of a step's weights");
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, u32, int lane) {
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int lane) {
 #pragma unroll
   for (int b = 0; b < G::MB; b++) {
     int e = G::first_entry(variant, b), last = G::end_entry(variant, b);

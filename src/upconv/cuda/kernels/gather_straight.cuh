@@ -23,32 +23,30 @@ static __device__ __forceinline__ constexpr int block_of(int variant, int entry)
 }
 
 template <int VARIANT, int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP / G::STEPS_PER_TAP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
   if constexpr (C::plane_barriers > 1) {                // a plane is waited for with its first step; behind it no instruction reads the plane before
     constexpr int plane = C::planes_of_entries[entry];
     constexpr bool begins = STEP % G::STEPS_PER_TAP == 0 && (STEP == 0 || C::planes_of_entries[entry - (STEP > 0)] != plane);
     if (begins) barrier_wait(pixels.full + plane * 8, pixels.parity);
     S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-    if (C::continued && STEP == 0) S::give_back(behind, lane);
     if (begins && STEP > 0) S::give_back(pixels.empty + (plane - 1) * 8, lane);
   } else {
     S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-    if (C::continued && STEP == 0) S::give_back(behind, lane);
   }
 }
 
 // Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
 template <int VARIANT, int... STEPS>
-static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
+static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
   weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
 // is then compiled, and fetched.
 template <int STRETCH>
-static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::first_of_stretches[STRETCH];  // variant
   int stretch = variant;
   if constexpr (C::stretches < C::variants) stretch = STRETCH_OF<C>[variant];
@@ -56,14 +54,14 @@ static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, 
     u32 a[C::fragment_sets][4];
     const typename Counting<steps_of(first)>::type steps;
     weights.load(a[0], 0);
-    if constexpr (C::stretches < C::variants) multiply_from<first>(steps, acc, a, weights, pixels.shifted(VARIANT_ROW<C>[variant]), behind, lane);
-    else multiply_from<first>(steps, acc, a, weights, pixels, behind, lane);
+    if constexpr (C::stretches < C::variants) multiply_from<first>(steps, acc, a, weights, pixels.shifted(VARIANT_ROW<C>[variant]), lane);
+    else multiply_from<first>(steps, acc, a, weights, pixels, lane);
   } else if constexpr (STRETCH + 1 < C::stretches) {
-    multiply_stretch<STRETCH + 1>(variant, acc, weights, pixels, behind, lane);
+    multiply_stretch<STRETCH + 1>(variant, acc, weights, pixels, lane);
   }
 }
 
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, u32 behind, int lane) {
-  multiply_stretch<0>(variant, acc, weights, pixels, behind, lane);
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
+  multiply_stretch<0>(variant, acc, weights, pixels, lane);
 }
 };

@@ -9,18 +9,11 @@
 // columns at a time.
 #include "pixels_streamed.cuh"
 
-template <class C> struct Pairs;
-
-// Of the struct C: channels of g in a stage have a row of g for each group, and their taps along W are rows of weights. A chunk of them has a
-// stage for each row of the kernel.
+// Channels of g in a stage have a row of g for each group, and their taps along W are rows of weights. A chunk of them has a stage for each
+// row of the kernel.
 template <class C>
-using PairsBase = Streamed<Pairs<C>, C, 128 / C::group, C::chunk * C::pitch * NumberOf<C::precision>::SIZE,
-                           C::chunk * C::kernel_w * NumberOf<C::precision>::SIZE / 128,
-                           (C::cin + C::chunk - 1) / C::chunk * C::kernel_d * C::kernel_h, C::cout>;
-
-template <class C>
-struct Pairs : PairsBase<C> {
-using Base = PairsBase<C>;
+struct Pairs : Streamed<Pairs<C>, C> {
+using Base = Streamed<Pairs, C>;
 using typename Base::Number;
 using typename Base::Sums;
 using Base::ELEMENT;

@@ -22,7 +22,7 @@ using PixelsOf<C>::VEC;
 using PixelsOf<C>::CONSUMERS;
 
 static constexpr int MB = C::mb, PAIRS = C::pairs, SHIFTS = C::shifts, CO_COLUMNS = C::co_columns, PASS = C::passed;
-static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, STEP_W = C::step_w;
+static constexpr int TILE_W = C::tile_w, STEP_W = C::step_w;
 static constexpr int CHUNKS = (C::cin + C::chunk - 1) / C::chunk;
 static constexpr int PITCH_BYTES = C::pitch * ELEMENT;  // from a channel to the next
 static constexpr int ROW_BYTES = C::chunk * PITCH_BYTES;  // of a row of the source
@@ -37,14 +37,14 @@ using Sums = float[PAIRS][MB][PAIR_COLUMNS / 2];
 using Maps = TensorMap;
 using Ring = RingOf<C::stages, STAGE_BYTES>;
 
-// A consumer's buffer: `passed` output channels of its tile's rows, each in units of 16 bytes as they lie in memory, so that neighbouring
+// A consumer's buffer: `passed` output channels of its tile's row, each in units of 16 bytes as they lie in memory, so that neighbouring
 // lanes store neighbours, and parts of units at a row's ends alone. Channels lie 4 words beyond a multiple of 16 apart, for their lanes'
 // banks. Rows of odd lengths begin anywhere in a sector of memory, and a store that covers sectors in part is slow. Units of 16 bytes are
 // faster in most layers than 4 bytes a lane from a sector's begin on (docs/experiments.md).
 static constexpr int RUN = TILE_W * STEP_W;             // outputs of one along W
 static constexpr int UNITS = RUN / VEC;                 // whole ones that it may have
 static constexpr int LINE_WORDS = (UNITS + !C::aligned) * 4;  // of a row; aligned: all rows begin at 16 bytes
-static constexpr int CHANNEL_BYTES = ((TILE_H * LINE_WORDS + 11) / 16 * 16 + 4) * 4;
+static constexpr int CHANNEL_BYTES = ((LINE_WORDS + 11) / 16 * 16 + 4) * 4;
 static constexpr int BUFFER_BYTES = PASS * CHANNEL_BYTES;
 static constexpr int OF_WARP = PASS / 4;                // channels that a warp stores
 static constexpr int ROUNDS = (OF_WARP * UNITS + 31) / 32;
@@ -64,7 +64,7 @@ struct Tile { int n, d, h, w; };                        // image and first place
 static __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
   Tile t;
   t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
-  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
+  t.h = q % s.tiles_h;  q /= s.tiles_h;
   t.d = q % s.tiles_d;
   t.n = q / s.tiles_d;
   return t;
@@ -150,15 +150,15 @@ static __device__ __forceinline__ void multiply(float (&d)[PAIR_COLUMNS / 2], in
 }
 
 // A source row's fragments of a step, for each shift: lanes' q g and g + 8, of channels `channel_at`.
-static __device__ __forceinline__ void load_fragments(u32 (&a)[SHIFTS][MB][4], const u32 (&own)[MB], u32 row) {
+static __device__ __forceinline__ void load_fragments(u32 (&a)[SHIFTS][MB][4], u32 from) {
 #pragma unroll
   for (int shift = 0; shift < SHIFTS; shift++)
 #pragma unroll
     for (int m = 0; m < MB; m++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int columns = value_at<C::shifts_at>(shift) + i % 2 * 8, half = i / 2;
-        u32 at = own[m] + row + columns * ELEMENT;
+        const int columns = value_at<C::shifts_at>(shift) + m * 64 + i % 2 * 8, half = i / 2;
+        u32 at = from + columns * ELEMENT;
         if constexpr (NARROW)
           a[shift][m][i] = load_shared_u16(at + half * 8 * PITCH_BYTES) | load_shared_u16(at + (half * 8 + 1) * PITCH_BYTES) << 16;
         else a[shift][m][i] = load_shared_u32(at + half * PITCH_BYTES);
@@ -183,9 +183,9 @@ static __device__ __forceinline__ void multiply_row(Sums& acc, const u32 (&a)[SH
   wgmma_commit();
 }
 
-// The buffer gets `passed` channels' outputs of a pair's rows, from channel `first` on; `begin`: where these rows begin in the first channel.
+// The buffer gets `passed` channels' outputs of a pair's row, from channel `first` on; `begin`: where the row begins in the first channel.
 static __device__ __forceinline__ void fill_buffer(
-    const float (&acc)[MB][PAIR_COLUMNS / 2], int first, const Type* __restrict__ bias, const char* begin, const Sizes& s, u32 plane, u32 buffer,
+    const float (&acc)[MB][PAIR_COLUMNS / 2], int first, const Type* __restrict__ bias, const char* begin, u32 plane, u32 buffer,
     int channel, int warp, int lane) {
 #pragma unroll
   for (int j = first / 8; j < CO_COLUMNS / 8; j++) {
@@ -195,18 +195,15 @@ static __device__ __forceinline__ void fill_buffer(
       const int of = 8 * j + c;                         // the channel, but for the lane's share
       float b = bias && (C::cout % 8 == 0 || of + channel < C::cout) ? Number::value(bias[of + channel]) : 0.f;
       u32 own = buffer + (of - first + channel) * CHANNEL_BYTES + (lane >> 2) * (STEP_W * ELEMENT);
-      u32 phase = (u32)(u64)begin / ELEMENT + (of + channel) * plane;
+      if (!C::aligned) own += ((u32)(u64)begin / ELEMENT + (of + channel) * plane) % VEC * ELEMENT;
 #pragma unroll
       for (int m = 0; m < MB; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          int position = m * 64 + warp * 16 + h * 8, run = position / TILE_W;
-          u32 to = own + run * (LINE_WORDS * 4) + position % TILE_W * (STEP_W * ELEMENT);
-          if (!C::aligned) to += (phase + (u32)(run * C::step_h) * s.w) % VEC * ELEMENT;
           float v[STEP_W];
 #pragma unroll
           for (int u = 0; u < STEP_W; u++) v[u] = acc[m][value_at<C::places_of_phases>(u) * (CO_COLUMNS / 2) + 4 * j + 2 * h + c] + b;
-          store_neighbours(to, v);
+          store_neighbours(own + (m * 64 + warp * 16 + h * 8) * (STEP_W * ELEMENT), v);
         }
     }
   }
@@ -226,20 +223,20 @@ static __device__ __forceinline__ void store_neighbours(u32 to, const float (&v)
   }
 }
 
-// Of a row, from channel `first` on: what the buffer has of it, of which `columns` exist if `row` does; `to_run`: where it begins in the
+// Of a row, from channel `first` on: what the buffer has of it, of which `columns` exist if `row` does; `to_row`: where it begins in the
 // first channel.
-static __device__ __forceinline__ void store_row(int first, char* to_run, u32 of_run, bool row, int columns, u32 plane, int warp, int lane) {
+static __device__ __forceinline__ void store_row(int first, char* to_row, u32 of_row, bool row, int columns, u32 plane, int warp, int lane) {
   u32 v[ROUNDS][4];                                     // all on their way before the first is stored
   char* to[ROUNDS];
   bool whole[ROUNDS];
 #pragma unroll
   for (int k = 0; k < ROUNDS; k++) {
     int index = lane + k * 32, c = warp * OF_WARP + (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS ? index / UNITS : 0), unit = index % UNITS;
-    to[k] = to_run + (long long)((first + c) * (u64)plane) * ELEMENT;
+    to[k] = to_row + (long long)((first + c) * (u64)plane) * ELEMENT;
     int phase = C::aligned ? 0 : (u32)(u64)to[k] / ELEMENT % VEC;
     unit += phase > 0;                                  // the one before is whole in no row
     int at = unit * VEC - phase;                        // of the unit's first element in the row
-    load_shared_128(v[k], of_run + c * CHANNEL_BYTES + unit * 16);
+    load_shared_128(v[k], of_row + c * CHANNEL_BYTES + unit * 16);
     to[k] += at * ELEMENT;
     whole[k] = row && at + VEC <= columns && (C::cout % 8 == 0 || first + c < C::cout) && (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS);
   }
@@ -247,11 +244,11 @@ static __device__ __forceinline__ void store_row(int first, char* to_run, u32 of
   for (int k = 0; k < ROUNDS; k++) store_global_128_if(to[k], v[k], whole[k]);
   if constexpr (!C::aligned) {                          // a lane for each end of a channel's row
     int c = warp * OF_WARP + lane / 2 % OF_WARP;
-    char* line = to_run + (long long)((first + c) * (u64)plane) * ELEMENT;
+    char* line = to_row + (long long)((first + c) * (u64)plane) * ELEMENT;
     int phase = (u32)(u64)line / ELEMENT % VEC, unit = lane % 2 ? (columns + phase) / VEC : 0, at = unit * VEC - phase;
     // One unit alone may be both ends.
     bool part = row && lane < 2 * OF_WARP && (C::cout % 8 == 0 || first + c < C::cout) && (lane % 2 ? unit > 0 : phase > 0 || columns < VEC);
-    load_shared_128(v[0], of_run + c * CHANNEL_BYTES + unit * 16);
+    load_shared_128(v[0], of_row + c * CHANNEL_BYTES + unit * 16);
     store_some<ELEMENT>(line + at * ELEMENT, v[0], at, 0, columns, part);
   }
 }
@@ -271,14 +268,9 @@ static __device__ __forceinline__ void store(
     for (int first = 0; first < CO_COLUMNS; first += PASS) {
       OPAQUE_2(plane, channel);                         // what follows from them is found here, not kept (spills)
       named_sync(1 + wg, 128);                          // everyone has read what was there before
-      fill_buffer(acc[pair], first, bias, begin, s, plane, buffer, channel, warp, lane);
+      fill_buffer(acc[pair], first, bias, begin, plane, buffer, channel, warp, lane);
       named_sync(1 + wg, 128);
-#pragma unroll 1
-      for (int run = 0; run < TILE_H; run++) {
-        bool row = first_d < s.d && first_h + run * C::step_h < s.h;
-        char* to_run = begin + (long long)((u32)(run * C::step_h) * s.w) * ELEMENT;
-        store_row(first, to_run, buffer + run * (LINE_WORDS * 4), row, columns, plane, warp, lane);
-      }
+      store_row(first, begin, buffer, first_d < s.d && first_h < s.h, columns, plane, warp, lane);
     }
   }
 }
@@ -286,15 +278,11 @@ static __device__ __forceinline__ void store(
 struct Consumer {
   const Work<Phases>& work;
   int wg, thread;
-  u32 own[MB];                                          // where a stage has the lane's first channel and q
+  u32 own;                                              // where a stage has the lane's first channel and q
   u32 weights;                                          // of the chunk, as descriptors have it
 
   __device__ __forceinline__ Consumer(const Work<Phases>& work, int wg, int thread) : work(work), wg(wg), thread(thread) {
-#pragma unroll
-    for (int m = 0; m < MB; m++) {
-      int position = m * 64 + (thread >> 5) * 16, run = position / TILE_W, g = (thread & 31) >> 2;
-      own[m] = run * ROW_BYTES + (thread & 3) * 2 * PITCH_BYTES + (position % TILE_W + g) * ELEMENT;
-    }
+    own = (thread & 3) * 2 * PITCH_BYTES + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * ELEMENT;
     barrier_wait(landed(work.memory), 0);
   }
 
@@ -313,7 +301,7 @@ struct Consumer {
     for (int row = 0; row < C::source_row_count; row++) {
       if (row == 0 && C::source_row_count % 2) wgmma_wait<0>();  // its registers are read by the last row's instructions
       else wgmma_wait<1>();
-      load_fragments(a[row % 2], own, at.stage + value_at<C::source_rows>(row) * ROW_BYTES);
+      load_fragments(a[row % 2], own + at.stage + value_at<C::source_rows>(row) * ROW_BYTES);
       multiply_row(acc, a[row % 2], row, at.weights);
     }
     weights += STEP_BYTES / 16;

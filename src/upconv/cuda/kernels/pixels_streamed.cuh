@@ -1,7 +1,7 @@
 // What `subpixel` and `pairs` share: places of an NCHW tensor times columns, whose pixels and weights come through one ring.
 //
-// A stage has M::BOXES boxes of pixels, which lanes of one warp bring, and ROWS_B rows of weights: for each of a block's columns 128 bytes of
-// K. Consumers halve a tile's places. A mode M has
+// A stage has `boxes` of pixels, which lanes of one warp bring, and `rows` of weights: for each of a block's columns 128 bytes of K. Consumers
+// halve a tile's places. A mode M has
 //   Sizes, Boxes       begin(tile): a lane's box; load(stage, to, barrier)
 //   weight_at          of a column of all, a stage, a row of its weights and a place of K: the weight there
 //   own_place          where a stage has the first fragments of a thread
@@ -9,37 +9,34 @@
 //   begin, store       a tile's sums
 #include "pixels.cuh"
 
-template <class M, class C, int BOXES, int BOX_BYTES, int ROWS_B, int STAGES_K, int ALL_COLUMNS_>
+template <class M, class C>
 struct Streamed : PixelsOf<C>, PacksUnits<M> {
 using PixelsOf<C>::ELEMENT;
 using PixelsOf<C>::VEC;
 
-static constexpr int PLACES = 128, COLUMNS = C::columns, ALL_COLUMNS = ALL_COLUMNS_;
-static constexpr int BLOCKS_N = (ALL_COLUMNS + COLUMNS - 1) / COLUMNS;
-static constexpr int BOX_PLACE = (BOX_BYTES + 127) / 128 * 128;  // where boxes may begin
-static constexpr int WEIGHTS_AT = (BOXES * BOX_PLACE + 1023) / 1024 * 1024, WEIGHT_BYTES = ROWS_B * COLUMNS * 128;
+static constexpr int PLACES = 128, COLUMNS = C::columns, ALL_COLUMNS = C::all_columns;
+static constexpr int BOX_PLACE = (C::box_bytes + 127) / 128 * 128;  // where boxes may begin
+static constexpr int WEIGHT_BYTES = C::rows * COLUMNS * 128, WEIGHTS_AT = C::stage_bytes - WEIGHT_BYTES;
 static constexpr int K_STEPS = 4;                       // of a row of weights: a matrix instruction takes 32 bytes of K
 static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static constexpr bool HOLDS = true;
 using Sums = float[COLUMNS / 2];
 using Maps = TensorMap;
-using Ring = RingOf<C::stages, WEIGHTS_AT + WEIGHT_BYTES>;
-static_assert(Ring::BYTES + Ring::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
-static_assert(BOXES <= 32, "a warp's lanes bring a box each");
+using Ring = RingOf<C::stages, C::stage_bytes>;
 
 static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + Ring::BYTES); }
 
 // Neighbouring blocks have the same places.
-static __device__ __forceinline__ int block_of(int tile) { return tile % BLOCKS_N; }
-static __device__ __forceinline__ int places_of(int tile) { return tile / BLOCKS_N; }
+static __device__ __forceinline__ int block_of(int tile) { return tile % C::blocks; }
+static __device__ __forceinline__ int places_of(int tile) { return tile / C::blocks; }
 
 // Packed weights: [block][stage][row][column][128 bytes of K, swizzled], zeros where there is no such column or channel.
-static constexpr int PACK_UNITS = BLOCKS_N * STAGES_K * ROWS_B * COLUMNS * 8;
+static constexpr int PACK_UNITS = C::blocks * C::stages_k * C::rows * COLUMNS * 8;
 
 template <class Write>
 static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
-  int unit = i % 8, column = i / 8 % COLUMNS, rest = i / (8 * COLUMNS), row = rest % ROWS_B, stage = rest / ROWS_B % STAGES_K;
-  int of = rest / (ROWS_B * STAGES_K) * COLUMNS + column;
+  int unit = i % 8, column = i / 8 % COLUMNS, rest = i / (8 * COLUMNS), row = rest % C::rows, stage = rest / C::rows % C::stages_k;
+  int of = rest / (C::rows * C::stages_k) * COLUMNS + column;
   write((long long)(i - unit) * 16 + ((unit ^ (column & 7)) << 4), [=](int e) { return M::weight_at(of, stage, row, unit * VEC + e); });
 }
 
@@ -52,14 +49,14 @@ struct Loader {
 
   __device__ __forceinline__ Steps begin(int tile) {
     box.begin(places_of(tile), lane, work.sizes);
-    weights = work.packed + (long long)block_of(tile) * STAGES_K * WEIGHT_BYTES;
-    return {0, STAGES_K};
+    weights = work.packed + (long long)block_of(tile) * C::stages_k * WEIGHT_BYTES;
+    return {0, C::stages_k};
   }
 
   __device__ __forceinline__ void load(int stage, u32 to, u32 barrier) {
-    if (lane == 0) expect_bytes(barrier, BOXES * BOX_BYTES + WEIGHT_BYTES);
+    if (lane == 0) expect_bytes(barrier, C::boxes * C::box_bytes + WEIGHT_BYTES);
     __syncwarp();
-    if (lane < BOXES) box.load(stage, to + lane * BOX_PLACE, work.maps, barrier);
+    if (lane < C::boxes) box.load(stage, to + lane * BOX_PLACE, work.maps, barrier);
     if (lane == 0) {
       if (packing) wait_for_results();                  // of `pack`
       packing = false;
@@ -78,7 +75,7 @@ struct At { u32 stage, weights; };
 // acc += a stage's fragments x its weights.
 static __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32 own, u32 held, int lane) {
 #pragma unroll
-  for (int row = 0; row < ROWS_B; row++) multiply_row<M>(acc, row, at.stage + own, at.weights, held, lane);
+  for (int row = 0; row < C::rows; row++) multiply_row<M>(acc, row, at.stage + own, at.weights, held, lane);
 }
 
 struct Consumer {
@@ -88,7 +85,7 @@ struct Consumer {
 
   __device__ __forceinline__ Consumer(const Work<M>& work, int wg, int thread) : work(work), wg(wg), thread(thread), own(M::own_place(wg, thread)) {}
   __device__ __forceinline__ At at(u32 stage) const { return {stage, uniform(stage + WEIGHTS_AT)}; }
-  __device__ __forceinline__ Steps steps(int) const { return {0, STAGES_K}; }
+  __device__ __forceinline__ Steps steps(int) const { return {0, C::stages_k}; }
   __device__ __forceinline__ void begin(Sums& acc, int tile) const { M::begin(acc, work, tile, thread); }
   __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32 held) const { M::multiply(acc, at, own, held, thread & 31); }
   __device__ __forceinline__ void store(const Sums& acc, int tile) const { M::store(acc, work, tile, wg, thread); }

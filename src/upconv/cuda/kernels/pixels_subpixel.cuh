@@ -9,19 +9,9 @@
 // side, so that it stores them together.
 #include "pixels_streamed.cuh"
 
-template <class C> struct Subpixel;
-
-// Of the struct C: pixels of a row in shared memory, of one channel, and channels of a stage; both are 128 bytes.
 template <class C>
-constexpr int ROW_PIXELS_OF = 128 / NumberOf<C::precision>::SIZE;
-
-template <class C>
-using SubpixelBase = Streamed<Subpixel<C>, C, 128 / ROW_PIXELS_OF<C>, ROW_PIXELS_OF<C> * 128, 1, (C::cin + ROW_PIXELS_OF<C> - 1) / ROW_PIXELS_OF<C>,
-                              C::cout * C::kernel_d * C::kernel_h * C::kernel_w>;
-
-template <class C>
-struct Subpixel : SubpixelBase<C> {
-using Base = SubpixelBase<C>;
+struct Subpixel : Streamed<Subpixel<C>, C> {
+using Base = Streamed<Subpixel, C>;
 using typename Base::Number;
 using typename Base::Sums;
 using typename Base::At;
@@ -31,7 +21,7 @@ using Base::PLACES;
 using Base::COLUMNS;
 using Base::ALL_COLUMNS;
 
-static constexpr int ROW_PIXELS = ROW_PIXELS_OF<C>, CK = ROW_PIXELS, BOX_BYTES = CK * 128;
+static constexpr int ROW_PIXELS = 128 / ELEMENT, CK = ROW_PIXELS;  // of a channel's row in shared memory; channels of a stage
 static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
 static constexpr int SECOND = C::cout, TAPS_IN_ALL = TAPS;
 static constexpr bool ALIKE = true;
@@ -40,7 +30,7 @@ static __device__ __forceinline__ int channel_of(int column) { return column / C
 
 struct Sizes {
   int d, h, w;                                          // of the source
-  int pixels, tiles_p, unused, tiles;                   // of an image; tiles of these; all, times BLOCKS_N
+  int pixels, tiles_p, unused, tiles;                   // of an image; tiles of these; all, times blocks of columns
 };
 
 struct Tile { int n, p; };                              // image and first pixel
@@ -96,8 +86,8 @@ static __device__ __forceinline__ void multiply_turned(Sums& acc, u32 pixels, u3
 // first, of 2 and 3 the second; its units are swapped by its first channel, 2t, and those of other steps by the same.
 static __device__ __forceinline__ u32 own_place(int wg, int thread) {
   int t = thread & 3, g = (thread & 31) >> 2, pixel = (thread >> 5) * 16 + g;
-  u32 of_lane = pixel / 32 * BOX_BYTES + 2 * t * 128 + ((pixel % 32 * 4) ^ (2 * t << 4));
-  return wg * (64 / ROW_PIXELS * BOX_BYTES) + (NARROW ? 0 : of_lane);
+  u32 of_lane = pixel / 32 * C::box_bytes + 2 * t * 128 + ((pixel % 32 * 4) ^ (2 * t << 4));
+  return wg * (64 / ROW_PIXELS * C::box_bytes) + (NARROW ? 0 : of_lane);
 }
 
 static __device__ __forceinline__ void begin(Sums& acc, const Work<Subpixel>& work, int tile, int thread) {

@@ -33,7 +33,6 @@ static constexpr int WARPS_N = C::block_co / C::warp_n;
 static constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
 static constexpr int M_FRAGMENTS = C::warp_m / 16;
 static constexpr int N_FRAGMENTS = C::warp_n / 8;
-static constexpr int X_UNITS = (C::tile_w + (C::aligned_x ? 0 : VEC - 1) + VEC - 1) / VEC;  // of a row (NCHW)
 static constexpr int X_BYTES = S::X_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
 static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
 static_assert(2 * STAGE_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
@@ -48,7 +47,7 @@ using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
 
 struct X {                                              // as threads copy it
   static constexpr int ROWS = S::X_ROWS, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
-  static constexpr int COLUMNS = C::tile_w, UNITS = X_UNITS, PITCH = C::x_pitch;
+  static constexpr int COLUMNS = C::tile_w, UNITS = C::x_units, PITCH = C::x_pitch;
   static __device__ __forceinline__ Rows row(int r) { return S::x_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return h; }
 };
@@ -82,9 +81,9 @@ static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, 
   int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS;
   Rows at = S::x_row(row);
   Half half;
-  half.row_n = at.n * S::G_ROWS_D;
-  half.row_d = at.d * S::Q_ROWS_D;
-  half.row_h = at.h * S::Q_ROWS_H;
+  half.row_n = at.n * C::g_rows_d;
+  half.row_d = at.d * C::q_rows_d;
+  half.row_h = at.h * C::q_rows_h;
   half.column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
   if constexpr (LAST) {
     half.x_at = row * C::tile_w + half.column;
@@ -97,14 +96,14 @@ static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, 
 
 // Where a half begins in g's tile for a row of taps.
 static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
-  int d = half.row_d + td * S::TAP_ROWS_D, h = half.row_h + th * S::TAP_ROWS_H;
-  int row = (half.row_n + d) * S::G_ROWS_H + h;
+  int d = half.row_d + td * C::tap_rows_d, h = half.row_h + th * C::tap_rows_h;
+  int row = (half.row_n + d) * C::g_rows_h + h;
   if constexpr (LAST) {
-    return row * S::G_COLUMNS + half.column * C::step_w;
+    return row * C::g_columns + half.column * C::step_w;
   } else {
-    int image = half.row_n / S::G_ROWS_D;
-    int at_d = S::DENSE_D ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
-    int at_h = S::DENSE_H ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
+    int image = half.row_n / C::g_rows_d;
+    int at_d = C::dense_d ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
+    int at_h = C::dense_h ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
     int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
     return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
   }

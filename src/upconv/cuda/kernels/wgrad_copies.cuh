@@ -21,10 +21,10 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
 #pragma unroll 1
   for (int i = 0; i < T::BOXES; i++) {
     if constexpr (C::channels_last) {
-      load_box(to + i * T::BOX_BYTES, map, channel + i * T::X_WIDTH, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
+      load_box(to + i * T::BOX_BYTES, map, channel + i * C::x_width, c.w, c.h - C::stack + 1, c.d, c.n, barrier);
     } else {
-      int w = (C::lines ? c.h * C::tile_w : c.w) + i * (T::SEGMENT / T::ELEMENT);
-      load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - T::STACK + 1, c.d, c.n, barrier);
+      int w = (C::lines ? c.h * C::tile_w : c.w) + i * (C::segment / T::ELEMENT);
+      load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - C::stack + 1, c.d, c.n, barrier);
     }
   }
 }
@@ -32,7 +32,7 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
 // Pixels that are to be turned.
 static __device__ __forceinline__ void load_raw(const TensorMaps& maps, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, T::RAW_BYTES);
-  load_box(to, maps.of[0], work.group * C::cin + work.ci, c.w, c.h - T::STACK + 1, c.d, c.n, barrier);
+  load_box(to, maps.of[0], work.group * C::cin + work.ci, c.w, c.h - C::stack + 1, c.d, c.n, barrier);
 }
 
 // --- g: from its place `at` and output channel `channel` on ---
@@ -65,14 +65,14 @@ static __device__ __forceinline__ void load_taps(const TensorMap& map, const Chu
 #pragma unroll 1
   for (int i = 0; i < T::G_BOXES * T::SET_TAPS; i++) {
     int tap = i % T::SET_TAPS, td = tap / (C::taps_h * C::taps_w), th = tap / C::taps_w % C::taps_h, tw = tap % C::taps_w;
-    load_box(to + i / T::SET_TAPS * T::G_SLAB_BYTES + tap * T::PLANE_BYTES, map, channel + i / T::SET_TAPS * T::G_WIDTH, at.w + tw * C::dilation_w, at.h + th * C::dilation_h, at.d + td * C::dilation_d, at.n, barrier);
+    load_box(to + i / T::SET_TAPS * T::G_SLAB_BYTES + tap * T::PLANE_BYTES, map, channel + i / T::SET_TAPS * C::g_width, at.w + tw * C::dilation_w, at.h + th * C::dilation_h, at.d + td * C::dilation_d, at.n, barrier);
   }
 }
 
 static __device__ __forceinline__ void load_planes(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
 #pragma unroll 1
   for (int i = 0; i < T::G_BOXES * C::g_planes; i++)
-    load_box(to + i / C::g_planes * T::G_SLAB_BYTES + i % C::g_planes * T::PLANE_BYTES, map, channel + i / C::g_planes * T::G_WIDTH, at.w + i % C::g_planes * C::dilation_w, at.h, at.d, at.n, barrier);
+    load_box(to + i / C::g_planes * T::G_SLAB_BYTES + i % C::g_planes * T::PLANE_BYTES, map, channel + i / C::g_planes * C::g_width, at.w + i % C::g_planes * C::dilation_w, at.h, at.d, at.n, barrier);
 }
 
 static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
@@ -96,7 +96,7 @@ static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes&
 };
 
 // =====================================================================================================================
-// Ways of the warpgroup that copies. ARRIVALS: at a stage's barrier, for each chunk.
+// The warpgroup that copies: one thread asks for boxes; all threads turn x's pixels, or copy rows of g that boxes cannot bring
 // =====================================================================================================================
 
 // A block's share of the work, and where its ring is.
@@ -114,98 +114,74 @@ struct WgradBlock {
   __device__ __forceinline__ int end() const { return begin() + s.per_split < s.chunks ? begin() + s.per_split : s.chunks; }
 };
 
-// By boxes alone, of one thread.
 template <class T>
-struct WgradByBoxes {
-  static constexpr int ARRIVALS = 1;
-  static __device__ __forceinline__ bool takes_part(int thread) { return thread == 0; }
-  static __device__ __forceinline__ void begin(const WgradBlock<T>&, int) {}
-  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int) {
-    WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
-  }
-};
+struct WgradProducer {
+using C = typename T::C;
+using Chunk = typename T::Chunk;
+using Block = WgradBlock<T>;
+using Boxes = WgradBoxes<T>;
+using Copies = WgradCopies<T, WgradG<T>, T::COPIERS>;
+static constexpr int ARRIVALS = 1 + (T::TURN_X ? T::COPIERS : C::box_g ? 0 : 2 * T::COPIERS);  // at a stage's barrier, for each chunk
 
-// x's pixels are turned: TF32 has no form whose rows lie along the pixels' channels.
-template <class T>
-struct WgradByTurning {
-  using C = typename T::C;
-  static constexpr int ARRIVALS = T::COPIERS + 1;
-  static __device__ __forceinline__ bool takes_part(int) { return true; }
+// x's pixels that are to be turned: TF32 has no form whose rows lie along the pixels' channels.
+static __device__ __forceinline__ void load_raw(const Block& block, int i) {
+  Boxes::load_raw(block.maps, T::chunk_at(i, block.s), block.work, block.base + T::RAW_AT, block.last);
+}
 
-  static __device__ __forceinline__ void load_raw(const WgradBlock<T>& block, int i) {
-    WgradBoxes<T>::load_raw(block.maps, T::chunk_at(i, block.s), block.work, block.base + T::RAW_AT, block.last);
-  }
-  static __device__ __forceinline__ void begin(const WgradBlock<T>& block, int thread) {
-    if (thread == 0 && block.begin() < block.s.chunks) load_raw(block, block.begin());
-  }
-
-  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int i, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int thread) {
-    if (thread == 0) WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
-    barrier_wait(block.last, (i - block.begin()) & 1);
-    turn(block.base + T::RAW_AT, shared_address(tile), thread);
-    barrier_arrive(barrier);
-    named_sync<1, T::COPIERS>();           // all have read
-    if (thread == 0 && i + 1 < block.end()) load_raw(block, i + 1);
-  }
-
-  // Rows of a pixel's channels to rows of a channel's pixels: a lane takes a channel, four pixels at a time.
-  static __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
+// Rows of a pixel's channels to rows of a channel's pixels: a lane takes a channel, four pixels at a time.
+static __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 #pragma unroll 4
-    for (int i = thread; i < T::PIXELS / 4 * C::block_ci; i += T::COPIERS) {
-      int c = i % C::block_ci, quad = i / C::block_ci, strip = quad / 2, half = quad % 2;
-      u32 v[4];
+  for (int i = thread; i < T::PIXELS / 4 * C::block_ci; i += T::COPIERS) {
+    int c = i % C::block_ci, quad = i / C::block_ci, strip = quad / 2, half = quad % 2;
+    u32 v[4];
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        int pixel = strip * 8 + (half ? T::strip_pixel(j + 4) : T::strip_pixel(j));
-        v[j] = load_shared_u32(raw + (pixel * C::block_ci + c) * 4);
-      }
-      u32 to = tile + T::x_at(strip) + half * 16 + c * T::SEGMENT;
-      store_shared_128(to ^ (to >> 7 & (T::SEGMENT / 16 - 1)) << 4, v[0], v[1], v[2], v[3]);
+    for (int j = 0; j < 4; j++) {
+      int pixel = strip * 8 + (half ? T::strip_pixel(j + 4) : T::strip_pixel(j));
+      v[j] = load_shared_u32(raw + (pixel * C::block_ci + c) * 4);
     }
-    fence_async_shared();                  // the tensor cores read by descriptor
+    u32 to = tile + T::x_at(strip) + half * 16 + c * C::segment;
+    store_shared_128(to ^ (to >> 7 & (C::segment / 16 - 1)) << 4, v[0], v[1], v[2], v[3]);
   }
-};
+  fence_async_shared();                    // the tensor cores read by descriptor
+}
 
-// NCHW: g by words of all threads, x by boxes.
-template <class T>
-struct WgradByWords {
-  using C = typename T::C;
-  using Copies = WgradCopies<T, WgradG<T>, T::COPIERS>;
-  static constexpr int ARRIVALS = 2 * T::COPIERS + 1;
-  static __device__ __forceinline__ bool takes_part(int) { return true; }
-  static __device__ __forceinline__ void begin(const WgradBlock<T>&, int) {}
+static __device__ __forceinline__ void turn_chunk(const Block& block, int i, u32 tile, u32 barrier, int thread) {
+  barrier_wait(block.last, (i - block.begin()) & 1);
+  turn(block.base + T::RAW_AT, tile, thread);
+  barrier_arrive(barrier);
+  named_sync<1, T::COPIERS>();             // all have read
+  if (thread == 0 && i + 1 < block.end()) load_raw(block, i + 1);
+}
 
-  static __device__ __forceinline__ void bring(const WgradBlock<T>& block, int, const typename T::Chunk& c, unsigned char* tile, u32 barrier, int thread) {
-    const typename T::Chunk at = T::in_g(c, block.work);
-    if (thread == 0) WgradBoxes<T>::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
-    const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
-    const int channel = block.work.group * C::cout + block.work.co;
-    Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, tile + T::X_TILE_BYTES, thread);
-    if (Copies::has_borders(memory, at)) {
-      copy_commit();
-      copy_wait<0>();
-      named_sync<1, T::COPIERS>();         // all have landed
-      Copies::clear_borders(block.g, memory, at, channel, tile + T::X_TILE_BYTES, thread);
-    }
-    arrive_when_copied(barrier);
-    barrier_arrive(barrier);               // what it stored itself
+// NCHW: g's rows by 16 bytes of all threads.
+static __device__ __forceinline__ void copy_rows(const Block& block, const Chunk& at, unsigned char* to, u32 barrier, int thread) {
+  const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
+  const int channel = block.work.group * C::cout + block.work.co;
+  Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, to, thread);
+  if (Copies::has_borders(memory, at)) {
+    copy_commit();
+    copy_wait<0>();
+    named_sync<1, T::COPIERS>();           // all have landed
+    Copies::clear_borders(block.g, memory, at, channel, to, thread);
   }
-};
+  arrive_when_copied(barrier);
+  barrier_arrive(barrier);                 // what it stored itself
+}
 
-template <class T>
-using WgradWay = WgradEither<T::TURN_X, WgradByTurning<T>, WgradEither<T::C::box_g, WgradByBoxes<T>, WgradByWords<T>>>;
-
-template <class T>
-__device__ __forceinline__ void wgrad_produce(const WgradBlock<T>& block, int thread) {
-  using Way = WgradWay<T>;
-  if (!Way::takes_part(thread)) return;
-  Way::begin(block, thread);
-  CursorOf<T::C::stages> cursor = {0, 1};  // all are free at first
+static __device__ __forceinline__ void run(const Block& block, int thread) {
+  if (ARRIVALS == 1 && thread > 0) return;
+  if (T::TURN_X && thread == 0 && block.begin() < block.s.chunks) load_raw(block, block.begin());
+  CursorOf<C::stages> cursor = {0, 1};     // all are free at first
   const int end = block.end();
 #pragma unroll 1
   for (int i = block.begin(); i < end; i++, cursor.next()) {
-    const typename T::Chunk c = T::chunk_at(i, block.s);
+    const Chunk c = T::chunk_at(i, block.s);
     barrier_wait(block.empty + cursor.stage * 8, cursor.parity);
-    Way::bring(block, i, c, block.memory + cursor.stage * T::STAGE_BYTES, block.full + cursor.stage * 8, thread);
+    unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
+    const u32 barrier = block.full + cursor.stage * 8;
+    if (thread == 0) Boxes::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+    if constexpr (T::TURN_X) turn_chunk(block, i, shared_address(tile), barrier, thread);
+    else if constexpr (!C::box_g) copy_rows(block, T::in_g(c, block.work), tile + T::X_TILE_BYTES, barrier, thread);
   }
 }
+};

@@ -38,7 +38,7 @@ struct Taps {
 static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, const Sizes& s) {
   if (unit >= T::SET_UNITS) unit = T::SET_UNITS - 1;    // its sums are not stored
   int td = unit / (T::SET_UNITS / C::taps_d), th = C::stacked ? 0 : unit / C::taps_w % C::taps_h, tw = unit % C::taps_w;
-  int shift = td * T::TAP_ROWS_D * T::CLASS_ROWS + th * T::TAP_ROWS_H;
+  int shift = td * C::tap_rows_d * T::CLASS_ROWS + th * C::tap_rows_h;
   if constexpr (C::gapless) taps.at[u] = unit * (T::PLANE_BYTES / T::G_PIXEL_BYTES);
   else if constexpr (C::parted) taps.at[u] = shift * T::G_LINE + tw % C::g_planes * (T::PLANE_BYTES / T::G_PIXEL_BYTES) + tw / C::g_planes * C::plane_taps;
   else if constexpr (C::channels_last) taps.at[u] = shift * T::G_LINE + tw * C::dilation_w;
@@ -55,7 +55,7 @@ struct Step { Half half[2]; };
 
 // Place of a tile's row of q in g's tile before the tap's own share; stacked of the first row of a slice.
 static __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n * T::G_ROWS_D + q.d * T::Q_ROWS_D) * T::CLASS_ROWS + q.h * T::Q_ROWS_H;
+  return (q.n * C::g_rows_d + q.d * C::q_rows_d) * T::CLASS_ROWS + q.h * C::q_rows_h;
 }
 
 // Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types.
@@ -75,7 +75,7 @@ static __device__ __forceinline__ Step step_of_row(int n, int d, int r, int colu
   Step step;
 #pragma unroll
   for (int k = 0; k < 2; k++)
-    step.half[k] = {r % C::row_classes * (C::tile_n * T::G_ROWS_D * T::CLASS_ROWS) + tile_row({n, d, 0}) + r / C::row_classes,
+    step.half[k] = {r % C::row_classes * (C::tile_n * C::g_rows_d * T::CLASS_ROWS) + tile_row({n, d, 0}) + r / C::row_classes,
                     (T::NARROW ? 16 * column + 8 * k : 8 * column + 4 * k) * T::G_STEP_W, {n, d * C::step_d, r}};
   return step;
 }
@@ -87,100 +87,101 @@ struct Phases { u32 of[C::row_classes]; };
 static __device__ __forceinline__ u32 memory_row(const Rows& row, const Sizes& s) {
   return ((u32)(row.n * T::COUT) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w;
 }
+
+// g's tile of a chunk, as a lane sees it from `lane_at` on.
+struct Tile {
+  const unsigned char* at;
+  const Taps& taps;
+  const Sizes& s;
+  Phases phases;
+  int lane_at;
+};
 };
 
 // =====================================================================================================================
-// Ways to the fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a
-// strip (TF32), or 2q and 2q + 1 of two strips.
+// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
+// (TF32), or 2q and 2q + 1 of two strips.
 // =====================================================================================================================
 
-// Channels_last float32: words of swizzled rows.
 template <class T>
-struct WgradTurnedFragments : WgradView<T> {
+struct WgradFragments : WgradView<T> {
 using C = typename T::C;
 using V = WgradView<T>;
+using Half = typename V::Half;
+using Step = typename V::Step;
+using Tile = typename V::Tile;
 
+// Where a lane begins, of channels_last in bytes, of NCHW in elements.
 static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
-  int channel = of.channel + of.row;
-  return T::strip_pixel(of.q) * T::G_STEP_W * T::G_PIXEL_BYTES + channel / T::G_WIDTH * T::G_SLAB_BYTES + channel % T::G_WIDTH * 4;
+  if constexpr (C::a_shared) {
+    return of.wg_m * T::G_SLAB_BYTES;      // the warpgroup's 64 channels
+  } else if constexpr (T::TURN_X) {
+    int channel = of.channel + of.row;
+    return T::strip_pixel(of.q) * T::G_STEP_W * T::G_PIXEL_BYTES + channel / C::g_width * T::G_SLAB_BYTES + channel % C::g_width * 4;
+  } else if constexpr (C::channels_last) {  // rows of 8 channels, of pixels 0-7 and 8-15 (lane / 16), of channels 0-7 and 8-15 (lane / 8 % 2)
+    int channel = of.channel + (of.lane >> 3 & 1) * 8, first = (of.lane & 7) * T::G_STEP_W * T::G_PIXEL_BYTES;
+    return first + channel / C::g_width * T::G_SLAB_BYTES + channel % C::g_width * 2;
+  } else {
+    const int channel = of.channel + of.row, of_channels = channel / T::G_CHANNELS;  // the lane's class
+    return of_channels * (T::CLASS_BYTES / T::ELEMENT * C::row_classes) + channel % T::G_CHANNELS * C::g_pitch + (T::NARROW ? 2 * of.q : of.q) * C::step_w;
+  }
 }
 
-static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes&, const typename V::Phases&, int u, const typename V::Step& step, int lane_at) {
-  u32 first = shared_address(g_tile) + (taps.at[u] + step.half[0].row * T::G_LINE + step.half[0].column) * T::G_PIXEL_BYTES + lane_at;
+static __device__ __forceinline__ void load(u32 (&a)[4], const Tile& g, int u, const Step& step) {
+  if constexpr (C::a_shared) describe(a, g, u, step);
+  else if constexpr (T::TURN_X) load_words(a, g, u, step);
+  else if constexpr (C::channels_last) load_matrices(a, g, u, step);
+  else load_elements(a, g, u, step);
+}
+
+static __device__ __forceinline__ int pixel_of(const Half& half) { return half.row * T::G_LINE + half.column; }
+
+// By descriptor, which takes the place of two words: rows of 64 channels of the tap's pixels, as the engine leaves them. Nothing is
+// waited for, so that instructions are queued from chunk to chunk.
+static __device__ __forceinline__ void describe(u32 (&a)[4], const Tile& g, int u, const Step& step) {
+  const int p0 = pixel_of(step.half[0]), p1 = pixel_of(step.half[1]);
+  a[0] = ((shared_address(g.at) + g.lane_at + (g.taps.at[u] + p0) * T::G_PIXEL_BYTES) & 0x3ffff) >> 4;
+  a[1] = 1u << 30 | (p1 - p0) * T::G_PIXEL_BYTES >> 4;    // the swizzle, and from 8 pixels to the next 8
+}
+
+// Channels_last float32: words of swizzled rows.
+static __device__ __forceinline__ void load_words(u32 (&a)[4], const Tile& g, int u, const Step& step) {
+  u32 first = shared_address(g.at) + (g.taps.at[u] + pixel_of(step.half[0])) * T::G_PIXEL_BYTES + g.lane_at;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     u32 address = first + k * (T::strip_pixel(4) * T::G_STEP_W * T::G_PIXEL_BYTES);
-    address ^= (address >> 7 & (T::G_WIDTH / 4 - 1)) << 4;  // the engine's swizzle, a function of the address
+    address ^= (address >> 7 & (C::g_width / 4 - 1)) << 4;  // the engine's swizzle, a function of the address
     a[2 * k] = load_shared_u32(address);
     a[2 * k + 1] = load_shared_u32(address ^ 32);        // 8 channels on
   }
 }
-};
 
-// By descriptor, which takes the place of two words: rows of 64 channels of the tap's pixels, as the engine leaves them. Nothing is
-// waited for, so that instructions are queued from chunk to chunk.
-template <class T>
-struct WgradDescribedFragments : WgradView<T> {
-using V = WgradView<T>;
-
-static __device__ __forceinline__ int lane_first(const typename V::Lane& of) { return of.wg_m * T::G_SLAB_BYTES; }  // the warpgroup's 64 channels
-
-static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes&, const typename V::Phases&, int u, const typename V::Step& step, int lane_at) {
-  const int p0 = step.half[0].row * T::G_LINE + step.half[0].column, p1 = step.half[1].row * T::G_LINE + step.half[1].column;
-  a[0] = ((shared_address(g_tile) + lane_at + (taps.at[u] + p0) * T::G_PIXEL_BYTES) & 0x3ffff) >> 4;
-  a[1] = 1u << 30 | (p1 - p0) * T::G_PIXEL_BYTES >> 4;    // the swizzle, and from 8 pixels to the next 8
-}
-};
-
-// Channels_last of 16 bits: lanes address rows of 8 channels, of pixels 0-7 and 8-15 (lane / 16), of channels 0-7 and 8-15 (lane / 8 % 2).
-template <class T>
-struct WgradMatrixFragments : WgradView<T> {
-using C = typename T::C;
-using V = WgradView<T>;
-
-static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
-  int channel = of.channel + (of.lane >> 3 & 1) * 8, first = (of.lane & 7) * T::G_STEP_W * T::G_PIXEL_BYTES;
-  return first + channel / T::G_WIDTH * T::G_SLAB_BYTES + channel % T::G_WIDTH * 2;
-}
-
-static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes&, const typename V::Phases&, int u, const typename V::Step& step, int lane_at) {
-  int p0 = step.half[0].row * T::G_LINE + step.half[0].column, p1 = step.half[1].row * T::G_LINE + step.half[1].column;
-  int p = taps.at[u] + p0 + ((threadIdx.x & 16) ? p1 - p0 : 0);
-  u32 address = shared_address(g_tile) + p * T::G_PIXEL_BYTES + lane_at;
-  address ^= (address >> 7 & (T::G_WIDTH / 8 - 1)) << 4;  // the engine's swizzle, a function of the address
+// Channels_last of 16 bits.
+static __device__ __forceinline__ void load_matrices(u32 (&a)[4], const Tile& g, int u, const Step& step) {
+  int p0 = pixel_of(step.half[0]), p1 = pixel_of(step.half[1]);
+  int p = g.taps.at[u] + p0 + ((threadIdx.x & 16) ? p1 - p0 : 0);
+  u32 address = shared_address(g.at) + p * T::G_PIXEL_BYTES + g.lane_at;
+  address ^= (address >> 7 & (C::g_width / 8 - 1)) << 4;  // the engine's swizzle, a function of the address
   load_matrices_turned(a, address);
 }
-};
 
-// NCHW: elements of channels' rows, which begin anywhere.
-template <class T>
-struct WgradRowFragments : WgradView<T> {
-using C = typename T::C;
-using V = WgradView<T>;
-using Half = typename V::Half;
-
-static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
-  const int channel = of.channel + of.row, of_channels = channel / T::G_CHANNELS;  // the lane's class
-  return of_channels * (T::CLASS_BYTES / T::ELEMENT * C::row_classes) + channel % T::G_CHANNELS * C::g_pitch + (T::NARROW ? 2 * of.q : of.q) * C::step_w;
-}
-
-// What is known only at run time of where a half begins.
-static __device__ __forceinline__ int begin_of(const typename V::Taps& taps, const typename T::Sizes& s, const typename V::Phases& phases, int u, const Half& half, int lane_at) {
-  int at = lane_at + taps.at[u];
+// NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
+static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
+  int at = g.lane_at + g.taps.at[u];
   if constexpr (C::aligned_g) return at;
-  else if constexpr (T::CLASSED) return at + phases.of[half.memory.h % C::row_classes];
-  else return at + ((phases.of[0] + taps.line[u] + V::memory_row(half.memory, s)) & (T::VEC - 1));
+  else if constexpr (T::CLASSED) return at + g.phases.of[half.memory.h % C::row_classes];
+  else return at + ((g.phases.of[0] + g.taps.line[u] + V::memory_row(half.memory, g.s)) & (T::VEC - 1));
 }
 // And constants that are even, so that the addresses are a register and an immediate; of rows g and g + 8.
 static __device__ __forceinline__ int constant_of(const Half& half, int h) {
   return half.row * (T::G_CHANNELS * C::g_pitch) + half.column + h * T::NEXT_ROWS * C::g_pitch;
 }
 
-static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename V::Taps& taps, const typename T::Sizes& s, const typename V::Phases& phases, int u, const typename V::Step& step, int lane_at) {
-  const u32* words = (const u32*)g_tile;
+static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g, int u, const Step& step) {
+  const u32* words = (const u32*)g.at;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    const int at = begin_of(taps, s, phases, u, step.half[k], lane_at);
+    const int at = begin_of(g, u, step.half[k]);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int constant = constant_of(step.half[k], h);
@@ -197,59 +198,38 @@ static __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_
 }
 };
 
+// NCHW of 16 bits: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (C::run of them) may have nearly all
+// their words in common. Then these are loaded once (C::run_words), and shifted in registers.
 template <class T>
-using WgradFragments = WgradEither<T::TURN_X, WgradTurnedFragments<T>,
-    WgradEither<T::C::a_shared, WgradDescribedFragments<T>, WgradEither<T::C::channels_last, WgradMatrixFragments<T>, WgradRowFragments<T>>>>;
-
-// =====================================================================================================================
-// Fragments of a step's units, one after the other
-// =====================================================================================================================
-
-// NCHW of 16 bits: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (RUN of them) have nearly all their
-// words in common, so these are loaded once and shifted in registers.
-template <class T>
-struct WgradRuns {
-using C = typename T::C;
-static constexpr int RUN = T::SET_UNITS == C::taps_w ? T::UNITS : C::taps_w % T::UNITS == 0 ? T::UNITS : T::UNITS % C::taps_w == 0 ? C::taps_w : 1;
-// Whether a run begins at odd elements, where that is the same for all.
-static constexpr bool PARITY_KNOWN =
-    C::aligned_g && C::step_w % 2 == 0 && RUN * C::dilation_w % 2 == 0 && (C::sets_w == 1 || C::taps_w * C::dilation_w % 2 == 0);
-static constexpr int WORDS = ((PARITY_KNOWN ? C::padding_w % 2 : 1) + (RUN - 1) * C::dilation_w + C::step_w) / 2 + 1;
-static constexpr bool SHARED = T::NARROW && !C::channels_last && !C::interleaved && RUN > 1 && WORDS < 2 * RUN;
-};
-
-template <class T>
-struct WgradEach {                         // each by itself
-  using F = WgradFragments<T>;
-  __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename F::Taps& taps, const typename T::Sizes& s, const typename F::Phases& phases, int u, const typename F::Step& step, int lane_at) {
-    F::load(a, g_tile, taps, s, phases, u, step, lane_at);
-  }
-};
-
-template <class T>
-struct WgradSharedWords {
+struct WgradUnits {
   using C = typename T::C;
   using F = WgradFragments<T>;
-  using R = WgradRuns<T>;
-  u32 word[2][2][R::WORDS];                // of a step's two strips, of rows g and g + 8: all words of a run of taps
+  static constexpr bool SHARED = C::run_words > 0;
+  static constexpr int WORDS = SHARED ? C::run_words : 1;
+  u32 word[2][2][WORDS];                   // of a step's two strips, of rows g and g + 8: all words of a run of taps
   bool odd[2];                             // whether the run begins in the middle of the first
 
-  __device__ __forceinline__ void load(u32 (&a)[4], const unsigned char* g_tile, const typename F::Taps& taps, const typename T::Sizes& s, const typename F::Phases& phases, int u, const typename F::Step& step, int lane_at) {
-    if (u % R::RUN == 0) load_words(g_tile, taps, s, phases, u, step, lane_at);
-    shift(a, u % R::RUN);
+  // The fragment of unit `u`, of units one after the other.
+  __device__ __forceinline__ void load(u32 (&a)[4], const typename F::Tile& g, int u, const typename F::Step& step) {
+    if constexpr (SHARED) {
+      if (u % C::run == 0) load_words(g, u, step);
+      shift(a, u % C::run);
+    } else {
+      F::load(a, g, u, step);
+    }
   }
 
   // The words of the run that begins with unit `u`.
-  __device__ __forceinline__ void load_words(const unsigned char* g_tile, const typename F::Taps& taps, const typename T::Sizes& s, const typename F::Phases& phases, int u, const typename F::Step& step, int lane_at) {
-    const u32* words = (const u32*)g_tile;
+  __device__ __forceinline__ void load_words(const typename F::Tile& g, int u, const typename F::Step& step) {
+    const u32* words = (const u32*)g.at;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-      const int at = F::begin_of(taps, s, phases, u, step.half[k], lane_at);
-      odd[k] = R::PARITY_KNOWN ? C::padding_w & 1 : at & 1;
+      const int at = F::begin_of(g, u, step.half[k]);
+      odd[k] = C::parity_known ? C::padding_w & 1 : at & 1;
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
-        for (int j = 0; j < R::WORDS; j++) word[k][h][j] = words[(at >> 1) + F::constant_of(step.half[k], h) / 2 + j];
+        for (int j = 0; j < WORDS; j++) word[k][h][j] = words[(at >> 1) + F::constant_of(step.half[k], h) / 2 + j];
     }
   }
 
@@ -269,9 +249,6 @@ struct WgradSharedWords {
   }
 };
 
-template <class T>
-using WgradUnits = WgradEither<WgradRuns<T>::SHARED, WgradSharedWords<T>, WgradEach<T>>;
-
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
@@ -282,8 +259,7 @@ using C = typename T::C;
 using F = WgradFragments<T>;
 using Taps = typename F::Taps;
 using Step = typename F::Step;
-using Phases = typename F::Phases;
-using Sizes = typename T::Sizes;
+using Tile = typename F::Tile;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[T::UNITS];
 
@@ -303,12 +279,12 @@ template <int ROWS>
 static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, const u32 (&a)[4], u32 x) {
   // From 8 channels or pixels to the next 8; MN-major also from the channels of a swizzled line to the next: of the next box, or, stacked,
   // of the next row of x.
-  const u64 strides = ((u64)(8 * T::SEGMENT >> 4) << 32) | ((u64)((T::K_MAJOR ? 8 * T::SEGMENT : C::stacked ? T::X_ROW_BYTES : T::BOX_BYTES) >> 4) << 16);
-  const u64 upper = strides | ((u64)(T::SEGMENT == 32 ? 3 : T::SEGMENT == 64 ? 2 : 1) << 62);
+  const u64 strides = ((u64)(8 * C::segment >> 4) << 32) | ((u64)((T::K_MAJOR ? 8 * C::segment : C::stacked ? T::X_ROW_BYTES : T::BOX_BYTES) >> 4) << 16);
+  const u64 upper = strides | ((u64)(C::segment == 32 ? 3 : C::segment == 64 ? 2 : 1) << 62);
   using Wgmma = WgmmaOf<ROWS * T::N_WIDTH>;
 #pragma unroll
   for (int nb = 0; nb < T::NB; nb++) {
-    u64 b = upper | (((x + nb * (T::K_MAJOR ? T::N_WIDTH * T::SEGMENT : T::BOX_BYTES)) & 0x3ffff) >> 4);
+    u64 b = upper | (((x + nb * (T::K_MAJOR ? T::N_WIDTH * C::segment : T::BOX_BYTES)) & 0x3ffff) >> 4);
     float (&d)[ROWS * (T::N_WIDTH / 2)] = *(float (*)[ROWS * (T::N_WIDTH / 2)])&acc[nb][first * (T::N_WIDTH / 2)];
     // A described has rows of channels, as B has in channels_last.
     if constexpr (C::a_shared) Wgmma::template multiply<C::precision, true, C::channels_last, true>(d, descriptor_of_words(a), b);
@@ -317,16 +293,24 @@ static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, con
 }
 
 static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
-  if (rows == T::STACK) multiply_by<T::STACK>(acc, first, a, x);
-  else if constexpr (C::stacked && LEAST > 0 && LEAST < T::STACK) multiply_by<LEAST>(acc, first, a, x);
+  if (rows == C::stack) multiply_by<C::stack>(acc, first, a, x);
+  else if constexpr (C::stacked && LEAST > 0 && LEAST < C::stack) multiply_by<LEAST>(acc, first, a, x);
+}
+
+// A step's fragment of a unit by rows of x from `x` on. From registers the instruction that had them before must be done.
+static __device__ __forceinline__ void multiply_unit(UnitSums& acc, WgradUnits<T>& units, u32 (&a)[4], const Tile& g, int u, const Step& step, int first, int rows, u32 x) {
+  units.load(a, g, u, step);
+  if constexpr (!C::a_shared) wgmma_fence();
+  multiply(acc, first, rows, a, x);
+  if constexpr (!C::a_shared) wgmma_commit();
 }
 
 // Stacked: the unrolled steps of every row of a chunk from step `first` of a row on.
-static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const unsigned char* tile, const Taps& taps, const Sizes& s, const Phases& phases, int lane_at) {
+static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const unsigned char* tile, Tile g) {
   u32 a[T::FRAGMENTS][4];
   WgradUnits<T> units;
-  const unsigned char* g_tile = tile + T::X_TILE_BYTES;
-  lane_at += first * (32 / T::ELEMENT * T::G_STEP_W) * T::G_PIXEL_BYTES;
+  g.at = tile + T::X_TILE_BYTES;
+  g.lane_at += first * (32 / T::ELEMENT * T::G_STEP_W) * T::G_PIXEL_BYTES;
   const u32 x_tile = shared_address(tile) + T::x_at(first);
   int step = 0;                            // a constant after unrolling
 #pragma unroll
@@ -335,40 +319,31 @@ static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const
     for (int i = 0; i < C::tile_n * C::tile_d * C::tile_h * C::unrolled; i++) {
       const int column = i % C::unrolled, q = i / C::unrolled % C::tile_h, slice = i / (C::unrolled * C::tile_h);
       const Step at = F::step_of_row(slice / C::tile_d, slice % C::tile_d, q * C::step_h + remainder, column);
-      const u32 x = x_tile + T::x_at(column) + (slice * T::X_ROWS_H + q + T::STACK - stack_of(remainder)) * T::X_ROW_BYTES;
+      const u32 x = x_tile + T::x_at(column) + (slice * T::X_ROWS_H + q + C::stack - stack_of(remainder)) * T::X_ROW_BYTES;
 #pragma unroll
       for (int u = 0; u < T::UNITS; u++) {
-        u32 (&fragment)[4] = a[step++ % T::FRAGMENTS];
-        units.load(fragment, g_tile, taps, s, phases, u, at, lane_at);
-        if constexpr (!C::a_shared) wgmma_fence();
-        multiply(acc[u], stack_begin(remainder), stack_of(remainder), fragment, x);
-        if constexpr (!C::a_shared) {
-          wgmma_commit();
-          wgmma_wait<T::FRAGMENTS - 1>();
-        }
+        multiply_unit(acc[u], units, a[step++ % T::FRAGMENTS], g, u, at, stack_begin(remainder), stack_of(remainder), x);
+        wgmma_wait<T::FRAGMENTS - 1>();
       }
     }
-  if constexpr (!C::a_shared) wgmma_wait<0>();
+  wgmma_wait<0>();
 }
 
 // The unrolled steps of run `run` of a chunk. A run is some whole rows of q or a part of one, so that runs differ by an offset.
-static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const unsigned char* tile, const Taps& taps, const Sizes& s, Phases phases, int lane_at) {
+static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const unsigned char* tile, Tile g) {
   u32 a[T::FRAGMENTS][4];
   WgradUnits<T> units;
   const int first = run * (C::unrolled / C::entries);
   const typename F::Half from = F::step_of(first).half[0];
-  const unsigned char* g_tile = tile + T::X_TILE_BYTES + from.row * T::G_BOX_BYTES;
-  if constexpr (!C::channels_last && !C::aligned_g && !T::CLASSED) phases.of[0] += F::memory_row(from.memory, s);
-  int lane_from = lane_at + from.column * T::G_PIXEL_BYTES;
+  g.at = tile + T::X_TILE_BYTES + from.row * T::G_BOX_BYTES;
+  if constexpr (!C::channels_last && !C::aligned_g && !T::CLASSED) g.phases.of[0] += F::memory_row(from.memory, g.s);
+  g.lane_at += from.column * T::G_PIXEL_BYTES;
   u32 x_from = shared_address(tile) + T::x_at(first);
 #pragma unroll
   for (int step = 0; step < C::unrolled; step++) {
     const int e = step % C::entries, k = step / C::entries;
-    units.load(a[step % T::FRAGMENTS], g_tile, taps, s, phases, e, F::step_of(k), lane_from);
-    if constexpr (!C::a_shared) wgmma_fence();
-    multiply(acc[e], 0, 1, a[step % T::FRAGMENTS], x_from + T::x_at(k));
+    multiply_unit(acc[e], units, a[step % T::FRAGMENTS], g, e, F::step_of(k), 0, 1, x_from + T::x_at(k));
     if constexpr (!C::a_shared) {
-      wgmma_commit();
       if (step + 1 == C::unrolled) wgmma_wait<0>();
       else wgmma_wait<T::FRAGMENTS - 1>();
     }

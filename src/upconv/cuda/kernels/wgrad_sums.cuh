@@ -77,6 +77,9 @@ struct Share {
   int first, quads;
   __device__ __forceinline__ int ci(int i) const { return (first + i) / QUADS; }
   __device__ __forceinline__ int co(int i) const { return (first + i) % QUADS * 4; }
+  // Rows of ci that it has of quad `q` of a row.
+  __device__ __forceinline__ int begin(int q) const { return (first + QUADS - 1 - q) / QUADS; }
+  __device__ __forceinline__ int end(int q) const { return (first + quads + QUADS - 1 - q) / QUADS; }
 };
 
 __device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const Lane& of, int thread) const {
@@ -213,23 +216,43 @@ __device__ __forceinline__ void store_some(long long to, const float* v) const {
   else *single = v[0];
 }
 
+// A thread keeps its taps and output channels, so that a row is an addition away: a place computed for each takes three times as long.
+
+// Of rows of ci up to `end` those that exist.
+static __device__ __forceinline__ int last_row(const Work& work, int end) { return end < C::cin - work.ci ? end : C::cin - work.ci; }
+
 // Output channels are innermost.
 __device__ __forceinline__ void store_quads(const Work& work, u32 sums, const Share& share, int thread) const {
-#pragma unroll 4
-  for (int i = thread; i < T::SET_TAPS * share.quads; i += T::CONSUMERS) {
-    const int quad = i % share.quads, tap = i / share.quads, ci = share.ci(quad), co = share.co(quad);
-    const long long to = place_of(work, tap, ci, co);
+  constexpr int ITEMS = T::SET_TAPS * QUADS, EACH = ITEMS < T::CONSUMERS ? ITEMS : T::CONSUMERS, AT_ONCE = T::CONSUMERS / EACH;
+  if (thread >= AT_ONCE * EACH) return;
+#pragma unroll 1
+  for (int i = thread % EACH; i < ITEMS; i += EACH) {
+    const int quad = i % QUADS, co = quad * 4, tap = i / QUADS, first = share.begin(quad), end = last_row(work, share.end(quad));
+    const long long to = place_of(work, tap, first, co);
     if (to < 0) continue;
-    float v[4];
-#pragma unroll
-    for (int e = 0; e < 4; e++) v[e] = load_shared_f32(sums + T::sum_at(tap, ci, co + e));
-    if constexpr (C::cout % 4 == 0) {
-      store_some<4>(to, v);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; e++)
-        if (work.co + co + e < C::cout) store_some<1>(to + e, v + e);
+#pragma unroll 4
+    for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
+      float v[4];
+      load_quad(v, sums + T::sum_at(tap, row, co));
+      store_quad(work, to + (row - first) * stride_ci, co, v);
     }
+  }
+}
+
+static __device__ __forceinline__ void load_quad(float (&v)[4], u32 from) {
+  u32 words[4];
+  load_shared_128(words, from);
+#pragma unroll
+  for (int e = 0; e < 4; e++) v[e] = __uint_as_float(words[e]);
+}
+
+__device__ __forceinline__ void store_quad(const Work& work, long long to, int co, const float (&v)[4]) const {
+  if constexpr (C::cout % 4 == 0) {
+    store_some<4>(to, v);
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      if (work.co + co + e < C::cout) store_some<1>(to + e, v + e);
   }
 }
 
@@ -239,16 +262,21 @@ static constexpr int OF_KERNEL = C::taps_w == C::kernel_w ? C::kernel_h * C::ker
 static constexpr int NEAR_TAPS = NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1;
 
 __device__ __forceinline__ void store_taps(const Work& work, u32 sums, const Share& share, int thread) const {
-  constexpr int RUNS = T::SET_TAPS / NEAR_TAPS;
-#pragma unroll 4
-  for (int i = thread; i < RUNS * share.quads * 4; i += T::CONSUMERS) {
-    const int tap = i % RUNS * NEAR_TAPS, of_quads = i / RUNS, ci = share.ci(of_quads / 4), co = share.co(of_quads / 4) + of_quads % 4;
-    const long long to = place_of(work, tap, ci, co);
+  constexpr int RUNS = T::SET_TAPS / NEAR_TAPS, ITEMS = RUNS * C::block_co;
+  constexpr int EACH = ITEMS < T::CONSUMERS ? ITEMS : T::CONSUMERS, AT_ONCE = T::CONSUMERS / EACH;
+  if (thread >= AT_ONCE * EACH) return;
+#pragma unroll 1
+  for (int i = thread % EACH; i < ITEMS; i += EACH) {
+    const int tap = i % RUNS * NEAR_TAPS, co = i / RUNS, first = share.begin(co / 4), end = last_row(work, share.end(co / 4));
+    const long long to = place_of(work, tap, first, co);
     if (to < 0) continue;
-    float v[NEAR_TAPS];
+#pragma unroll 4
+    for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
+      float v[NEAR_TAPS];
 #pragma unroll
-    for (int e = 0; e < NEAR_TAPS; e++) v[e] = load_shared_f32(sums + T::sum_at(tap + e, ci, co));
-    store_some<NEAR_TAPS>(to, v);
+      for (int e = 0; e < NEAR_TAPS; e++) v[e] = load_shared_f32(sums + T::sum_at(tap + e, row, co));
+      store_some<NEAR_TAPS>(to + (row - first) * stride_ci, v);
+    }
   }
 }
 };

@@ -23,17 +23,14 @@ static constexpr int SET_UNITS = S::SET_TAPS / OF_UNIT;
 
 // --- x -----------------------------------------------------------------------------------------------------------------
 
-// Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT]. Channels_last of 16 bits: for
-// each X_WIDTH channels a box of the chunk's pixels.
+// Rows of a channel's pixels (K-major): for each `segment` bytes of a row a box of [row][channel][segment]. Channels_last of 16 bits: for
+// each `x_width` channels a box of the chunk's pixels. A row's `line_bytes` are several rows' where the image is as wide as a chunk (lines).
 static constexpr bool TURN_X = LAST && !S::NARROW;      // channels_last float32 is turned by the copying warpgroup
 static constexpr bool K_MAJOR = !LAST || TURN_X;
 static constexpr int PIXELS = S::X_ROWS * C::tile_w;
-static constexpr int X_WIDTH = C::block_ci % 64 == 0 ? 64 : C::block_ci % 32 == 0 ? 32 : 16;  // of a swizzled line
-static constexpr int LINE_BYTES = C::tile_w * (C::lines ? C::tile_h : 1) * SIZE;  // lines: the image is as wide as a chunk, and its rows one line
-static constexpr int SEGMENT = !K_MAJOR ? X_WIDTH * SIZE : LINE_BYTES < 128 ? LINE_BYTES : 128;
-static constexpr int BOXES = K_MAJOR ? LINE_BYTES / SEGMENT : C::block_ci / X_WIDTH;
-static constexpr int BOX_BYTES = K_MAJOR ? PIXELS * C::block_ci * SIZE / BOXES : PIXELS * SEGMENT;
-static constexpr int X_ROW_BYTES = (K_MAJOR ? C::block_ci : C::tile_w) * SEGMENT;  // from one row of the tile to the next
+static constexpr int BOXES = K_MAJOR ? C::line_bytes / C::segment : C::block_ci / C::x_width;
+static constexpr int BOX_BYTES = K_MAJOR ? PIXELS * C::block_ci * SIZE / BOXES : PIXELS * C::segment;
+static constexpr int X_ROW_BYTES = (K_MAJOR ? C::block_ci : C::tile_w) * C::segment;  // from one row of the tile to the next
 static constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 static constexpr int N_WIDTH = C::stacked && !K_MAJOR && C::block_ci > 64 ? 64 : C::block_ci;  // of one matrix instruction; stacked: for each row of x
 static constexpr int NB = C::block_ci / N_WIDTH;
@@ -46,17 +43,15 @@ static constexpr int CLASSES = C::row_classes * C::channel_classes;
 static constexpr bool CLASSED = CLASSES > 1;
 static constexpr int G_CHANNELS = C::block_co / C::channel_classes;  // of a class
 
-// Channels_last: boxes have G_WIDTH channels, a swizzled row, and all rows of a plane. Gapless: a
-// plane is a tap's pixels. Parted: a plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours,
-// which meet different banks, and columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each
-// g_planes taps.
-static constexpr int G_WIDTH = C::block_co % 64 == 0 && S::NARROW ? 64 : C::block_co % 32 == 0 ? 32 : 16;
-static constexpr int G_BOXES = LAST ? C::block_co / G_WIDTH : 1;
-static constexpr int G_COLUMN_BYTES = G_WIDTH * SIZE;
+// Channels_last: boxes have `g_width` channels, a swizzled row, and all rows of a plane. Gapless: a plane is a tap's pixels. Parted: a
+// plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours, which meet different banks, and
+// columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each g_planes taps.
+static constexpr int G_BOXES = LAST ? C::block_co / C::g_width : 1;
+static constexpr int G_COLUMN_BYTES = C::g_width * SIZE;
 static constexpr int G_BOX_BYTES =                                   // of a row
     LAST ? C::plane_columns * G_COLUMN_BYTES : G_CHANNELS * C::g_pitch * SIZE;
 static constexpr int PLANE_BYTES = (S::G_ROWS * G_BOX_BYTES + 127) / 128 * 128;  // where a box may begin
-static constexpr int G_SLAB_BYTES = C::g_planes * PLANE_BYTES;  // of G_WIDTH channels
+static constexpr int G_SLAB_BYTES = C::g_planes * PLANE_BYTES;  // of g_width channels
 static constexpr int G_LINE = C::plane_columns;  // pixels from row to row
 static constexpr int G_BYTES = LAST ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
 static constexpr int CLASS_BYTES = G_BYTES / CLASSES;
@@ -96,10 +91,10 @@ static_assert(!(C::gapless && TURN_X) || C::unrolled == STEPS || C::unrolled / C
 // Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
 static __device__ __forceinline__ u32 x_at(int k_step) {
   if constexpr (K_MAJOR) {
-    int line = k_step / (LINE_BYTES / 32), within = k_step % (LINE_BYTES / 32) * 32;
-    return within / SEGMENT * BOX_BYTES + line * X_ROW_BYTES + within % SEGMENT;
+    int line = k_step / (C::line_bytes / 32), within = k_step % (C::line_bytes / 32) * 32;
+    return within / C::segment * BOX_BYTES + line * X_ROW_BYTES + within % C::segment;
   } else {
-    return k_step * (16 * SEGMENT);
+    return k_step * (16 * C::segment);
   }
 }
 

@@ -8,7 +8,7 @@
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
 //      rounded to TF32 on the way; channels_last of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
 //      that channels_last float32 is turned by the copying warpgroup.
-// g comes by boxes too (box_g), where its rows lie evenly: channels_last by one for each G_WIDTH channels and plane; NCHW by one, or by
+// g comes by boxes too (box_g), where its rows lie evenly: channels_last by one for each C::g_width channels and plane; NCHW by one, or by
 // one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
 // Roles: one warpgroup copies, the others multiply: split_m of them divide the output channels of a block, the others its taps,
 // UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap; or, stacked, a column of
@@ -43,19 +43,19 @@ using F = typename M::F;
 // =====================================================================================================================
 
 // NCHW: where rows of a chunk's tile begin, for a lane.
-static __device__ __forceinline__ void begin_rows(int& lane_at, typename F::Phases& phases, const Block& block, int i, const typename F::Lane& of) {
+static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Block& block, int i, const typename F::Lane& of) {
   const Sizes& s = block.s;
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
   if constexpr (C::aligned_g) {
-    lane_at += c.w & (T::VEC - 1);
+    g.lane_at += c.w & (T::VEC - 1);
   } else if constexpr (T::CLASSED) {
     const int of_channels = (of.channel + of.row) / T::G_CHANNELS;  // the lane's class
 #pragma unroll
     for (int j = 0; j < C::row_classes; j++)
-      phases.of[j] = WgradBoxes<T>::class_of(c.h + j, block.work.group * C::cout + block.work.co + of_channels, c.w, s).phase;
+      g.phases.of[j] = WgradBoxes<T>::class_of(c.h + j, block.work.group * C::cout + block.work.co + of_channels, c.w, s).phase;
   } else {
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * T::COUT + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
+    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * T::COUT + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
   }
 }
 
@@ -75,18 +75,17 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   const bool idle = units_before >= T::SET_UNITS || (T::SET_UNITS == C::taps_w && block.work.tap_w + units_before >= C::kernel_w);
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {
-    int lane_at = lane_first;
-    typename F::Phases phases = {};
-    if constexpr (!C::channels_last) begin_rows(lane_at, phases, block, i, of);
+    typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
+    if constexpr (!C::channels_last) begin_rows(g, block, i, of);
     const unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
     barrier_wait(block.full + cursor.stage * 8, cursor.parity);
     if constexpr (C::a_shared) wgmma_fence();
     if constexpr (C::stacked) {
 #pragma unroll 1
-      for (int at = idle ? T::ROW_STEPS : 0; at < T::ROW_STEPS; at += C::unrolled) M::multiply_rows(acc, at, tile, taps, block.s, phases, lane_at);
+      for (int at = idle ? T::ROW_STEPS : 0; at < T::ROW_STEPS; at += C::unrolled) M::multiply_rows(acc, at, tile, g);
     } else {
 #pragma unroll 1
-      for (int run = idle ? T::STEPS / C::unrolled : 0; run < T::STEPS / C::unrolled; run++) M::multiply_run(acc, run, tile, taps, block.s, phases, lane_at);
+      for (int run = idle ? T::STEPS / C::unrolled : 0; run < T::STEPS / C::unrolled; run++) M::multiply_run(acc, run, tile, g);
     }
     if constexpr (C::a_shared) {
       // The chunk before is done with. That is late: instructions wait for room in the tensor cores' queue, so that most of this chunk's
@@ -115,7 +114,7 @@ static __device__ __forceinline__ void run(const char* g, const E& end, const Si
   block.split = T::take_work(block.work, blockIdx.x);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::stages; i++) {
-      barrier_init(full + 8 * i, WgradWay<T>::ARRIVALS);
+      barrier_init(full + 8 * i, WgradProducer<T>::ARRIVALS);
       barrier_init(empty + 8 * i, C::warpgroups * 4);
     }
     barrier_init(last, 1);
@@ -125,7 +124,7 @@ static __device__ __forceinline__ void run(const char* g, const E& end, const Si
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
     fewer_registers<C::producer_registers>();
-    wgrad_produce(block, thread);
+    WgradProducer<T>::run(block, thread);
   } else {
     more_registers<C::consumer_registers>();
     consume(end, block, role - 1, thread);

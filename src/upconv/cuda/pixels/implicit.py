@@ -49,7 +49,6 @@ _CLUSTERS = 2, 4, 8
 _FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
 _TURNED = 64  # channels of the result in a box of a forward's channels-last weights
-_PARTIAL = 2.1  # lines of the copy engine for a pixel of a box that reaches beyond the last channel
 _STORE = {"fwd": 1.19, "grad-input": 0.3}  # clocks for 8 results, by pass; twice as many where lanes store 8 bytes
 _SQUARE = 64  # channels and columns of weights, which a block of `pack` turns
 
@@ -280,9 +279,6 @@ class Tile(Base):
         waves, every = self.waves(p, gpu)
         steps = every / waves
         instructions = SPAN // 32 * self.rows // 64 * steps
-        lines = (self.rows + self.columns) * steps
-        if self.channels[0] % self.chunk:  # the last of a tap's
-            lines += self.rows * steps / -(-self.channels[0] // self.chunk) * _PARTIAL
         narrow = 2 if self.element == 4 and not self.wide_stores else 1
         read = 1.0 if self.forward else math.prod(min(k, s) / s for k, s in zip(p.kernel, p.stride))
         return Work(
@@ -292,7 +288,7 @@ class Tile(Base):
             moved=moved(p, read=read),
             steps=steps,
             stages=self.stages,
-            lines=lines,
+            lines=(self.rows + self.columns) * steps,
             boxes=2 * steps,
             stored=self.rows * self.columns / self.cluster * narrow / 8 * _STORE[p.pass_],
             descriptors=True,

@@ -31,12 +31,7 @@ from upconv.problem import Problem
 _MOST_REGISTERS = 168  # of a consumer's thread for sums and fragments; addresses and the like take 48
 _MOST_PHASES = 5
 """Of W: their order is found by trying all."""
-# Clocks of a consumer: a run of outputs on its way through the buffer, and an output of it, by whether rows begin at
-# 16 bytes.
-_RUN = 51.7
-_STORED = {True: 0.01, False: 0.145}
-_MEMORY = {True: 1.25, False: 1.5}  # how often memory counts an output, by whether rows begin at 16 bytes
-_LEAST = 28  # columns of an instruction that takes as long as fewer do
+_RUN = 51.7  # clocks of a consumer for a row of outputs on its way through the buffer
 
 
 class Shift(NamedTuple):
@@ -78,13 +73,13 @@ class User(NamedTuple):
 class Tile(Base):
     """As `Base`; each consumer has a ring, whose stages have a chunk of the rows of its tile."""
 
-    shape: tuple[int, int]
-    """q of a consumer's tile, along H and W."""
+    tile_w: int
+    """Neighbouring q of a row, of a consumer's tile: a multiple of 64."""
     aligned: bool = False
     """Whether the output's rows begin at 16 bytes."""
 
     mode = "phases"
-    named = ("co_columns", "chunk", "mb", "pitch", "aligned", "passed", "widths", "users", "shift_columns")
+    named = ("co_columns", "chunk", "mb", "pitch", "aligned", "passed", "widths", "users", "shift_columns", "tile_w")
 
     @property
     def vec(self) -> int:
@@ -98,7 +93,7 @@ class Tile(Base):
     @property
     def mb(self) -> int:
         """Subtiles of 64 q."""
-        return math.prod(self.shape) // 64
+        return self.tile_w // 64
 
     @property
     def co_columns(self) -> int:
@@ -149,12 +144,12 @@ class Tile(Base):
     def source_rows(self) -> tuple[int, int]:
         """Rows of the source that a tile reads, along D and H."""
         (_, deep), (_, high), _ = self.span
-        return deep, self.shape[0] + high - 1
+        return deep, high
 
     @property
     def pitch(self) -> int:
         """Elements of a row in shared memory: an odd number of 16 bytes, so that lanes' channels are in other banks."""
-        return -(-(self.shape[1] + self.span[2][1] - 1) // self.vec) // 2 * 2 * self.vec + self.vec
+        return -(-(self.tile_w + self.span[2][1] - 1) // self.vec) // 2 * 2 * self.vec + self.vec
 
     @property
     def box(self) -> Five:
@@ -209,8 +204,8 @@ class Tile(Base):
     @property
     def buffer_bytes(self) -> int:
         """Of a consumer's outputs on their way to memory."""
-        words = self.shape[1] * self.strides[2] * self.element // 4 + 4 * (not self.aligned)
-        return self.passed * ((self.shape[0] * words + 11) // 16 * 16 + 4) * 4
+        words = self.tile_w * self.strides[2] * self.element // 4 + 4 * (not self.aligned)
+        return self.passed * ((words + 11) // 16 * 16 + 4) * 4
 
     def shared_with(self, stages: int) -> int:
         weights = -(-self.weight_bytes // 128) * 128
@@ -233,8 +228,6 @@ class Tile(Base):
         rows_d, rows_h = self.source_rows
         users = [user for _, of_row in self.rows for user in of_row]
         own: dict[str, jit.Constant] = {
-            "tile_h": self.shape[0],
-            "tile_w": self.shape[1],
             "rows_d": rows_d,
             "rows_h": rows_h,
             # Rows of the source, from a tile's first, and the first of those that read each; one more at the end.
@@ -269,8 +262,8 @@ class Tile(Base):
 
     def counts(self, p: Problem) -> Triple:
         """Tiles along D, H and W."""
-        d, h, w = (-(-n // of) for n, of in zip(self.places_of(p), (1, *self.shape)))
-        return d, h, w
+        d, h, w = self.places_of(p)
+        return d, h, -(-w // self.tile_w)
 
     def tiles(self, p: Problem) -> int:
         return p.batch * math.prod(self.counts(p))
@@ -285,26 +278,23 @@ class Tile(Base):
     def work(self, p: Problem, gpu: Gpu) -> Work:
         """Both consumers' tiles are one, since each has one of its own."""
         steps, shifts = CONSUMERS * self.chunks, len(self.shifts)
-        columns = sum(max(width, _LEAST) for width in self.shift_widths)
-        passes = CONSUMERS * len(self.pairs) * self.co_columns / self.passed
-        outputs = self.passed * math.prod(self.shape) * self.strides[2]
         return Work(
             steps * self.mb * self.users * shifts,
-            steps * self.mb * self.users * columns,
+            steps * self.mb * self.users * self.shift_columns,
             waves=-(-self.tiles(p) // (CONSUMERS * gpu.multiprocessors)),
-            moved=moved(p, written=_MEMORY[self.aligned]),
-            steps=CONSUMERS * self.chunks,
+            moved=moved(p),
+            steps=steps,
             stages=self.stages,
-            lines=CONSUMERS * self.chunks * self.stage_bytes / 128,
-            boxes=CONSUMERS * self.chunks * len(self.rows),
+            lines=steps * self.stage_bytes / 128,
+            boxes=steps * len(self.rows),
             loads=steps * len(self.rows) * (shifts * self.mb * (2 / self.element) + 2),
-            stored=passes * (self.shape[0] * _RUN + outputs * _STORED[self.aligned]),
+            stored=CONSUMERS * len(self.pairs) * self.co_columns / self.passed * _RUN,
         )
 
     def text(self, p: Problem, gpu: Gpu) -> str:
         return (
-            f"{CONSUMERS} tiles of {'x'.join(map(str, self.shape))} (HxW of q), {len(self.pairs)} x {self.row_columns} "
-            f"columns, rings of {self.stages} of {self.chunk} channels, weights resident"
+            f"{CONSUMERS} tiles of {self.tile_w} places of a row, {len(self.pairs)} x {self.row_columns} columns, "
+            f"rings of {self.stages} of {self.chunk} channels, weights resident"
         )
 
 
@@ -335,8 +325,7 @@ def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every tile worth a look for a layer at its own size."""
     aligned = p.out_size[-1] * p.dtype.itemsize % 16 == 0
     for t in _candidates(any_size(p), gpu, aligned):
-        # Of an axis that is shorter than the tile no more than it must have.
-        if all(n < 2 * of or n == 1 for n, of in zip(t.shape, t.places_of(p)[1:])):
+        if t.mb == 1 or t.tile_w < 2 * t.places_of(p)[2]:
             yield t
 
 
@@ -345,9 +334,7 @@ def _candidates(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tile, ...]:
     """A layer's tiles for all sizes whose rows begin alike."""
     if layer.in_channels * layer.taps * layer.out_channels * layer.dtype.itemsize > gpu.shared_bytes:
         return ()
-    heights = (1, 2, 4, 8) if layer.rank > 1 else (1,)
-    shapes = [(h, w) for h, w in product(heights, (16, 32, 64, 128)) if h * w % 64 == 0]
-    return fitted((Tile(layer, shape, aligned) for shape in shapes), gpu)
+    return fitted((Tile(layer, tile_w, aligned) for tile_w in (64, 128)), gpu)
 
 
 PHASES = Chooser(

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
@@ -50,6 +50,16 @@ class Streamed(Tile):
 
     rows = 1
     """Of a stage's weights."""
+    named: ClassVar[tuple[str, ...]] = (
+        "columns",
+        "all_columns",
+        "blocks",
+        "rows",
+        "stages_k",
+        "boxes",
+        "box_bytes",
+        "stage_bytes",
+    )
 
     @property
     def all_columns(self) -> int:
@@ -72,20 +82,32 @@ class Streamed(Tile):
         return -(-self.all_columns // self.columns)
 
     @property
+    def boxes(self) -> int:
+        """Of a stage's pixels."""
+        raise NotImplementedError
+
+    @property
+    def box_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
     def weight_bytes(self) -> int:
         """Of a stage."""
         return self.rows * self.columns * SPAN
 
     @property
+    def stage_bytes(self) -> int:
+        pixels = self.boxes * (-(-self.box_bytes // 128) * 128)  # boxes begin at whole 128 bytes
+        return -(-pixels // 1024) * 1024 + self.weight_bytes
+
+    @property
     def packed_words(self) -> int:
         return self.blocks * self.stages_k * self.weight_bytes // 4
 
-    def work_of(
-        self, p: Problem, gpu: Gpu, boxes: int, box_bytes: int, box_lines: float, loaded: int, stored: float
-    ) -> Work:
-        """`work`, of the boxes of a stage, bytes that lanes load for an instruction, and clocks of a tile's stores."""
+    def work_of(self, p: Problem, gpu: Gpu, box_lines: float, loaded: int, stored: float) -> Work:
+        """`work`, of a box's lines, bytes that lanes load for an instruction, and clocks of a tile's stores."""
         instructions = CONSUMERS * 4 * self.rows * self.stages_k
-        copied = (boxes * box_bytes + self.weight_bytes) * self.stages_k
+        copied = (self.boxes * self.box_bytes + self.weight_bytes) * self.stages_k
         return Work(
             instructions,
             instructions * self.columns,
@@ -93,8 +115,8 @@ class Streamed(Tile):
             moved=moved(p),
             steps=self.stages_k,
             stages=self.stages,
-            lines=self.stages_k * boxes * box_lines,
-            boxes=self.stages_k * boxes,
+            lines=self.stages_k * self.boxes * box_lines,
+            boxes=self.stages_k * self.boxes,
             shared=instructions * self.columns * 32 + copied,
             fragments=instructions * loaded,
             stored=stored,
@@ -112,7 +134,6 @@ class Subpixel(Streamed):
     """As `Streamed`: places are pixels of an image, columns kernel rows, output channels and taps of W."""
 
     mode = "subpixel"
-    named = ("columns",)
 
     @property
     def chunk(self) -> int:
@@ -124,8 +145,12 @@ class Subpixel(Streamed):
         return self.problem.out_channels * self.problem.taps
 
     @property
-    def stage_bytes(self) -> int:
-        return _PLACES * SPAN + self.weight_bytes
+    def boxes(self) -> int:
+        return _PLACES // self.chunk
+
+    @property
+    def box_bytes(self) -> int:
+        return self.chunk * SPAN
 
     @property
     def packed_as(self) -> tuple[Any, ...]:
@@ -154,10 +179,8 @@ class Subpixel(Streamed):
         return Map("source", tensor, p.dtype, box, (1,) * 5, SPAN, p.precision == "tf32")
 
     def work(self, p: Problem, gpu: Gpu) -> Work:
-        boxes, stored = _PLACES // self.chunk, _PLACES * self.columns * self.element / 32 * _SECTOR
-        # Its weights' lines count too.
-        lines = self.chunk + self.columns / boxes
-        return self.work_of(p, gpu, boxes, self.chunk * SPAN, lines, 32 * 64, stored)
+        lines = self.chunk + self.columns / self.boxes  # those of weights count too
+        return self.work_of(p, gpu, lines, 32 * 64, _PLACES * self.columns * self.element / 32 * _SECTOR)
 
 
 def _subpixel_refusal(p: Problem, gpu: Gpu) -> str | None:
@@ -194,7 +217,7 @@ class Pairs(Streamed):
     rows: int
 
     mode = "pairs"
-    named = ("columns", "group", "chunk", "pitch", "first", "lead", "slot", "slots_lane")
+    named = (*Streamed.named, "group", "chunk", "pitch", "first", "lead", "slot", "slots_lane")
 
     @property
     def all_columns(self) -> int:
@@ -257,14 +280,9 @@ class Pairs(Streamed):
         return self.chunk * self.pitch * self.element
 
     @property
-    def groups(self) -> int:
-        """Of a tile."""
+    def boxes(self) -> int:
+        """One for each group of places."""
         return _PLACES // self.group
-
-    @property
-    def stage_bytes(self) -> int:
-        pixels = self.groups * (-(-self.box_bytes // 128) * 128)  # boxes begin at whole 128 bytes
-        return -(-pixels // 1024) * 1024 + self.weight_bytes
 
     @property
     def packed_as(self) -> tuple[Any, ...]:
@@ -289,7 +307,7 @@ class Pairs(Streamed):
         return of_row, p.batch * math.prod(p.size[:-1]) * of_row
 
     def tiles(self, p: Problem) -> int:
-        return -(-self.all_groups(p)[1] // self.groups) * self.blocks
+        return -(-self.all_groups(p)[1] // self.boxes) * self.blocks
 
     def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         return *triple(p.size), *self.all_groups(p), 0, self.tiles(p)
@@ -297,8 +315,8 @@ class Pairs(Streamed):
     def work(self, p: Problem, gpu: Gpu) -> Work:
         loads = 8 if self.element == 2 and self.slot == 1 else 4  # of a fragment, whose lanes have 128 bytes each time
         row = -(-(self.pitch * self.element + self.first * self.element % 128) // 128)
-        boxes, stored = self.groups, _PLACES * self.columns / 8 * _STORE
-        return self.work_of(p, gpu, boxes, self.box_bytes, self.chunk * row, 4 * loads * self.conflicts * 128, stored)
+        loaded, stored = 4 * loads * self.conflicts * 128, _PLACES * self.columns / 8 * _STORE
+        return self.work_of(p, gpu, self.chunk * row, loaded, stored)
 
 
 @lru_cache(maxsize=256)

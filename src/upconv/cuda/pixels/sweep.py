@@ -38,22 +38,19 @@ from upconv.problem import Problem
 
 _MOST_SUMS = 144  # of a consumer's thread, of whose 200 registers descriptors and addresses take the rest
 _MOST_INSTRUCTIONS = 192  # of a consumer for a chunk: they are one stretch of code
-_WIDTHS = (16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 100, 104, 112, 120, 128)
+_WIDTHS = (16, 32, 48, 64, 72, 96, 100, 128)
 """Columns of tiles: few, since each is a kernel."""
 _SUBTILES = range(1, 9)
-_MOST_STAGES = 9
-# Stages in the order in which memory is given to them, by whether layouts are channels-last. With a third tile
-# consumers part: one stores while the other multiplies (docs/experiments.md).
-_STAGES = {
-    True: (("stages", 3), ("stages_w", 4), ("stages", 4), ("stages_w", 6), ("stages", 6)),
-    False: (("stages", 3), ("stages_s", 3), ("stages_w", 4), ("stages_s", 4), ("stages_w", 6)),
+# Stages of pixels, slots and weights, by whether layouts are channels-last: the first that fit. With a third stage of
+# pixels consumers part: one stores while the other multiplies (docs/experiments.md).
+_RINGS = {
+    True: ((6, 2, 6), (4, 2, 6), (4, 2, 4), (3, 2, 4), (3, 2, 3), (2, 2, 3)),
+    False: ((3, 4, 6), (3, 4, 4), (3, 3, 4), (3, 3, 3), (3, 2, 3), (2, 2, 3)),
 }
 _MOST_SLICES = 2**30 - 1  # of all walks: the kernel counts them in 32 bits
 # Clocks of a consumer: 8 channels of 64 positions in NCDHW, and 32 bytes of stores in channels_last.
 _STORE, _STORE_LAST = 28.0 * 16, 1.44
 _TURN = 1410.0  # clocks of a slice where consumers take turns
-# Columns of a tile, by bytes of an element, below which stores take longer, as more units end a row.
-_SHORT = {2: 52, 4: 20}
 
 
 @dataclass(frozen=True)
@@ -269,13 +266,13 @@ class Tile(Base):
         if last:
             stored, shared = math.prod(self.shape) * t.cout_g * t.element / 32 * _STORE_LAST, 0
         else:
-            stored = self.slot_columns / 8 * self.nb * max(1.0, _SHORT[t.element] / self.shape[1]) * _STORE
+            stored = self.slot_columns / 8 * self.nb * _STORE
             shared = instructions * 32 * (64 + self.b_columns) + 3 * t.pixels * t.row_bytes * t.chunks + streamed
         return Work(
             instructions,
             instructions * self.b_columns,
             waves=-(-math.prod(counts) // gpu.multiprocessors) * slices,
-            moved=moved(p, written=1.0 if last else 1.25),
+            moved=moved(p),
             steps=0 if self.turns else t.chunks * -(-self.chunk_steps // self.w_stage),
             stages=self.stages if last else self.stages_s,
             lines=t.chunks * t.pixels if last else 0,
@@ -326,11 +323,12 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every sweep worth a look for a layer at its own size."""
     h, w = result_shape(p)[3:]
+    widest = next((width for width in _WIDTHS if width >= w), _WIDTHS[-1])
     for s in _candidates(any_size(p), gpu):
         rows, width = s.shape
         # In NCHW a second tile's boxes begin at 16 bytes, too.
         aligned = s.channels_last or width >= w or width % s.pixels.vec == 0
-        fits = (width == _WIDTHS[0] or width - 8 < w) and (s.nb == 1 or rows < h + 1)
+        fits = width <= widest and (s.nb == 1 or rows < h + 1)
         if aligned and fits and s.sizes(p, gpu)[-1] <= _MOST_SLICES:
             yield s
 
@@ -354,19 +352,15 @@ def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
 
 def _fitted(s: Tile, gpu: Gpu) -> Tile | None:
     """The sweep with as many stages as shared memory allows; None when it does not fit at all."""
-    k_steps, every = s.pixels.k_steps, s.pixels.chunks + 1
-    if s.turns:
-        s = varied(s, w_stage=s.chunk_steps, stages=every)
-    else:
-        taps = max(1, min(s.entries, max(1, 24 // s.nb) // k_steps))  # of a stage of the ring: some 24 instructions
-        s = varied(s, w_stage=taps * k_steps, stages_w=3)
-    if (s.turns and every > _MOST_STAGES) or any(True for _ in s.faults()) or s.shared_bytes > gpu.shared_bytes:
-        return None
-    for name, count in _STAGES[s.channels_last]:
-        if count > getattr(s, name) and not (s.turns and name == "stages_w"):
-            more = varied(s, **{name: count})
-            s = more if more.shared_bytes <= gpu.shared_bytes else s
-    return s
+    k_steps = s.pixels.k_steps
+    taps = max(1, min(s.entries, max(1, 24 // s.nb) // k_steps))  # of a stage of the ring: some 24 instructions
+    s = varied(s, w_stage=s.chunk_steps if s.turns else taps * k_steps)
+    least = s.pixels.chunks + 1 if s.turns else 0
+    for stages, slots, weights in _RINGS[s.channels_last]:
+        fit = varied(s, stages=max(stages, least), stages_s=slots, stages_w=weights)
+        if fit.shared_bytes <= gpu.shared_bytes and not any(True for _ in fit.faults()):
+            return fit
+    return None
 
 
 SWEEP = Chooser(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
+from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
 LONGEST = 2**31 - 2**20
@@ -29,21 +29,21 @@ def too_long(p: Problem) -> str | None:
     return f"the kernel counts along an axis in 32 bits, which {longest} elements are too many for"
 
 
-def choose(search: Callable[..., Any], p: Problem, gpu: Gpu, general: bool, widest: int) -> Any:
+def choose(search: Callable[..., Any], p: Problem, gpu: Gpu, general: bool, widest: int = 0) -> Any:
     """A family's best choice for a problem, or for one that is the same; or the sentence why it has none.
 
     Args:
         search: the family's ``choose(problem, gpu, general)``.
         general: of choices that serve every size of the input.
-        widest: pixels along a side of images that are tried side by side, each by another search for tiles.
+        widest: pixels along a side of images that are tried side by side, each by another search for tiles; of a
+            weight's gradient none, since its chunks of small images may be boxes of any shape.
     """
     chosen = search(p, gpu, general)
     if general:
         return chosen
     if (flat := p.flat) is not None and not isinstance(other := search(flat, gpu), str):
         chosen = _faster(chosen, replace(other, flat=True))
-    gapless = p.pass_ == "grad-weight" and max(p.stride) <= MAX_BOX_STEP  # chunks of any shape, of images as they are
-    narrow = max(*p.size, *p.out_size) <= widest and p.batch >= _FEWEST and not gapless
+    narrow = max(*p.size, *p.out_size) <= widest and p.batch >= _FEWEST
     if narrow and (abreast := p.abreast) is not None:
         chosen = _faster(chosen, search(abreast, gpu), _GAIN)
     return chosen

@@ -36,13 +36,12 @@ from upconv.cuda.launches import (
     strides_of,
 )  # fmt: skip
 from upconv.cuda.rearrange import batches
-from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Ending, ending, estimate
+from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Ending, Model, ending
 from upconv.cuda.wgrad.wgrad_search import best, refusal
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Problem
 
-WIDEST = 32  # pixels along a side of images that `batches` tries side by side
 _RUNS = 8  # warps of a block of the second step
 _ADDING = {
     "steps": "",
@@ -89,8 +88,8 @@ class Choice(family.Defaults):
         instruction = "wgmma" if isinstance(t, WarpgroupTiling) else "mma.sync"
         if isinstance(t, WarpgroupTiling) and t.stacked:
             instruction += f" of up to {t.stack} rows"
-        if self.flat or self.problem.batch_as_width:
-            instruction = f"the batch as {'pixels' if self.flat else 'width'}: {instruction}"
+        if self.flat:
+            instruction = f"the batch as pixels: {instruction}"
         gapless = isinstance(t, WarpgroupTiling) and t.gapless
         shape += f" of {gapless} without gaps" if gapless else ""
         return (
@@ -214,7 +213,7 @@ def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
     size = p.out_size if g else p.size
     channels = p.out_channels if g else p.in_channels
     if t.channels_last:
-        return (channels_last(p.batch, channels, size, t.element, p.batch_as_width),)
+        return (channels_last(p.batch, channels, size, t.element),)
     if t.lines and not g:
         size = (*size[:-2], 1, size[-2] * size[-1])
     of_rows, of_channels = t.classes if g else (1, 1)
@@ -228,7 +227,8 @@ def tensor_maps(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Map, ...]:
     """Over each of a tiling's `tensors`, with its box. float32 is rounded to TF32, to nearest even, on its way."""
     if g:
         span = t.g_width * t.element if t.channels_last else 0
-        box, steps = t.g_box, t.g_box_steps
+        assert t.g_boxes is not None
+        box, steps = t.g_boxes
         return tuple(Map("gradient", one, p.dtype, box, steps, span, rounded=True) for one in tensors(t, p, g))
     span = 0 if t.turned else t.segment
     return tuple(Map("input", one, p.dtype, t.box, span=span, rounded=True) for one in tensors(t, p, g))
@@ -247,7 +247,7 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
 
 def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
     """As `upconv.cuda.family` asks: `choose`, for the problem or for one whose tensors are the same (`batches`)."""
-    return batches.too_long(p) or batches.choose(choose, p, gpu, general, WIDEST)
+    return batches.too_long(p) or batches.choose(choose, p, gpu, general)
 
 
 @lru_cache(maxsize=4096)
@@ -257,4 +257,4 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     found = best(p, gpu, general)
     if found is None:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
-    return Choice(found.tiling, p, gpu, found.splits, estimate(found.tiling, p, gpu, found.splits, general))
+    return Choice(found.tiling, p, gpu, found.splits, Model(p, gpu, general).cost(found.tiling, found.splits))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gpu import H200, RATES, Gpu
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
+from upconv.derived import derived
 from upconv.problem import Problem
 
 _MAX_SLICE_BYTES = 96 << 20  # of partial sums
@@ -42,54 +43,159 @@ def ending(t: AnyTiling, splits: int, gpu: Gpu) -> Ending:
     return "together" if t.tiles * splits <= gpu.multiprocessors else "steps"
 
 
+@dataclass(frozen=True)
+class Model:
+    """Estimates for a problem on a GPU. ``general``: of an exported file's kernel, which has two steps, at any size."""
+
+    p: Problem
+    gpu: Gpu
+    general: bool = False
+
+    @derived
+    def straddling(self) -> float:
+        """Lines that boxes touch, of those that they would where rows begin at lines."""
+        return 1.0 if self.general else _straddling(self.p)
+
+    @derived
+    def moved(self) -> int:
+        """Bytes of both operands."""
+        return (math.prod(self.p.input_shape) + math.prod(self.p.output_shape)) * self.p.dtype.itemsize
+
+    @derived
+    def numel(self) -> int:
+        """Elements of the weight."""
+        return math.prod(self.p.weight_shape)
+
+    def fastest(self, t: AnyTiling) -> tuple[float, int]:
+        """Seconds, and in how many splits of K."""
+        gpu, chunks = self.gpu, t.chunks(self.p)
+        one = cost(self._chunk(t), H200)
+        clocks = (one.seconds - one.launch) * H200.clock - RATES.tile
+        memory = self.moved / gpu.bandwidth
+        most = max(1, min(chunks, _MAX_SLICE_BYTES // (4 * self.numel * t.k_slices)))
+        found = math.inf, 1
+        for splits in {1, *(min(most, max(1, gpu.multiprocessors * waves // t.tiles)) for waves in (1, 2, 3, 4))}:
+            each = -(-chunks // splits)
+            splits = -(-chunks // each)
+            work = self._waves(t, splits) * (each * clocks + _BLOCK + RATES.tile) / gpu.clock
+            seconds = max(work, memory) + RATES.beside_memory * min(work, memory) + RATES.launch
+            found = min(found, (seconds + self._ending_seconds(t, splits), splits))
+        return found
+
+    def cost(self, t: AnyTiling, splits: int) -> Cost:
+        """The terms of `fastest`. A chunk is a tile of the model; what a block takes is spread over its chunks."""
+        each, work = -(-t.chunks(self.p) // splits), self._chunk(t)
+        beside = work.beside + (_BLOCK + RATES.tile) / each - RATES.tile
+        work = replace(work, waves=self._waves(t, splits) * each, moved=self.moved, beside=beside)
+        found, added = cost(work, self.gpu), self._ending_seconds(t, splits)
+        return replace(found, seconds=found.seconds + added, store=found.store + added)
+
+    def _chunk(self, t: AnyTiling) -> Work:
+        return _sync_chunk(t) if isinstance(t, SyncTiling) else _warpgroup_chunk(t, self.straddling)
+
+    def _waves(self, t: AnyTiling, splits: int) -> int:
+        return -(-t.tiles * splits // self.gpu.multiprocessors)
+
+    def _ending_seconds(self, t: AnyTiling, splits: int) -> float:
+        """What sums take on their way from blocks to the weight."""
+        how = "steps" if self.general else ending(t, splits, self.gpu)
+        bandwidth, weight = self.gpu.bandwidth, t.element * self.numel
+        if how == "steps":
+            return _STEPS[0] + _STEPS[1] * 4 * splits * t.k_slices * self.numel / bandwidth
+        assert isinstance(t, WarpgroupTiling)
+        (fixed, passes), of = (_ALONE, weight) if how == "alone" else (_ADDING, t.tiles * splits * t.sums_bytes)
+        parts = max(0.0, _SECTOR / _run(t, self.p) - 1)  # sectors are written in parts
+        return fixed + (passes * of + parts * weight) / bandwidth
+
+
+# --- what a chunk asks for -------------------------------------------------------------------------------------------
+
+
+def _sync_chunk(t: SyncTiling) -> Work:
+    """An mma.sync takes twice the clocks of its share of a wgmma."""
+    products = t.k_steps * t.warps * t.set_taps * (t.warp[0] // 16) * (t.warp[1] // 8) * (3 if t.promote else 1)
+    reads = t.k_steps * t.warps * (t.warp[0] + t.set_taps * t.warp[1] * _conflicts(t)) / 4
+    ragged = 6.0 if t.channels_last and any(channels % t.vec for channels in t.channels) else 1.0  # by elements
+    return Work(
+        instructions=products / 16,
+        columns=4.0 * products,
+        waves=1,
+        moved=0,
+        stages=2,
+        lines=t.copied_units * ragged * _SYNC_COPIED / RATES.line,
+        shared=16.0 * t.copied_units,
+        fragments=128 * reads * (1 if t.channels_last else 8 / t.element),
+        beside=_SYNC_CHUNK,
+    )
+
+
+def _warpgroup_chunk(t: WarpgroupTiling, straddling: float) -> Work:
+    columns, fragments = t.k_steps * t.entries * t.warpgroups * t.block[0], _fragments(t)
+    short = 0.0 if t.channels_last else _SHORT * (128 / t.segment - 1)
+    loads = 0.0 if t.a_shared else 2.6 if t.channels_last and t.element == 2 else 20 / t.element
+    if t.run_words:
+        loads = 5 * t.run_words / t.run
+    # A stage that descriptors read is given back a chunk late. A column of taps uses a fragment so long that copies are
+    # never late.
+    stages = t.stages - 1 if t.a_shared else 2 * t.stages if t.stacked else t.stages
+    return Work(
+        instructions=fragments,
+        columns=_COLUMNS[t.element] * columns,
+        waves=1,
+        moved=0,
+        stages=stages,
+        lines=_lines(t) * (straddling if t.box_g else 1.0),
+        boxes=_boxes(t),
+        shared=32 * columns * short + t.g_units * 16 + t.x_bytes,
+        fragments=2048 * fragments * _conflicts(t),
+        loads=loads * fragments * 2 / t.warpgroups,
+        chunks_turned=0.0 if t.box_g else 1.0,
+        turned=t.raw_bytes / (128 * 32) * _TURNED if t.box_g else t.g_units / 128 * _COPIED,
+        descriptors=t.a_shared,
+        beside=_CHUNK + (_TURNED_CHUNK if t.turned else 0.0),
+    )
+
+
 def _conflicts(t: AnyTiling) -> float:
     """Passes of shared memory for a warp's reads of g: of NCHW by the step from lane to lane; of 16 bits two words."""
     if t.channels_last:
         return 1.0
     if isinstance(t, WarpgroupTiling) and t.interleaved:
         return t.banks[1] * (4.0 / t.element)
-    if isinstance(t, WarpgroupTiling) and t.shared_words:
+    if isinstance(t, WarpgroupTiling) and t.run_words:
         return t.run_words / t.run
     return 2.0 if t.element == 2 else float(math.gcd(t.steps[2], 4))
 
 
-def _sync_chunk(t: SyncTiling) -> dict[str, float]:
-    """What a chunk asks for (`Work`): an mma.sync takes twice the clocks of its share of a wgmma."""
-    products = t.k_steps * t.warps * t.set_taps * (t.warp[0] // 16) * (t.warp[1] // 8) * (3 if t.promote else 1)
-    reads = t.k_steps * t.warps * (t.warp[0] + t.set_taps * t.warp[1] * _conflicts(t)) / 4
-    ragged = 6.0 if t.channels_last and any(channels % t.vec for channels in t.channels) else 1.0  # by elements
-    return {
-        "instructions": products / 16,
-        "columns": 4.0 * products,
-        "stages": 2,
-        "lines": t.copied_units * ragged * _SYNC_COPIED / RATES.line,
-        "shared": 16.0 * t.copied_units,
-        "fragments": 128 * reads * (1 if t.channels_last else 8 / t.element),
-    }
+def _fragments(t: WarpgroupTiling) -> int:
+    """Of g, for a chunk, of all warpgroups."""
+    return (t.steps_of_row * t.row_steps if t.stacked else t.k_steps * t.entries) * t.warpgroups
 
 
-def _warpgroup_chunk(t: WarpgroupTiling, straddling: float) -> dict[str, float]:
-    """What a chunk asks for (`Work`). ``straddling``: lines that boxes touch, of those of rows that begin at lines."""
-    columns, fragments = t.k_steps * t.entries * t.warpgroups * t.block[0], t.fragments
-    short = 0.0 if t.channels_last else _SHORT * (128 / t.segment - 1)
-    loads = 0.0 if t.a_shared else 2.6 if t.channels_last and t.element == 2 else 20 / t.element
-    if t.shared_words:
-        loads = 5 * t.run_words / t.run
-    return {
-        "instructions": fragments,
-        "columns": _COLUMNS[t.element] * columns,
-        # A stage that descriptors read is given back a chunk late. A column of taps uses a fragment so long that copies
-        # are never late.
-        "stages": t.stages - 1 if t.a_shared else 2 * t.stages if t.stacked else t.stages,
-        "lines": t.lines_of_boxes * (straddling if t.box_g else 1.0),
-        "boxes": t.boxes,
-        "shared": 32 * columns * short + t.g_units * 16 + t.x_bytes,
-        "fragments": 2048 * fragments * _conflicts(t),
-        "loads": loads * fragments * 2 / t.warpgroups,
-        "chunks_turned": 0.0 if t.box_g else 1.0,
-        "turned": t.raw_bytes / (128 * 32) * _TURNED if t.box_g else t.g_units / 128 * _COPIED,
-        "descriptors": t.a_shared,
-    }
+def _boxes(t: WarpgroupTiling) -> int:
+    """Copies of the tensor copy engine for a chunk."""
+    of_line = t.block[0] // t.x_width if t.channels_last else t.line // t.segment
+    found = 1 if t.turned else of_line
+    if t.box_g:
+        wide = t.block[1] // t.g_width if t.channels_last else 1
+        found += wide * math.prod(t.classes) * t.planes.number
+    return found
+
+
+def _lines(t: WarpgroupTiling) -> float:
+    """Lines of 128 bytes that the boxes of a chunk touch, in units of which a row counts half at least."""
+
+    def touched(rows: float, span: int, begin: int) -> float:
+        """Of rows of ``span`` bytes that begin at multiples of ``begin``."""
+        return rows * (max(0.5, span / 128) if span <= begin else 1 + (span - min(begin, 128)) / 128)
+
+    if t.channels_last:
+        span = t.block[0] * t.element if t.turned else t.segment
+        found = touched(t.x_bytes / span, span, 128 if span >= 128 else span)
+        row = t.g_width * t.element
+        return found + touched(t.g_rows * t.g_pixels * t.block[1] / t.g_width, row, row)
+    found = touched(t.x_bytes / t.segment, t.segment, t.segment)
+    return found + touched(t.g_rows * t.block[1], t.g_row_units * 16, 16)
 
 
 def _straddling(p: Problem) -> float:
@@ -99,77 +205,6 @@ def _straddling(p: Problem) -> float:
     if p.layout != "nchw" or row < 48:
         return 1.0
     return 1.0 + math.log2(64 // math.gcd(row, 64))
-
-
-def _chunk(t: AnyTiling, straddling: float) -> dict[str, float]:
-    """What a chunk asks for (`Work`), with the clocks that nothing hides."""
-    if isinstance(t, SyncTiling):
-        return _sync_chunk(t) | {"beside": _SYNC_CHUNK}
-    return _warpgroup_chunk(t, straddling) | {"beside": _CHUNK + (_TURNED_CHUNK if t.turned else 0.0)}
-
-
-def _chunk_clocks(t: AnyTiling, straddling: float) -> float:
-    """Clocks of a chunk on its multiprocessor."""
-    work: Any = _chunk(t, straddling)
-    found = cost(Work(**work, waves=1, moved=0.0), H200)
-    return (found.seconds - found.launch) * H200.clock - RATES.tile
-
-
-def _block_seconds(gpu: Gpu) -> float:
-    """What a block takes beside its chunks."""
-    return (_BLOCK + RATES.tile) / gpu.clock
-
-
-def _moved(t: AnyTiling, p: Problem) -> int:
-    return (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element
-
-
-def _waves(t: AnyTiling, splits: int, gpu: Gpu) -> int:
-    return -(-t.tiles * splits // gpu.multiprocessors)
-
-
-def fastest(t: AnyTiling, p: Problem, gpu: Gpu, general: bool = False) -> tuple[float, int]:
-    """Seconds of a problem, in so many splits of K, of which it takes the fewest. ``general``: of an exported file's
-    kernel, which has two steps, at any size."""
-    chunks = t.chunks(p)
-    clocks = _chunk_clocks(t, 1.0 if general else _straddling(p))
-    memory = _moved(t, p) / gpu.bandwidth
-    most = max(1, min(chunks, _MAX_SLICE_BYTES // (4 * math.prod(p.weight_shape) * t.k_slices)))
-    found = math.inf, 1
-    for splits in sorted({min(most, max(1, gpu.multiprocessors * k // t.tiles)) for k in (1, 2, 3, 4)} | {1}):
-        each = -(-chunks // splits)
-        splits = -(-chunks // each)
-        work = _waves(t, splits, gpu) * (each * clocks / gpu.clock + _block_seconds(gpu))
-        seconds = max(work, memory) + RATES.beside_memory * min(work, memory) + RATES.launch
-        found = min(found, (seconds + _ending_seconds(t, p, splits, gpu, general), splits))
-    return found
-
-
-def estimate(t: AnyTiling, p: Problem, gpu: Gpu, splits: int, general: bool = False) -> Cost:
-    """The terms of `fastest`. A chunk is a tile of the model; what a block takes is spread over its chunks."""
-    each = -(-t.chunks(p) // splits)
-    work: Any = _chunk(t, 1.0 if general else _straddling(p))
-    work["beside"] += _block_seconds(gpu) * gpu.clock / each - RATES.tile
-    found = cost(Work(**work, waves=_waves(t, splits, gpu) * each, moved=_moved(t, p)), gpu)
-    added = _ending_seconds(t, p, splits, gpu, general)
-    return replace(found, seconds=found.seconds + added, store=found.store + added)
-
-
-def _ending_seconds(t: AnyTiling, p: Problem, splits: int, gpu: Gpu, general: bool) -> float:
-    """What sums take on their way from blocks to the weight."""
-    how = "steps" if general else ending(t, splits, gpu)
-    numel = math.prod(p.weight_shape)
-    if how == "steps":
-        (fixed, passes), of = _STEPS, 4 * splits * t.k_slices * numel
-    elif how == "alone":
-        (fixed, passes), of = _ALONE, t.element * numel
-    else:
-        assert isinstance(t, WarpgroupTiling)
-        (fixed, passes), of = _ADDING, t.tiles * splits * t.sums_bytes
-    found = fixed + passes * of / gpu.bandwidth
-    if how != "steps":  # sectors are written in parts
-        found += max(0.0, _SECTOR / _run(t, p) - 1) * t.element * numel / gpu.bandwidth
-    return found
 
 
 def _run(t: AnyTiling, p: Problem) -> int:

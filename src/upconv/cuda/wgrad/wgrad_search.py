@@ -14,7 +14,7 @@ import torch
 from upconv.cuda.axes import any_size
 from upconv.cuda.compile.boxes import alignment_classes, fullest, parts
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.wgrad.wgrad_costs import AnyTiling, fastest
+from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Model
 from upconv.cuda.wgrad.wgrad_tiling import WARPS, SyncTiling, Triple
 from upconv.cuda.wgrad.wgrad_warpgroups import MAX_CLASSES, WarpgroupTiling
 from upconv.derived import settled, varied
@@ -26,8 +26,15 @@ _MOST_TAPS = 36  # of a set
 _GAPLESS = 64, 96, 128, 192, 256  # positions of such chunks
 _TYPICAL, _KEPT = 8, 8  # chunks by which blocks with their taps are compared, and how many of these then have all
 
-Chunk = tuple[int, int, int, int] | int
-"""Images and positions along D, H and W; or positions of `WarpgroupTiling.gapless`."""
+Box = tuple[int, int, int, int]
+"""Images and positions along D, H and W."""
+
+
+class Chunk(NamedTuple):
+    """Fields of a tiling."""
+
+    tile: Box
+    gapless: int = 0
 
 
 class Found(NamedTuple):
@@ -67,9 +74,11 @@ def best(p: Problem, gpu: Gpu, general: bool = False) -> Found | None:
 def _best(p: Problem, gpu: Gpu, bases: Iterator[AnyTiling], general: bool) -> Found | None:
     """By few chunks the best blocks with their taps, and of these by all chunks the best tiling."""
 
+    model = Model(p, gpu, general)
+
     def cheapest(base: AnyTiling, chunks: tuple[Chunk, ...]) -> Found | None:
         tilings = (t for chunk in chunks if (t := _tiling(p, gpu, base, chunk, general)) is not None)
-        every = (Found(*fastest(t, p, gpu, general), t) for t in tilings)
+        every = (Found(*model.fastest(t), t) for t in tilings)
         return min(every, key=lambda one: one.seconds, default=None)
 
     looked = []
@@ -89,62 +98,49 @@ def _chunks(p: Problem, base: AnyTiling, general: bool) -> tuple[Chunk, ...]:
     """The chunks of a block with its taps."""
     if isinstance(base, SyncTiling):
         return _boxes(p.rank, 64)
-    gapless = base.channels_last and not (general or base.stacked or p.batch_as_width)
-    return (*_boxes(p.rank, 32), *(_GAPLESS if gapless else ()))
+    found = _boxes(p.rank, 32)
+    if base.channels_last and not (general or base.stacked):
+        found += tuple(Chunk(box, positions) for positions in _GAPLESS if (box := gapless_box(p, positions)))
+    return found
 
 
 @cache
 def _boxes(rank: int, least: int) -> tuple[Chunk, ...]:
     """Boxes of positions; ``least``: of one in 1-D."""
     if rank == 1:
-        return tuple((n, 1, 1, w) for n in (1, 2, 4) for w in (8, 16, 32, 64, 128, 256) if least <= n * w <= 512)
-    shapes = [(n, 1, h, w) for n in (1, 2, 4) for h in (1, 2, 4, 8) for w in (8, 16, 32, 64) if 32 <= n * h * w <= 256]
+        shapes = [(n, 1, 1, w) for n in (1, 2, 4) for w in (8, 16, 32, 64, 128, 256) if least <= n * w <= 512]
+    else:
+        sides = product((1, 2, 4), (1, 2, 4, 8), (8, 16, 32, 64))
+        shapes = [(n, 1, h, w) for n, h, w in sides if 32 <= n * h * w <= 256]
     if rank == 3:
         shapes += [(1, d, h, w) for d in (2, 4) for h in (2, 4, 8) for w in (8, 16, 32) if 32 <= d * h * w <= 256]
-    return tuple(shapes)
+    return tuple(map(Chunk, shapes))
 
 
-def _tiling(p: Problem, gpu: Gpu, base: AnyTiling, chunk: Chunk, general: bool) -> AnyTiling | None:
-    """The tiling of a chunk; None where it does not fit, is none of the kernel's, or never of use."""
-    if isinstance(base, SyncTiling):
-        assert not isinstance(chunk, int)
-        one = varied(base, tile=chunk)
-        fits = one.shared_bytes <= gpu.shared_bytes and one.k_steps >= one.k_slices
-        return one if fits and (one.element == 4 or one.strips % 2 == 0) else None
-    if isinstance(chunk, int):
-        box = gapless_box(p, chunk)
-        t = None if box is None else varied(base, tile=box, gapless=chunk)
-        return _staged(t, gpu) if t is not None and t.box_g and t.segment >= 32 else None
-    found = _of_tile(p, base, chunk, general)
-    return None if found is None else _staged(found, gpu)
-
-
-def gapless_box(p: Problem, positions: int) -> tuple[int, int, int, int] | None:
+def gapless_box(p: Problem, positions: int) -> Box | None:
     """The box of so many positions of which fewest are needed; None where one of no shape has as many."""
     *_, d, h, w = fullest(p.batch, p.size, p.stride, positions)[1]
     images, rest = divmod(positions, d * h * w)
     return None if rest else (images, d, h, w)
 
 
-def _of_tile(
-    p: Problem, base: WarpgroupTiling, tile: tuple[int, int, int, int], general: bool
-) -> WarpgroupTiling | None:
-    """A tiling without its stages."""
-    last = base.channels_last
+def _tiling(p: Problem, gpu: Gpu, base: AnyTiling, chunk: Chunk, general: bool) -> AnyTiling | None:
+    """The tiling of a chunk; None where it does not fit, is none of the kernel's, or never of use."""
+    if isinstance(base, SyncTiling):
+        one = varied(base, tile=chunk.tile)
+        fits = one.shared_bytes <= gpu.shared_bytes and one.k_steps >= one.k_slices
+        return one if fits and (one.element == 4 or one.strips % 2 == 0) else None
+    rows, width = chunk.tile[2:]
     # Rows of 128 bytes rather than of 32: the tensor copy engine takes as long for either.
-    lines = not general and tile[3] == narrow(p) and tile[2] > 1 and tile[3] * base.element < 128
-    t = varied(base, tile=tile, lines=lines)
+    lines = not general and width == narrow(p) and rows > 1 and width * base.element < 128
+    t = varied(base, tile=chunk.tile, gapless=chunk.gapless, lines=lines)
     if t.classed and not t.classes_fit:
         t = varied(t, classes=(1, 1))
-    if (last or t.aligned_g or t.classed) and not t.box_g:
+    if not t.box_g and (t.channels_last or t.aligned_g or t.classed):
         return None
-    if ((not last or t.turned) and t.segment < 32) or (t.element == 2 and t.strips % 2):
+    if t.segment < 32 or (t.element == 2 and t.strips % 2) or (t.stacked and not t.stackable):
         return None
-    return None if t.stacked and not t.stackable else t
-
-
-def _staged(t: WarpgroupTiling, gpu: Gpu) -> WarpgroupTiling | None:
-    """A tiling with as many stages as fit, or None where two do not."""
+    # As many stages as fit
     most = 8 if t.channels_last else 4
     stages = min(most, (gpu.shared_bytes - t.raw_bytes - 16) // (t.stage_bytes + 16))
     return varied(t, stages=stages) if stages >= 2 else None
@@ -169,8 +165,6 @@ def classes_of(p: Problem) -> tuple[int, int]:
 
 
 def _sync_bases(p: Problem) -> Iterator[SyncTiling]:
-    if p.batch_as_width:  # threads read images as they are
-        return
     layer = settled(SyncTiling(any_size(p), (16, 8), (1, 1, 1), (1, 1, 1, 8), _aligned(p, p.size)), "problem")
     for block, taps in product(_blocks(*layer.channels), _tap_sets(p)):
         warp = _warps(p, block, math.prod(taps))
@@ -221,7 +215,7 @@ def _warpgroup_bases(p: Problem, gpu: Gpu, general: bool) -> Iterator[WarpgroupT
             layer, block=block, taps=taps, subs=subs, stacked=stacked, interleaved=interleaved,
             warpgroups=groups, split_m=split_m,
         )  # fmt: skip
-        if base.accumulators > (160 if groups == 2 else 104):
+        if base.entries * ci // 2 > (160 if groups == 2 else 104):  # registers of a thread
             continue
         # Pixels of float32 that are turned take longer in such widths, which the model does not know.
         if base.turned and ci >= 96 and ci % 64:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from upconv.derived import derived, derived_from
 from upconv.problem import Problem
@@ -27,6 +27,19 @@ def triple(values: tuple[int, ...], fill: int) -> Triple:
     """A value for each of three axes."""
     d, h, w = (fill,) * (3 - len(values)) + values
     return d, h, w
+
+
+class Rows(NamedTuple):
+    """Rows of g's tile along D or H."""
+
+    held: int
+    of_q: int
+    """Rows from a position's to the next position's."""
+    of_tap: int
+    """Rows from a tap's to the next tap's."""
+    dense: bool
+    """Whether all rows from the first to the last are held, `Tiling.apart` from each other; else each tap has rows of
+    its own, since these are fewer."""
 
 
 @dataclass(frozen=True)
@@ -109,19 +122,21 @@ class Tiling:
 
     # --- K and shared memory -----------------------------------------------------------------------------------------
 
-    def dense(self, axis: int) -> int:
-        """Rows, or columns, of g from the first that a chunk's taps read to the last, `apart` from each other."""
-        count, taps = self.tile[1 + axis], self.taps[axis]
-        return ((count - 1) * self.steps[axis] + (taps - 1) * self.dilation[axis]) // self.apart[axis] + 1
+    @derived
+    def rows(self) -> tuple[Rows, Rows]:
+        """Rows of g (D, H) that a chunk holds."""
+        return self._rows(0), self._rows(1)
+
+    def _rows(self, axis: int) -> Rows:
+        count, taps, apart = self.tile[1 + axis], self.taps[axis], self.apart[axis]
+        step, dilation = self.steps[axis] // apart, self.dilation[axis] // apart
+        span = (count - 1) * step + (taps - 1) * dilation + 1
+        return Rows(span, step, dilation, True) if span <= count * taps else Rows(count * taps, taps, 1, False)
 
     @derived
-    def spans(self) -> Triple:
-        """Rows (D, H) and columns of g that a chunk holds."""
-        return self._held()
-
-    def _held(self) -> Triple:
-        d, h = (min(self.dense(axis), self.tile[1 + axis] * self.taps[axis]) for axis in (0, 1))
-        return d, h, self.dense(2)
+    def columns(self) -> int:
+        """Columns of g from the first that a chunk's taps read to the last."""
+        return (self.tile[3] - 1) * self.steps[2] + (self.taps[2] - 1) * self.dilation[2] + 1
 
     @property
     def halo(self) -> int:
@@ -141,7 +156,7 @@ class Tiling:
     def units(self) -> tuple[int, int]:
         """16-byte units of a row of one channel (NCHW) of x and of g."""
         x = self.tile[3] + (0 if self.aligned else self.vec - 1)
-        return -(-x // self.vec), -(-(self.spans[2] + self.vec - 1) // self.vec)
+        return -(-x // self.vec), -(-(self.columns + self.vec - 1) // self.vec)
 
     @derived
     def g_row_units(self) -> int:
@@ -151,19 +166,19 @@ class Tiling:
     @derived
     def g_rows(self) -> int:
         """Rows of g's tile, of all images."""
-        rows_d, rows_h, _ = self.spans
-        return self.tile[0] * rows_d * rows_h
+        of_d, of_h = self.rows
+        return self.tile[0] * of_d.held * of_h.held
 
     @derived
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
-        return self.g_rows * (self.spans[2] if self.channels_last else self.block[1]) * self.g_pitch * self.element
+        return self.g_rows * (self.columns if self.channels_last else self.block[1]) * self.g_pitch * self.element
 
     @derived
     def g_units(self) -> int:
         """16-byte copies of g's tile."""
         if self.channels_last:
-            return self.g_rows * self.spans[2] * -(-self.block[1] // self.vec)
+            return self.g_rows * self.columns * -(-self.block[1] // self.vec)
         return self.g_rows * self.block[1] * self.units[1]
 
     @property
@@ -202,6 +217,8 @@ class Tiling:
             "cout": self.channels[1],
             "block_ci": self.block[0],
             "block_co": self.block[1],
+            "g_columns": self.columns,
+            "g_units": self.units[1],
             "g_pitch": self.g_pitch,
             "reduce_rows": self.reduce_rows,
             "tile_n": self.tile[0],
@@ -215,7 +232,14 @@ class Tiling:
                 f"taps_{axis}": self.taps[i],
                 f"sets_{axis}": self.sets[i],
                 f"tile_{axis}": self.tile[1 + i],
-                f"apart_{axis}": self.apart[i],
+            }
+        for axis, apart, rows in zip("dh", self.apart, self.rows):
+            found |= {
+                f"apart_{axis}": apart,
+                f"g_rows_{axis}": rows.held,
+                f"q_rows_{axis}": rows.of_q,
+                f"tap_rows_{axis}": rows.of_tap,
+                f"dense_{axis}": rows.dense,
             }
         return found
 
@@ -244,11 +268,6 @@ class SyncTiling(Tiling):
     def promote(self) -> bool:
         """IEEE: sums leave the tensor cores, which truncate them, after every chunk."""
         return self.problem.precision == "ieee"
-
-    @property
-    def accumulators(self) -> int:
-        """Registers of a thread."""
-        return self.set_taps * self.warp[0] * self.warp[1] // 32 * (2 if self.promote else 1)
 
     def _pitch(self, channels: int) -> int:
         """Elements from one pixel to the next (channels_last)."""
@@ -285,10 +304,11 @@ class SyncTiling(Tiling):
         return super().constants() | {
             "warp_m": self.warp[0],
             "warp_n": self.warp[1],
-            "stacked": False,
+            "aligned_x": self.aligned,
+            "x_units": self.units[0],
+            "x_pitch": self.x_pitch,
+            "stack": 1,
             "gapless": False,
             "row_classes": 1,
-            "aligned_x": self.aligned,
-            "x_pitch": self.x_pitch,
             "shared_bytes": self.shared_bytes,
         }

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from upconv.cuda.gpu import MAX_BOX, MAX_BOX_STEP
-from upconv.cuda.wgrad.wgrad_tiling import Tiling, Triple
+from upconv.cuda.wgrad.wgrad_tiling import Rows, Tiling
 from upconv.derived import derived, derived_from
 
 MAX_CLASSES = 8  # of rows and channels: a box and a tensor map each
@@ -21,6 +21,19 @@ _UNIT = 7.0  # passes of shared memory that a row of g twice as long weighs
 
 Box = tuple[int, int, int, int, int]
 """Elements along each dimension, innermost first: channels, W, H, D, images; of NCHW W, channels, H, D, images."""
+
+
+class Planes(NamedTuple):
+    """Columns of g's tile in channels_last: tap ``t`` reads plane ``t % number``, ``t // number * on``
+    columns on."""
+
+    number: int
+    columns: int
+    """Of a plane, which begins with the column that its first tap reads first."""
+    on: int
+    parted: bool
+    """Whether columns of a plane are a stride apart in memory. So columns that no tap reads are left out, and 16-bit
+    fragments of even strides meet all banks, where rows of every second pixel lie in half of them."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +67,7 @@ class WarpgroupTiling(Tiling):
     split_m: int = 1
     """Of them, those that divide the output channels."""
 
-    # --- positions ----------------------------------------------------------------------------------------------------
-
-    @property
-    def line(self) -> int:
-        """Bytes of a row of x's positions."""
-        return (self.gapless or self.tile[3]) * self.element * (self.tile[2] if self.lines else 1)
+    # --- x ------------------------------------------------------------------------------------------------------------
 
     @derived_from("problem", "taps")
     def stack(self) -> int:
@@ -70,13 +78,10 @@ class WarpgroupTiling(Tiling):
     def halo(self) -> int:
         return self.stack - 1 if self.stacked else 0
 
-    def _held(self) -> Triple:
-        if self.gapless:
-            return 1, 1, self.gapless
-        d, h, w = super()._held()
-        return d, self.tile[2] * self.steps[1] if self.stacked else h, w
-
-    # --- x ------------------------------------------------------------------------------------------------------------
+    @property
+    def line(self) -> int:
+        """Bytes of a row of x's positions."""
+        return (self.gapless or self.tile[3]) * self.element * (self.tile[2] if self.lines else 1)
 
     @derived_from("block")
     def x_width(self) -> int:
@@ -116,6 +121,13 @@ class WarpgroupTiling(Tiling):
 
     # --- g ------------------------------------------------------------------------------------------------------------
 
+    def _rows(self, axis: int) -> Rows:
+        if self.gapless:
+            return Rows(1, 1, 1, True)
+        if self.stacked and axis == 1:
+            return Rows(self.tile[2] * self.steps[1], self.steps[1], 1, True)
+        return super()._rows(axis)
+
     @property
     def banks(self) -> tuple[int, int]:
         """`interleaved`: units from one channel's row of g to the next, and how often lanes meet a bank, at most."""
@@ -127,15 +139,64 @@ class WarpgroupTiling(Tiling):
         return self.banks[0] if self.interleaved else self.units[1] | 1
 
     @derived
-    def g_rows(self) -> int:
-        """As for all tilings; `gapless`: one, which has all pixels of a tap."""
-        return 1 if self.gapless else super().g_rows
+    def g_width(self) -> int:
+        """Output channels of a box (channels_last)."""
+        return next((w for w in (64, 32) if self.block[1] % w == 0 and w * self.element <= 128), 16)
+
+    @property
+    def g_pitch(self) -> int:
+        return self.g_width if self.channels_last else self.g_row_units * self.vec
+
+    @derived
+    def planes(self) -> Planes:
+        """Columns of g's tile."""
+        step, dilation, taps = self.steps[2], self.dilation[2], self.taps[2]
+        if self.gapless:
+            return Planes(self.set_taps, self.gapless, 0, True)
+        if self.channels_last and 1 < step <= MAX_BOX_STEP:
+            period = step // math.gcd(step, dilation)
+            on = period * dilation // step
+            count, columns = min(period, taps), self.tile[3] + (taps - 1) // period * on
+            if (self.element == 2 and step % 2 == 0) or count * columns < self.columns:
+                return Planes(count, columns, on, True)
+        return Planes(1, self.columns, 0, False)
+
+    @derived
+    def g_boxes(self) -> tuple[Box, Box] | None:
+        """The box that brings all rows of g's tile (channels_last: of a plane, NCHW: of a class), in elements that it
+        traverses, and the steps from one that it brings to the next; None where there is none.
+
+        A box costs hundreds of clocks, however small, so that there are none of parts of a tile.
+        """
+        if self.gapless:
+            counts, (by_d, by_h, by_w) = self.tile[1:], self.steps
+        else:
+            counts = self.rows[0].held, self.class_rows, self.planes.columns
+            by_d, by_h = self._row_step(0), self._row_step(1)
+            by_w = self.steps[2] if self.planes.parted else 1
+        if not 1 <= min(by_d, by_h) <= max(by_d, by_h, by_w) <= MAX_BOX_STEP:
+            return None
+        # Of n along a dimension of step s, ceil(n / s) are brought.
+        d, h, w = ((count - 1) * step + 1 for count, step in zip(counts, (by_d, by_h, by_w)))
+        if self.channels_last:
+            box = self.g_width, w, h, d, self.tile[0]
+        else:
+            box = self.g_row_units * self.vec, self.block[1] // self.classes[1], h, d, self.tile[0]
+        return (box, (1, by_w, by_h, by_d, 1)) if max(box) <= MAX_BOX else None
+
+    def _row_step(self, axis: int) -> int:
+        """From one row of g's tile to the next along D or H; 0 where rows do not lie evenly."""
+        if self.rows[axis].dense:
+            return self.apart[axis]
+        count, taps, step, dilation = self.tile[1 + axis], self.taps[axis], self.steps[axis], self.dilation[axis]
+        if taps == 1:
+            return step
+        return dilation if count == 1 or step == taps * dilation else 0
 
     @derived
     def box_g(self) -> bool:
-        """Whether g comes by boxes too: one (channels_last: for each `g_width` channels and plane) brings a tile's
-        rows, since a box costs hundreds of clocks, however small."""
-        if self._g_whole_box is None:
+        """Whether g comes by boxes too."""
+        if self.g_boxes is None:
             return False
         if self.channels_last:
             aligned = self.problem.out_channels % self.vec == 0
@@ -153,119 +214,30 @@ class WarpgroupTiling(Tiling):
         rows, channels = self.classes
         # A class's rows begin early, which shows to the left of the image.
         known = (rows == 1 or self.stacked) and self.block[1] // channels >= 16
-        return self.padding[2] == 0 and known and self._g_whole_box is not None and self._g_row_steps[1] == 1
+        return self.padding[2] == 0 and known and self.g_boxes is not None and self.g_boxes[1][2] == 1
 
     @derived
-    def g_width(self) -> int:
-        """Output channels of a box (channels_last)."""
-        return next(w for w in (64, 32, 16) if self.block[1] % w == 0 and w * self.element <= 128)
-
-    @property
-    def g_box(self) -> Box:
-        """The box of g; of a plane in channels_last."""
-        assert self._g_whole_box is not None
-        return self._g_whole_box
-
-    @property
-    def g_box_steps(self) -> Box:
-        """From one element of a box of g to the next along each of its dimensions."""
-        d, h = self._g_row_steps
-        return 1, self.steps[2] if self.parted else 1, h, d, 1
+    def class_rows(self) -> int:
+        """Rows along H of a class."""
+        return -(-self.rows[1].held // self.classes[0])
 
     @derived
-    def parted(self) -> bool:
-        """Channels_last: whether columns of g that a tap reads are neighbours, in a plane of those with their remainder
-        by the stride. So columns that no tap reads are left out; and 16-bit fragments of even strides meet all banks,
-        where rows of every second pixel lie in half of them."""
-        return self._partable and self._g_whole_box is not None
-
-    @derived
-    def _partable(self) -> bool:
-        if self.gapless:
-            return True
-        if not self.channels_last or not 1 < self.steps[2] <= MAX_BOX_STEP:
-            return False
-        planes, columns, _ = self._parts
-        return (self.element == 2 and self.steps[2] % 2 == 0) or planes * columns < self.spans[2]
-
-    @derived
-    def g_planes(self) -> tuple[int, int, int]:
-        """Of g's columns: planes, columns of each, and from a tap to the next of its plane; one plane if not `parted`.
-
-        Tap ``t`` reads plane ``t % planes``, which begins with the column that tap reads first.
-        """
-        return self._parts if self.parted else (1, self.spans[2], 0)
-
-    @property
-    def _parts(self) -> tuple[int, int, int]:
-        """`g_planes` of `parted` columns."""
-        if self.gapless:
-            return self.set_taps, self.gapless, 0
-        step, dilation, taps = self.steps[2], self.dilation[2], self.taps[2]
-        period = step // math.gcd(step, dilation)
-        on = period * dilation // step
-        return min(period, taps), self.tile[3] + (taps - 1) // period * on, on
-
-    @derived
-    def _g_row_steps(self) -> tuple[int, int]:
-        """From one row of g's tile to the next along D and H; 0 where rows do not lie evenly."""
-        if self.gapless:
-            return self.steps[0], self.steps[1]
-        found: list[int] = []
-        axes = zip(self.tile[1:3], self.taps, self.steps, self.dilation, self.spans)
-        for axis, (count, taps, step, dilation, rows) in enumerate(axes):
-            if rows == self.dense(axis) or (self.stacked and axis == 1):
-                found.append(self.apart[axis])
-            elif taps == 1:
-                found.append(step)
-            else:
-                found.append(dilation if count == 1 or step == taps * dilation else 0)
-        return found[0], found[1]
-
-    @derived
-    def _g_whole_box(self) -> Box | None:
-        """The box that brings all rows of g's tile, if one can; channels_last of a plane."""
-        d, h = self._g_row_steps
-        if not 1 <= min(d, h) <= max(d, h) <= MAX_BOX_STEP or self.steps[2] * bool(self.gapless) > MAX_BOX_STEP:
-            return None
-        rows_d, rows_h, _ = self.spans
-        if self.gapless:
-            n, *counts = self.tile
-            d, h, w = ((count - 1) * step + 1 for count, step in zip(counts, self.steps))
-            return (self.g_width, w, h, d, n) if max(w, h, d, n) <= MAX_BOX else None
-        if self.channels_last:
-            columns = (self._parts[1] - 1) * self.steps[2] + 1 if self._partable else self.spans[2]
-            box = self.g_width, columns, (rows_h - 1) * h + 1, (rows_d - 1) * d + 1, self.tile[0]
-            return box if max(box) <= MAX_BOX else None
-        row = self.g_row_units * self.vec
-        # Elements traversed: of n along a dimension of step s, ceil(n / s) are copied.
-        of_rows, of_channels = self.classes
-        rows_h = -(-rows_h // of_rows)
-        box = row, self.block[1] // of_channels, (rows_h - 1) * h + 1, (rows_d - 1) * d + 1, self.tile[0]
-        return box if max(box) <= MAX_BOX else None
-
-    @derived
-    def g_bytes(self) -> int:
-        if self.classed:
-            rows_d, rows_h, _ = self.spans
-            of_rows, _ = self.classes
-            rows = self.tile[0] * rows_d * -(-rows_h // of_rows) * of_rows
-            return rows * self.block[1] * self.g_row_units * 16
-        if self.channels_last:
-            planes, columns, _ = self.g_planes
-            plane = -(-self.g_rows * columns * self.g_width * self.element // 128) * 128
-            return self.block[1] // self.g_width * planes * plane
-        return super().g_bytes
-
-    @property
-    def g_pitch(self) -> int:
-        return self.g_width if self.channels_last else self.g_row_units * self.vec
+    def g_rows(self) -> int:
+        """As for all tilings, of all classes; `gapless`: one, which has all pixels of a tap."""
+        images = 1 if self.gapless else self.tile[0]
+        return images * self.rows[0].held * self.classes[0] * self.class_rows
 
     @property
     def g_pixels(self) -> int:
         """Pixels of a row of g's tile (channels_last)."""
-        planes, columns, _ = self.g_planes
-        return planes * columns
+        return self.planes.number * self.planes.columns
+
+    @derived
+    def g_bytes(self) -> int:
+        if not self.channels_last:
+            return super().g_bytes
+        plane = -(-self.g_rows * self.planes.columns * self.g_width * self.element // 128) * 128
+        return self.block[1] // self.g_width * self.planes.number * plane
 
     @derived
     def g_units(self) -> int:
@@ -279,42 +251,38 @@ class WarpgroupTiling(Tiling):
     def stage_bytes(self) -> int:
         return -(-(self.x_bytes + self.g_bytes) // 1024) * 1024
 
-    @property
+    @derived
     def shared_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + self.raw_bytes + 16
 
-    @property
-    def boxes(self) -> int:
-        """Copies of the tensor copy engine for a chunk."""
-        of_line = self.block[0] // self.x_width if self.channels_last else self.line // self.segment
-        found = 1 if self.turned else of_line
-        if self.box_g:
-            wide = self.block[1] // self.g_width if self.channels_last else 1
-            found += wide * math.prod(self.classes) * self.g_planes[0]
-        return found
+    @derived_from("block", "taps")
+    def sums_bytes(self) -> int:
+        """Bytes of a block's sums in shared memory, where its stages were."""
+        return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
 
-    @property
-    def lines_of_boxes(self) -> float:
-        """Lines of 128 bytes that the boxes of a chunk touch, in units of which a row counts half at least."""
+    @derived
+    def adds_up(self) -> bool:
+        """Whether blocks may write the weight themselves: of several splits together, or of one alone.
 
-        def touched(rows: float, span: int, begin: int) -> float:
-            """Of rows of ``span`` bytes that begin at multiples of ``begin``."""
-            return rows * (max(0.5, span / 128) if span <= begin else 1 + (span - min(begin, 128)) / 128)
-
-        if self.channels_last:
-            span = self.block[0] * self.element if self.turned else self.segment
-            found = touched(self.x_bytes / span, span, 128 if span >= 128 else span)
-            row = self.g_width * self.element
-            return found + touched(self.g_rows * self.g_pixels * self.block[1] / self.g_width, row, row)
-        found = touched(self.x_bytes / self.segment, self.segment, self.segment)
-        row = self.g_row_units * 16
-        return found + touched(self.g_rows * self.block[1], row, 16)
+        Of 16-bit NCHW tilings not those that have several taps in a fragment, which are slower for an unknown reason,
+        but interleaved ones (docs/experiments.md).
+        """
+        if self.subs > 1 and self.element == 2 and not self.channels_last and not self.interleaved:
+            return False
+        return self.sums_bytes <= self.shared_bytes - 16 * self.stages - 16
 
     # --- who multiplies what ------------------------------------------------------------------------------------------
 
     @property
     def threads(self) -> int:
         return 128 * (1 + self.warpgroups)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that copies, and of one that multiplies."""
+        if self.warpgroups == 2:
+            return 72, 216
+        return (80, 144) if self.turned else (56, 152)  # with 56 the warps that turn pixels spill
 
     @property
     def of_unit(self) -> int:
@@ -330,18 +298,6 @@ class WarpgroupTiling(Tiling):
     def entries(self) -> int:
         """Accumulators of 64 rows of a warpgroup."""
         return self.unit_count * self.of_unit
-
-    @property
-    def accumulators(self) -> int:
-        """Registers of a thread."""
-        return self.entries * self.block[0] // 2
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread that copies, and of one that multiplies."""
-        if self.warpgroups == 2:
-            return 72, 216
-        return (80, 144) if self.turned else (56, 152)  # with 56 the warps that turn pixels spill
 
     @property
     def stackable(self) -> bool:
@@ -365,11 +321,11 @@ class WarpgroupTiling(Tiling):
         """
         if not (self.channels_last and self.element == 2 and self.g_width == 64 and self.subs == 1):
             return False
-        if self.stages < 3 or self.stacked or not (self.parted or self.steps[2] == 1):
+        if self.stages < 3 or self.stacked or not (self.planes.parted or self.steps[2] == 1):
             return False
         return self.warpgroups == 2 or self.block[0] <= 64
 
-    @property
+    @derived_from("problem", "taps", "subs", "stacked", "warpgroups", "split_m")
     def run(self) -> int:
         """Units of a warpgroup that are neighbours along W."""
         width, units = self.taps[2], self.unit_count
@@ -378,62 +334,41 @@ class WarpgroupTiling(Tiling):
         return width if units % width == 0 else 1
 
     @property
-    def run_words(self) -> int:
-        """Words of two pixels (half precision, NCHW) that a run of taps takes for one of its registers."""
-        step, dilation, run = self.steps[2], self.dilation[2], self.run
-        even_sets = self.sets[2] == 1 or self.taps[2] * dilation % 2 == 0
-        known = self.aligned_g and step % 2 == 0 and run * dilation % 2 == 0 and even_sets
-        odd = self.padding[2] % 2 if known else 1
-        return (odd + (run - 1) * dilation + step) // 2 + 1
+    def parity_known(self) -> bool:
+        """Half precision, NCHW: whether all runs of taps begin at odd elements, or none does."""
+        even_sets = self.sets[2] == 1 or self.taps[2] * self.dilation[2] % 2 == 0
+        return self.aligned_g and self.steps[2] % 2 == 0 and self.run * self.dilation[2] % 2 == 0 and even_sets
 
     @property
-    def shared_words(self) -> bool:
-        """Whether neighbouring taps shift their fragments out of words that they load together."""
-        if self.element == 4 or self.channels_last or self.interleaved:
-            return False
-        return self.run > 1 and self.run_words < 2 * self.run
+    def run_words(self) -> int:
+        """Words of two pixels that a run of taps takes for one of its registers, where neighbouring taps shift their
+        fragments out of words that they load together (half precision, NCHW); else 0."""
+        if self.element == 4 or self.channels_last or self.interleaved or self.run == 1:
+            return 0
+        odd = self.padding[2] % 2 if self.parity_known else 1
+        words = (odd + (self.run - 1) * self.dilation[2] + self.steps[2]) // 2 + 1
+        return words if words < 2 * self.run else 0
+
+    @property
+    def steps_of_row(self) -> int:
+        """Steps of K of a row of positions."""
+        return self.tile[3] * self.element // 32
 
     @derived
     def row_steps(self) -> int:
-        """``stacked``: fragments of a warpgroup for one column of K."""
-        return self.tile[0] * self.tile[1] * self.spans[1] * self.unit_count
-
-    @property
-    def fragments(self) -> int:
-        """Of all warpgroups, for a chunk."""
-        if self.stacked:
-            return self.tile[3] * self.element // 32 * self.row_steps * self.warpgroups
-        return self.k_steps * self.entries * self.warpgroups
+        """`stacked`: fragments of a warpgroup for one column of K."""
+        return self.tile[0] * self.tile[1] * self.rows[1].held * self.unit_count
 
     @property
     def unrolled(self) -> int:
         """Steps of a warpgroup that are unrolled: as many of K as fit, a power of two.
 
-        ``stacked``: steps of K of every row.
+        `stacked`: steps of K of every row.
         """
-        each = self.row_steps if self.stacked else self.entries
-        k = self.tile[3] * self.element // 32 if self.stacked else self.k_steps
+        each, k = (self.row_steps, self.steps_of_row) if self.stacked else (self.entries, self.k_steps)
         while k > 1 and k * each > _UNROLLED:
             k //= 2
         return k if self.stacked else k * each
-
-    # --- sums ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether blocks may write the weight themselves: of several splits together, or of one alone.
-
-        Of 16-bit NCHW tilings not those that have several taps in a fragment, which are slower for an unknown reason,
-        but interleaved ones (docs/experiments.md).
-        """
-        if self.subs > 1 and self.element == 2 and not self.channels_last and not self.interleaved:
-            return False
-        return self.sums_bytes <= self.shared_bytes - 16 * self.stages - 16
-
-    @property
-    def sums_bytes(self) -> int:
-        """Bytes of a block's sums in shared memory, where its stages were."""
-        return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
 
     def constants(self) -> dict[str, int]:
         """The kernel's, of a block that leaves partial sums to a second step."""
@@ -451,20 +386,28 @@ class WarpgroupTiling(Tiling):
             "aligned_g": self.aligned_g,
             "lines": self.lines,
             "stacked": self.stacked,
+            "stack": self.halo + 1,
             "row_classes": self.classes[0],
             "channel_classes": self.classes[1],
+            "x_width": self.x_width,
+            "line_bytes": self.line,
+            "segment": self.segment,
             "box_g": self.box_g,
-            "parted": self.parted,
+            "parted": self.planes.parted,
             "a_shared": self.a_shared,
-            "g_planes": self.g_planes[0],
-            "plane_columns": self.g_planes[1],
-            "plane_taps": self.g_planes[2],
+            "g_width": self.g_width,
+            "g_planes": self.planes.number,
+            "plane_columns": self.planes.columns,
+            "plane_taps": self.planes.on,
+            "run": self.run,
+            "run_words": self.run_words,
+            "parity_known": self.parity_known,
             "producer_registers": self.registers[0],
             "consumer_registers": self.registers[1],
             "shared_bytes": self.shared_bytes,
         }
         if self.gapless:
-            found |= {"tile_n": 1, "tile_d": 1, "tile_h": 1, "tile_w": self.gapless}
+            found |= {"tile_n": 1, "tile_d": 1, "tile_h": 1, "tile_w": self.gapless, "g_columns": 0, "g_units": 0}
         return super().constants() | found
 
 

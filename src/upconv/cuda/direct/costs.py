@@ -1,0 +1,179 @@
+"""What a tile on CUDA cores takes: what a multiprocessor issues, and what its memories bring."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from upconv.cuda.cost import Cost
+from upconv.cuda.direct.tiles import Tile, weight_blocks
+from upconv.cuda.gpu import CORES, Gpu, fma_lanes, threads_per_sm
+from upconv.problem import Problem
+
+_SECTOR = 32  # bytes that memory brings at a time
+_RANGES = 512  # of tiles at most; their partial sums are added in a second step
+_MAX_BYTES = 64 << 20  # of partial sums
+
+
+@dataclass
+class _Block:
+    """What a multiprocessor does for a block, or a slice of it."""
+
+    loads: float = 0.0
+    """Wavefronts of loads and stores, of shared memory above all."""
+    issue: float = 0.0
+    """Instructions of warps."""
+    products: float = 0.0
+    """Clocks of multiply-adds."""
+    rounds: float = 0.0
+    """Times that the block waits for memory."""
+
+    def clocks(self) -> tuple[float, float]:
+        """(in which loads are served, in which instructions are issued)."""
+        return self.loads, CORES.issue * (self.issue / 4 + self.products)
+
+
+def _slice(tile: Tile, gpu: Gpu) -> _Block:
+    """A slice's: its tile of the source to shared memory, weights or the input, and the products."""
+    element, wide = tile.problem.dtype.itemsize, tile.accumulator // 4
+    words = tile.chunk * tile.span[0] * tile.span[1] * tile.lanes / 32
+    store, read = (1.0, 1) if tile.lanes_are_channels else tile.conflicts(tile.plane)
+    passes = math.prod(tile.passes) * tile.warps  # of warps
+    of = _Block(rounds=tile.rounds)
+    of.loads = words * store * wide + max(passes, words * element / 4 * _overread(tile.problem, tile))
+    of.issue = passes * (CORES.unit + tile.vector * (1 if element == 4 else 2)) + of.rounds * tile.warps * CORES.batch
+    kernel_w, turns, reads = tile.geometry["kernel_w"], float(tile.warps), 0.0
+    if tile.weight:
+        kernel_w = tile.kw
+        strips = tile.h * tile.w // tile.rows / (1 if tile.lanes_are_channels else 32)
+        groups = tile.warps // tile.tap_groups
+        turns = -(-strips // groups) * groups * tile.tap_groups  # of warps, which wait for the last
+        reads += tile.rows * tile.channels
+        x = tile.h * tile.w * max(tile.channels, tile.lanes) / 32
+        of.loads += 2 * x
+        of.issue += CORES.element * x
+    else:
+        reads += tile.taps_h * kernel_w * (1.0 if tile.lanes_are_channels else tile.weights * tile.accumulator / 16)
+        weights = tile.chunk * tile.taps_h * kernel_w * tile.weights / 32
+        of.loads += weights
+        of.issue += 8 * weights + 20 * turns
+        turns *= tile.chunk
+    reads += _columns(tile, kernel_w) * _rows(tile) * read
+    of.loads += turns * reads * wide
+    of.issue += turns * reads
+    products = kernel_w * tile.taps_h * tile.rows * tile.channels
+    of.products = turns * products * 32 / fma_lanes(gpu, tile.accumulator == 8)
+    return of
+
+
+def _columns(tile: Tile, kernel_w: int) -> int:
+    """Of the tile that a thread reads, those that several taps share once."""
+    _, _, axis = tile.axes
+    return len({offset for _, taps in axis.taps for _, offset in taps}) if axis.out_step > 1 else kernel_w
+
+
+def _rows(tile: Tile) -> int:
+    """The same of a column's rows."""
+    axis, dilation = tile.axes[1], tile.geometry["dilation_h"]
+    if tile.weight:
+        offsets = [k * dilation for k in range(tile.kh)]
+    else:
+        offsets = [offset for _, taps in axis.taps for _, offset in taps]
+    return len({r * axis.in_step + offset for r in range(tile.rows) for offset in offsets})
+
+
+def _stores(tile: Tile) -> _Block:
+    """A block's results: lines of several are stored as they are, or through shared memory."""
+    run, line = tile.run
+    lines = tile.warps * tile.sums / line
+    turned = run > line
+    wavefronts = max(1.0, line * tile.problem.dtype.itemsize * 32 / 128)
+    each = CORES.turned_line if turned else CORES.line_stored
+    return _Block(lines * wavefronts * (3 if turned else 1), lines * (each + 2 * line))
+
+
+def cost(p: Problem, tile: Tile, gpu: Gpu) -> tuple[Cost, int]:
+    """The model's time of a tile, and ranges of tiles (grad-weight)."""
+    one, count = _slice(tile, gpu), tile.blocks_of(p)[2]
+    slices = 1.0 if tile.weight else _depth_taps(tile) * -(-tile.groups_of[0] // tile.chunk)
+    loads, issue = (slices * n for n in one.clocks())
+    if not tile.weight:
+        stores = _stores(tile).clocks()
+        loads, issue = loads + stores[0], issue + stores[1]
+    waits = slices * (one.rounds * CORES.latency + CORES.barriers)
+    held = resident(tile, gpu)
+    blocks = weight_blocks(tile) if tile.weight else tile.channel_blocks
+    brought = slices * tile.chunk * tile.span[0] * tile.span[1] * tile.lanes * _overread(p, tile)
+    if tile.weight:
+        brought += tile.h * tile.w * max(tile.channels, tile.lanes)
+    ranges, work, tail = 1, count * blocks, 0.0
+    if tile.weight:
+        ranges = ranges_of(count, blocks, most_ranges(p, tile), gpu.multiprocessors * held)
+        each = -(-count // ranges)
+        work = blocks * ranges
+        loads, issue = loads * each, issue * each
+        waits = waits * each + tile.sums * 12 * tile.warps + CORES.latency
+        tail = 2 * ranges * math.prod(p.weight_shape) * tile.accumulator / gpu.bandwidth + ranges * 20e-9 + 2e-6
+    waves = work / gpu.multiprocessors
+    busy = min(float(held), max(1.0, waves))
+    full = -(-waves // busy) * busy if waves < 8 * busy else waves + busy / 2  # of the fullest multiprocessor
+    clocks = max(loads, issue) + CORES.mix * min(loads, issue)
+    compute = full * max(clocks, (clocks + waits) / busy) / gpu.clock
+    dram = (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize / gpu.bandwidth
+    l2 = count * blocks * brought * p.dtype.itemsize / min(CORES.l2, 2 * gpu.bandwidth)
+    *_, second, first = sorted((compute, dram, l2))
+    per_clock = full / gpu.clock
+    return Cost(
+        first + CORES.overlap * second + tail + CORES.launch,
+        issue=per_clock * issue,
+        shared=per_clock * loads,
+        l2=l2,
+        latency=per_clock * (clocks + waits) / busy,
+        store=tail,
+        dram=dram,
+        launch=CORES.launch,
+    ), ranges
+
+
+def _depth_taps(tile: Tile) -> float:
+    """Taps along D that meet a slice of the source, on average."""
+    return tile.geometry["kernel_d"] / tile.axes[0].out_step
+
+
+def resident(tile: Tile, gpu: Gpu) -> int:
+    """Blocks of a tile that a GPU's multiprocessor holds."""
+    by_shared = gpu.shared_per_sm // (tile.shared_bytes + 1024)
+    return max(1, min(tile.resident, by_shared, threads_per_sm(gpu) // tile.threads))
+
+
+def _overread(p: Problem, tile: Tile) -> float:
+    """Bytes of sectors over those of the source's columns, where a column is every so many channels (channels_last)."""
+    if tile.lanes_are_channels or p.layout != "channels_last":
+        return 1.0
+    return max(1.0, min(_SECTOR / p.dtype.itemsize, tile.groups_of[0] * p.groups) / tile.chunk)
+
+
+def most_ranges(p: Problem, tile: Tile) -> int:
+    """Ranges of tiles whose partial sums take no more memory than they may."""
+    return max(1, min(_RANGES, _MAX_BYTES // (math.prod(p.weight_shape) * tile.accumulator)))
+
+
+def ranges_of(tiles: int, blocks: int, most: int, slots: int) -> int:
+    """Ranges into which grad-weight's tiles are cut: so many that blocks fill a GPU's ``slots`` about twice.
+
+    Args:
+        tiles: of all images.
+        blocks: that one range takes.
+        most: ranges, for their partial sums' sake.
+        slots: blocks that a GPU holds at a time.
+    """
+    wanted = max(1, min(tiles, most, round(2 * slots / blocks)))
+    return -(-tiles // -(-tiles // wanted))
+
+
+def least_seconds(p: Problem, gpu: Gpu) -> float:
+    """What a problem's multiply-adds alone take, in seconds, by this model."""
+    rate = fma_lanes(gpu, p.dtype is torch.float64) * gpu.multiprocessors * gpu.clock
+    return CORES.issue * p.flops / 2 / rate
