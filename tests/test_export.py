@@ -640,29 +640,31 @@ def test_a_check_tells_right_from_wrong(
     assert ("NOT within" in text) is (wrong is not None) and "on some GPU" in text
 
 
-@pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    (
-        ("strided", "tf32"),
-        ("odd", "tf32"),
-        ("3-D", "ieee"),
-        ("joined", "ieee"),
-        ("strided", "bf16"),
-        ("joined", "fp16"),
-    ),
-)
+PACKED: list[tuple[str, Precision, Pass]] = [
+    ("phases", "tf32", "fwd"),
+    ("phases", "bf16", "fwd"),
+    ("image", "bf16", "fwd"),
+]
+for _name, _precision in (
+    ("strided", "tf32"), ("odd", "tf32"), ("3-D", "ieee"), ("joined", "ieee"), ("strided", "bf16"), ("joined", "fp16"),
+):  # fmt: skip
+    PACKED += [(_name, _precision, "fwd"), (_name, _precision, "grad-input")]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("name", "precision", "pass_"), PACKED)
 def test_weights_are_packed_as_the_library_packs_them(
     name: str, precision: Precision, pass_: Pass, emulator: Emulator, tmp_path: Path
 ) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     p = layer(name, dtype=dtype, precision=precision, pass_=pass_, bias=False)
     choice: Any = gather.choose(p, H200)
+    shuffled = choice.tiling.shuffle is not None
+    assert shuffled == (name in ("phases", "image")), "the mode is another layer's by now"
     k = Kernel(pass_, choice)
     weight = torch.randn(p.weight_shape, dtype=dtype)
     wanted = choice.prepare(0).pack_to_keep(weight).view(torch.int32)[: k.packed_words]
     entry = f"{packing.ENTRY}<Config>"
-    source = k.unit.source.replace("// entries: ", f"// entries: {entry}; ", 1) + packing.text(precision)
+    source = k.unit.source.replace("// entries: ", f"// entries: {entry}; ", 1) + packing.text(precision, shuffled)
     (tmp_path / "pack.cpp").write_text(for_host(source, (packing.ENTRY,)))
     function = ctypes.CDLL(str(compiled_for_host(tmp_path / "pack.cpp", tmp_path / "pack.so")))["run_pack_weights"]
     function.restype, found = ctypes.c_char_p, torch.empty_like(wanted)

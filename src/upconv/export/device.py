@@ -30,7 +30,9 @@ def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
 def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
     """What the kernels need of their files, and what packs their weights."""
     packed = [k for k in found if k.packed_words]
-    own = "\n" + packing.text(packed[0].choice.problem.precision) if packed else ""
+    own = ""
+    if packed:
+        own = "\n" + packing.text(packed[0].choice.problem.precision, any(k.shuffled for k in packed))
     return _shaken([_unit(k) for k in found], gpu.arch, set(re.findall(r"\w+", own))) + own
 
 

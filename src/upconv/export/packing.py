@@ -38,11 +38,17 @@ __global__ void pack_weights(const typename PixelTile<C>::Number::Type* __restri
   const int cout = block * C::rows_per_sub + warp * 16 % C::rows_per_sub + lane / 4 + word % 2 * 8;
   const int cin = chunk * C::ck + k_step * K + lane % 4 * (4 / G::ELEMENT) + word / 2 * (16 / G::ELEMENT);
   const auto value = [&](int c) {  // of channel c of K
-    const long long channels = C::grad_input ? (long long)(group * C::cout_g + cout) * C::cin_g + c
+@SHUFFLED@    const long long channels = C::grad_input ? (long long)(group * C::cout_g + cout) * C::cin_g + c
                                              : (long long)(group * C::cin_g + c) * C::cout_g + cout;
     return tap >= 0 && cout < C::cout_g && c < C::cin_g ? weight[channels * C::taps + tap] : 0;
   };
 @WORD@}
+"""
+_SHUFFLED = """\
+    if constexpr (C::store == STORE_PHASES) {  // rows of M are channels and phases
+      const int at = tap >= 0 && c < C::cin_g ? Shuffle<C>::weight_at(cout, tap, 1) : -1;
+      return at >= 0 ? weight[(long long)c * C::cout * Shuffle<C>::LAYER_TAPS + at] : 0;
+    }
 """
 _WORDS = {
     "tf32": "  packed[index] = to_tf32(value(cin));\n",
@@ -54,6 +60,7 @@ _WORDS = {
 }
 
 
-def text(precision: str) -> str:
-    """The kernel for a precision."""
-    return TEXT.replace("@WORD@", _WORDS["fp16" if precision == "bf16" else precision])
+def text(precision: str, shuffled: bool) -> str:
+    """The kernel for a precision. ``shuffled``: of some pass, rows of M are channels and phases."""
+    word = _WORDS["fp16" if precision == "bf16" else precision]
+    return TEXT.replace("@SHUFFLED@", _SHUFFLED if shuffled else "").replace("@WORD@", word)

@@ -49,6 +49,11 @@ class Kernel:
         return self.choice.tiling.packed_words if isinstance(self.choice, gather.Choice) else 0
 
     @property
+    def shuffled(self) -> bool:
+        """Whether rows of M are channels and phases, by which its weights are packed."""
+        return isinstance(self.choice, gather.Choice) and self.choice.tiling.shuffle is not None
+
+    @property
     def entries(self) -> tuple[str, ...]:
         """Of the unit, in C++: what packs weights, if anything does, what computes, and what adds sums."""
         found = [f"{packing.ENTRY}<{jit.CONFIG}>"] if self.packed_words else []
