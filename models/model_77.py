@@ -3018,7 +3018,8 @@ kernels::TensorMap tensor_map(void* memory, Counts counts, int element, bool cha
                               CUtensorMapL2promotion promotion, CUresult& result) {
   void* encode = nullptr;
   cudaDriverEntryPointQueryResult status;
-  cudaFree(nullptr);  // gives a thread that has called nothing yet its context
+  int device;  // gives a thread that has called nothing yet its context; cudaFree would end a graph's capture
+  if (cudaGetDevice(&device) == cudaSuccess) cudaSetDevice(device);
 #if CUDART_VERSION >= 12050
   cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &status);
 #else

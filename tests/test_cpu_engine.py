@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -249,33 +246,3 @@ def test_gradients_where_the_padding_reaches_half_the_depth(
     leaves = [t.clone().requires_grad_() for t in (x, w, b)]
     out = upconv.conv_transpose3d(*leaves, p.stride, p.padding)
     assert gradient_excess(p, torch.autograd.grad(out, leaves, g), g, x, w) <= 1
-
-
-PEAK = """
-import re, sys
-from pathlib import Path
-import torch
-from upconv import cpu
-from upconv.problem import Problem
-
-def resident(field):
-    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
-p = Problem.make(16, 56, 1, (64, 64), 9, 4, 3)
-x, w = torch.randn(p.input_shape), torch.randn(p.weight_shape)
-cpu.forward(p, sys.argv[1], x, w, None)
-Path("/proc/self/clear_refs").write_text("5")
-before = resident("VmRSS")
-out = cpu.forward(p, sys.argv[1], x, w, None)
-print(resident("VmHWM") - before)
-"""
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell peaks of memory")
-def test_few_channels_take_no_more_memory_than_pytorch() -> None:
-    """`shuffle`'s result is not there yet while the correlation has its temporaries."""
-    peak = {
-        plan: int(subprocess.run([sys.executable, "-c", PEAK, plan], capture_output=True, text=True, check=True).stdout)
-        for plan in ("native", "shuffle")
-    }
-    assert peak["shuffle"] <= 1.05 * peak["native"]
