@@ -163,6 +163,8 @@ def row(job: Job, device: torch.device, how: How) -> Row:
     }  # fmt: skip
     try:
         with timing.precision_flags(p.precision):
+            if (path := how.exported.get(job.case)) is not None:
+                found["exported_lines"] = len(path.read_text(encoding="utf-8").splitlines())
             found |= _check(job, device, how)
             if found["failure"] is None:
                 found |= timing.entries(_taken(job, device, how, found["engine"]))
@@ -245,12 +247,13 @@ def measure(todo: Sequence[Job], device: torch.device, how: How, tell: Tell = la
         nonlocal ceilings
         tell("measuring what the machine copies and multiplies", 0, len(todo))
         ceilings = roofline.measure(precisions, device)
-        exported.build(how.exported, tell)
+        built = exported.build(how.exported, tell)
         if device.type == "cuda":
             _compile_ahead(todo, device, tell)
         for done, job in enumerate(todo):
             tell(str(job), done, len(todo))
-            yield row(job, device, how)
+            found = row(job, device, how)
+            yield found | {"exported_build_s": built[job.case]} if job.case in built else found
         with suppress(RuntimeError):  # of a device that a row has lost
             ceilings = roofline.better(ceilings, roofline.measure(precisions, device))
 

@@ -132,6 +132,8 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _times("frozen", "frozen_ratio"),
         _ms("exported ms", "exported_ms"),
         _times("exported", "exported_ratio"),
+        _number("lines", "exported_lines", ".0f"),
+        _number("build s", "exported_build_s", ".0f"),
         _number("error", "rel_error", ".0e"),
         _number("of tolerance", "tolerance_used", ".0e"),
         Column("engine", lambda row: Text(row["engine"], style="dim" if row["engine"] == "torch" else ""), words=True),
