@@ -190,6 +190,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _number("of tolerance", "worst"),
         _number("grad-input error", "grad_input_error", ".1e"),
         _number("grad-weight error", "grad_weight_error", ".1e"),
+        _number("build s", "build_s", ".0f"),
     ),
 }
 """What tables of each kind show."""
