@@ -6,17 +6,24 @@ read. That both compile to the same is found out at each export.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import Gpu
-from upconv.export import packing, shake
+from upconv.export import packing
 from upconv.export.passes import Kernel
+
+try:
+    from upconv.export import fold
+except ImportError:  # without tree-sitter files have all of their kernels' text
+    fold = None  # type: ignore[assignment]
 
 _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILINE)
 _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _SPACES = "namespace kernels {{\n\n{}\n}}  // namespace kernels\n"
+_DROPPED = re.compile(r"^[ \t]*#[ \t]*(?:include|pragma once)\b.*$", re.MULTILINE)
 WIDTH = 120
 """Columns of the file."""
 _DEAD = re.compile(r"^\.(?:global|const)\b[^\n]*\n", re.MULTILINE)  # PTX has constants that no code reads
@@ -29,19 +36,14 @@ def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
 
 def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
     """What the kernels need of their files, and what packs their weights."""
-    packed = [k for k in found if k.packed_words]
-    own = ""
-    if packed:
-        own = "\n" + packing.text(packed[0].choice.problem.precision, any(k.shuffled for k in packed))
-    return _shaken([_unit(k) for k in found], gpu.arch, set(re.findall(r"\w+", own))) + own
+    return "\n".join(_folded(found, gpu.arch))
 
 
 def constants(k: Kernel, templates: str) -> str:
     """The struct of constants by which a pass' kernels are instantiated; those that the templates read, by type."""
     read = set(re.findall(r"\bC::(\w+)", templates))
     lines = [f"struct {k.config} {{"]
-    members = _MEMBER.findall(jit.parts_of(k.unit.source)[0])
-    for kind, name, value in sorted(members, key=lambda one: one[0] == "bool"):
+    for kind, name, value in sorted(_members(k), key=lambda one: one[0] == "bool"):
         if name.partition("[")[0] not in read:
             continue
         begin, one = f"  static constexpr {kind} ", f"{name} = {value};"
@@ -52,21 +54,25 @@ def constants(k: Kernel, templates: str) -> str:
     return "\n".join((*lines, "};", ""))
 
 
+def _members(k: Kernel) -> list[tuple[str, str, str]]:
+    """Type, name and value of a pass' constants."""
+    return _MEMBER.findall(jit.parts_of(k.unit.source)[0])
+
+
+def _values(k: Kernel) -> dict[str, int | list[int]]:
+    found: dict[str, int | list[int]] = {}
+    for _, name, text in _members(k):
+        value = json.loads(text.strip().replace("{", "[").replace("}", "]"))
+        found[name.partition("[")[0]] = value if isinstance(value, list) else int(value)
+    return found
+
+
 _MEMBER = re.compile(r"^  static constexpr (\w[\w ]*?) (\w+(?:\[\d+\])*) = (.*);$", re.MULTILINE)
 
 
 def spaced(*parts: str) -> str:
     """Texts in the kernels' namespace."""
     return _SPACES.format("\n".join(parts))
-
-
-_Unit = tuple[str, str, Sequence[str], str]
-"""A label, what stands ahead of the templates, the kernels, and their file."""
-
-
-def _unit(k: Kernel) -> _Unit:
-    head = "".join(f"#include <{name}>\n" for name in includes([k])) + jit.parts_of(k.unit.source)[0]
-    return k.unit.label, head, k.compiled, jit.parts_of(k.unit.source)[1]
 
 
 def _add(file: str, files: dict[str, str]) -> None:
@@ -78,31 +84,77 @@ def _add(file: str, files: dict[str, str]) -> None:
         files[file] = text
 
 
-def _shaken(units: Sequence[_Unit], arch: str, more: set[str]) -> str:
-    """What the units' kernels, and ``more`` words, need of their files.
+def _folded(found: Sequence[Kernel], arch: str) -> list[str]:
+    """The kernels' files in parts, by the kernels that have them, those of several first; of these what they need.
 
-    All without NVRTC, or if that compiled to something else.
+    All without NVRTC or tree-sitter, or if that compiled to something else.
     """
     files: dict[str, str] = {}
-    for *_, file in units:
-        _add(file, files)
-    whole = re.sub(r"\n{3,}", "\n\n", "\n".join(shake.stripped(text) for text in files.values())).strip() + "\n"
-    if nvrtc.unavailable() is not None:
-        return whole
-    prepared = {name: shake.prepared(text, int(arch.rstrip("af"))) for name, text in files.items()}
-    places: list[shake.Places] = []
-    for unit in units:
+    users: dict[str, list[str]] = {}
+    for main in dict.fromkeys(_file(k) for k in found):
         mine: dict[str, str] = {}
-        _add(unit[-1], mine)
-        text = "\n".join(f'#line 1 "{name}"\n{prepared[name]}' for name in mine)
-        places += shake.places(_compiled(unit, text, arch, "-G"))
-    words = more | {word for unit in units for entry in unit[2] for word in re.findall(r"\w+", entry)}
-    needed = shake.shaken(prepared, places, words)
-    same = all(_DEAD.sub("", _compiled(u, needed, arch)) == _DEAD.sub("", _compiled(u, whole, arch)) for u in units)
-    return needed if same else whole
+        _add(main, mine)
+        for name, text in mine.items():
+            files[name] = text
+            users.setdefault(name, []).append(main)
+    groups = sorted({tuple(mains) for mains in users.values()}, key=lambda mains: (-len(mains), mains))
+    if len(groups[0]) == 1:
+        groups.insert(0, ())
+    texts = ["\n".join(_stripped(files[name]) for name, mains in users.items() if tuple(mains) == one) for one in groups]
+    packed = [k for k in found if k.packed_words]
+    if packed:
+        text = packing.text(packed[0].choice.problem.precision, any(k.shuffled for k in packed))
+        texts[groups.index((_file(packed[0]),))] += f"\n{text}"
+    if fold is None or nvrtc.unavailable() is not None:
+        return texts
+    whole = {k: _compiled(k, _of(k, groups, texts), arch) for k in found}
+    widths = {width for ptx in whole.values() for width in re.findall(r"m64n(\d+)k", ptx)}
+    parts = []
+    for one, text in zip(groups, texts):
+        text = _conditions(text, int(arch.rstrip("af")))
+        text = re.sub(r"^WGMMA_WIDTH\((\d+),.*\n", lambda m: m[0] if m[1] in widths else "", text, flags=re.MULTILINE)
+        parts.append((text, [_values(k) for k in found if _file(k) in one]))
+    names = {word for k in found for entry in k.entries for word in re.findall(r"\w+", entry)}
+    needed = fold.folded(parts, names)
+    same = all([_DEAD.sub("", _compiled(k, _of(k, groups, needed), arch)) == _DEAD.sub("", whole[k]) for k in found])
+    return needed if same else texts
 
 
-def _compiled(unit: _Unit, text: str, arch: str, *flags: str) -> str:
-    """PTX of a unit's kernels, with the templates of a text."""
-    label, head, entries, _ = unit
-    return nvrtc.build(f"{head}\n{text}", arch, label, entries, ptx=True, flags=flags).ptx
+def _file(k: Kernel) -> str:
+    return jit.parts_of(k.unit.source)[1]
+
+
+def _of(k: Kernel, groups: Sequence[tuple[str, ...]], texts: Sequence[str]) -> str:
+    """The parts that a pass' kernels have."""
+    return "\n".join(text for one, text in zip(groups, texts) if _file(k) in one)
+
+
+def _compiled(k: Kernel, text: str, arch: str) -> str:
+    """PTX of a pass' kernels, with the templates of a text."""
+    head = "".join(f"#include <{name}>\n" for name in includes([k])) + jit.parts_of(k.unit.source)[0]
+    return nvrtc.build(f"{head}\n{text}", arch, k.unit.label, k.compiled, ptx=True).ptx
+
+
+def _stripped(text: str) -> str:
+    """A file's text without includes, which a file of all of them does not have."""
+    return _DROPPED.sub("", text)
+
+
+def _conditions(text: str, arch: int) -> str:
+    """A text without what preprocessor conditions leave out for a GPU."""
+    lines, taken, values = [], [True], {"arch": arch * 10}
+    for line in text.split("\n"):
+        word, _, rest = line.partition("//")[0].strip().partition(" ")
+        if word == "#if":
+            condition = rest.replace("defined(__CUDA_ARCH__)", "True").replace("__CUDA_ARCH__", "arch")
+            condition = condition.replace("&&", " and ").replace("||", " or ").replace("!", " not ")
+            taken.append(bool(eval(condition, {}, values)))
+        elif word == "#else":
+            taken[-1] = not taken[-1]
+        elif word == "#endif":
+            taken.pop()
+        elif all(taken):
+            lines.append(line)
+            if found := re.match(r"#define (\w+) (\d+)\b", line):
+                values[found[1]] = int(found[2])
+    return "\n".join(lines)

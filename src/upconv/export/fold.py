@@ -1,0 +1,659 @@
+"""Of kernel files what some kernels need, for the structs of constants that they are compiled with.
+
+Conditions that these decide are folded, and so are loops of one turn and specialisations that no struct takes. Then
+stays what the kernels' names reach, with the comments above it. The syntax tree is tree-sitter's; `device` compares
+what the compiler makes of the text with the whole files'.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+
+import tree_sitter_cuda
+from tree_sitter import Language, Node, Parser
+
+Constants = Mapping[str, int | list[int]]
+"""The integers and arrays of a struct, by name."""
+
+_PARSER = Parser(Language(tree_sitter_cuda.language()))
+_PART, _PRAGMA = "//part", "//ragma"  # a comment, which the grammar has anywhere, as long as #pragma
+_OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: int(a / b),
+    "%": lambda a, b: a - b * int(a / b), "<<": lambda a, b: a << b, ">>": lambda a, b: a >> b,
+    "&": lambda a, b: a & b, "|": lambda a, b: a | b, "==": lambda a, b: int(a == b), "!=": lambda a, b: int(a != b),
+    "<": lambda a, b: int(a < b), ">": lambda a, b: int(a > b), "<=": lambda a, b: int(a <= b),
+    ">=": lambda a, b: int(a >= b), "&&": lambda a, b: int(bool(a and b)), "||": lambda a, b: int(bool(a or b)),
+}  # fmt: skip
+_KEPT_BY = {("*", 1), ("+", 0), ("&&", 1), ("||", 0), ("|", 0)}  # operators and values that change nothing
+_KEPT_BY_RIGHT = _KEPT_BY | {("-", 0), ("/", 1), ("<<", 0), (">>", 0)}
+_DECIDED_BY = {("*", 0): "0", ("&&", 0): "false", ("||", 1): "true", ("&", 0): "0"}
+_TRUTH = {"true": 1, "false": 0}
+_DECIDING = {"&&", "||", "==", "!=", "<", ">", "<=", ">="}
+_COMMENT = re.compile(r'//(?!ragma)[^\n]*|"(?:\\.|[^"\\\n])*"')
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_ATOM = re.compile(r"[\w:]+(?:<[\w:, ]*>)?(?:::\w+)*(?:\[[^\[\]]*\]|\([^()]*\))*")
+_TEMPLATE = re.compile(r"template <([^;{]*?)>\s*(?:struct|(?:static )?constexpr int) (\w+)(?:<([^;{=:]*)>)?")
+_NAMING = ("enumerator", "template_function", "template_type")
+_CONSTANTS = ("enumerator", "declaration", "field_declaration", "parameter_declaration", "optional_parameter_declaration")
+_DECLARATIONS = ("declaration", "field_declaration")
+
+
+def folded(parts: Sequence[tuple[str, Sequence[Constants]]], wanted: set[str]) -> list[str]:
+    """Parts of a text, each for its structs; the first is what others share. ``wanted``: names that are reached."""
+    text = "".join(f"{_PART}\n{text.replace('#pragma', _PRAGMA)}\n" for text, _ in parts)
+    structs = [of for _, of in parts]
+    literals = _Tree(text, structs).numbers
+    while True:
+        before = text
+        for step in (_specialised, _evaluated, _reached):
+            text = step(_Tree(text, structs, literals), wanted)
+            text = re.sub(rf"[ \t]+$|^[ \t]+(?={_PRAGMA})", "", text, flags=re.MULTILINE)
+        if text == before:
+            break
+    text = re.sub(r"(\{\n)\n+(?=[ \t]+\S)|\n+(\n\}\n)", r"\1\2", text.replace(_PRAGMA, "#pragma"))
+    return [re.sub(r"\n{3,}", "\n\n", part).strip() + "\n" for part in text.split(f"{_PART}\n")[1:]]
+
+
+class _Tree:
+    """A text's syntax tree, and what is known of its constants."""
+
+    def __init__(self, text: str, structs: Sequence[Sequence[Constants]], literals: frozenset[str] = frozenset()) -> None:
+        self.source, self.literals = text.encode(), literals
+        self.structs = [list(of) or [{}] for of in structs]
+        self.root = _PARSER.parse(self.source).root_node
+        self.nodes = list(walk(self.root))
+        self.begins = [found.start() for found in re.finditer(_PART.encode(), self.source)] or [0]
+        self.known: list[list[dict[str, int]]] = [[{} for _ in of] for of in self.structs]
+        """By part and struct: constants that have one value wherever one of their name is declared."""
+        self.local: dict[str, int] = {}
+        while self._learn():
+            pass
+
+    def text(self, n: Node) -> str:
+        return self.source[n.start_byte : n.end_byte].decode()
+
+    def part(self, n: Node) -> int:
+        return bisect_right(self.begins, n.start_byte) - 1
+
+    @cached_property
+    def constants(self) -> list[dict[str, list[Node | int | None]]]:
+        """By part and name: the values that are declared."""
+        found: list[dict[str, list[Node | int | None]]] = [{} for _ in self.structs]
+        self.parameters: list[set[str]] = [set() for _ in self.structs]
+        self.again: list[set[str]] = [set() for _ in self.structs]
+        for n in self.nodes:
+            if n.type not in _CONSTANTS:
+                continue
+            names = found[self.part(n)]
+            if n.type == "enumerator" and n.parent is not None:
+                names.setdefault(self.text(n.named_children[0]), []).append(
+                    [one for one in n.parent.named_children if one.type == "enumerator"].index(n)
+                )
+            elif n.type in _DECLARATIONS and re.match(r"(static )?(__device__ )?constexpr", self.text(n)):
+                for name, value in declared(n):
+                    if value is not None and self.text(value).rpartition("::")[2] == self.text(name):
+                        self.again[self.part(n)].add(self.text(name))
+                    else:
+                        names.setdefault(self.text(name), []).append(value)
+            elif n.type.endswith("parameter_declaration") and (name := n.child_by_field_name("declarator")) is not None:
+                self.parameters[self.part(n)].add(self.text(name))
+        return found
+
+    @cached_property
+    def uses(self) -> dict[str, list[Node]]:
+        """Where templates are given arguments, by name."""
+        found: dict[str, list[Node]] = {}
+        for n in self.nodes:
+            if n.type in ("template_type", "template_function"):
+                found.setdefault(self.text(n.named_children[0]), []).append(n)
+        return found
+
+    @cached_property
+    def same(self) -> list[dict[str, str]]:
+        """By part: constants that are but other ones, or numbers."""
+        found: list[dict[str, str]] = [{} for _ in self.structs]
+        for part, (mine, names) in enumerate(zip(found, self.constants)):
+            for name, values in names.items():
+                texts = {self.text(one) if isinstance(one, Node) and not _within(one) else "" for one in values}
+                text = texts.pop() if len(texts) == 1 else ""
+                if text in self.parameters[part] or (name in self.again[part] and not text.isdigit()):
+                    continue
+                if re.fullmatch(r"\d+|true|false|(\w::)?\w+", text):
+                    mine[name] = text
+        return found
+
+    @property
+    def numbers(self) -> frozenset[str]:
+        return frozenset(name for mine in self.same for name, text in mine.items() if text.isdigit())
+
+    def _learn(self) -> bool:
+        before = sum(len(known) for part in self.known for known in part)
+        for part, names in enumerate(self.constants):
+            for name, values in names.items():
+                for struct, known in enumerate(self.known[part]):
+                    given = {one if isinstance(one, int) else self.value(one, struct) for one in values}
+                    if len(given) == 1 and (value := given.pop()) is not None:
+                        known[name] = value
+        return sum(len(known) for part in self.known for known in part) > before
+
+    def find(self, n: Node, name: str, struct: int) -> int | None:
+        """A constant's value by a struct, as a node may name it."""
+        return self.known[self.part(n)][struct].get(name, self.known[0][0].get(name))
+
+    def value(self, n: Node | None, struct: int | None = None) -> int | None:
+        """An expression's value where it is known: by one of its part's structs, or by all of them."""
+        if n is not None and struct is None:
+            found = {self.value(n, i) for i in range(len(self.structs[self.part(n)]))}
+            return found.pop() if len(found) == 1 else None
+        if n is None or struct is None:
+            return None
+        kind, parts = n.type, n.named_children
+        if kind in ("number_literal", "true", "false"):
+            text = self.text(n).rstrip("uUlL")
+            return _TRUTH.get(text, int(text, 0) if re.fullmatch(r"0x[\da-f]+|\d+", text) else None)
+        if kind in ("identifier", "type_identifier", "field_identifier"):
+            mine = self.text(n) not in self.parameters[self.part(n)]
+            return self.local.get(self.text(n), self.find(n, self.text(n), struct) if mine else None)
+        if kind in ("template_function", "template_type"):
+            return self.find(n, self.text(parts[0]), struct)
+        if kind == "qualified_identifier":
+            scope, _, name = self.text(n).rpartition("::")
+            of = self.structs[self.part(n)][struct]
+            found = of.get(name) if re.search(r"\bC$", scope) else self.find(n, name, struct)
+            return found if isinstance(found, int) else None
+        if kind in ("parenthesized_expression", "condition_clause", "type_descriptor"):
+            return self.value(parts[0], struct) if len(parts) == 1 else None
+        if kind == "unary_expression" and (one := self.value(parts[-1], struct)) is not None:
+            return {"!": int(not one), "-": -one, "~": ~one}.get(self.text(n)[0])
+        if kind == "subscript_expression" and self.text(parts[0]).startswith("C::"):
+            array = self.structs[self.part(n)][struct].get(self.text(parts[0])[3:])
+            at = self.value(parts[1].named_children[0], struct)
+            return array[at] if isinstance(array, list) and at is not None and at < len(array) else None
+        if kind == "conditional_expression":
+            one = self.value(n.child_by_field_name("condition"), struct)
+            return None if one is None else self.value(branch(n, one), struct)
+        return self._binary(n, struct) if kind == "binary_expression" else None
+
+    def _binary(self, n: Node, struct: int) -> int | None:
+        operator = self.text(n.children[1])
+        left, right = self.value(n.children[0], struct), self.value(n.children[2], struct)
+        for one in (left, right):
+            if one is not None and (operator, one) in _DECIDED_BY:
+                return int(_DECIDED_BY[operator, one] == "true")
+        if operator == "%" and right == 1:
+            return 0
+        if left is None or right is None or operator not in _OPERATORS or (operator in "/%" and not right):
+            return None
+        return _OPERATORS[operator](left, right)
+
+
+def walk(n: Node) -> Iterator[Node]:
+    """A node and all in it, in the text's order."""
+    left = [n]
+    while left:
+        n = left.pop()
+        yield n
+        left += reversed(n.children)
+
+
+def _within(n: Node) -> bool:
+    """Whether a constant is a function's."""
+    return n.parent is not None and (n.parent.type == "compound_statement" or _within(n.parent))
+
+
+def branch(n: Node, condition: int) -> Node | None:
+    found = n.child_by_field_name("consequence" if condition else "alternative")
+    return found.named_children[-1] if found is not None and found.type == "else_clause" else found
+
+
+def declared(n: Node) -> Iterator[tuple[Node, Node | None]]:
+    """Name and value of each variable of a declaration."""
+    for i, one in enumerate(n.children):
+        if n.field_name_for_child(i) == "declarator":
+            if one.type == "init_declarator":
+                yield one.named_children[0], one.child_by_field_name("value")
+            else:
+                has = i + 2 < len(n.children) and n.children[i + 1].type == "="
+                yield one, n.children[i + 2] if has else None
+
+
+# --- conditions and loops ----------------------------------------------------------------------------------------------
+
+
+def _evaluated(tree: _Tree, _: set[str]) -> str:
+    return _emit(tree, tree.root)
+
+
+def _emit(tree: _Tree, n: Node) -> str:
+    """A node's text with what is known folded."""
+    if not n.children and (name := tree.text(n)) in tree.local and n.type == "identifier":
+        return str(tree.local[name])
+    if n.type in ("using_declaration", "alias_declaration"):
+        return tree.text(n)
+    if n.type in ("identifier", "qualified_identifier", "type_identifier") and (other := _other(tree, n)) is not None:
+        return other
+    if n.type == "conditional_expression" and (of := tree.value(n.child_by_field_name("condition"))) is not None:
+        return _emit(tree, branch(n, of))  # type: ignore[arg-type]
+    if n.type == "binary_expression" and (found := _shorter(tree, n)) is not None:
+        return found
+    if n.type == "expression_statement" and n.named_children and _changes_nothing(tree, n.named_children[0]):
+        return ""
+    if n.type == "unary_expression" and tree.text(n)[0] == "!" and (of := tree.value(n)) is not None:
+        return ("false", "true")[of]
+    if n.type == "parenthesized_expression" and n.parent is not None and not n.parent.type.endswith("_statement"):
+        inner = _emit(tree, n.named_children[0]) if n.named_child_count == 1 else ""
+        if inner != tree.text(n)[1:-1] and _ATOM.fullmatch(inner):
+            return inner
+    if n.type == "if_statement" and (of := tree.value(n.child_by_field_name("condition"))) is not None:
+        return _alone(tree, n, branch(n, of))
+    if (turns := _turns(tree, n)) is not None:
+        name, first, any_ = turns
+        before, tree.local = tree.local, {**tree.local, name: first}
+        text = _alone(tree, n, n.child_by_field_name("body") if any_ else None)
+        tree.local = before
+        return text
+    return _joined(tree, n)
+
+
+def _joined(tree: _Tree, n: Node) -> str:
+    """A node's children, folded, with what is between them."""
+    if not n.children:
+        return tree.text(n)
+    found, at = "", n.start_byte
+    for one in n.children:
+        if _is_pragma(tree, one) and (loop := one.next_sibling) is not None and _turns(tree, loop) is not None:
+            found += tree.source[at : one.start_byte].decode()
+            at = tree.source.rfind(b"\n", 0, loop.start_byte) + 1
+            continue
+        put, gap = _emit(tree, one), tree.source[at : one.start_byte].decode()
+        found, at = found + gap + put, one.end_byte
+        if not put and one.type.endswith("statement") and one.end_byte > one.start_byte:  # with its line
+            found, at = found.rstrip(" "), at + (tree.source[at : at + 1] == b"\n")
+    return found + tree.source[at : n.end_byte].decode()
+
+
+def _is_pragma(tree: _Tree, n: Node | None) -> bool:
+    return n is not None and n.type == "comment" and tree.text(n).startswith(_PRAGMA)
+
+
+def _other(tree: _Tree, n: Node) -> str | None:
+    """What a constant is only another name of."""
+    scope, _, name = tree.text(n).rpartition("::")
+    declares = n.parent is not None and n in n.parent.children_by_field_name("declarator")
+    if not scope and name in tree.parameters[tree.part(n)]:
+        return None
+    if scope == "C" or declares or name in tree.literals or (n.parent is not None and n.parent.type in _NAMING):
+        return None
+    part = tree.part(n)
+    found = tree.same[part].get(name) or tree.same[0].get(name)
+    if found is None or found == name or (part and name in tree.constants[0] and name in tree.constants[part]):
+        return None
+    if found.startswith("C::") and not _has_struct(tree, n):
+        return None
+    if not scope or not re.search(r"[A-Z]{2}", found) or found.startswith("C::"):
+        return found
+    return f"{scope}::{found.rpartition('::')[2]}"
+
+
+def _has_struct(tree: _Tree, n: Node) -> bool:
+    """Whether C is a struct of constants where a node is."""
+    while n.parent is not None:
+        n = n.parent
+        if n.type == "template_declaration" and re.match(r"template <class C\b", tree.text(n)):
+            return True
+        if n.type == "field_declaration_list" and re.search(r"using C = ", tree.text(n)):
+            return True
+    return False
+
+
+def _changes_nothing(tree: _Tree, n: Node) -> bool:
+    """Whether an expression is an assignment like ``a /= 1``."""
+    if n.type != "assignment_expression":
+        return False
+    value = tree.value(n.children[2])
+    return value is not None and (tree.text(n.children[1])[:-1], value) in _KEPT_BY_RIGHT
+
+
+def _shorter(tree: _Tree, n: Node) -> str | None:
+    """A binary expression without an operand that changes nothing."""
+    left, operator, right = n.children[0], tree.text(n.children[1]), n.children[2]
+    a, b = tree.value(left), tree.value(right)
+    if (both := tree.value(n)) is not None and operator in _DECIDING:
+        return ("false", "true")[both]
+    for one in (a, b):
+        if one is not None and (operator, one) in _DECIDED_BY:
+            return _DECIDED_BY[operator, one]
+    if operator == "%" and (b == 1 or tree.text(left) == tree.text(right)):
+        return "0"
+    if operator == "/" and tree.text(left) == tree.text(right):
+        return "1"
+    if b is not None and (operator, b) in _KEPT_BY_RIGHT:
+        return _emit(tree, left)
+    if a is not None and (operator, a) in _KEPT_BY:
+        return _emit(tree, right)
+    return None
+
+
+def _turns(tree: _Tree, n: Node) -> tuple[str, int, bool] | None:
+    """The variable of a loop that has one turn or none, its value, and whether there is one."""
+    if n.type != "for_statement":
+        return None
+    head = re.match(r"for \(int (\w+) = ([^;]*); (\w+) < ([^;]*); (\w+)(\+\+| \+= ([^;]*))\)", tree.text(n))
+    start, condition, update, body = (
+        n.child_by_field_name(one) for one in ("initializer", "condition", "update", "body")
+    )
+    if not head or not head[1] == head[3] == head[5] or not (start and condition and update and body):
+        return None
+    if condition.type != "binary_expression":
+        return None
+    ((_, value),) = declared(start)
+    first, end = tree.value(value), tree.value(condition.children[2])
+    step = 1 if head[6] == "++" else tree.value(update.children[-1])
+    if first is None or end is None or step is None or first + step < end:
+        return None
+    if any(one.type in ("break_statement", "continue_statement") for one in walk(body)):
+        return None
+    return head[1], first, first < end
+
+
+def _alone(tree: _Tree, n: Node, kept: Node | None) -> str:
+    """A statement in the place of the one that decides over it."""
+    within = n.parent is not None and n.parent.type == "compound_statement"
+    if kept is None:
+        return "" if within else ";"
+    text = _emit(tree, kept)
+    if _is_pragma(tree, pragma := kept.prev_sibling) and _turns(tree, kept) is None:
+        text = f"{tree.text(pragma)}\n{' ' * kept.start_point[1]}{text}"  # type: ignore[arg-type]
+    if kept.type != "compound_statement" or not within:
+        return text
+    function = n
+    while function.parent is not None and function.type != "function_definition":
+        function = function.parent
+    outside = tree.source[function.start_byte : kept.start_byte] + tree.source[kept.end_byte : function.end_byte]
+    mine = {tree.text(name) for one in kept.children if one.type == "declaration" for name, _ in declared(one)}
+    lines = text[1:-1].strip("\n").rstrip().splitlines()
+    if mine & set(_WORD.findall(outside.decode())):
+        return text  # with its braces, since a name is another's, too
+    if len(lines) < 2:
+        return "".join(lines).strip()
+    less = max(0, min(len(one) - len(one.lstrip()) for one in lines if one.strip() and not one.startswith(_PRAGMA)) - n.start_point[1])
+    return "\n".join(one[less:] if one[:less].isspace() else one for one in lines).lstrip(" ")
+
+
+# --- specialisations ---------------------------------------------------------------------------------------------------
+
+
+def _specialised(tree: _Tree, _: set[str]) -> str:
+    """The text without specialisations that no struct takes."""
+    forms: dict[str, list[tuple[Node, list[str], list[str]]]] = {}
+    for n in tree.root.children:
+        if n.type == "template_declaration" and (head := _TEMPLATE.match(tree.text(n))):
+            forms.setdefault(head[2], []).append((n, _split(head[1]), _split(head[3] or "")))
+    cut: list[Node] = []
+    put: list[tuple[int, int, bytes]] = []
+    for name, mine in forms.items():
+        taken = _taken(tree, name, mine) if len(mine) > 1 else None
+        if not taken:
+            continue
+        cut += [n for i, (n, _, _) in enumerate(mine) if i and i not in taken]
+        (n, parameters, _), last = mine[0], max(taken)
+        if taken == {last} and last and mine[last][1] == parameters[:1] and _short(tree, name):
+            cut.append(n)
+            alone = mine[last][0]
+            head = re.sub(rf"\b{name}<[^{{;=:]*>", name, tree.text(alone), count=1)
+            put.append((alone.start_byte, alone.end_byte, head.encode()))
+        elif 0 not in taken and "{" in (text := tree.text(n)) and "struct" in text.partition("{")[0]:
+            head = text.partition("{")[0].partition(" : ")[0].split("//")[0].rstrip() + ";"
+            end = n.end_byte + (tree.source[n.end_byte : n.end_byte + 1] == b";")
+            put.append((n.start_byte, end, head.encode()))
+    kinds = {tree.value(one, i) for one in tree.uses.get("KIND_OF", [])[-1:] for i in range(len(tree.structs[tree.part(one)]))}
+    for n in tree.uses.get("OnlyIf", []):
+        function = n
+        while function.parent is not None and function.parent.type != "translation_unit":
+            function = function.parent
+        if None in kinds or n.parent is None or "__global__" not in tree.text(function):
+            continue
+        if tree.value(n.named_children[1].named_children[-1]) not in kinds:
+            cut.append(function)
+        elif len(kinds) == 1:
+            begin = tree.source.rfind(b"typename", 0, n.start_byte)
+            put.append((begin, begin + tree.source[begin:].index(b"::Kernel") + len("::Kernel"), b"void"))
+    return _without(tree, cut, put)
+
+
+def _short(tree: _Tree, name: str) -> bool:
+    """Whether a template is given one argument everywhere but where it is specialised."""
+    uses = tree.uses.get(name, [])
+    given = (n for n in uses if n.parent is not None and n.parent.type != "struct_specifier")
+    return all(n.named_children[1].named_child_count == 1 for n in given)
+
+
+def _split(text: str) -> list[str]:
+    """Arguments between commas that are not in brackets."""
+    found, depth = [""], 0
+    for c in text:
+        depth += (c in "<({[") - (c in ">)}]")
+        found[-1] += c if c != "," or depth else ""
+        if c == "," and depth == 0:
+            found.append("")
+    return [one.strip() for one in found if one.strip()]
+
+
+def _taken(tree: _Tree, name: str, forms: list[tuple[Node, list[str], list[str]]]) -> set[int] | None:
+    """Which forms of a template are used; None where that is not known."""
+    taken: set[int] = set()
+    heads = {tree.source.find(name.encode(), n.start_byte) for n, _, _ in forms}
+    for n in tree.uses.get(name, []):
+        if n.start_byte in heads:
+            continue
+        given = [tree.text(one) for one in n.named_children[1].named_children]
+        given += [one.partition("= ")[2] for one in forms[0][1][len(given) :]]
+        for struct in range(len(tree.structs[tree.part(n)])):
+            values = [_argument(tree, n, one, struct) for one in given]
+            scores = [_matching(tree, n, fixed, parameters, values) if fixed else 1 for _, parameters, fixed in forms]
+            if None in scores:
+                return None
+            taken.add(max(range(len(forms)), key=lambda i: scores[i]))  # type: ignore[arg-type, return-value]
+    return taken
+
+
+def _argument(tree: _Tree, at: Node, text: str, struct: int) -> int | None:
+    """A template's argument by one struct, if it is a known integer."""
+    part = tree.part(at)
+    one = _Tree(f"int a = {text};", [[tree.structs[part][struct]]])
+    one.parameters = [set()]
+    one.known = [[{**tree.known[0][0], **tree.known[part][struct]}]]
+    ((_, value),) = declared(one.root.children[0])
+    return one.value(value)
+
+
+def _matching(
+    tree: _Tree, at: Node, fixed: list[str], parameters: list[str], values: list[int | None]
+) -> int | None:
+    """More for each argument that a specialisation fixes as it was given; 0 where others were given, None if unknown."""
+    score, unknown = 1, False
+    for text, value in zip(fixed, values):
+        wanted = int(text) if text.isdigit() else _TRUTH.get(text, tree.find(at, text, 0))
+        if wanted is None or any(text in _WORD.findall(one) for one in parameters):
+            continue
+        if value is not None and value != wanted:
+            return 0
+        unknown = unknown or value is None
+        score += 1
+    return None if unknown else score
+
+
+# --- names -------------------------------------------------------------------------------------------------------------
+
+
+def _reached(tree: _Tree, wanted: set[str]) -> str:
+    """The text without declarations that ``wanted`` names do not reach, and local variables that nothing reads."""
+    words, kept, before = [set(wanted) for _ in tree.structs], set[int](), -1
+    items = list(_items(tree.root))
+    while len(kept) > before:
+        before = len(kept)
+        for n, names, owner in items:
+            if n.id in kept or (owner is not None and owner.id not in kept):
+                continue
+            part = tree.part(n)
+            if names is None or words[part].intersection(map(tree.text, names)):
+                kept.add(n.id)
+                found = _WORD.findall(_COMMENT.sub("", _head(tree, n)))
+                words[part].update(found)
+                words[0].update(found)
+    cut = [n for n, _, owner in items if n.id not in kept and (owner is None or owner.id in kept)]
+    cut += _unread(tree)
+    return _without(tree, cut)
+
+
+def _items(n: Node, owner: Node | None = None) -> Iterator[tuple[Node, list[Node] | None, Node | None]]:
+    """Declarations, their names, and the struct that each is in; no names of what stays with that struct."""
+    for one in n.children:
+        of = one.named_children[-1] if one.type == "template_declaration" and one.named_children else one
+        if of.type == "static_assert_declaration":
+            yield one, [], owner
+            continue
+        names = _names(of)
+        if owner is None and names is None and one.type in ("comment", ";"):
+            continue
+        yield one, names, owner
+        body = of.child_by_field_name("body") if of.type == "struct_specifier" else None
+        if body is not None and body.end_point[0] > body.start_point[0]:
+            yield from _items(body, one)
+
+
+def _names(n: Node) -> list[Node] | None:
+    """What a declaration names; None of what is none, or a field."""
+    found: list[Node | None] = []
+    if n.type in ("alias_declaration", "struct_specifier"):
+        name = n.child_by_field_name("name")
+        found = [name.named_children[0] if name is not None and name.type == "template_type" else name]
+    elif n.type in ("preproc_def", "preproc_function_def"):
+        found = [n.child_by_field_name("name")]
+    elif n.type == "enum_specifier":
+        found = [one.named_children[0] for one in walk(n) if one.type == "enumerator"]
+    elif n.type == "function_definition" or (n.type in _DECLARATIONS and b"constexpr" in (n.text or b"")[:30]):
+        found = [_name(one) for one in n.children_by_field_name("declarator")]
+    elif n.type == "declaration" and b"__constant__" in (n.text or b""):
+        found = [_name(one) for one in n.children_by_field_name("declarator")]
+    return None if not found or None in found else found  # type: ignore[return-value]
+
+
+def _name(n: Node | None) -> Node | None:
+    """The name in a declarator; None of a constructor or an operator, which stays with its struct."""
+    while n is not None and n.type not in ("identifier", "field_identifier", "template_function"):
+        if n.type in ("operator_name", "operator_cast", "destructor_name"):
+            return None
+        n = n.named_children[0] if n.named_children else None
+    if n is not None and n.type == "template_function":
+        return n.named_children[0]
+    struct = n
+    while struct is not None and struct.type != "struct_specifier":
+        struct = struct.parent
+    own = struct.child_by_field_name("name") if struct is not None else None
+    return None if n is None or (own is not None and own.text == n.text) else n
+
+
+def _head(tree: _Tree, n: Node) -> str:
+    """A declaration's text, of a struct without its members."""
+    of = n.named_children[-1] if n.type == "template_declaration" else n
+    body = of.child_by_field_name("body") if of.type == "struct_specifier" else None
+    if body is not None and body.end_point[0] > body.start_point[0]:
+        return tree.source[n.start_byte : body.start_byte].decode()
+    return tree.text(n)
+
+
+def _unread(tree: _Tree) -> Iterator[Node]:
+    """Declarations of local variables that nothing reads."""
+    for function in tree.nodes:
+        if function.type != "function_definition":
+            continue
+        words = Counter(_WORD.findall(_COMMENT.sub("", tree.text(function))))
+        for n in walk(function):
+            if n.type in ("declaration", "alias_declaration") and n.parent and n.parent.type == "compound_statement":
+                names = [name for name, _ in declared(n)] or [n.child_by_field_name("name")]
+                calls = any(one.type in ("call_expression", "assignment_expression") for one in walk(n))
+                if not calls and all(one is not None and words[tree.text(one)] == 1 for one in names):
+                    yield n
+
+
+def _without(tree: _Tree, cut: Sequence[Node], put: Sequence[tuple[int, int, bytes]] = ()) -> str:
+    """The text without nodes and the comments directly above them; ``put``: what else is replaced, and by what."""
+    edits = list(put)
+    for n in cut:
+        begin = tree.source.rfind(b"\n", 0, n.start_byte) + 1
+        while begin and (line := tree.source[tree.source.rfind(b"\n", 0, begin - 1) + 1 : begin]).lstrip().startswith(b"//"):
+            if line.lstrip().startswith((b"// ---", b"// ===", _PART.encode())):
+                break
+            begin -= len(line)
+        edits.append((begin, tree.source.find(b"\n", n.end_byte - 1) + 1 or len(tree.source), b""))
+    found, at = b"", 0
+    for begin, end, text in sorted(edits):
+        if begin >= at:
+            found, at = found + tree.source[at:begin] + text, end
+    return re.sub(r"\n{3,}", "\n\n", (found + tree.source[at:]).decode())
+
+
+# --- one struct --------------------------------------------------------------------------------------------------------
+
+
+def plain(text: str) -> str:
+    """A part of one struct, C, without templates that have no other argument."""
+    text = re.sub(r"\n[ \t]*using C = (?:C_|typename \w+::C);", "", text)
+    text = re.sub(r"\btemplate <class C_?>\s*(?=\S)", "", text)
+    text = re.sub(r"\btemplate <class C, ", "template <", text)
+    text = re.sub(r"<C_?>", "", re.sub(r"<C, ", "<", text))
+    for name, types in _types(text).items():
+        if len(types) == 1:
+            (type_,) = types
+            text = _given(text, name, type_)
+    parameters = {word for head in re.findall(r"template <([^;{]*?)>\s", text) for word in _WORD.findall(head)}
+    text = re.sub(r"typename (\w+)(?=::)", lambda m: m[0] if m[1] in parameters else m[1], text)
+    return _hoisted(text)
+
+
+def _types(text: str) -> dict[str, set[str]]:
+    """By name of a template's only parameter T: the types that any of such templates is given."""
+    found: dict[str, set[str]] = {}
+    for parameter in set(re.findall(r"template <class (\w+)>\s*\n?(?:struct|__device__)", text)):
+        names = set(re.findall(rf"template <class {parameter}>\s*(?:struct|__device__[^;{{]*?) (\w+)\b(?= |\()", text))
+        given = {one for name in names for one in re.findall(rf"\b{name}<([^<>]*)>", text)}
+        found[parameter] = given - {parameter}
+    return found
+
+
+def _given(text: str, parameter: str, type_: str) -> str:
+    """A text whose templates of one parameter have a type instead."""
+    names = re.findall(rf"template <class {parameter}>\s*(?:struct|__device__[^;{{]*?) (\w+)\b(?= |\()", text)
+    if not re.fullmatch(r"\w+", type_) or not names:
+        return text
+    for name in names:
+        text = re.sub(rf"\b{name}<(?:{parameter}|{type_})>", name, text)
+    blocks = re.split(rf"^template <class {parameter}>\s*", text, flags=re.MULTILINE)
+    found = [blocks[0]]
+    for block in blocks[1:]:
+        end = re.search(r"^\};?\n", block, re.MULTILINE)
+        at = end.end() if end else len(block)
+        found.append(re.sub(rf"\b{parameter}::", f"{type_}::", re.sub(rf"\btypename {parameter}::", f"{type_}::", block[:at])) + block[at:])
+    return "".join(found)
+
+
+def _hoisted(text: str) -> str:
+    """Other names of types that are the same everywhere, once behind what they name."""
+    line = re.compile(r"^[ \t]*using (\w+) = (\w+);(?:[ \t]*//.*)?\n", re.MULTILINE)
+    meant: dict[str, set[str]] = {}
+    for name, type_ in line.findall(text):
+        meant.setdefault(name, set()).add(type_)
+    for name, types in meant.items():
+        type_ = min(types)
+        begin = re.search(rf"^struct {type_}\b[^;]*\{{", text, re.MULTILINE)
+        if len(types) > 1 or begin is None or re.search(rf"\bstruct {name}\b", text):
+            continue
+        end = text.index("\n};\n", begin.end()) + 4
+        rest = re.sub(rf"^[ \t]*using {name} = {type_};(?:[ \t]*//.*)?\n", "", text[end:], flags=re.MULTILINE)
+        text = f"{text[:end]}using {name} = {type_};\n{rest}"
+    return text
