@@ -155,7 +155,7 @@ def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
     if not every:
         return None
     tiling = rng.choice(every)
-    splits = min(math.prod(tiling.counts(p)), rng.choice((1, 2, 3, 5)))
+    splits = min(math.prod(tiling.counts(p)), rng.choice((1, 2, 3, 5)))  # type: ignore[attr-defined]
     return wgrad.Choice(tiling, p, gpus(rng, gpu), splits, Cost(1e-5))
 
 
@@ -298,8 +298,8 @@ def work(choice: Any) -> float:
         return float(tiles_of * math.prod(t.tile) * 64 * t.wgs_m * sum(t.variant_entries) * t.chunks * t.chunk)
     if isinstance(choice, wgrad.Choice):
         t = choice.tiling
-        taps = t.set_taps * t.block[1] + t.block[0]
-        return float(math.prod(t.counts(p)) * t.tiles * math.prod(t.tile) * taps * 64)
+        taps = t.set_taps * t.block[1] + t.block[0]  # type: ignore[attr-defined]
+        return float(math.prod(t.counts(p)) * t.tiles * math.prod(t.tile) * taps * 64)  # type: ignore[attr-defined]
     if isinstance(choice, TileChoice) and choice.tile.mode == "implicit":
         tile = choice.tile
         return float(tile.tiles(p) * max(tile.steps) * tile.rows * tile.columns * tile.chunk)

@@ -117,7 +117,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("mode", CHOSEN)
 def test_what_the_planner_takes_a_mode_for(mode: str) -> None:
-    for name, changes in CHOSEN[mode]:
+    for name, changes in CHOSEN[mode]:  # type: ignore[attr-defined]
         found = planner.select(layer_of(name, **changes), planner.Device("cuda", gpu=H200))
         assert isinstance(found.choice, TileChoice) and found.choice.tile.mode == mode, name
         assert found.choice.summary in found.candidates[0].reason and found.choice.grid <= 132
@@ -228,13 +228,13 @@ def test_lanes_that_load_together_meet_different_banks(precision: Precision) -> 
         p = Problem.make(
             2, 64, 64, (256,), kernel, stride, padding, dtype=DTYPES[precision], precision=precision, **BACK
         )
-        assert all(t.conflicts == 1 for t in MODES["pairs"].candidates(p, H200))
+        assert all(t.conflicts == 1 for t in MODES["pairs"].candidates(p, H200))  # type: ignore[attr-defined]
     lane = np.arange(32)
     p = Problem.make(2, 32, 24, (16, 48), 4, 2, 1, dtype=DTYPES[precision], precision=precision)
     for t in MODES["phases"].candidates(p, H200):
-        words = ((lane & 3) * 2 * t.pitch + (lane >> 2)) * t.element // 4
+        words = ((lane & 3) * 2 * t.pitch + (lane >> 2)) * t.element // 4  # type: ignore[attr-defined]
         assert len(set(words % 32)) == len(set(words)) == (32 if t.element == 4 else 16)
-        assert t.buffer_bytes // t.passed % 64 == 16, "and of what is stored, channels"
+        assert t.buffer_bytes // t.passed % 64 == 16, "and of what is stored, channels"  # type: ignore[attr-defined]
 
 
 def test_shifts_have_the_fewest_columns() -> None:
