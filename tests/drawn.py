@@ -18,6 +18,7 @@ from upconv.cuda.direct import direct, plain, tiles
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import H200, Gpu
+from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import Chooser, TileChoice
 from upconv.cuda.pixels.family import MODES
 from upconv.cuda.rearrange import rearranged, relayout, unshuffle
@@ -142,6 +143,15 @@ def pixels_choice(mode: Chooser[TileChoice]) -> Draw:
         return tile and TileChoice(tile, p, gpus(rng, gpu), Cost(1e-5))
 
     return choice
+
+
+def short_rings(mode: str, p: Problem, gpu: Gpu, stages: range) -> Iterator[Any]:
+    """A tile of each way in which consumers share them, with the fewest of these stages that it can have."""
+    every = implicit.alone(any_size(p), gpu) if mode == "implicit" else MODES[mode].candidates(p, gpu)
+    ways = {tuple(getattr(t, name, None) for name in ("mb", "halves", "turns", "rows")): t for t in every}
+    for t in ways.values():
+        rings = (replace(t, stages=count) for count in stages if count <= t.stages)
+        yield from islice((ring for ring in rings if not any(True for _ in ring.faults())), 1)
 
 
 @lru_cache(maxsize=1)

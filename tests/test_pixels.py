@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from conftest import EVERY, needs_gxx
-from drawn import DTYPES, FAMILIES, choices
+from drawn import DTYPES, FAMILIES, choices, short_rings
 from emulator import Emulator, emulator
 from results import Way, assert_computes, assert_infinities_reach_no_others
 from upconv import planner
@@ -263,6 +263,40 @@ def test_shifts_have_the_fewest_columns() -> None:
         assert sum(len(s.taps) for s in shifts) == min(counts)
         shorter += min(counts) < counts[0]  # than in the phases' own order
     assert shorter > 3
+
+
+RINGS: dict[str, tuple[str, Problem]] = {
+    "implicit": ("implicit", Problem.make(2, 160, 72, (5, 7), 3, 2, 1, 1, **LAST)),
+    "implicit dX": ("implicit", Problem.make(2, 40, 160, (5, 7), 3, 2, 1, 1, **LAST, **BACK)),
+    "pairs": ("pairs", Problem.make(2, 40, 40, (5, 24), 4, 2, 1, **BACK)),
+    "phases": ("phases", Problem.make(3, 40, 16, (5, 24), 3, 2, 1)),
+    "subpixel": ("subpixel", Problem.make(2, 200, 24, (10, 16), 2, 2)),
+    "sweep": ("sweep", Problem.make(1, 40, 16, (3, 8, 16), (3, 3, 5))),
+    "sweep dX": ("sweep", Problem.make(1, 16, 40, (3, 8, 16), (3, 3, 5), 1, (1, 1, 2), **BACK)),
+    "sweep last": ("sweep", Problem.make(1, 40, 16, (3, 8, 16), (3, 3, 5), **LAST)),
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+@needs_gxx
+def test_the_shortest_rings_do_not_deadlock(name: str, emulator: Emulator) -> None:
+    """In one block, whose consumers have several tiles. A launch that can deadlock does so in the emulator."""
+    mode, p = RINGS[name]
+    p = p.with_(precision="tf32", bias=False)
+    tiles = list(short_rings(mode, p, H200, range(2, 9)))
+    assert tiles and min(t.stages for t in tiles) == 2
+    for t in tiles:
+        assert_computes(TileChoice(t, p, replace(H200, multiprocessors=1), Cost(1e-5)), emulator, 1)
+
+
+def test_consumers_in_turn_never_wait_for_what_both_have_to_read() -> None:
+    """A consumer multiplies a slice's chunks before its turn ends, and the other has read none of them until then."""
+    mode, p = RINGS["sweep last"]
+    taken = [t for t in MODES[mode].candidates(p.with_(precision="tf32"), H200) if t.turns]
+    assert taken and all(t.stages > t.pixels.chunks for t in taken)
+    for t in taken:
+        assert not any(True for _ in t.faults())
+        assert any("give back any" in fault for fault in replace(t, stages=t.pixels.chunks).faults())
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
