@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from upconv.cuda.compile import jit, nvrtc
@@ -26,7 +27,7 @@ _SPACES = "namespace kernels {{\n\n{}\n}}  // namespace kernels\n"
 _DROPPED = re.compile(r"^[ \t]*#[ \t]*(?:include|pragma once)\b.*$", re.MULTILINE)
 WIDTH = 120
 """Columns of the file."""
-_DEAD = re.compile(r"^\.(?:global|const)\b[^\n]*\n", re.MULTILINE)  # PTX has constants that no code reads
+_NAMES = re.compile(r"%[a-z]+\d+|\$L\w+|\b_Z\w+?(?=_param_\d|\b)")
 
 
 def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
@@ -116,7 +117,7 @@ def _folded(found: Sequence[Kernel], arch: str) -> list[str]:
         parts.append((text, [_values(k) for k in found if _file(k) in one]))
     names = {word for k in found for entry in k.entries for word in re.findall(r"\w+", entry)}
     needed = fold.folded(parts, names)
-    same = all([_DEAD.sub("", _compiled(k, _of(k, groups, needed), arch)) == _DEAD.sub("", whole[k]) for k in found])
+    same = all(_instructions(_compiled(k, _of(k, groups, needed), arch)) == _instructions(whole[k]) for k in found)
     return needed if same else texts
 
 
@@ -133,6 +134,12 @@ def _compiled(k: Kernel, text: str, arch: str) -> str:
     """PTX of a pass' kernels, with the templates of a text."""
     head = "".join(f"#include <{name}>\n" for name in includes([k])) + jit.parts_of(k.unit.source)[0]
     return nvrtc.build(f"{head}\n{text}", arch, k.unit.label, k.compiled, ptx=True).ptx
+
+
+def _instructions(ptx: str) -> Counter[str]:
+    """PTX without names of registers, labels and kernels, nor an order: folded text may have another one."""
+    lines = (_NAMES.sub("", line.strip()) for line in ptx.splitlines())
+    return Counter(line for line in lines if not line.startswith((".reg", ".const", ".global", "$", "//")))
 
 
 def _stripped(text: str) -> str:

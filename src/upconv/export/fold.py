@@ -21,6 +21,11 @@ Constants = Mapping[str, int | list[int]]
 
 _PARSER = Parser(Language(tree_sitter_cuda.language()))
 _PART, _PRAGMA = "//part", "//ragma"  # a comment, which the grammar has anywhere, as long as #pragma
+_MASKED = (
+    ("#pragma", _PRAGMA), ("__align__(1024)", "/*lign__(1024*/"), ("__grid_constant__", "/*grid_constant*/"),
+    ("CLUSTER_DIMS(C::cluster)", "/*USTER_DIMS(C::cluste*/"),
+)  # fmt: skip
+"""What the grammar does not know, and comments as long, which it has anywhere."""
 _OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: int(a / b),
     "%": lambda a, b: a - b * int(a / b), "<<": lambda a, b: a << b, ">>": lambda a, b: a >> b,
@@ -44,7 +49,9 @@ _DECLARATIONS = ("declaration", "field_declaration")
 
 def folded(parts: Sequence[tuple[str, Sequence[Constants]]], wanted: set[str]) -> list[str]:
     """Parts of a text, each for its structs; the first is what others share. ``wanted``: names that are reached."""
-    text = "".join(f"{_PART}\n{text.replace('#pragma', _PRAGMA)}\n" for text, _ in parts)
+    text = "".join(f"{_PART}\n{text}\n" for text, _ in parts)
+    for known, comment in _MASKED:
+        text = text.replace(known, comment)
     structs = [of for _, of in parts]
     literals = _Tree(text, structs).numbers
     while True:
@@ -54,7 +61,9 @@ def folded(parts: Sequence[tuple[str, Sequence[Constants]]], wanted: set[str]) -
             text = re.sub(rf"[ \t]+$|^[ \t]+(?={_PRAGMA})", "", text, flags=re.MULTILINE)
         if text == before:
             break
-    text = re.sub(r"(\{\n)\n+(?=[ \t]+\S)|\n+(\n\}\n)", r"\1\2", text.replace(_PRAGMA, "#pragma"))
+    text = re.sub(r"(\{\n)\n+(?=[ \t]+\S)|\n+(\n\}\n)", r"\1\2", text)
+    for known, comment in _MASKED:
+        text = text.replace(comment, known)
     return [re.sub(r"\n{3,}", "\n\n", part).strip() + "\n" for part in text.split(f"{_PART}\n")[1:]]
 
 
