@@ -98,23 +98,22 @@ def _folded(found: Sequence[Kernel], arch: str) -> list[str]:
         for name, text in mine.items():
             files[name] = text
             users.setdefault(name, []).append(main)
-    groups = sorted({tuple(mains) for mains in users.values()}, key=lambda mains: (-len(mains), mains))
-    if len(groups[0]) == 1:
-        groups.insert(0, ())
-    texts = ["\n".join(_stripped(files[name]) for name, mains in users.items() if tuple(mains) == one) for one in groups]
+    groups = ["", *sorted({mains[0] for mains in users.values() if len(mains) == 1})]
+    texts = ["".join(f"{fold.FILE}\n{_stripped(files[name])}\n" for name, mains in users.items() if _group(mains) == one)
+             for one in groups]  # fmt: skip
     packed = [k for k in found if k.packed_words]
     if packed:
         text = packing.text(packed[0].choice.problem.precision, any(k.shuffled for k in packed))
-        texts[groups.index((_file(packed[0]),))] += f"\n{text}"
+        texts[groups.index(_group([_file(k) for k in packed[:1]]))] += f"\n{text}"
     if fold is None or nvrtc.unavailable() is not None:
         return texts
     whole = {k: _compiled(k, _of(k, groups, texts), arch) for k in found}
     widths = {width for ptx in whole.values() for width in re.findall(r"m64n(\d+)k", ptx)}
-    parts = []
+    parts: list[tuple[str, list[dict[str, int | list[int]]]]] = []
     for one, text in zip(groups, texts):
         text = _conditions(text, int(arch.rstrip("af")))
         text = re.sub(r"^WGMMA_WIDTH\((\d+),.*\n", lambda m: m[0] if m[1] in widths else "", text, flags=re.MULTILINE)
-        parts.append((text, [_values(k) for k in found if _file(k) in one]))
+        parts.append((text, [_values(k) for k in found if one in ("", _file(k))]))
     names = {word for k in found for entry in k.entries for word in re.findall(r"\w+", entry)}
     needed = fold.folded(parts, names)
     same = all(_instructions(_compiled(k, _of(k, groups, needed), arch)) == _instructions(whole[k]) for k in found)
@@ -125,9 +124,14 @@ def _file(k: Kernel) -> str:
     return jit.parts_of(k.unit.source)[1]
 
 
-def _of(k: Kernel, groups: Sequence[tuple[str, ...]], texts: Sequence[str]) -> str:
+def _group(mains: Sequence[str]) -> str:
+    """Whose a file is: one kernel's, or several kernels'."""
+    return mains[0] if len(mains) == 1 else ""
+
+
+def _of(k: Kernel, groups: Sequence[str], texts: Sequence[str]) -> str:
     """The parts that a pass' kernels have."""
-    return "\n".join(text for one, text in zip(groups, texts) if _file(k) in one)
+    return "\n".join(text for one, text in zip(groups, texts) if one in ("", _file(k)))
 
 
 def _compiled(k: Kernel, text: str, arch: str) -> str:

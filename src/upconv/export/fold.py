@@ -20,6 +20,8 @@ Constants = Mapping[str, int | list[int]]
 """The integers and arrays of a struct, by name."""
 
 _PARSER = Parser(Language(tree_sitter_cuda.language()))
+FILE = "//file"
+"""The line ahead of each file of a text."""
 _PART, _PRAGMA = "//part", "//ragma"  # a comment, which the grammar has anywhere, as long as #pragma
 _MASKED = (
     ("#pragma", _PRAGMA), ("__align__(1024)", "/*lign__(1024*/"), ("__grid_constant__", "/*grid_constant*/"),
@@ -43,7 +45,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 _ATOM = re.compile(r"[\w:]+(?:<[\w:, ]*>)?(?:::\w+)*(?:\[[^\[\]]*\]|\([^()]*\))*")
 _TEMPLATE = re.compile(r"template <([^;{]*?)>\s*(?:struct|(?:static )?constexpr int) (\w+)(?:<([^;{=:]*)>)?")
 _NAMING = ("enumerator", "template_function", "template_type")
-_CONSTANTS = ("enumerator", "declaration", "field_declaration", "parameter_declaration", "optional_parameter_declaration")
+_CONSTANTS = ("enumerator", "function_definition", "declaration", "field_declaration", "parameter_declaration", "optional_parameter_declaration")
 _DECLARATIONS = ("declaration", "field_declaration")
 
 
@@ -64,7 +66,24 @@ def folded(parts: Sequence[tuple[str, Sequence[Constants]]], wanted: set[str]) -
     text = re.sub(r"(\{\n)\n+(?=[ \t]+\S)|\n+(\n\}\n)", r"\1\2", text)
     for known, comment in _MASKED:
         text = text.replace(comment, known)
-    return [re.sub(r"\n{3,}", "\n\n", part).strip() + "\n" for part in text.split(f"{_PART}\n")[1:]]
+    return [_tidied(part) for part in text.split(f"{_PART}\n")[1:]]
+
+
+def _tidied(text: str) -> str:
+    """A part without comments of which nothing is left: heads of files, and of sections of one."""
+    kept: list[str] = []
+    waiting: list[str] = []
+    for block in re.split(r"\n{2,}", text.replace(f"{FILE}\n", f"\n\n{FILE}\n\n").strip()):
+        if block == FILE:
+            waiting = []
+        elif all(line.startswith("//") for line in block.splitlines()):
+            if block.startswith(("// ---", "// ===")):
+                waiting = [one for one in waiting if not one.startswith(("// ---", "// ==="))]
+            waiting.append(block)
+        else:
+            kept += [*waiting, block]
+            waiting = []
+    return "\n\n".join(kept) + "\n"
 
 
 class _Tree:
@@ -79,8 +98,10 @@ class _Tree:
         self.known: list[list[dict[str, int]]] = [[{} for _ in of] for of in self.structs]
         """By part and struct: constants that have one value wherever one of their name is declared."""
         self.local: dict[str, int] = {}
+        self.fields: list[dict[str, int]] = [{} for _ in structs]
         while self._learn():
             pass
+        self._learn_fields()
 
     def text(self, n: Node) -> str:
         return self.source[n.start_byte : n.end_byte].decode()
@@ -108,6 +129,9 @@ class _Tree:
                         self.again[self.part(n)].add(self.text(name))
                     else:
                         names.setdefault(self.text(name), []).append(value)
+            elif n.type == "function_definition" and (result := _result(n)) is not None:
+                if (of := _name(n.child_by_field_name("declarator"))) is not None:
+                    names.setdefault(self.text(of), []).append(result)
             elif n.type.endswith("parameter_declaration") and (name := n.child_by_field_name("declarator")) is not None:
                 self.parameters[self.part(n)].add(self.text(name))
         return found
@@ -127,7 +151,8 @@ class _Tree:
         found: list[dict[str, str]] = [{} for _ in self.structs]
         for part, (mine, names) in enumerate(zip(found, self.constants)):
             for name, values in names.items():
-                texts = {self.text(one) if isinstance(one, Node) and not _within(one) else "" for one in values}
+                constants = (isinstance(one, Node) and not _within(one) for one in values)
+                texts = {self.text(one) if well else "" for one, well in zip(values, constants)}  # type: ignore[arg-type]
                 text = texts.pop() if len(texts) == 1 else ""
                 if text in self.parameters[part] or (name in self.again[part] and not text.isdigit()):
                     continue
@@ -149,6 +174,18 @@ class _Tree:
                         known[name] = value
         return sum(len(known) for part in self.known for known in part) > before
 
+    def _learn_fields(self) -> None:
+        """Fields of structs that have one known value wherever one of their name is assigned."""
+        for part, mine in enumerate(self.fields):
+            declares = Counter(self.text(d) for n in self.nodes if n.type == "field_declaration" and self.part(n) == part
+                               for d in n.children_by_field_name("declarator"))  # fmt: skip
+            given: dict[str, set[int | None]] = {}
+            for n in self.nodes:
+                if n.type == "assignment_expression" and n.children[0].type == "field_expression" and self.part(n) == part:
+                    name = self.text(n.children[0].named_children[-1])
+                    given.setdefault(name, set()).add(self.value(n.children[2]))
+            mine.update({k: v for k, (v, *more) in given.items() if v is not None and not more and declares[k] == 1})
+
     def find(self, n: Node, name: str, struct: int) -> int | None:
         """A constant's value by a struct, as a node may name it."""
         return self.known[self.part(n)][struct].get(name, self.known[0][0].get(name))
@@ -167,6 +204,10 @@ class _Tree:
         if kind in ("identifier", "type_identifier", "field_identifier"):
             mine = self.text(n) not in self.parameters[self.part(n)]
             return self.local.get(self.text(n), self.find(n, self.text(n), struct) if mine else None)
+        if kind == "field_expression":
+            return self.fields[self.part(n)].get(self.text(parts[-1]))
+        if kind == "call_expression":
+            return self.value(n.child_by_field_name("function"), struct)
         if kind in ("template_function", "template_type"):
             return self.find(n, self.text(parts[0]), struct)
         if kind == "qualified_identifier":
@@ -209,6 +250,13 @@ def walk(n: Node) -> Iterator[Node]:
         left += reversed(n.children)
 
 
+def _result(n: Node) -> Node | None:
+    """What a function returns, if that is all that it does."""
+    body = n.child_by_field_name("body")
+    only = body.named_children[0] if body is not None and body.named_child_count == 1 else None
+    return only.named_children[0] if only is not None and only.type == "return_statement" and only.named_children else None
+
+
 def _within(n: Node) -> bool:
     """Whether a constant is a function's."""
     return n.parent is not None and (n.parent.type == "compound_statement" or _within(n.parent))
@@ -239,16 +287,31 @@ def _evaluated(tree: _Tree, _: set[str]) -> str:
 
 def _emit(tree: _Tree, n: Node) -> str:
     """A node's text with what is known folded."""
-    if not n.children and (name := tree.text(n)) in tree.local and n.type == "identifier":
+    if n.type == "identifier" and (name := tree.text(n)) in tree.local:
         return str(tree.local[name])
+    if n.type == "declaration" and n.parent is not None and n.parent.type == "compound_statement" and tree.local:
+        return _left(tree, n)
     if n.type in ("using_declaration", "alias_declaration"):
         return tree.text(n)
     if n.type in ("identifier", "qualified_identifier", "type_identifier") and (other := _other(tree, n)) is not None:
         return other
+    if n.type == "qualified_identifier":
+        return tree.text(n)
     if n.type == "conditional_expression" and (of := tree.value(n.child_by_field_name("condition"))) is not None:
         return _emit(tree, branch(n, of))  # type: ignore[arg-type]
     if n.type == "binary_expression" and (found := _shorter(tree, n)) is not None:
         return found
+    if n.type == "call_expression" and (of := tree.value(n)) is not None:
+        return str(of)
+    if n.type == "field_expression" and (of := tree.value(n)) is not None:
+        return str(of)
+    if n.type == "assignment_expression" and n.children[0].type == "field_expression":
+        return f"{tree.text(n.children[0])} {tree.text(n.children[1])} {_emit(tree, n.children[2])}"
+    if n.type == "function_definition" and (fixed := _fixed(tree, n)):
+        before, tree.local = tree.local, {**tree.local, **fixed}
+        text = _joined(tree, n)
+        tree.local = before
+        return text
     if n.type == "expression_statement" and n.named_children and _changes_nothing(tree, n.named_children[0]):
         return ""
     if n.type == "unary_expression" and tree.text(n)[0] == "!" and (of := tree.value(n)) is not None:
@@ -280,9 +343,39 @@ def _joined(tree: _Tree, n: Node) -> str:
             continue
         put, gap = _emit(tree, one), tree.source[at : one.start_byte].decode()
         found, at = found + gap + put, one.end_byte
-        if not put and one.type.endswith("statement") and one.end_byte > one.start_byte:  # with its line
+        if not put and one.type.endswith(("statement", "declaration")) and one.end_byte > one.start_byte:  # with its line
             found, at = found.rstrip(" "), at + (tree.source[at : at + 1] == b"\n")
     return found + tree.source[at : n.end_byte].decode()
+
+
+def _left(tree: _Tree, n: Node) -> str:
+    """A declaration of local variables without those that have one known value."""
+    stay = [one for one in n.children_by_field_name("declarator")
+            if one.type != "init_declarator" or tree.text(one.named_children[0]) not in tree.local]  # fmt: skip
+    first = n.children_by_field_name("declarator")[0]
+    if len(stay) == len(n.children_by_field_name("declarator")):
+        return _joined(tree, n)
+    head = tree.source[n.start_byte : first.start_byte].decode()
+    return f"{head}{', '.join(_emit(tree, one) for one in stay)};" if stay else ""
+
+
+def _fixed(tree: _Tree, function: Node) -> dict[str, int]:
+    """Local variables of a function that have one known value."""
+    found: dict[str, int] = {}
+    seen: Counter[str] = Counter()
+    for n in walk(function):
+        if n.type == "init_declarator" and n.parent is not None:
+            name, value = n.named_children[0], tree.value(n.child_by_field_name("value"))
+            seen[tree.text(name)] += 1
+            kind = tree.text(n.parent).partition(" ")[0]
+            if value is not None and name.type == "identifier" and kind in ("int", "bool", "const"):
+                found[tree.text(name)] = value
+        elif n.type in ("assignment_expression", "update_expression"):
+            of = n.child_by_field_name("left") or n.child_by_field_name("argument")
+            seen[tree.text(of) if of is not None else ""] += 2
+        elif n.type in ("argument_list", "gnu_asm_expression", "parameter_list"):
+            seen.update({tree.text(one).rpartition(" ")[2]: 2 for one in n.named_children})
+    return {name: value for name, value in found.items() if seen[name] == 1}
 
 
 def _is_pragma(tree: _Tree, n: Node | None) -> bool:
@@ -474,7 +567,7 @@ def _argument(tree: _Tree, at: Node, text: str, struct: int) -> int | None:
     """A template's argument by one struct, if it is a known integer."""
     part = tree.part(at)
     one = _Tree(f"int a = {text};", [[tree.structs[part][struct]]])
-    one.parameters = [set()]
+    one.parameters, one.fields = [set()], [{}]
     one.known = [[{**tree.known[0][0], **tree.known[part][struct]}]]
     ((_, value),) = declared(one.root.children[0])
     return one.value(value)
