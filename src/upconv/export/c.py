@@ -151,7 +151,9 @@ def _functions(name: str, k: Kernel, gpu: Gpu) -> str:
     begin += sizes.c(k, gpu)
     checks = ["!sides.served(batch)", *(f"misaligned({one})" for one in _TENSORS[k.pass_] if one != "bias")]
     checks += [f"{row} % {n}" for row, n in zip(("source_w", "result_w"), k.multiples) if n > 1]
-    checks += [f"result_w % {k.result_multiple}"] * (k.result_multiple > 1 and f"result_w % {k.result_multiple}" not in checks)
+    checks += [f"result_w % {k.result_multiple}"] * (
+        k.result_multiple > 1 and f"result_w % {k.result_multiple}" not in checks
+    )
     parts = cpp.memory(k)
     total = " + ".join(f"whole({size})" for size in parts.values()) or "0"
     parameters = "int batch, const int* size" if "slices" in total else "int, const int*"

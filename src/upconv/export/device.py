@@ -1,7 +1,7 @@
 """The device code of an exported file: each kernel's templates once, and a struct of constants for every pass.
 
-Of ``cuda/kernels`` a file has what its kernels need (`shake`), as it stands there, and of the constants those that are
-read. That both compile to the same is found out at each export.
+Of ``cuda/kernels`` a file has what its kernels need, by its structs (`fold`), and of the constants those that are read.
+That both compile to the same instructions is found out at each export.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILIN
 _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _SPACES = "namespace kernels {{\n\n{}\n}}  // namespace kernels\n"
 _DROPPED = re.compile(r"^[ \t]*#[ \t]*(?:include|pragma once)\b.*$", re.MULTILINE)
+_FILE = "//file"  # a line ahead of each
 WIDTH = 120
 """Columns of the file."""
 _NAMES = re.compile(r"%[a-z]+\d+|\$L\w+|\b_Z\w+?(?=_param_\d|\b)")
@@ -99,14 +100,14 @@ def _folded(found: Sequence[Kernel], arch: str) -> list[str]:
             files[name] = text
             users.setdefault(name, []).append(main)
     groups = ["", *sorted({mains[0] for mains in users.values() if len(mains) == 1})]
-    texts = ["".join(f"{fold.FILE}\n{_stripped(files[name])}\n" for name, mains in users.items() if _group(mains) == one)
+    texts = ["".join(f"{_FILE}\n{_stripped(files[name])}\n" for name, mains in users.items() if _group(mains) == one)
              for one in groups]  # fmt: skip
     packed = [k for k in found if k.packed_words]
     if packed:
         text = packing.text(packed[0].choice.problem.precision, any(k.shuffled for k in packed))
         texts[groups.index(_group([_file(k) for k in packed[:1]]))] += f"\n{text}"
     if fold is None or nvrtc.unavailable() is not None:
-        return texts
+        return [text.replace(f"{_FILE}\n", "") for text in texts]
     whole = {k: _compiled(k, _of(k, groups, texts), arch) for k in found}
     widths = {width for ptx in whole.values() for width in re.findall(r"m64n(\d+)k", ptx)}
     parts: list[tuple[str, list[dict[str, int | list[int]]]]] = []
@@ -115,9 +116,17 @@ def _folded(found: Sequence[Kernel], arch: str) -> list[str]:
         text = re.sub(r"^WGMMA_WIDTH\((\d+),.*\n", lambda m: m[0] if m[1] in widths else "", text, flags=re.MULTILINE)
         parts.append((text, [_values(k) for k in found if one in ("", _file(k))]))
     names = {word for k in found for entry in k.entries for word in re.findall(r"\w+", entry)}
-    needed = fold.folded(parts, names)
-    same = all(_instructions(_compiled(k, _of(k, groups, needed), arch)) == _instructions(whole[k]) for k in found)
-    return needed if same else texts
+    levels = [fold.EVERYTHING] * len(groups)
+    while max(levels) <= fold.NO_VALUES:
+        needed = fold.folded(parts, names, levels)
+        other = {
+            k for k in found if _instructions(_compiled(k, _of(k, groups, needed), arch)) != _instructions(whole[k])
+        }
+        if not other:
+            return needed
+        for i in {groups.index(_group([_file(k)])) for k in other}:
+            levels[i] += 1
+    return [text.replace(f"{_FILE}\n", "") for text in texts]
 
 
 def _file(k: Kernel) -> str:

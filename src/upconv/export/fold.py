@@ -20,9 +20,9 @@ Constants = Mapping[str, int | list[int]]
 """The integers and arrays of a struct, by name."""
 
 _PARSER = Parser(Language(tree_sitter_cuda.language()))
-FILE = "//file"
-"""The line ahead of each file of a text."""
-_PART, _PRAGMA = "//part", "//ragma"  # a comment, which the grammar has anywhere, as long as #pragma
+EVERYTHING, NO_FIELDS, NO_LOOPS, NO_VALUES = range(4)
+"""What is folded."""
+_FILE, _PART, _PRAGMA = "//file", "//part", "//ragma"  # a comment, which the grammar has anywhere, as long as #pragma
 _MASKED = (
     ("#pragma", _PRAGMA), ("__align__(1024)", "/*lign__(1024*/"), ("__grid_constant__", "/*grid_constant*/"),
     ("CLUSTER_DIMS(C::cluster)", "/*USTER_DIMS(C::cluste*/"),
@@ -45,12 +45,28 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 _ATOM = re.compile(r"[\w:]+(?:<[\w:, ]*>)?(?:::\w+)*(?:\[[^\[\]]*\]|\([^()]*\))*")
 _TEMPLATE = re.compile(r"template <([^;{]*?)>\s*(?:struct|(?:static )?constexpr int) (\w+)(?:<([^;{=:]*)>)?")
 _NAMING = ("enumerator", "template_function", "template_type")
-_CONSTANTS = ("enumerator", "function_definition", "declaration", "field_declaration", "parameter_declaration", "optional_parameter_declaration")
+_CONSTANTS = (
+    "enumerator",
+    "function_definition",
+    "declaration",
+    "field_declaration",
+    "parameter_declaration",
+    "optional_parameter_declaration",
+)
 _DECLARATIONS = ("declaration", "field_declaration")
 
 
-def folded(parts: Sequence[tuple[str, Sequence[Constants]]], wanted: set[str]) -> list[str]:
-    """Parts of a text, each for its structs; the first is what others share. ``wanted``: names that are reached."""
+def folded(
+    parts: Sequence[tuple[str, Sequence[Constants]]], wanted: set[str], levels: Sequence[int] | None = None
+) -> list[str]:
+    """Parts of a text, each for its structs; the first is what others share.
+
+    Args:
+        parts: texts and structs.
+        wanted: names that are reached.
+        levels: of each part `EVERYTHING`; `NO_FIELDS`, of which the compiler may know less; `NO_LOOPS`, without which
+            it may unroll others; or `NO_VALUES`.
+    """
     text = "".join(f"{_PART}\n{text}\n" for text, _ in parts)
     for known, comment in _MASKED:
         text = text.replace(known, comment)
@@ -59,7 +75,9 @@ def folded(parts: Sequence[tuple[str, Sequence[Constants]]], wanted: set[str]) -
     while True:
         before = text
         for step in (_specialised, _evaluated, _reached):
-            text = step(_Tree(text, structs, literals), wanted)
+            tree = _Tree(text, structs, literals)
+            tree.levels = list(levels or [EVERYTHING] * len(parts))
+            text = step(tree, wanted)
             text = re.sub(rf"[ \t]+$|^[ \t]+(?={_PRAGMA})", "", text, flags=re.MULTILINE)
         if text == before:
             break
@@ -73,8 +91,8 @@ def _tidied(text: str) -> str:
     """A part without comments of which nothing is left: heads of files, and of sections of one."""
     kept: list[str] = []
     waiting: list[str] = []
-    for block in re.split(r"\n{2,}", text.replace(f"{FILE}\n", f"\n\n{FILE}\n\n").strip()):
-        if block == FILE:
+    for block in re.split(r"\n{2,}", text.replace(f"{_FILE}\n", f"\n\n{_FILE}\n\n").strip()):
+        if block == _FILE:
             waiting = []
         elif all(line.startswith("//") for line in block.splitlines()):
             if block.startswith(("// ---", "// ===")):
@@ -89,7 +107,9 @@ def _tidied(text: str) -> str:
 class _Tree:
     """A text's syntax tree, and what is known of its constants."""
 
-    def __init__(self, text: str, structs: Sequence[Sequence[Constants]], literals: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, text: str, structs: Sequence[Sequence[Constants]], literals: frozenset[str] = frozenset()
+    ) -> None:
         self.source, self.literals = text.encode(), literals
         self.structs = [list(of) or [{}] for of in structs]
         self.root = _PARSER.parse(self.source).root_node
@@ -98,6 +118,7 @@ class _Tree:
         self.known: list[list[dict[str, int]]] = [[{} for _ in of] for of in self.structs]
         """By part and struct: constants that have one value wherever one of their name is declared."""
         self.local: dict[str, int] = {}
+        self.levels = [EVERYTHING] * len(structs)
         self.fields: list[dict[str, int]] = [{} for _ in structs]
         while self._learn():
             pass
@@ -181,7 +202,11 @@ class _Tree:
                                for d in n.children_by_field_name("declarator"))  # fmt: skip
             given: dict[str, set[int | None]] = {}
             for n in self.nodes:
-                if n.type == "assignment_expression" and n.children[0].type == "field_expression" and self.part(n) == part:
+                if (
+                    n.type == "assignment_expression"
+                    and n.children[0].type == "field_expression"
+                    and self.part(n) == part
+                ):
                     name = self.text(n.children[0].named_children[-1])
                     given.setdefault(name, set()).add(self.value(n.children[2]))
             mine.update({k: v for k, (v, *more) in given.items() if v is not None and not more and declares[k] == 1})
@@ -204,7 +229,7 @@ class _Tree:
         if kind in ("identifier", "type_identifier", "field_identifier"):
             mine = self.text(n) not in self.parameters[self.part(n)]
             return self.local.get(self.text(n), self.find(n, self.text(n), struct) if mine else None)
-        if kind == "field_expression":
+        if kind == "field_expression" and self.levels[self.part(n)] < NO_FIELDS:
             return self.fields[self.part(n)].get(self.text(parts[-1]))
         if kind == "call_expression":
             return self.value(n.child_by_field_name("function"), struct)
@@ -254,7 +279,9 @@ def _result(n: Node) -> Node | None:
     """What a function returns, if that is all that it does."""
     body = n.child_by_field_name("body")
     only = body.named_children[0] if body is not None and body.named_child_count == 1 else None
-    return only.named_children[0] if only is not None and only.type == "return_statement" and only.named_children else None
+    return (
+        only.named_children[0] if only is not None and only.type == "return_statement" and only.named_children else None
+    )
 
 
 def _within(n: Node) -> bool:
@@ -282,7 +309,11 @@ def declared(n: Node) -> Iterator[tuple[Node, Node | None]]:
 
 
 def _evaluated(tree: _Tree, _: set[str]) -> str:
-    return _emit(tree, tree.root)
+    found, at = "", 0
+    for n in tree.root.children:
+        put = tree.text(n) if tree.levels[tree.part(n)] >= NO_VALUES else _emit(tree, n)
+        found, at = found + tree.source[at : n.start_byte].decode() + put, n.end_byte
+    return found + tree.source[at:].decode()
 
 
 def _emit(tree: _Tree, n: Node) -> str:
@@ -343,7 +374,9 @@ def _joined(tree: _Tree, n: Node) -> str:
             continue
         put, gap = _emit(tree, one), tree.source[at : one.start_byte].decode()
         found, at = found + gap + put, one.end_byte
-        if not put and one.type.endswith(("statement", "declaration")) and one.end_byte > one.start_byte:  # with its line
+        if (
+            not put and one.type.endswith(("statement", "declaration")) and one.end_byte > one.start_byte
+        ):  # with its line
             found, at = found.rstrip(" "), at + (tree.source[at : at + 1] == b"\n")
     return found + tree.source[at : n.end_byte].decode()
 
@@ -442,7 +475,7 @@ def _shorter(tree: _Tree, n: Node) -> str | None:
 
 def _turns(tree: _Tree, n: Node) -> tuple[str, int, bool] | None:
     """The variable of a loop that has one turn or none, its value, and whether there is one."""
-    if n.type != "for_statement":
+    if n.type != "for_statement" or tree.levels[tree.part(n)] >= NO_LOOPS:
         return None
     head = re.match(r"for \(int (\w+) = ([^;]*); (\w+) < ([^;]*); (\w+)(\+\+| \+= ([^;]*))\)", tree.text(n))
     start, condition, update, body = (
@@ -482,7 +515,11 @@ def _alone(tree: _Tree, n: Node, kept: Node | None) -> str:
         return text  # with its braces, since a name is another's, too
     if len(lines) < 2:
         return "".join(lines).strip()
-    less = max(0, min(len(one) - len(one.lstrip()) for one in lines if one.strip() and not one.startswith(_PRAGMA)) - n.start_point[1])
+    less = max(
+        0,
+        min(len(one) - len(one.lstrip()) for one in lines if one.strip() and not one.startswith(_PRAGMA))
+        - n.start_point[1],
+    )
     return "\n".join(one[less:] if one[:less].isspace() else one for one in lines).lstrip(" ")
 
 
@@ -512,7 +549,11 @@ def _specialised(tree: _Tree, _: set[str]) -> str:
             head = text.partition("{")[0].partition(" : ")[0].split("//")[0].rstrip() + ";"
             end = n.end_byte + (tree.source[n.end_byte : n.end_byte + 1] == b";")
             put.append((n.start_byte, end, head.encode()))
-    kinds = {tree.value(one, i) for one in tree.uses.get("KIND_OF", [])[-1:] for i in range(len(tree.structs[tree.part(one)]))}
+    kinds = {
+        tree.value(one, i)
+        for one in tree.uses.get("KIND_OF", [])[-1:]
+        for i in range(len(tree.structs[tree.part(one)]))
+    }
     for n in tree.uses.get("OnlyIf", []):
         function = n
         while function.parent is not None and function.parent.type != "translation_unit":
@@ -573,9 +614,7 @@ def _argument(tree: _Tree, at: Node, text: str, struct: int) -> int | None:
     return one.value(value)
 
 
-def _matching(
-    tree: _Tree, at: Node, fixed: list[str], parameters: list[str], values: list[int | None]
-) -> int | None:
+def _matching(tree: _Tree, at: Node, fixed: list[str], parameters: list[str], values: list[int | None]) -> int | None:
     """More for each argument that a specialisation fixes as it was given; 0 where others were given, None if unknown."""
     score, unknown = 1, False
     for text, value in zip(fixed, values):
@@ -688,7 +727,9 @@ def _without(tree: _Tree, cut: Sequence[Node], put: Sequence[tuple[int, int, byt
     edits = list(put)
     for n in cut:
         begin = tree.source.rfind(b"\n", 0, n.start_byte) + 1
-        while begin and (line := tree.source[tree.source.rfind(b"\n", 0, begin - 1) + 1 : begin]).lstrip().startswith(b"//"):
+        while begin and (line := tree.source[tree.source.rfind(b"\n", 0, begin - 1) + 1 : begin]).lstrip().startswith(
+            b"//"
+        ):
             if line.lstrip().startswith((b"// ---", b"// ===", _PART.encode())):
                 break
             begin -= len(line)
@@ -698,64 +739,3 @@ def _without(tree: _Tree, cut: Sequence[Node], put: Sequence[tuple[int, int, byt
         if begin >= at:
             found, at = found + tree.source[at:begin] + text, end
     return re.sub(r"\n{3,}", "\n\n", (found + tree.source[at:]).decode())
-
-
-# --- one struct --------------------------------------------------------------------------------------------------------
-
-
-def plain(text: str) -> str:
-    """A part of one struct, C, without templates that have no other argument."""
-    text = re.sub(r"\n[ \t]*using C = (?:C_|typename \w+::C);", "", text)
-    text = re.sub(r"\btemplate <class C_?>\s*(?=\S)", "", text)
-    text = re.sub(r"\btemplate <class C, ", "template <", text)
-    text = re.sub(r"<C_?>", "", re.sub(r"<C, ", "<", text))
-    for name, types in _types(text).items():
-        if len(types) == 1:
-            (type_,) = types
-            text = _given(text, name, type_)
-    parameters = {word for head in re.findall(r"template <([^;{]*?)>\s", text) for word in _WORD.findall(head)}
-    text = re.sub(r"typename (\w+)(?=::)", lambda m: m[0] if m[1] in parameters else m[1], text)
-    return _hoisted(text)
-
-
-def _types(text: str) -> dict[str, set[str]]:
-    """By name of a template's only parameter T: the types that any of such templates is given."""
-    found: dict[str, set[str]] = {}
-    for parameter in set(re.findall(r"template <class (\w+)>\s*\n?(?:struct|__device__)", text)):
-        names = set(re.findall(rf"template <class {parameter}>\s*(?:struct|__device__[^;{{]*?) (\w+)\b(?= |\()", text))
-        given = {one for name in names for one in re.findall(rf"\b{name}<([^<>]*)>", text)}
-        found[parameter] = given - {parameter}
-    return found
-
-
-def _given(text: str, parameter: str, type_: str) -> str:
-    """A text whose templates of one parameter have a type instead."""
-    names = re.findall(rf"template <class {parameter}>\s*(?:struct|__device__[^;{{]*?) (\w+)\b(?= |\()", text)
-    if not re.fullmatch(r"\w+", type_) or not names:
-        return text
-    for name in names:
-        text = re.sub(rf"\b{name}<(?:{parameter}|{type_})>", name, text)
-    blocks = re.split(rf"^template <class {parameter}>\s*", text, flags=re.MULTILINE)
-    found = [blocks[0]]
-    for block in blocks[1:]:
-        end = re.search(r"^\};?\n", block, re.MULTILINE)
-        at = end.end() if end else len(block)
-        found.append(re.sub(rf"\b{parameter}::", f"{type_}::", re.sub(rf"\btypename {parameter}::", f"{type_}::", block[:at])) + block[at:])
-    return "".join(found)
-
-
-def _hoisted(text: str) -> str:
-    """Other names of types that are the same everywhere, once behind what they name."""
-    line = re.compile(r"^[ \t]*using (\w+) = (\w+);(?:[ \t]*//.*)?\n", re.MULTILINE)
-    meant: dict[str, set[str]] = {}
-    for name, type_ in line.findall(text):
-        meant.setdefault(name, set()).add(type_)
-    for name, types in meant.items():
-        type_ = min(types)
-        begin = re.search(rf"^struct {type_}\b[^;]*\{{", text, re.MULTILINE)
-        if len(types) > 1 or begin is None or re.search(rf"\bstruct {name}\b", text):
-            continue
-        end = text.index("\n};\n", begin.end()) + 4
-        rest = re.sub(rf"^[ \t]*using {name} = {type_};(?:[ \t]*//.*)?\n", "", text[end:], flags=re.MULTILINE)
-        text = f"{text[:end]}using {name} = {type_};\n{rest}"
-    return text

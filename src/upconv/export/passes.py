@@ -7,8 +7,10 @@ import re
 from dataclasses import dataclass, replace
 from itertools import product
 
+from upconv.cuda import families
 from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct
+from upconv.cuda.family import weighed
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Unit
@@ -20,6 +22,8 @@ from upconv.problem import Pass, Problem
 
 Choice = gather.Choice | direct.Choice | wgrad.Choice
 
+_ALIKE = 1.05
+"""By how much a gradient may be slower, by estimate, with the forward's family: its file then has one family less."""
 NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "grad_input", "grad-weight": "grad_weight"}
 
 
@@ -99,9 +103,17 @@ class Kernel:
 
 def kernels(p: Problem, gpu: Gpu, forward_only: bool = False) -> tuple[Kernel, ...]:
     """The kernel of each pass, planned for ``p``'s own size; none of a pass that plain kernels serve alone."""
-    wanted = tuple(NAMES)[: 1 if forward_only else None]
-    choices = {pass_: select(_pass(p, pass_, gpu), Device("cuda", gpu=gpu), general=True).choice for pass_ in wanted}
-    return tuple(Kernel(pass_, choice) for pass_, choice in choices.items() if isinstance(choice, Choice))
+    found: dict[Pass, Kernel] = {}
+    for pass_ in tuple(NAMES)[: 1 if forward_only else None]:
+        q, device = _pass(p, pass_, gpu), Device("cuda", gpu=gpu)
+        choice = select(q, device, general=True).choice
+        if pass_ == "grad-input" and choice is not None and "fwd" in found:
+            alike = families.choose(q, gpu, general=True).get(found["fwd"].choice.family)
+            if isinstance(alike, Choice) and weighed(alike) <= _ALIKE * weighed(choice):
+                choice = alike
+        if isinstance(choice, Choice):
+            found[pass_] = Kernel(pass_, choice)
+    return tuple(found.values())
 
 
 def _pass(p: Problem, pass_: Pass, gpu: Gpu) -> Problem:
