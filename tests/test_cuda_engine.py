@@ -69,21 +69,6 @@ P = Problem.make(2, 4, 6, (5, 4), 3, 2, 1, 1, groups=2, bias=True)
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
-def _strides(device: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    def random(*size: int) -> Tensor:
-        return torch.randn(size, device=device)
-
-    x, w, b = random(2, 4, 5, 6), random(4, 3, 3, 3), random(3)
-    return {
-        "rows": (random(2, 4, 10, 6)[:, :, ::2], w, b), "transposed": (random(2, 4, 6, 5).mT, w.mT, b),
-        "expanded": (random(1, 4, 1, 6).expand(2, 4, 5, 6), w, random(1).expand(3)),
-        "offset": (random(3, 4, 5, 6)[1:], w, random(6)[1::2]),
-        "off 16 bytes": (random(241)[1:].view(x.shape), random(109)[1:].view(w.shape), random(4)[1:]),
-        "negative": tuple(torch._neg_view(t) for t in (x, w, b)),  # type: ignore[dict-item]
-        "channels_last weight": (x, w.contiguous(memory_format=torch.channels_last), b),
-    }  # fmt: skip
-
-
 def test_a_nested_tensor_behind_known_calls_is_pytorchs(kernels: Kernels) -> None:
     """PyTorch's guards, which recognise the calls before it, would end the process."""
     layer = upconv.ConvTranspose2d(4, 3, 3)
@@ -685,7 +670,6 @@ def test_warmup_says_what_cannot_be_compiled(kernels: Kernels, monkeypatch: pyte
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 CUDA = pytest.mark.gpu
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @pytest.fixture

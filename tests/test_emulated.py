@@ -70,26 +70,6 @@ def test_gradients_for_widened_weights_again(emulator: Emulator) -> None:
 # --- the emulator itself ---------------------------------------------------------------------------------------------
 
 
-ARRAY_OF_A_TEMPLATE = """
-#define SIZE {}
-#include "machine.h"
-template <class Number> void find(u64* place) {{
-  __shared__ Number array[SIZE];
-  *place = (u64)array;
-}}
-extern "C" void where(u64* place) {{ find<int>(place); }}
-"""
-
-
-def test_two_kernels_have_no_shared_array_in_common(emulator: Emulator) -> None:
-    """Sources define a function template alike but for its array's size, as `implicit`'s packing does."""
-    places = torch.zeros(2, dtype=torch.int64)
-    for place, size in zip(places, (1, 1000)):
-        kernel = emulator.kernel(ARRAY_OF_A_TEMPLATE.format(size), "where", "")
-        emulator.launcher(kernel, 0, 32, 0, "Q")(0, 1, (place.data_ptr(),))
-    assert places[0] != places[1]
-
-
 TURNED_BOTH = """
 #include "ptx_host.h"
 // movmatrix: a lane has two neighbours of row lane / 4 of a matrix, then of its transpose.
