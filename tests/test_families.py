@@ -124,36 +124,6 @@ def test_empty_inputs_are_pytorchs(change: dict[str, Any], pass_: Pass) -> None:
     assert plan.delegates and plan.candidates[0].reason == "the input is empty"
 
 
-GRAD_INPUT: dict[str, Any] = {"pass_": "grad-input"}
-GRAD_WEIGHT: dict[str, Any] = {"pass_": "grad-weight"}
-DOUBLE: dict[str, Any] = {"dtype": DTYPES["fp64"], "precision": "fp64"}
-LAST: dict[str, Any] = {"layout": "channels_last"}
-REFUSED: list[tuple[str, dict[str, Any], Gpu, str]] = [
-    ("gather", DOUBLE, H200, "float64"),
-    ("gather", {"groups": 32}, H200, "1 input channels per group"),
-    ("gather", {"groups": 32, **GRAD_INPUT}, H200, "1 output channels per group"),
-    ("wgrad", GRAD_WEIGHT | DOUBLE, H200, "float64"),
-    ("wgrad", GRAD_WEIGHT | {"groups": 32}, H200, "1 input channels per group"),
-    ("joined", {}, H200, "stride"),
-    ("joined", LAST, H200, "NCHW"),
-    ("joined", {"stride": (1, 1), "groups": 2}, H200, "groups"),
-    ("joined", {"stride": (1, 1), "padding": (0, 1)}, H200, "padding"),
-    ("joined", {"stride": (1, 1), "padding": (0, 0), "size": (16, 18)}, H200, "16 bytes"),
-    ("joined", {"stride": (1, 1), "padding": (0, 0)}, A100, "wgmma"),
-    ("rearrange", {}, H200, "gradients only"),
-    ("rearrange", GRAD_INPUT, A100, "compute capability"),
-    ("rearrange", GRAD_INPUT | {"stride": (1, 1)}, H200, "no stride"),
-    ("rearrange", GRAD_INPUT | {"groups": 2}, H200, "groups"),
-    ("rearrange", GRAD_INPUT | {"dilation": (2, 1)}, H200, "side by side"),
-    ("rearrange", GRAD_INPUT, H200, "the copies alone"),
-    ("rearrange", GRAD_INPUT | LAST, H200, "memory format"),
-    ("rearrange", GRAD_INPUT | {"out_channels": 20, "precision": "bf16", "dtype": DTYPES["bf16"]}, H200, "multiples"),
-    ("rearrange", GRAD_WEIGHT | {"groups": 2}, H200, "groups"),
-    ("rearrange", GRAD_INPUT | DOUBLE, H200, "TF32 and 16 bits"),
-]
-"""A family, how a layer differs from `LAYER`, a GPU, and some words of the sentence."""
-
-
 @pytest.mark.parametrize("pass_", ["fwd", "grad-input", "grad-weight"])
 @pytest.mark.parametrize("channels", [1, 16])
 def test_axes_beyond_32_bits_are_for_kernels_that_count_in_64(pass_: Pass, channels: int) -> None:

@@ -49,7 +49,6 @@ STREAM = "stream"
 RESULTS = SimpleNamespace(
     CUDA_ERROR_OUT_OF_MEMORY=code(2, "CUDA_ERROR_OUT_OF_MEMORY"),
     CUDA_ERROR_INVALID_CONTEXT=code(201, "CUDA_ERROR_INVALID_CONTEXT"),
-    CUDA_ERROR_INVALID_CLUSTER_SIZE=code(912, "CUDA_ERROR_INVALID_CLUSTER_SIZE"),
     CUDA_ERROR_INVALID_VALUE=code(1, "CUDA_ERROR_INVALID_VALUE"),
     CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE=code(720, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"),
 )
@@ -95,22 +94,6 @@ class Driver:
             assert len({*slots}) == len(slots) and all(slot % 8 == 0 for slot in slots)
             self.launches.append((function, tuple(shape), stream, tuple(values), extra))
         return (answer,)
-
-    CUlaunchAttribute = CUlaunchConfig = staticmethod(
-        lambda: SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
-    )
-    CUlaunchAttributeID = SimpleNamespace(
-        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster",
-    )
-
-    def cuOccupancyMaxActiveClusters(self, function: Any, config: Any) -> tuple[Code, int]:
-        (attribute,) = config.attrs
-        assert attribute.id == "cluster" and config.numAttrs == 1
-        shape = [getattr(config, f"{what}Dim{axis}") for what in ("grid", "block") for axis in "XYZ"]
-        dims = attribute.value.clusterDim
-        self.calls.append(("clusters", function, *shape, config.sharedMemBytes, dims.x, dims.y, dims.z))
-        answer = self.answers.pop(0) if self.answers else SUCCESS
-        return answer, 66
 
     def cuLaunchCooperativeKernel(self, *arguments: Any) -> tuple[Code]:
         self.calls.append(("cuLaunchCooperativeKernel", *arguments))
