@@ -47,15 +47,15 @@ DOUBLE = torch.float64  # oneDNN, which serves float32, returns an empty tensor 
 INVALID: list[dict[str, Any]] = [
     # shapes
     {"x": (5, 6)}, {"x": (1, 1, 4, 5, 6)}, {"w": (4, 3)}, {"w": (4, 3, 3)}, {"w": (4, 3, 3, 3, 3)},
-    {"x": (2, 5, 5, 6)}, {"b": (4,)}, {"b": (1,)}, {"b": (3, 1)}, {"b": (3,), "groups": 2}, {"groups": 3}, {"groups": 8},
-    {"x": (2, 4, 0, 6)}, {"x": (4, 0, 6)}, {"w": (4, 0, 3, 3)}, {"w": (4, 3, 0, 3)},
+    {"x": (2, 5, 5, 6)}, {"b": (4,)}, {"b": (1,)}, {"b": (3, 1)}, {"b": (3,), "groups": 2}, {"groups": 3},
+    {"groups": 8}, {"x": (2, 4, 0, 6)}, {"x": (4, 0, 6)}, {"w": (4, 0, 3, 3)}, {"w": (4, 3, 0, 3)},
     {"x": (2, 0, 5, 6), "w": (0, 3, 3, 3)},
     {"x": (2, 4, 2, 2), "padding": 2, "dtype": DOUBLE}, {"x": (2, 4, 2, 2), "padding": 5, "dtype": DOUBLE},
     {"x": (2, 4, 2, 2), "padding": 5},
     # arguments
     {"stride": (2, 2, 2)}, {"padding": (1, 1, 1)}, {"dilation": (1, 1, 1)}, {"output_padding": (0, 0, 0)},
-    {"stride": ()}, {"groups": 0}, {"groups": -1}, {"stride": 0}, {"stride": (2, -1)}, {"padding": -1}, {"output_padding": -1},
-    {"dilation": -1}, {"dilation": 0}, {"stride": 2, "output_padding": 2}, {"stride": ("a", "b")},
+    {"stride": ()}, {"groups": 0}, {"groups": -1}, {"stride": 0}, {"stride": (2, -1)}, {"padding": -1},
+    {"output_padding": -1}, {"dilation": -1}, {"dilation": 0}, {"stride": 2, "output_padding": 2}, {"stride": ("a", "b")},
     {"stride": (2, 3), "output_padding": (1, 3), "dilation": (1, 2)},
     # dtypes
     {"w_dtype": DOUBLE}, {"dtype": torch.bfloat16, "w_dtype": torch.float32}, {"b": (3,), "b_dtype": DOUBLE},
