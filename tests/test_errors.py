@@ -55,8 +55,8 @@ INVALID: list[dict[str, Any]] = [
     # arguments
     {"stride": (2, 2, 2)}, {"padding": (1, 1, 1)}, {"dilation": (1, 1, 1)}, {"output_padding": (0, 0, 0)},
     {"stride": ()}, {"groups": 0}, {"groups": -1}, {"stride": 0}, {"stride": (2, -1)}, {"padding": -1},
-    {"output_padding": -1}, {"dilation": -1}, {"dilation": 0}, {"stride": 2, "output_padding": 2}, {"stride": ("a", "b")},
-    {"stride": (2, 3), "output_padding": (1, 3), "dilation": (1, 2)},
+    {"output_padding": -1}, {"dilation": -1}, {"dilation": 0}, {"stride": 2, "output_padding": 2},
+    {"stride": ("a", "b")}, {"stride": (2, 3), "output_padding": (1, 3), "dilation": (1, 2)},
     # dtypes
     {"w_dtype": DOUBLE}, {"dtype": torch.bfloat16, "w_dtype": torch.float32}, {"b": (3,), "b_dtype": DOUBLE},
     {"dtype": torch.int32}, {"dtype": torch.bool}, {"dtype": torch.float8_e5m2}, {"w_dtype": torch.complex64},
