@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +76,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("_WIDE_OUTPUTS", "_SUM_AT_ONCE"):
         monkeypatch.setattr(cpu.run, name, 32)
     monkeypatch.setattr(cpu.run, "_WIDE_CHANNELS", 2)
+    monkeypatch.setattr(cpu.run, "_SHARE", 1 / 4)
     cpu.run._geometry.cache_clear()
     yield
     cpu.run._geometry.cache_clear()
@@ -88,6 +92,34 @@ def test_results_in_parts_are_the_same(small_parts: None, p: Problem) -> None:
         if cpu.refusal(p, plan) is None:
             out = cpu.forward(p, plan, x, w, b)
             assert forward_excess(p, out, x, w, b, native=plan == "native") <= 1, plan
+
+
+_PEAK = """
+import re, sys, torch
+from pathlib import Path
+from upconv import cpu
+from upconv.problem import Problem
+torch.set_num_threads(2)
+p = Problem.make(16, 32, 64, (64, 64), (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4, layout="channels_last")
+x, w = (torch.randn(s).contiguous(memory_format=torch.channels_last) for s in (p.input_shape, p.weight_shape))
+small = p.with_(batch=1, size=(8, 32))
+cpu.forward(small, sys.argv[1], x[:1, :, :8, :32].contiguous(memory_format=torch.channels_last), w, None)  # loads code
+Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present size
+def kilobytes(field): return int(re.search(rf"^{field}:\\s+(\\d+)", Path("/proc/self/status").read_text(), re.M)[1])
+before = kilobytes("VmRSS")
+out = cpu.forward(p, sys.argv[1], x, w, None)
+print(1024 * (kilobytes("VmHWM") - before) + x.nbytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_large_layers_hold_no_more_memory_than_pytorchs_operator() -> None:
+    """Input, result and what is held beside them at the peak."""
+    ours, theirs = (
+        int(subprocess.run([sys.executable, "-c", _PEAK, plan], capture_output=True, text=True, check=True).stdout)
+        for plan in ("shuffle", "native")
+    )
+    assert ours <= 1.05 * theirs
 
 
 @given(p=gradient_problems())
