@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from upconv.cuda.axes import Unfit, any_size
+from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.direct import direct, plain, tiles
 from upconv.cuda.gemm import gather, gather_search, joined
@@ -328,3 +331,37 @@ def choices(family: str, gpu: Gpu = H200, larger: int = 1) -> Iterator[tuple[Any
         choice, tensors = found if isinstance(found, tuple) else (found, found.problem)
         if larger > 1 or work(getattr(choice, "inner", choice)) < MOST:
             yield choice, tensors
+
+
+FLAG = re.compile(r"static constexpr (?:bool|int) (\w+) = (true|false|\d{1,2});")
+
+
+def modes(choice: Any) -> set[tuple[str, str, str]]:
+    """What a choice's kernels are: their constants that are flags or small numbers, the pass, the layout, the dtype."""
+    p = choice.problem
+    found = {("", "pass", f"{p.pass_} {p.layout}"), ("", "precision", p.precision)}
+    for unit in (*choice.sources(), *choice.packing_sources):
+        struct, file = jit.parts_of(unit.source)
+        found |= {(file, name, value) for name, value in FLAG.findall(struct)}
+    return found
+
+
+def varied(family: str, draws: int, most: int) -> list[tuple[Any, Problem]]:
+    """Few of so many random choices that together have all values of each constant that has up to four.
+
+    That is the cheapest of those with the most that none before has, in turn.
+    """
+    have = [(choice, p, modes(choice)) for choice, p in islice(choices(family), draws)]
+    values: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for *_, own in have:
+        for file, name, value in own:
+            values[file, name].add(value)
+    left = {(*of, value) for of, every in values.items() if len(every) <= 4 for value in every}
+    found: list[tuple[Any, Problem]] = []
+    while left and len(found) < most:
+        choice, p, own = max(
+            have, key=lambda one: len(one[2] & left) / (1 + work(getattr(one[0], "inner", one[0])) / MOST)
+        )
+        found.append((choice, p))
+        left -= own
+    return found
