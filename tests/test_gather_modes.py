@@ -256,7 +256,7 @@ def drawn_way(choice: gather.Choice, rng: random.Random) -> Way:
     single = p.dtype.itemsize == 2 and rng.random() < 0.2
     return Way(
         last=p.rank > 1 and not p.batch_as_width and rng.random() < 0.5, single=single,
-        packing=choice.packs > 0 and rng.random() < 0.6, once=rng.random() < 0.7,
+        packing=rng.random() < 0.3, once=rng.random() < 0.7,
     )  # fmt: skip
 
 
@@ -320,7 +320,6 @@ LAST: OfTiling = {
     "a box for each band of rows": lambda t: t.strided_box and t.plane_count > len(t.residues),
     "boxes that step over rows": lambda t: t.tensor_map and max(t.box_steps[2:4]) > 1,
     "planes one by one": lambda t: t.planewise and t.straight,
-    "planes one by one, in rounds": lambda t: t.planewise and t.rolled,
     "pixels by threads": lambda t: not t.tensor_map and t.aligned_channels and t.wgmma,
     "channels off 16 bytes": lambda t: not t.aligned_channels and t.wgmma,
     "both parts of a box": lambda t: t.tensor_map and t.parts == 2,
@@ -331,9 +330,7 @@ LAST: OfTiling = {
 STEPS: OfTiling = {
     "straight": lambda t: t.straight,
     "straight, for several phases": lambda t: len({first for first, _ in t.stretches}) < len(t.variants),
-    "in rounds": lambda t: t.rolled,
-    "in a loop": lambda t: not (t.straight or t.rolled) and t.parts == 1,
-    "of four sets of fragments": lambda t: t.fragment_sets == 4,
+    "in a loop": lambda t: not t.straight and t.parts == 1,
     "of two subtiles": lambda t: t.wide,
     "of several blocks": lambda t: t.mb > 1 and t.nb > 1,
     "of parts": lambda t: t.parts == 2,
@@ -400,9 +397,7 @@ def calls() -> OfCase:
     found: OfCase = {
         "weights as they lie for several sub-positions": lambda case: as_they_lie(case) and of(case).subs > 1,
         "weights as they lie in clusters": lambda case: as_they_lie(case) and of(case).cluster > 1,
-        "packing some of many taps": lambda case: of(case).problem.taps > 8 * of(case).pack_taps,
-        "packing a bias": lambda case: case.way.single and case.choice.problem.bias and not packs(case),
-        "a kernel that packs phases as rows": lambda case: packs(case) and of(case).shuffle is not None,
+        "packing a bias": lambda case: case.way.single and case.choice.problem.bias,
         "tiles claimed by blocks of one M-group": lambda case: (
             claims(case) and of(case).resident and of(case).m_groups > 1
         ),
@@ -422,7 +417,7 @@ def calls() -> OfCase:
         )
         for pass_ in PASSES:
             found[f"{pass_}, packing weights of {size} bytes, {how}"] = lambda case, kind=(pass_, size, how): (
-                packs(case) and (case.choice.problem.pass_, of(case).element, lies(case)) == kind
+                (case.choice.problem.pass_, of(case).element, lies(case)) == kind and not as_they_lie(case)
             )
     for kind in product((0, 2), (True, False)):
         found[f"tiles claimed, split and resident {kind}"] = lambda case, kind=kind: (
@@ -452,12 +447,8 @@ def as_they_lie(case: Case) -> bool:
     return case.choice.boxable and lies(case) == "last"
 
 
-def packs(case: Case) -> bool:
-    return case.choice.packs > 0 and case.way.packing and not as_they_lie(case)
-
-
 def claims(case: Case) -> bool:
-    return case.choice.claimed and case.way.once and not packs(case)
+    return case.choice.claimed and case.way.once
 
 
 def stores_rows(case: Case) -> bool:
@@ -491,7 +482,7 @@ def test_every_mode(part: int, emulator: Emulator) -> None:
     for case in few(cases, FIRST, MODES)[part::PARTS]:
         choice, other = case.choice, replace(case.choice, problem=other_size(of(case), case.choice.problem, rng))
         assert_computes(choice, emulator, 0, case.way)
-        alike = other.sources() == choice.sources() and not packs(case)
+        alike = other.sources() == choice.sources()
         assert_computes(other if alike else choice, emulator, 3, case.way)
 
 

@@ -73,7 +73,7 @@ def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
     tapped = [n for n in t.variant_entries if n]
     chunks = t.chunks_of_block * len(tapped) / len(t.variants)
     fragments = t.chunks_of_block * t.fragments_of_chunk(sum(tapped)) / len(t.variants)
-    stretches = chunks if t.straight or t.rolled else fragments / t.longest_stretch
+    stretches = chunks if t.straight else fragments / t.longest_stretch
     instructions, columns = _multiplied(t, fragments)
     weights = 0.0 if t.resident else fragments * t.wgs_m * FRAGMENT
     lines, boxes, arriving = _arriving(t)

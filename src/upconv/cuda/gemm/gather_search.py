@@ -366,7 +366,7 @@ def _clustered(every: list[tuple[Cost, Tiling]], p: Problem, gpu: Gpu) -> Iterat
     for cost, t in every:
         tiles = _tiles_of(t, p)
         cheap = (t.planewise and t.row_bytes == 32) or (t.classed and t.element == 2)
-        if t.split == 2 or cheap or not t.wgmma or t.shuffle or t.drained:
+        if t.split == 2 or cheap or not t.tensor_map or t.shuffle or t.drained:
             continue
         for cluster in _CLUSTERS:
             if 2 * cluster <= t.chunks and tiles <= gpu.clusters(cluster):

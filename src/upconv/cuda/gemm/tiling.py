@@ -100,7 +100,7 @@ class Tiling(TiledWeights):
         """Whether blocks can claim tiles as they come to them (kernels/claims.cuh): by the thread that loads boxes."""
         if not self.tensor_map or self.cluster > 1 or self.shared_bytes + CLAIMS_BYTES > shared_limit:
             return False
-        ahead = -(-(self.stages_p + self.stages_s) // self.chunks)  # tiles by which that thread may be
+        ahead = (self.stages_p + self.stages_s) // self.chunks + 1  # tiles by which that thread may be
         return min(self.variant_entries) > 0 and ahead + 3 <= CLAIMS
 
     # --- validity ----------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Tiling(TiledWeights):
         if self.beside and not self._lie_beside:
             yield "images lie side by side in runs of whole rows, in boxes, with all their phases along W"
         if self.cluster > 1 and not self._clusters:
-            yield "blocks of a cluster leave sums of whole tiles where pixels and weights were, and stream weights"
+            yield "blocks of a cluster leave sums of whole tiles where boxes brought pixels, and stream weights"
 
     def _too_large(self, shared_limit: int) -> Iterator[str]:
         """Why there is no room."""
@@ -185,7 +185,7 @@ class Tiling(TiledWeights):
     def _clusters(self) -> bool:
         """Whether blocks may share a tile's chunks, and have room for their sums."""
         tapped = not self.bare and min(self.variant_entries) > 0
-        plain = self.wgmma and self.split != 2 and not self.resident and self.shuffle is None and not self.drained
+        plain = self.tensor_map and self.split != 2 and not self.resident and self.shuffle is None and not self.drained
         room = self._operand_bytes(self.stages_p, self.stages_s, self.stages_w)
         return tapped and plain and self.chunks >= self.cluster <= MAX_CLUSTER and self.sums_bytes <= room
 
@@ -204,10 +204,7 @@ class Tiling(TiledWeights):
 
     @property
     def _planes_in_turn(self) -> bool:
-        if not ((self.straight or self.rolled) and self.mb == 1):
-            return False
-        # A round is a plane. Dilated taps of tiles of one row are in more planes than there are remainders.
-        if self.rolled and any(len(block) != self.plane_count * self.taps_unrolled for (block,) in self.entries):
+        if not (self.straight and self.mb == 1):
             return False
         return all(len({self.plane_of(off) for off, _ in block}) == self.plane_count for (block,) in self.entries)
 
