@@ -236,7 +236,7 @@ def serves(t: Tiling, p: Problem) -> bool:
 def work(t: Tiling, p: Problem) -> float:
     """Products of a problem's tiles."""
     tiles = math.prod(t.counts(p)) * p.groups * t.cout_blocks
-    return tiles * math.prod(t.tile) * 64 * t.wgs_m * sum(t.variant_entries) * t.chunks * t.chunk
+    return tiles * math.prod(t.tile) * 64 * t.wgs_m * t.multiplied.total * t.chunks * t.chunk
 
 
 def other_size(t: Tiling, p: Problem, rng: random.Random) -> Problem:
@@ -312,7 +312,7 @@ NCHW: OfTiling = {
     "stores between others": lambda t: not t.contiguous and t.element == 4,
     "stores of 2 bytes between others": lambda t: not t.contiguous and t.element == 2,
     "more than 16 phases": lambda t: t.width_subs > 16,
-    "phases without taps": lambda t: -1 in t.blocks_of_w and t.contiguous,
+    "phases without taps": lambda t: -1 in t.multiplied.blocks_of_w and t.contiguous,
 }
 LAST: OfTiling = {
     "a box": lambda t: t.tensor_map and not t.strided_box,
@@ -329,7 +329,7 @@ LAST: OfTiling = {
 }
 STEPS: OfTiling = {
     "straight": lambda t: t.straight,
-    "straight, for several phases": lambda t: len({first for first, _ in t.stretches}) < len(t.variants),
+    "straight, for several phases": lambda t: len({first for first, _ in t.stretches}) < len(t.multiplied.variants),
     "in a loop": lambda t: not t.straight and t.parts == 1,
     "of two subtiles": lambda t: t.wide,
     "of several blocks": lambda t: t.mb > 1 and t.nb > 1,
@@ -387,7 +387,7 @@ def stores() -> OfTiling:
     }
     for name, layout in (*product(without, ("channels_last",)), ("planes", "nchw"), ("rows", "nchw")):
         found[f"{name} without taps, {layout}"] = lambda t, fits=without[name], layout=layout: (
-            t.problem.layout == layout and any(fits(one) for of_variant in t.bare for one in of_variant)
+            t.problem.layout == layout and any(fits(one) for of_variant in t.multiplied.bare for one in of_variant)
         )
     return found
 
@@ -460,7 +460,9 @@ def longest_run(case: Case) -> int:
     """Bytes that a tile stores together of an NCHW plane without taps."""
     t, p = of(case), case.choice.problem
     depth = (1, 1, *result_shape(p)[2:])[-3]
-    planes = not t.channels_last and any(one.rows == 0 and one.d < depth for every in t.bare for one in every)
+    planes = not t.channels_last and any(
+        one.rows == 0 and one.d < depth for every in t.multiplied.bare for one in every
+    )
     return planes * math.prod(result_shape(p)[-2:]) * t.element // math.prod(t.counts(p)[2:])
 
 

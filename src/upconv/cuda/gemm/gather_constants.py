@@ -103,7 +103,7 @@ def _fetch_constants(t: Tiling) -> Constants:
 def _weight_constants(t: Tiling) -> Constants:
     """M: of output channels and sub-positions, of the consumers that share them, and of weights' way to registers."""
     p = t.problem
-    found = _named(t, "cout_g", "split", "wide", "mb", "subs", "rows_per_sub", "cout_blocks", "m_groups", "blocks_of_w")
+    found = _named(t, "cout_g", "split", "wide", "mb", "subs", "rows_per_sub", "cout_blocks", "m_groups")
     found |= _named(t, "resident", "w_stage", "ring_fragments") | _of_axes("out_step", "dhw", t.out_steps)
     return found | {
         "grad_input": p.pass_ != "fwd",
@@ -112,10 +112,11 @@ def _weight_constants(t: Tiling) -> Constants:
         "sub_h": t.sub[0],
         "sub_w": t.sub[1],
         "w_subs": t.width_subs,
-        "variants": len(t.variants),
-        "subs_d": tuple(ud for pairs, _ in t.variants for ud, _ in pairs),
-        "subs_h": tuple(uh for pairs, _ in t.variants for _, uh in pairs),
-        "subs_w": tuple(u for _, u in t.variants),
+        "blocks_of_w": t.multiplied.blocks_of_w,
+        "variants": len(t.multiplied.variants),
+        "subs_d": tuple(ud for pairs, _ in t.multiplied.variants for ud, _ in pairs),
+        "subs_h": tuple(uh for pairs, _ in t.multiplied.variants for _, uh in pairs),
+        "subs_w": tuple(u for _, u in t.multiplied.variants),
         "stages_w": max(1, t.ring_stages) if t.wgmma else 0,
     }
 
@@ -134,7 +135,7 @@ def _step_constants(t: Tiling) -> Constants:
         stretches = t.stretches
         numbers = {first: i for i, first in enumerate(dict.fromkeys(first for first, _ in stretches))}
         found |= {"stretches": len(numbers), "first_of_stretches": tuple(numbers)}
-        if len(numbers) < len(t.variants):
+        if len(numbers) < len(t.multiplied.variants):
             found["stretches_of"] = tuple(numbers[first] for first, _ in stretches)
             found["variant_rows"] = tuple(shift for _, shift in stretches)
     if t.straight and t.plane_barriers > 1:
@@ -156,12 +157,12 @@ def _bounds(t: Tiling) -> tuple[int, ...]:
 def _store_constants(t: Tiling, store_unit: int) -> Constants:
     """Of the epilogue."""
     p = t.problem
-    found: Constants = {"run_groups": t.runs, "bare": bool(t.bare)}
+    found: Constants = {"run_groups": t.runs, "bare": bool(t.multiplied.bare)}
     if t.shuffle is not None:
         return found | {"store": STORE_PHASES} | t.shuffle.constants()
-    if t.bare:
-        bare = [one for of_variant in t.bare for one in of_variant]
-        found["bares"] = tuple(accumulate(map(len, t.bare), initial=0))
+    if t.multiplied.bare:
+        bare = [one for of_variant in t.multiplied.bare for one in of_variant]
+        found["bares"] = tuple(accumulate(map(len, t.multiplied.bare), initial=0))
         found |= {f"bares_{name}": tuple(getattr(one, name) for one in bare) for name in ("d", "h", "w", "rows")}
     if t.drained:
         return found | {"store": STORE_BOXES, "out_span": t.out_span}

@@ -150,7 +150,7 @@ def _divisions(p: Problem, kind: Kind, whole: Triple | None) -> Iterator[Tiling]
             continue
         if not kind.beside:
             yield taps
-        elif unroll == (1, 1, 1) and taps.contiguous and not taps.fills and taps.period <= 32:
+        elif unroll == (1, 1, 1) and taps.contiguous and not taps.multiplied.fills and taps.period <= 32:
             yield varied(taps, beside=64 // taps.period)
 
 
@@ -178,7 +178,7 @@ def _fitting(base: Tiling, kind: Kind, gpu: Gpu) -> Tiling | None:
     """A tiling that fits, with weights that stay in shared memory wherever all have room."""
     if base.classes is None and kind.classes is not None and base.staging_units * 16 > _SHORT_ROWS:
         return None
-    stays = len(base.distinct_entries) == 1 or base.m_groups == 1
+    stays = len(base.multiplied.distinct) == 1 or base.m_groups == 1
     t = _fitted(varied(base, resident=True), gpu) if stays else None
     t = t or _fitted(base, gpu)
     if t is None and not kind.drained and not base.channels_last:
@@ -238,7 +238,7 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     time lies ahead. ``scarce``: with one pixel tile.
     """
     fragment_time = fragment_clocks(t)
-    chunk_time = t.most_entries * t.k_steps * t.parts * fragment_time
+    chunk_time = t.multiplied.most * t.k_steps * t.parts * fragment_time
     most = 8 if t.wgs_m == 1 and not scarce else 4
     w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
     if t.parts == 2:

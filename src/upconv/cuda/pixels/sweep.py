@@ -131,7 +131,7 @@ class Tile(Base):
     @property
     def entries(self) -> int:
         """Taps of a chunk."""
-        return self.pixels.most_entries
+        return self.pixels.multiplied.most
 
     @property
     def chunk_steps(self) -> int:
