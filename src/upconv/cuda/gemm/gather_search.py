@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from upconv.cuda.compile.boxes import alignment_classes
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm.gather_cost import estimate, fragment_clocks, least
 from upconv.cuda.gemm.shuffle import Shuffle, Triple, countable, ways
-from upconv.cuda.gemm.tiling import Tiling
+from upconv.cuda.gemm.tiling import FRAGMENT, Tiling
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.derived import derived, settled, varied
 from upconv.problem import Problem
@@ -74,20 +75,10 @@ class Kind:
         return (_ACCUMULATORS if self.wgmma else _MMA_ACCUMULATORS) // (2 if p.precision == "ieee" else 1)
 
 
-def candidates(
-    p: Problem,
-    gpu: Gpu,
-    wgmma: bool | None = None,
-    classes: tuple[int, int] | None = (0, 0),
-    size: tuple[int, ...] | None = None,
-    shuffle: Shuffle | None = None,
-    drained: bool = False,
-    beside: bool = False,
-) -> tuple[Tiling, ...]:
-    """Every tiling worth a look, of a `Kind`. ``classes``: by default as ``p``'s are."""
-    of = classes_of(p) if classes == (0, 0) else classes
-    kind = Kind(gpu.arch == "90a" if wgmma is None else wgmma, of, size, shuffle, drained, beside)
-    return tuple(t for group in _groups(p, gpu, kind) for t in group.tilings)
+def candidates(p: Problem, gpu: Gpu, **kind: Any) -> tuple[Tiling, ...]:
+    """Every tiling worth a look. ``kind``: fields of `Kind`, by default for the GPU and rows as ``p``'s are."""
+    of = Kind(**{"wgmma": gpu.arch == "90a", "classes": classes_of(p), **kind})
+    return tuple(t for group in _groups(p, gpu, of) for t in group.tilings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +170,8 @@ def _fitting(base: Tiling, kind: Kind, gpu: Gpu) -> Tiling | None:
     if base.classes is None and kind.classes is not None and base.staging_units * 16 > _SHORT_ROWS:
         return None
     stays = len(base.multiplied.distinct) == 1 or base.m_groups == 1
-    t = _fitted(varied(base, resident=True), gpu) if stays else None
+    room = not base.wgmma or base.fragments(base.multiplied.most) * base.wgs_m * FRAGMENT < gpu.shared_bytes
+    t = _fitted(varied(base, resident=True), gpu) if stays and room else None
     t = t or _fitted(base, gpu)
     if t is None and not kind.drained and not base.channels_last:
         t = _fitted(base, gpu, scarce=True)
@@ -252,6 +244,8 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     pixels, weights = 1 if t.planewise else 2, 2
     stages_p, stages_s = stages(pixels)
     t = varied(t, stages_p=stages_p, stages_s=stages_s, stages_w=weights, w_stage=w_stage)
+    if t.shared_bytes > gpu.shared_bytes:
+        return None
     try:
         t.checked(gpu.shared_bytes)
     except Unfit:

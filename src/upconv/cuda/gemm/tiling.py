@@ -244,38 +244,37 @@ class Tiling(TiledPixels):
 
     def shared_with(self, stages_p: int, stages_s: int, stages_w: int) -> int:
         """`shared_bytes` of the tiling with other stages."""
-        pixels, weights = stages_p - self.stages_p, stages_w - self.stages_w
-        before = self._operand_bytes + pixels * self._stage_bytes + (stages_s - self.stages_s) * self._slot_bytes
-        rings = self.ring_stages
-        if self.wgmma and not self.resident:
-            before, rings = before + weights * self.w_stage * self.wgs_m * FRAGMENT, rings + weights
+        buffers, rings = self._buffer_bytes, self.chunks if self.resident else stages_w
+        before = self._operand_bytes(stages_p, stages_s, stages_w)
         slot_barriers = 0
         if self.tensor_map:
             slot_barriers = stages_p if self.channels_last else stages_s
-        run = self.runs * 8
-        row = -(-run * self.width_subs * self.element // 128) * 128 + (32 if self.element == 4 else 48)
-        buffer = 64 // run * run * 16 * self.element if self.channels_last else 8 * row
-        if self.shuffle is not None:
-            buffer = self.shuffle.per_slab * self.shuffle.line_words(run) * 4
         if self.drained:
-            before, buffer = -(-before // 1024) * 1024, self.nb * 64 * self.width_subs * 16 * self.element
-        barriers = stages_p * self.plane_barriers + rings + slot_barriers
-        return before + 8 * buffer + 16 * barriers + 4 * self.segments
+            before, buffers = -(-before // 1024) * 1024, 8 * self.nb * 64 * self.width_subs * 16 * self.element
+        barriers = stages_p * self.plane_barriers + (rings if self.wgmma else 0) + slot_barriers
+        return before + buffers + 16 * barriers + 4 * self.segments
 
-    @property
+    @of_pixels
+    def _buffer_bytes(self) -> int:
+        """Of the warps, through which results pass."""
+        run = self.runs * 8
+        if self.shuffle is not None:
+            return 8 * self.shuffle.per_slab * self.shuffle.line_words(run) * 4
+        if self.channels_last:
+            return 8 * (64 // run * run * 16 * self.element)
+        row = -(-run * self.width_subs * self.element // 128) * 128 + (32 if self.element == 4 else 48)
+        return 64 * row
+
+    @of_pixels
     def _stage_bytes(self) -> int:
         """Of a pixel tile."""
         return self.parts * (-(-self.pixels * self.row_bytes // 1024) * 1024)
 
-    @property
-    def _slot_bytes(self) -> int:
-        return 0 if self.channels_last else self.slot_bytes
-
-    @property
-    def _operand_bytes(self) -> int:
+    def _operand_bytes(self, stages_p: int, stages_s: int, stages_w: int) -> int:
         """Of shared memory those of pixels and weights, ahead of the epilogue's buffers."""
-        pixels = self.stages_p * self._stage_bytes + self.stages_s * self._slot_bytes
-        return pixels + self.ring_fragments * self.wgs_m * FRAGMENT
+        fragments = self.fragments(self.multiplied.most) if self.resident else stages_w * self.w_stage
+        slots = 0 if self.channels_last else stages_s * self.slot_bytes
+        return stages_p * self._stage_bytes + slots + (fragments * self.wgs_m * FRAGMENT if self.wgmma else 0)
 
     def claimable(self, shared_limit: int) -> bool:
         """Whether blocks can claim tiles as they come to them (kernels/claims.cuh): by the thread that loads boxes."""
@@ -367,19 +366,14 @@ class Tiling(TiledPixels):
         """Whether blocks may share a tile's chunks, and have room for their sums."""
         tapped = not self.multiplied.bare and min(self.multiplied.counts) > 0
         plain = self.tensor_map and self.split != 2 and not self.resident and self.shuffle is None and not self.drained
-        return (
-            tapped and plain and self.chunks >= self.cluster <= MAX_CLUSTER and self.sums_bytes <= self._operand_bytes
-        )
+        room = self._operand_bytes(self.stages_p, self.stages_s, self.stages_w)
+        return tapped and plain and self.chunks >= self.cluster <= MAX_CLUSTER and self.sums_bytes <= room
 
     @property
     def _drainable(self) -> bool:
         plain = self.element == 2 and self.tensor_map and not self.channels_last and self.shuffle is None
-        one = (
-            self.problem.rank == 2
-            and self.problem.groups == 1
-            and self.unroll == (1, 1, 1)
-            and not self.multiplied.bare
-        )
+        p = self.problem
+        one = p.rank == 2 and p.groups == 1 and self.unroll == (1, 1, 1) and not self.multiplied.bare
         # Lanes store 4, 8 or 16 bytes, whole in a row of a box. Tiles in turn hide their stores anyway.
         whole = self.contiguous and self.width_subs in (1, 2, 4) and self.out_span > 0
         return plain and one and whole and self.subs == 1 and self.split != 2
