@@ -42,7 +42,7 @@ from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.launches import Given, Scratch
 from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.pixels.family import MODES
+from upconv.cuda.pixels.family import MODES, choose
 from upconv.cuda.pixels.tile import CONSUMERS
 from upconv.cuda.prepared import Program
 from upconv.cuda.rearrange import relayout
@@ -189,9 +189,9 @@ def run_sweep(p: Problem, wanted: Callable[[Any], bool]) -> None:
     run_prepared(prepared, p)
 
 
-def run_choice(p: Problem, family: Any) -> None:
-    """The planner's choice of a family."""
-    found = family.choose(p, gpu(0))
+def run_choice(p: Problem, mode: str) -> None:
+    """The cheapest tile of a mode of `pixels`."""
+    found = choose(mode, p, gpu(0))
     if isinstance(found, str):
         raise RuntimeError(found)
     prepared = found.prepare(0)
@@ -222,7 +222,7 @@ def run_implicit(p: Problem, halves: bool, stages: int = 0) -> None:
 def run_phases(p: Problem, stages: int) -> None:
     """A tile of several chunks, whose consumers have several tiles each and go round their rings again and again."""
     chip = replace(gpu(0), multiprocessors=2)
-    tile = next(t for t in MODES["phases"].candidates(p, chip) if t.chunks > 1 and t.stages >= stages)
+    tile = next(t for t in MODES["phases"].candidates(p, chip) if t.c.chunks > 1 and t.stages >= stages)
     choice = TileChoice(replace(tile, stages=stages), p, chip, Cost())
     if tile.tiles(p) < 2 * CONSUMERS * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
@@ -296,10 +296,10 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "sweep-turns": case("sweep", run_sweep, DEEP, "bf16 nchw fwd", lambda s: s.turns),
     "sweep-last": case("sweep", run_sweep, DEEP, "tf32 channels_last fwd", lambda s: not s.turns),
     "sweep-last-turns": case("sweep", run_sweep, DEEP, "bf16 channels_last fwd", lambda s: s.turns),
-    "subpixel": case("pixels", run_choice, LONE, "tf32 nchw fwd", MODES["subpixel"]),
-    "subpixel-16": case("pixels", run_choice, LONE, "bf16 nchw fwd", MODES["subpixel"]),
-    "pairs": case("pixels", run_choice, LONE_BACK, "tf32 nchw grad-input", MODES["pairs"]),
-    "pairs-16": case("pixels", run_choice, TAPPED_BACK, "bf16 nchw grad-input", MODES["pairs"]),
+    "subpixel": case("pixels", run_choice, LONE, "tf32 nchw fwd", "subpixel"),
+    "subpixel-16": case("pixels", run_choice, LONE, "bf16 nchw fwd", "subpixel"),
+    "pairs": case("pixels", run_choice, LONE_BACK, "tf32 nchw grad-input", "pairs"),
+    "pairs-16": case("pixels", run_choice, TAPPED_BACK, "bf16 nchw grad-input", "pairs"),
     "implicit": case("pixels_last", run_implicit, STRIDED, "tf32 channels_last grad-input", True, 2),
     "implicit-turns": case("pixels_last", run_implicit, STRIDED, "bf16 channels_last fwd", False, 3),
     "implicit-cluster": case("pixels_last", run_implicit, CROSSED, "tf32 channels_last fwd", True),
