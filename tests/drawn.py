@@ -309,7 +309,7 @@ def work(choice: Any) -> float:
     if isinstance(choice, gather.Choice):
         t = choice.tiling
         tiles_of = math.prod(t.counts(p)) * p.groups * t.cout_blocks
-        return float(tiles_of * math.prod(t.tile) * 64 * t.wgs_m * sum(t.variant_entries) * t.chunks * t.chunk)
+        return float(tiles_of * math.prod(t.tile) * 64 * t.wgs_m * t.multiplied.total * t.chunks * t.chunk)
     if isinstance(choice, wgrad.Choice):
         t = choice.tiling
         taps = t.set_taps * t.block[1] + t.block[0]  # type: ignore[attr-defined]

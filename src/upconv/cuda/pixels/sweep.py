@@ -133,7 +133,7 @@ class Sweep(Tile):
         # The output slice that an input slice reaches first, less the input slice.
         c.first_slot = p.padding[0] - (c.slots - 1) if c.grad_input else -p.padding[0]
         taps = [tap for blocks in t.entries for block in blocks for tap in block]
-        c.tap_entries = t.most_entries
+        c.tap_entries = t.multiplied.most
         c.tap_rows = tuple(t.shift(offsets) for offsets, _ in taps)
         c.tap_indices = tuple(index for _, indices in taps for index in indices)
         c.chunk_steps = c.tap_entries * t.k_steps  # of K
