@@ -23,7 +23,7 @@ from upconv.replay.calls import Call
 
 OPERATION: Any = SimpleNamespace(plan=SimpleNamespace(problem=SimpleNamespace(layout="nchw")), inference=None)
 ARGUMENTS: tuple[Any, ...] = ((2, 2), (1, 1), (0, 0), 1, (1, 1))
-CALLED: tuple[Any, ...] = (2, CALLED)
+CALLED: tuple[Any, ...] = (2, *ARGUMENTS)
 
 
 class Subclass(Tensor):
