@@ -50,7 +50,6 @@ if find_spec("expecttest") is None:
 T = TypeVar("T")
 OURS = (None, upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d)
 THEIRS = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 EVERY = os.environ.get("UPCONV_TEST_EVERY", "") not in ("", "0")
 """Whether tests take every choice, layer, dtype, layout and GPU (an hour), or a sample in which each appears."""
@@ -502,9 +501,11 @@ def _gxx(*arguments: str) -> None:
 
 
 # All libraries of a process share an exported template's static array, which has the size of the first library's.
-# What a GPU traps and a CPU does not, machine.cpp's handlers do: misaligned accesses, indexes beyond an array.
+# What a CPU does not trap, machine.cpp's handlers do: misaligned accesses, indexes beyond an array, and integers that
+# overflow, as places in large tensors do.
 _OF_LIBRARIES = (
-    "-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden", "-fsanitize=alignment,bounds", "-fno-sanitize-recover=all",
+    "-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden", "-fno-sanitize-recover=all",
+    "-fsanitize=alignment,bounds,signed-integer-overflow",
 )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from upconv.cuda.family import weighed
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Launch, Operand, Scratch, renamed
+from upconv.cuda.pixels import family as pixels
 from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.pixels.implicit import IMPLICIT
 from upconv.cuda.rearrange import batches
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Problem
@@ -57,8 +57,13 @@ class Choice(family.Defaults, ABC):
         return self.inner.margin
 
     @property
+    def packs(self) -> bool:
+        """Whether a call packs its weights, which are contiguous; of one tap they lie as boxes want them."""
+        return self.problem.pass_ == "grad-input" and (self.inner.problem.taps > 1 or self.inner.reads is None)
+
+    @property
     def packing_seconds(self) -> float:
-        return self.inner.packing_seconds
+        return family.packing_seconds(self.inner.problem, self.inner.gpu) if self.packs else 0.0
 
     @property
     def casts(self) -> bool:
@@ -76,7 +81,7 @@ class Choice(family.Defaults, ABC):
         inner: Any = self.inner
         if self.problem.pass_ == "grad-weight":
             return renamed(inner.launches(given), names)
-        if inner.problem.taps == 1 and inner.reads is not None and not given.single:
+        if not self.packs and not given.single:
             return renamed((inner.multiply(given._replace(weight="in place")),), names)
         packed = Scratch("packed", inner.packed_bytes(given))
         return renamed((inner.pack(given), inner.multiply(given)), {"packed": packed, **names})
@@ -108,8 +113,10 @@ def choose(q: Problem, gpu: Gpu, others: bool = False) -> Inner | str:
 
     ``others``: or for one of the same bytes (`batches`), which the choice then has.
     """
-    inner: tuple[Any, ...] = (gather, IMPLICIT) if q.pass_ == "grad-input" else (wgrad,)
-    found = [one.candidate(q, gpu) if others else one.choose(q, gpu) for one in inner]
+    inner: Any = gather if q.pass_ == "grad-input" else wgrad
+    found = [inner.candidate(q, gpu) if others else inner.choose(q, gpu)]
+    if q.pass_ == "grad-input":
+        found.append(pixels.choose("implicit", q, gpu))
     choices: list[Inner] = [choice for choice in found if not isinstance(choice, str)]
     return min(choices, key=weighed) if choices else str(found[0])
 
