@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import gc
-import os
 import struct
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +25,7 @@ from situations.observers import Listing as Dispatch
 from situations.observers import Names as Function
 from situations.processes import in_threads
 from standins import H200, Kernels, StandIn, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
-from upconv import autograd, convolutions, dispatch, freezing, modules, ops, planner, reference
-from upconv.compiler import recorded
+from upconv import autograd, convolutions, dispatch, freezing, modules, ops, reference
 from upconv.cuda import launches, prepared, recording, weights
 from upconv.cuda.compile import cache
 from upconv.cuda.compile import driver as driver_module
@@ -248,7 +241,6 @@ def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(Kernel, "ready", lambda self, device: None)
     monkeypatch.setattr(prepared, "bind", lambda device: None)
     monkeypatch.setattr(launches, "encode", encode)
-    monkeypatch.setattr(replays, "host", None)
     monkeypatch.setattr(replays, "hoped", True)
 
     def prepare(self: StandIn, device: int) -> Any:
@@ -260,9 +252,9 @@ def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(prepared, "loaded", found.loaded)
     monkeypatch.setattr(StandIn, "prepare", prepare)
     module.set_driver(*found.addresses())
-    module.forget()
+    calls.forget()
     yield found
-    module.forget()
+    calls.forget()
 
 
 class Layers:
@@ -286,7 +278,6 @@ class Layers:
         """Results, gradients, dtypes and strides of both are the same."""
         ours = self.step(self.replayed, x, grad, autocast)
         with self._monkeypatch.context() as m:
-            m.setattr(replays, "host", None)
             m.setattr(replays, "hoped", False)
             theirs = self.step(self.plain, x, grad, autocast)
         for a, b in zip(ours, theirs):
@@ -395,24 +386,6 @@ def test_replayed_calls_are_what_they_were(
 
 
 @needs_gxx
-@pytest.mark.parametrize("dense", (True, False))
-def test_a_compiled_graphs_gradients(machine: Machine, kernels: Kernels, module: Any, dense: bool) -> None:
-    p = Problem.make(2, 4, 3, (5, 6), 3)
-    plan, x, w = planner.plan(p, H200), torch.randn(p.input_shape), torch.randn(p.weight_shape)
-    grad = torch.randn(2, 3, 8, 7).mT
-    grad = grad.contiguous() if dense else grad
-    wanted = reference.gradients(p, grad, x, w)
-    for mask, times in product(((True, True, False), (False, True, False)), range(5)):
-        kernels.log.clear()
-        found = recorded.compute(plan, mask, (grad, x, w))
-        for a, b, asked in zip(found, wanted, mask):
-            assert (a is not None) == asked
-            if a is not None:
-                torch.testing.assert_close(a.double(), b)
-        assert (kernels.log == []) == (times >= replays.CALLS)
-
-
-@needs_gxx
 def test_autocast_and_its_weights_in_float32(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "ROUNDING", ("cpu",))
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
@@ -494,22 +467,14 @@ def test_a_call_that_does_not_fit_is_pythons(machine: Machine, module: Any, monk
     assert layer(x).shape != truth.shape
     layer.stride = (2, 2)
     ops.forget_plans()
-    assert not is_replayed(layer(x)) and is_replayed(layer(x)), "what replays it is its plan's"
+    for _ in range(replays.CALLS):
+        assert not is_replayed(layer(x))
+    assert is_replayed(layer(x))
 
 
 def _under(mode: Any, call: Callable[[], Tensor]) -> Tensor:
     with mode:
         return call()
-
-
-@needs_gxx
-def test_a_discriminators_first_layer_is_replayed_with_and_without_a_gradient(machine: Machine) -> None:
-    layer = CASES[1]()
-    x = torch.randn(SIZES[1])
-    for _ in range(4):
-        for needed in (False, True):
-            layer(x.detach().requires_grad_(needed)).sum().backward()
-    assert all(is_replayed(layer(x.detach().requires_grad_(needed))) for needed in (False, True, False))
 
 
 @needs_gxx
@@ -568,13 +533,12 @@ def test_graphs_behave_as_pytorchs(machine: Machine) -> None:
 @needs_gxx
 def test_computed_weights_and_layers_that_are_alike(machine: Machine) -> None:
     """A call is known by how its operands lie: a weight that is new at each call is replayed, and a twin's is."""
-    layer = torch.nn.utils.parametrizations.weight_norm(CASES[0]())
+    layer, twin = (torch.nn.utils.parametrizations.weight_norm(CASES[0]()) for _ in range(2))
     x = torch.randn(SIZES[0])
     for _ in range(4):
         out = layer(x)
         out.sum().backward()
-    assert is_replayed(layer(x))
-    assert is_replayed(CASES[0]()(x)), "the recording is the plan's"
+    assert is_replayed(layer(x)) and is_replayed(twin(x))
     theirs = torch.nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(5, 6, 3, 2, 1))
     theirs.load_state_dict(layer.state_dict())
     grads = [torch.autograd.grad(each(x).pow(2).sum(), list(each.parameters())) for each in (layer, theirs)]
@@ -664,25 +628,6 @@ def test_threads_replay_at_once(machine: Machine) -> None:
 
 
 @needs_gxx
-def test_what_is_forgotten_is_freed(machine: Machine, module: Any) -> None:
-    layer = CASES[0]()
-    x = torch.randn(SIZES[0])
-    warm(layer, x)
-    out = layer(x)
-    assert is_replayed(out)
-    (call,) = calls.seen[id(layer.weight)].calls
-    operation = call.operation
-    replays.recorded(operation).clear()
-    ops.forget_plans()
-    of_this = [g for g in gc.get_objects() if type(g) is replays._Gradients and g._operation is operation]
-    assert len(of_this) == 1, "the graph still needs it"
-    gone = weakref.ref(of_this[0])
-    del call, operation, of_this, out
-    gc.collect()
-    assert gone() is None
-
-
-@needs_gxx
 @pytest.mark.parametrize("theirs", ("never", "fwd", "grad-input", "grad-weight"))
 def test_plain_convolutions_are_replayed_with_pytorchs_passes_too(
     machine: Machine,
@@ -705,24 +650,6 @@ def test_plain_convolutions_are_replayed_with_pytorchs_passes_too(
     torch.autograd.grad(out.sum(), [x, *layers.replayed.parameters()])
     assert stand_ins.log == []
     layers.alike(torch.randn(2, 5, 7, 8), torch.randn(out.shape))
-
-
-@needs_gxx
-def test_a_plain_convolutions_gradient_of_one_pixel_may_have_any_strides(
-    machine: Machine, stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gradient for the weight has the input's layout, in Python and replayed; a view of a matrix is in doubt."""
-    monkeypatch.setattr(convolutions, "faster", lambda *_: True)
-
-    def make() -> nn.Module:
-        return upconv.accelerate(nn.Conv2d(5, 6, 3), convolutions=True).to(memory_format=torch.channels_last)
-
-    layers = Layers(make, monkeypatch)
-    x = torch.randn(2, 5, 3, 3).to(memory_format=torch.channels_last)
-    for _ in range(5):
-        layers.alike(x, torch.randn(2, 6).view(2, 6, 1, 1))
-    assert is_replayed(layers.replayed(x.requires_grad_()))
-    assert layers.step(layers.replayed, x)[2].stride() == (45, 1, 15, 5)
 
 
 # --- the library ------------------------------------------------------------------------------------------------------
@@ -790,37 +717,6 @@ def test_a_process_waits_for_another_that_compiles_the_library(tmp_path: Any, mo
         assert native.found() == b"library" and 0.3 < time.monotonic() - begin < 30
 
 
-def test_a_child_builds_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_module", None), ("_builder", object()), ("_done", threading.Event())):
-        monkeypatch.setattr(native, name, value)
-    child = os.fork()
-    if not child:
-        os._exit(0 if native._builder is None and not native.hopeless() else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-@needs_gxx
-def test_a_process_ends_well_whatever_was_noted(module: Any, tmp_path: Any) -> None:
-    """Calls that are known, of layers that are gone, and of layers that are not."""
-    text = """
-import torch, upconv
-from upconv.replay import native
-module = native.wait()
-assert module is not None, native.state()
-recording = (), (), ()
-def main():
-    for n in range(50):
-        layer = upconv.ConvTranspose2d(3, 4, 3, (2, 1 + n), (1, 1))
-        handle = module.Layer(-1, 0, None, False, True, recording, lambda *given: None)
-        given = torch.randn(1, 3, 4, 4), layer.weight, layer.bias
-        module.note(False, handle, 0, *given, 2, layer.stride, (1, 1), 0, 1, 1)
-main()
-kept = upconv.ConvTranspose2d(3, 4, 3)
-"""
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
 def test_where_there_is_no_library_a_sentence_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("UPCONV_NATIVE", "off")
     assert native.off() == "UPCONV_NATIVE is off"
@@ -842,76 +738,17 @@ def test_where_there_is_no_library_a_sentence_says_why(monkeypatch: pytest.Monke
 
 
 @needs_gxx
-def test_an_old_compiler_says_so(tmp_path: Any) -> None:
-    """As the first of its complaints, at once."""
-    command = [part.replace("c++20", "c++17") for part in native.command(tmp_path / "x.so")]
-    done = subprocess.run([*command, "-Wfatal-errors"], capture_output=True, text=True)
-    assert done.returncode and "this is C++20" in done.stderr
-
-
-@needs_gxx
-def test_known_calls_need_no_lock_of_pythons(tmp_path: Any) -> None:
-    """The module's own code, under a sanitizer that finds every race of threads that note, ask and forget."""
-    text = native._SOURCE.read_text()
-    begin = text.index("class Known {")
-    (tmp_path / "known.h").write_text(text[begin : text.index("\n};\n", begin) + 4])
-    (tmp_path / "main.cpp").write_text(KNOWN)
-    program = tmp_path / "known"
-    command = [str(native.compiler()), "-std=c++20", "-g", "-O1", "-fsanitize=thread", "-pthread", "main.cpp", "-o"]
-    built = subprocess.run([*command, str(program)], cwd=tmp_path, capture_output=True, text=True)
-    if built.returncode and "tsan" in built.stderr:
-        pytest.skip("the compiler has no sanitizer of threads")
-    assert not built.returncode, built.stderr
-    done = subprocess.run([str(program)], capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-
-
-KNOWN = """
-#include <atomic>
-#include <memory>
-#include <mutex>
-#include <thread>
-#include <unordered_map>
-#include <vector>
-struct Call { size_t key; ~Call(); };
-#include "known.h"
-static Known known;
-Call::~Call() { known.of(key); }  // what destroys a call may come back
-int main() {
-  std::vector<std::thread> threads;
-  std::atomic<size_t> wrong{0};
-  for (size_t t = 0; t < 4; t++)
-    threads.emplace_back([t, &wrong] {
-      for (size_t n = 0; n < 3000; n++) {
-        known.add(n % 7, std::make_shared<Call>(n % 7));
-        for (auto& call : known.of(n % 5)) wrong += call->key != n % 5;
-        if (n % 1000 == t) known.forget();
-      }
-    });
-  for (auto& t : threads) t.join();
-  for (size_t n = 0; n <= Known::MOST; n++) known.add(1, std::make_shared<Call>(1));
-  known.add(2, std::make_shared<Call>(2));
-  const size_t left = known.of(1).size() + known.of(2).size();
-  known.forget();
-  return wrong || left > Known::MOST || !known.of(2).empty();
-}
-"""
-
-
-@needs_gxx
 def test_a_refused_launch_leaves_no_layer_to_python_for_ever(machine: Machine) -> None:
-    """Of one that is refused again and again ever fewer calls are tried, and when it is not, it is replayed again."""
     layer = CASES[0]()
     x = torch.randn(SIZES[0])
     warm(layer, x)
     assert is_replayed(layer(x))
     machine.answer = 1
-    for _ in range(40):
+    for _ in range(3):
         with pytest.raises(RuntimeError, match="could not compute"):
             layer(x)
     machine.answer = 0
-    assert any(is_replayed(layer(x)) for _ in range(64))
-    assert is_replayed(layer(x)), "and is asked at every call again"
+    assert is_replayed(layer(x))
 
 
 @pytest.fixture
@@ -1006,7 +843,6 @@ def test_replayed_calls_on_a_gpu(
             grad = torch.randn_like(out)
             ours = [out, *torch.autograd.grad(out, [x, *layers.replayed.parameters()], grad)]
         with monkeypatch.context() as m, torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            m.setattr(replays, "host", None)
             m.setattr(replays, "hoped", False)
             out = layers.plain(x)
             theirs = [out, *torch.autograd.grad(out, [x, *layers.plain.parameters()], grad)]

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import Gpu
-from upconv.export import packing
 from upconv.export.passes import Kernel
 
 try:
-    from upconv.export import fold
+    from upconv.export import fold, syntax
 except ImportError:  # without tree-sitter files have all of their kernels' text
     fold = None  # type: ignore[assignment]
 
@@ -37,7 +36,7 @@ def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
 
 
 def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
-    """What the kernels need of their files, and what packs their weights."""
+    """What the kernels need of their files."""
     return "\n".join(_folded(found, gpu.arch))
 
 
@@ -102,10 +101,6 @@ def _folded(found: Sequence[Kernel], arch: str) -> list[str]:
     groups = ["", *sorted({mains[0] for mains in users.values() if len(mains) == 1})]
     texts = ["".join(f"{_FILE}\n{_stripped(files[name])}\n" for name, mains in users.items() if _group(mains) == one)
              for one in groups]  # fmt: skip
-    packed = [k for k in found if k.packed_words]
-    if packed:
-        text = packing.text(packed[0].choice.problem.precision, any(k.shuffled for k in packed))
-        texts[groups.index(_group([_file(k) for k in packed[:1]]))] += f"\n{text}"
     if fold is None or nvrtc.unavailable() is not None:
         return [text.replace(f"{_FILE}\n", "") for text in texts]
     whole = {k: _compiled(k, _of(k, groups, texts), arch) for k in found}
@@ -116,8 +111,8 @@ def _folded(found: Sequence[Kernel], arch: str) -> list[str]:
         text = re.sub(r"^WGMMA_WIDTH\((\d+),.*\n", lambda m: m[0] if m[1] in widths else "", text, flags=re.MULTILINE)
         parts.append((text, [_values(k) for k in found if one in ("", _file(k))]))
     names = {word for k in found for entry in k.entries for word in re.findall(r"\w+", entry)}
-    levels = [fold.EVERYTHING] * len(groups)
-    while max(levels) <= fold.NO_VALUES:
+    levels = [syntax.EVERYTHING] * len(groups)
+    while max(levels) <= syntax.NO_VALUES:
         needed = fold.folded(parts, names, levels)
         other = {
             k for k in found if _instructions(_compiled(k, _of(k, groups, needed), arch)) != _instructions(whole[k])

@@ -8,52 +8,42 @@ what the compiler makes of the text with the whole files'.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 
-import tree_sitter_cuda
-from tree_sitter import Language, Node, Parser
+from tree_sitter import Node
 
-Constants = Mapping[str, int | list[int]]
-"""The integers and arrays of a struct, by name."""
+from upconv.export.syntax import (
+    DECIDED_BY,
+    DECLARATIONS,
+    NO_LOOPS,
+    NO_VALUES,
+    PART,
+    PRAGMA,
+    TRUTH,
+    Constants,
+    Tree,
+    branch,
+    declared,
+    name_of,
+    walk,
+)
 
-_PARSER = Parser(Language(tree_sitter_cuda.language()))
-EVERYTHING, NO_FIELDS, NO_LOOPS, NO_VALUES = range(4)
-"""What is folded."""
-_FILE, _PART, _PRAGMA = "//file", "//part", "//ragma"  # a comment, which the grammar has anywhere, as long as #pragma
+FILE = "//file"
+"""A line ahead of each file of a part."""
 _MASKED = (
-    ("#pragma", _PRAGMA), ("__align__(1024)", "/*lign__(1024*/"), ("__grid_constant__", "/*grid_constant*/"),
+    ("#pragma", PRAGMA), ("__align__(1024)", "/*lign__(1024*/"), ("__grid_constant__", "/*grid_constant*/"),
     ("CLUSTER_DIMS(C::cluster)", "/*USTER_DIMS(C::cluste*/"),
 )  # fmt: skip
 """What the grammar does not know, and comments as long, which it has anywhere."""
-_OPERATORS: dict[str, Callable[[int, int], int]] = {
-    "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: int(a / b),
-    "%": lambda a, b: a - b * int(a / b), "<<": lambda a, b: a << b, ">>": lambda a, b: a >> b,
-    "&": lambda a, b: a & b, "|": lambda a, b: a | b, "==": lambda a, b: int(a == b), "!=": lambda a, b: int(a != b),
-    "<": lambda a, b: int(a < b), ">": lambda a, b: int(a > b), "<=": lambda a, b: int(a <= b),
-    ">=": lambda a, b: int(a >= b), "&&": lambda a, b: int(bool(a and b)), "||": lambda a, b: int(bool(a or b)),
-}  # fmt: skip
 _KEPT_BY = {("*", 1), ("+", 0), ("&&", 1), ("||", 0), ("|", 0)}  # operators and values that change nothing
 _KEPT_BY_RIGHT = _KEPT_BY | {("-", 0), ("/", 1), ("<<", 0), (">>", 0)}
-_DECIDED_BY = {("*", 0): "0", ("&&", 0): "false", ("||", 1): "true", ("&", 0): "0"}
-_TRUTH = {"true": 1, "false": 0}
 _DECIDING = {"&&", "||", "==", "!=", "<", ">", "<=", ">="}
 _COMMENT = re.compile(r'//(?!ragma)[^\n]*|"(?:\\.|[^"\\\n])*"')
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _ATOM = re.compile(r"[\w:]+(?:<[\w:, ]*>)?(?:::\w+)*(?:\[[^\[\]]*\]|\([^()]*\))*")
 _TEMPLATE = re.compile(r"template <([^;{]*?)>\s*(?:struct|(?:static )?constexpr int) (\w+)(?:<([^;{=:]*)>)?")
 _NAMING = ("enumerator", "template_function", "template_type")
-_CONSTANTS = (
-    "enumerator",
-    "function_definition",
-    "declaration",
-    "field_declaration",
-    "parameter_declaration",
-    "optional_parameter_declaration",
-)
-_DECLARATIONS = ("declaration", "field_declaration")
 
 
 def folded(
@@ -67,32 +57,31 @@ def folded(
         levels: of each part `EVERYTHING`; `NO_FIELDS`, of which the compiler may know less; `NO_LOOPS`, without which
             it may unroll others; or `NO_VALUES`.
     """
-    text = "".join(f"{_PART}\n{text}\n" for text, _ in parts)
+    text = "".join(f"{PART}\n{text}\n" for text, _ in parts)
     for known, comment in _MASKED:
         text = text.replace(known, comment)
     structs = [of for _, of in parts]
-    literals = _Tree(text, structs).numbers
+    literals = Tree(text, structs).numbers
     while True:
         before = text
         for step in (_specialised, _evaluated, _reached):
-            tree = _Tree(text, structs, literals)
-            tree.levels = list(levels or [EVERYTHING] * len(parts))
+            tree = Tree(text, structs, literals, levels)
             text = step(tree, wanted)
-            text = re.sub(rf"[ \t]+$|^[ \t]+(?={_PRAGMA})", "", text, flags=re.MULTILINE)
+            text = re.sub(rf"[ \t]+$|^[ \t]+(?={PRAGMA})", "", text, flags=re.MULTILINE)
         if text == before:
             break
     text = re.sub(r"(\{\n)\n+(?=[ \t]+\S)|\n+(\n\}\n)", r"\1\2", text)
     for known, comment in _MASKED:
         text = text.replace(comment, known)
-    return [_tidied(part) for part in text.split(f"{_PART}\n")[1:]]
+    return [_tidied(part) for part in text.split(f"{PART}\n")[1:]]
 
 
 def _tidied(text: str) -> str:
     """A part without comments of which nothing is left: heads of files, and of sections of one."""
     kept: list[str] = []
     waiting: list[str] = []
-    for block in re.split(r"\n{2,}", text.replace(f"{_FILE}\n", f"\n\n{_FILE}\n\n").strip()):
-        if block == _FILE:
+    for block in re.split(r"\n{2,}", text.replace(f"{FILE}\n", f"\n\n{FILE}\n\n").strip()):
+        if block == FILE:
             waiting = []
         elif all(line.startswith("//") for line in block.splitlines()):
             if block.startswith(("// ---", "// ===")):
@@ -104,211 +93,10 @@ def _tidied(text: str) -> str:
     return "\n\n".join(kept) + "\n"
 
 
-class _Tree:
-    """A text's syntax tree, and what is known of its constants."""
-
-    def __init__(
-        self, text: str, structs: Sequence[Sequence[Constants]], literals: frozenset[str] = frozenset()
-    ) -> None:
-        self.source, self.literals = text.encode(), literals
-        self.structs = [list(of) or [{}] for of in structs]
-        self.root = _PARSER.parse(self.source).root_node
-        self.nodes = list(walk(self.root))
-        self.begins = [found.start() for found in re.finditer(_PART.encode(), self.source)] or [0]
-        self.known: list[list[dict[str, int]]] = [[{} for _ in of] for of in self.structs]
-        """By part and struct: constants that have one value wherever one of their name is declared."""
-        self.local: dict[str, int] = {}
-        self.levels = [EVERYTHING] * len(structs)
-        self.fields: list[dict[str, int]] = [{} for _ in structs]
-        while self._learn():
-            pass
-        self._learn_fields()
-
-    def text(self, n: Node) -> str:
-        return self.source[n.start_byte : n.end_byte].decode()
-
-    def part(self, n: Node) -> int:
-        return bisect_right(self.begins, n.start_byte) - 1
-
-    @cached_property
-    def constants(self) -> list[dict[str, list[Node | int | None]]]:
-        """By part and name: the values that are declared."""
-        found: list[dict[str, list[Node | int | None]]] = [{} for _ in self.structs]
-        self.parameters: list[set[str]] = [set() for _ in self.structs]
-        self.again: list[set[str]] = [set() for _ in self.structs]
-        for n in self.nodes:
-            if n.type not in _CONSTANTS:
-                continue
-            names = found[self.part(n)]
-            if n.type == "enumerator" and n.parent is not None:
-                names.setdefault(self.text(n.named_children[0]), []).append(
-                    [one for one in n.parent.named_children if one.type == "enumerator"].index(n)
-                )
-            elif n.type in _DECLARATIONS and re.match(r"(static )?(__device__ )?constexpr", self.text(n)):
-                for name, value in declared(n):
-                    if value is not None and self.text(value).rpartition("::")[2] == self.text(name):
-                        self.again[self.part(n)].add(self.text(name))
-                    else:
-                        names.setdefault(self.text(name), []).append(value)
-            elif n.type == "function_definition" and (result := _result(n)) is not None:
-                if (of := _name(n.child_by_field_name("declarator"))) is not None:
-                    names.setdefault(self.text(of), []).append(result)
-            elif n.type.endswith("parameter_declaration") and (name := n.child_by_field_name("declarator")) is not None:
-                self.parameters[self.part(n)].add(self.text(name))
-        return found
-
-    @cached_property
-    def uses(self) -> dict[str, list[Node]]:
-        """Where templates are given arguments, by name."""
-        found: dict[str, list[Node]] = {}
-        for n in self.nodes:
-            if n.type in ("template_type", "template_function"):
-                found.setdefault(self.text(n.named_children[0]), []).append(n)
-        return found
-
-    @cached_property
-    def same(self) -> list[dict[str, str]]:
-        """By part: constants that are but other ones, or numbers."""
-        found: list[dict[str, str]] = [{} for _ in self.structs]
-        for part, (mine, names) in enumerate(zip(found, self.constants)):
-            for name, values in names.items():
-                constants = (isinstance(one, Node) and not _within(one) for one in values)
-                texts = {self.text(one) if well else "" for one, well in zip(values, constants)}  # type: ignore[arg-type]
-                text = texts.pop() if len(texts) == 1 else ""
-                if text in self.parameters[part] or (name in self.again[part] and not text.isdigit()):
-                    continue
-                if re.fullmatch(r"\d+|true|false|(\w::)?\w+", text):
-                    mine[name] = text
-        return found
-
-    @property
-    def numbers(self) -> frozenset[str]:
-        return frozenset(name for mine in self.same for name, text in mine.items() if text.isdigit())
-
-    def _learn(self) -> bool:
-        before = sum(len(known) for part in self.known for known in part)
-        for part, names in enumerate(self.constants):
-            for name, values in names.items():
-                for struct, known in enumerate(self.known[part]):
-                    given = {one if isinstance(one, int) else self.value(one, struct) for one in values}
-                    if len(given) == 1 and (value := given.pop()) is not None:
-                        known[name] = value
-        return sum(len(known) for part in self.known for known in part) > before
-
-    def _learn_fields(self) -> None:
-        """Fields of structs that have one known value wherever one of their name is assigned."""
-        for part, mine in enumerate(self.fields):
-            declares = Counter(self.text(d) for n in self.nodes if n.type == "field_declaration" and self.part(n) == part
-                               for d in n.children_by_field_name("declarator"))  # fmt: skip
-            given: dict[str, set[int | None]] = {}
-            for n in self.nodes:
-                if (
-                    n.type == "assignment_expression"
-                    and n.children[0].type == "field_expression"
-                    and self.part(n) == part
-                ):
-                    name = self.text(n.children[0].named_children[-1])
-                    given.setdefault(name, set()).add(self.value(n.children[2]))
-            mine.update({k: v for k, (v, *more) in given.items() if v is not None and not more and declares[k] == 1})
-
-    def find(self, n: Node, name: str, struct: int) -> int | None:
-        """A constant's value by a struct, as a node may name it."""
-        return self.known[self.part(n)][struct].get(name, self.known[0][0].get(name))
-
-    def value(self, n: Node | None, struct: int | None = None) -> int | None:
-        """An expression's value where it is known: by one of its part's structs, or by all of them."""
-        if n is not None and struct is None:
-            found = {self.value(n, i) for i in range(len(self.structs[self.part(n)]))}
-            return found.pop() if len(found) == 1 else None
-        if n is None or struct is None:
-            return None
-        kind, parts = n.type, n.named_children
-        if kind in ("number_literal", "true", "false"):
-            text = self.text(n).rstrip("uUlL")
-            return _TRUTH.get(text, int(text, 0) if re.fullmatch(r"0x[\da-f]+|\d+", text) else None)
-        if kind in ("identifier", "type_identifier", "field_identifier"):
-            mine = self.text(n) not in self.parameters[self.part(n)]
-            return self.local.get(self.text(n), self.find(n, self.text(n), struct) if mine else None)
-        if kind == "field_expression" and self.levels[self.part(n)] < NO_FIELDS:
-            return self.fields[self.part(n)].get(self.text(parts[-1]))
-        if kind == "call_expression":
-            return self.value(n.child_by_field_name("function"), struct)
-        if kind in ("template_function", "template_type"):
-            return self.find(n, self.text(parts[0]), struct)
-        if kind == "qualified_identifier":
-            scope, _, name = self.text(n).rpartition("::")
-            of = self.structs[self.part(n)][struct]
-            found = of.get(name) if re.search(r"\bC$", scope) else self.find(n, name, struct)
-            return found if isinstance(found, int) else None
-        if kind in ("parenthesized_expression", "condition_clause", "type_descriptor"):
-            return self.value(parts[0], struct) if len(parts) == 1 else None
-        if kind == "unary_expression" and (one := self.value(parts[-1], struct)) is not None:
-            return {"!": int(not one), "-": -one, "~": ~one}.get(self.text(n)[0])
-        if kind == "subscript_expression" and self.text(parts[0]).startswith("C::"):
-            array = self.structs[self.part(n)][struct].get(self.text(parts[0])[3:])
-            at = self.value(parts[1].named_children[0], struct)
-            return array[at] if isinstance(array, list) and at is not None and at < len(array) else None
-        if kind == "conditional_expression":
-            one = self.value(n.child_by_field_name("condition"), struct)
-            return None if one is None else self.value(branch(n, one), struct)
-        return self._binary(n, struct) if kind == "binary_expression" else None
-
-    def _binary(self, n: Node, struct: int) -> int | None:
-        operator = self.text(n.children[1])
-        left, right = self.value(n.children[0], struct), self.value(n.children[2], struct)
-        for one in (left, right):
-            if one is not None and (operator, one) in _DECIDED_BY:
-                return int(_DECIDED_BY[operator, one] == "true")
-        if operator == "%" and right == 1:
-            return 0
-        if left is None or right is None or operator not in _OPERATORS or (operator in "/%" and not right):
-            return None
-        return _OPERATORS[operator](left, right)
-
-
-def walk(n: Node) -> Iterator[Node]:
-    """A node and all in it, in the text's order."""
-    left = [n]
-    while left:
-        n = left.pop()
-        yield n
-        left += reversed(n.children)
-
-
-def _result(n: Node) -> Node | None:
-    """What a function returns, if that is all that it does."""
-    body = n.child_by_field_name("body")
-    only = body.named_children[0] if body is not None and body.named_child_count == 1 else None
-    return (
-        only.named_children[0] if only is not None and only.type == "return_statement" and only.named_children else None
-    )
-
-
-def _within(n: Node) -> bool:
-    """Whether a constant is a function's."""
-    return n.parent is not None and (n.parent.type == "compound_statement" or _within(n.parent))
-
-
-def branch(n: Node, condition: int) -> Node | None:
-    found = n.child_by_field_name("consequence" if condition else "alternative")
-    return found.named_children[-1] if found is not None and found.type == "else_clause" else found
-
-
-def declared(n: Node) -> Iterator[tuple[Node, Node | None]]:
-    """Name and value of each variable of a declaration."""
-    for i, one in enumerate(n.children):
-        if n.field_name_for_child(i) == "declarator":
-            if one.type == "init_declarator":
-                yield one.named_children[0], one.child_by_field_name("value")
-            else:
-                has = i + 2 < len(n.children) and n.children[i + 1].type == "="
-                yield one, n.children[i + 2] if has else None
-
-
 # --- conditions and loops ----------------------------------------------------------------------------------------------
 
 
-def _evaluated(tree: _Tree, _: set[str]) -> str:
+def _evaluated(tree: Tree, _: set[str]) -> str:
     found, at = "", 0
     for n in tree.root.children:
         put = tree.text(n) if tree.levels[tree.part(n)] >= NO_VALUES else _emit(tree, n)
@@ -316,7 +104,7 @@ def _evaluated(tree: _Tree, _: set[str]) -> str:
     return found + tree.source[at:].decode()
 
 
-def _emit(tree: _Tree, n: Node) -> str:
+def _emit(tree: Tree, n: Node) -> str:
     """A node's text with what is known folded."""
     if n.type == "identifier" and (name := tree.text(n)) in tree.local:
         return str(tree.local[name])
@@ -362,7 +150,7 @@ def _emit(tree: _Tree, n: Node) -> str:
     return _joined(tree, n)
 
 
-def _joined(tree: _Tree, n: Node) -> str:
+def _joined(tree: Tree, n: Node) -> str:
     """A node's children, folded, with what is between them."""
     if not n.children:
         return tree.text(n)
@@ -381,7 +169,7 @@ def _joined(tree: _Tree, n: Node) -> str:
     return found + tree.source[at : n.end_byte].decode()
 
 
-def _left(tree: _Tree, n: Node) -> str:
+def _left(tree: Tree, n: Node) -> str:
     """A declaration of local variables without those that have one known value."""
     stay = [one for one in n.children_by_field_name("declarator")
             if one.type != "init_declarator" or tree.text(one.named_children[0]) not in tree.local]  # fmt: skip
@@ -392,7 +180,7 @@ def _left(tree: _Tree, n: Node) -> str:
     return f"{head}{', '.join(_emit(tree, one) for one in stay)};" if stay else ""
 
 
-def _fixed(tree: _Tree, function: Node) -> dict[str, int]:
+def _fixed(tree: Tree, function: Node) -> dict[str, int]:
     """Local variables of a function that have one known value."""
     found: dict[str, int] = {}
     seen: Counter[str] = Counter()
@@ -411,11 +199,11 @@ def _fixed(tree: _Tree, function: Node) -> dict[str, int]:
     return {name: value for name, value in found.items() if seen[name] == 1}
 
 
-def _is_pragma(tree: _Tree, n: Node | None) -> bool:
-    return n is not None and n.type == "comment" and tree.text(n).startswith(_PRAGMA)
+def _is_pragma(tree: Tree, n: Node | None) -> bool:
+    return n is not None and n.type == "comment" and tree.text(n).startswith(PRAGMA)
 
 
-def _other(tree: _Tree, n: Node) -> str | None:
+def _other(tree: Tree, n: Node) -> str | None:
     """What a constant is only another name of."""
     scope, _, name = tree.text(n).rpartition("::")
     declares = n.parent is not None and n in n.parent.children_by_field_name("declarator")
@@ -434,7 +222,7 @@ def _other(tree: _Tree, n: Node) -> str | None:
     return f"{scope}::{found.rpartition('::')[2]}"
 
 
-def _has_struct(tree: _Tree, n: Node) -> bool:
+def _has_struct(tree: Tree, n: Node) -> bool:
     """Whether C is a struct of constants where a node is."""
     while n.parent is not None:
         n = n.parent
@@ -445,7 +233,7 @@ def _has_struct(tree: _Tree, n: Node) -> bool:
     return False
 
 
-def _changes_nothing(tree: _Tree, n: Node) -> bool:
+def _changes_nothing(tree: Tree, n: Node) -> bool:
     """Whether an expression is an assignment like ``a /= 1``."""
     if n.type != "assignment_expression":
         return False
@@ -453,15 +241,15 @@ def _changes_nothing(tree: _Tree, n: Node) -> bool:
     return value is not None and (tree.text(n.children[1])[:-1], value) in _KEPT_BY_RIGHT
 
 
-def _shorter(tree: _Tree, n: Node) -> str | None:
+def _shorter(tree: Tree, n: Node) -> str | None:
     """A binary expression without an operand that changes nothing."""
     left, operator, right = n.children[0], tree.text(n.children[1]), n.children[2]
     a, b = tree.value(left), tree.value(right)
     if (both := tree.value(n)) is not None and operator in _DECIDING:
         return ("false", "true")[both]
     for one in (a, b):
-        if one is not None and (operator, one) in _DECIDED_BY:
-            return _DECIDED_BY[operator, one]
+        if one is not None and (operator, one) in DECIDED_BY:
+            return DECIDED_BY[operator, one]
     if operator == "%" and (b == 1 or tree.text(left) == tree.text(right)):
         return "0"
     if operator == "/" and tree.text(left) == tree.text(right):
@@ -473,7 +261,7 @@ def _shorter(tree: _Tree, n: Node) -> str | None:
     return None
 
 
-def _turns(tree: _Tree, n: Node) -> tuple[str, int, bool] | None:
+def _turns(tree: Tree, n: Node) -> tuple[str, int, bool] | None:
     """The variable of a loop that has one turn or none, its value, and whether there is one."""
     if n.type != "for_statement" or tree.levels[tree.part(n)] >= NO_LOOPS:
         return None
@@ -495,7 +283,7 @@ def _turns(tree: _Tree, n: Node) -> tuple[str, int, bool] | None:
     return head[1], first, first < end
 
 
-def _alone(tree: _Tree, n: Node, kept: Node | None) -> str:
+def _alone(tree: Tree, n: Node, kept: Node | None) -> str:
     """A statement in the place of the one that decides over it."""
     within = n.parent is not None and n.parent.type == "compound_statement"
     if kept is None:
@@ -517,7 +305,7 @@ def _alone(tree: _Tree, n: Node, kept: Node | None) -> str:
         return "".join(lines).strip()
     less = max(
         0,
-        min(len(one) - len(one.lstrip()) for one in lines if one.strip() and not one.startswith(_PRAGMA))
+        min(len(one) - len(one.lstrip()) for one in lines if one.strip() and not one.startswith(PRAGMA))
         - n.start_point[1],
     )
     return "\n".join(one[less:] if one[:less].isspace() else one for one in lines).lstrip(" ")
@@ -526,7 +314,7 @@ def _alone(tree: _Tree, n: Node, kept: Node | None) -> str:
 # --- specialisations ---------------------------------------------------------------------------------------------------
 
 
-def _specialised(tree: _Tree, _: set[str]) -> str:
+def _specialised(tree: Tree, _: set[str]) -> str:
     """The text without specialisations that no struct takes."""
     forms: dict[str, list[tuple[Node, list[str], list[str]]]] = {}
     for n in tree.root.children:
@@ -568,7 +356,7 @@ def _specialised(tree: _Tree, _: set[str]) -> str:
     return _without(tree, cut, put)
 
 
-def _short(tree: _Tree, name: str) -> bool:
+def _short(tree: Tree, name: str) -> bool:
     """Whether a template is given one argument everywhere but where it is specialised."""
     uses = tree.uses.get(name, [])
     given = (n for n in uses if n.parent is not None and n.parent.type != "struct_specifier")
@@ -586,7 +374,7 @@ def _split(text: str) -> list[str]:
     return [one.strip() for one in found if one.strip()]
 
 
-def _taken(tree: _Tree, name: str, forms: list[tuple[Node, list[str], list[str]]]) -> set[int] | None:
+def _taken(tree: Tree, name: str, forms: list[tuple[Node, list[str], list[str]]]) -> set[int] | None:
     """Which forms of a template are used; None where that is not known."""
     taken: set[int] = set()
     heads = {tree.source.find(name.encode(), n.start_byte) for n, _, _ in forms}
@@ -604,21 +392,21 @@ def _taken(tree: _Tree, name: str, forms: list[tuple[Node, list[str], list[str]]
     return taken
 
 
-def _argument(tree: _Tree, at: Node, text: str, struct: int) -> int | None:
+def _argument(tree: Tree, at: Node, text: str, struct: int) -> int | None:
     """A template's argument by one struct, if it is a known integer."""
     part = tree.part(at)
-    one = _Tree(f"int a = {text};", [[tree.structs[part][struct]]])
+    one = Tree(f"int a = {text};", [[tree.structs[part][struct]]])
     one.parameters, one.fields = [set()], [{}]
     one.known = [[{**tree.known[0][0], **tree.known[part][struct]}]]
     ((_, value),) = declared(one.root.children[0])
     return one.value(value)
 
 
-def _matching(tree: _Tree, at: Node, fixed: list[str], parameters: list[str], values: list[int | None]) -> int | None:
-    """More for each argument that a specialisation fixes as it was given; 0 where others were given, None if unknown."""
+def _matching(tree: Tree, at: Node, fixed: list[str], parameters: list[str], values: list[int | None]) -> int | None:
+    """More for each argument that a specialisation fixes as given; 0 where others were given, None if not known."""
     score, unknown = 1, False
     for text, value in zip(fixed, values):
-        wanted = int(text) if text.isdigit() else _TRUTH.get(text, tree.find(at, text, 0))
+        wanted = int(text) if text.isdigit() else TRUTH.get(text, tree.find(at, text, 0))
         if wanted is None or any(text in _WORD.findall(one) for one in parameters):
             continue
         if value is not None and value != wanted:
@@ -631,7 +419,7 @@ def _matching(tree: _Tree, at: Node, fixed: list[str], parameters: list[str], va
 # --- names -------------------------------------------------------------------------------------------------------------
 
 
-def _reached(tree: _Tree, wanted: set[str]) -> str:
+def _reached(tree: Tree, wanted: set[str]) -> str:
     """The text without declarations that ``wanted`` names do not reach, and local variables that nothing reads."""
     words, kept, before = [set(wanted) for _ in tree.structs], set[int](), -1
     items = list(_items(tree.root))
@@ -677,29 +465,14 @@ def _names(n: Node) -> list[Node] | None:
         found = [n.child_by_field_name("name")]
     elif n.type == "enum_specifier":
         found = [one.named_children[0] for one in walk(n) if one.type == "enumerator"]
-    elif n.type == "function_definition" or (n.type in _DECLARATIONS and b"constexpr" in (n.text or b"")[:30]):
-        found = [_name(one) for one in n.children_by_field_name("declarator")]
-    elif n.type == "declaration" and b"__constant__" in (n.text or b""):
-        found = [_name(one) for one in n.children_by_field_name("declarator")]
+    elif n.type == "function_definition" or (
+        n.type in DECLARATIONS and re.search(rb"constexpr|__constant__", (n.text or b"")[:40])
+    ):
+        found = [name_of(one) for one in n.children_by_field_name("declarator")]
     return None if not found or None in found else found  # type: ignore[return-value]
 
 
-def _name(n: Node | None) -> Node | None:
-    """The name in a declarator; None of a constructor or an operator, which stays with its struct."""
-    while n is not None and n.type not in ("identifier", "field_identifier", "template_function"):
-        if n.type in ("operator_name", "operator_cast", "destructor_name"):
-            return None
-        n = n.named_children[0] if n.named_children else None
-    if n is not None and n.type == "template_function":
-        return n.named_children[0]
-    struct = n
-    while struct is not None and struct.type != "struct_specifier":
-        struct = struct.parent
-    own = struct.child_by_field_name("name") if struct is not None else None
-    return None if n is None or (own is not None and own.text == n.text) else n
-
-
-def _head(tree: _Tree, n: Node) -> str:
+def _head(tree: Tree, n: Node) -> str:
     """A declaration's text, of a struct without its members."""
     of = n.named_children[-1] if n.type == "template_declaration" else n
     body = of.child_by_field_name("body") if of.type == "struct_specifier" else None
@@ -708,7 +481,7 @@ def _head(tree: _Tree, n: Node) -> str:
     return tree.text(n)
 
 
-def _unread(tree: _Tree) -> Iterator[Node]:
+def _unread(tree: Tree) -> Iterator[Node]:
     """Declarations of local variables that nothing reads."""
     for function in tree.nodes:
         if function.type != "function_definition":
@@ -722,7 +495,7 @@ def _unread(tree: _Tree) -> Iterator[Node]:
                     yield n
 
 
-def _without(tree: _Tree, cut: Sequence[Node], put: Sequence[tuple[int, int, bytes]] = ()) -> str:
+def _without(tree: Tree, cut: Sequence[Node], put: Sequence[tuple[int, int, bytes]] = ()) -> str:
     """The text without nodes and the comments directly above them; ``put``: what else is replaced, and by what."""
     edits = list(put)
     for n in cut:
@@ -730,7 +503,7 @@ def _without(tree: _Tree, cut: Sequence[Node], put: Sequence[tuple[int, int, byt
         while begin and (line := tree.source[tree.source.rfind(b"\n", 0, begin - 1) + 1 : begin]).lstrip().startswith(
             b"//"
         ):
-            if line.lstrip().startswith((b"// ---", b"// ===", _PART.encode())):
+            if line.lstrip().startswith((b"// ---", b"// ===", PART.encode())):
                 break
             begin -= len(line)
         edits.append((begin, tree.source.find(b"\n", n.end_byte - 1) + 1 or len(tree.source), b""))
