@@ -93,7 +93,7 @@ def _tidied(text: str) -> str:
     return "\n\n".join(kept) + "\n"
 
 
-# --- conditions and loops ----------------------------------------------------------------------------------------------
+# --- conditions and loops ---------------------------------------------------------------------------------------------
 
 
 def _evaluated(tree: Tree, _: set[str]) -> str:
@@ -311,49 +311,59 @@ def _alone(tree: Tree, n: Node, kept: Node | None) -> str:
     return "\n".join(one[less:] if one[:less].isspace() else one for one in lines).lstrip(" ")
 
 
-# --- specialisations ---------------------------------------------------------------------------------------------------
+# --- specialisations --------------------------------------------------------------------------------------------------
+
+
+_Form = tuple[Node, list[str], list[str]]
+"""A template: its declaration, its parameters, and what a specialisation has for them."""
+_Put = list[tuple[int, int, bytes]]
+"""Replaced text: begin, end and what it becomes."""
 
 
 def _specialised(tree: Tree, _: set[str]) -> str:
     """The text without specialisations that no struct takes."""
-    forms: dict[str, list[tuple[Node, list[str], list[str]]]] = {}
+    forms: dict[str, list[_Form]] = {}
     for n in tree.root.children:
         if n.type == "template_declaration" and (head := _TEMPLATE.match(tree.text(n))):
             forms.setdefault(head[2], []).append((n, _split(head[1]), _split(head[3] or "")))
-    cut: list[Node] = []
-    put: list[tuple[int, int, bytes]] = []
+    cut, put = _kernels(tree)
     for name, mine in forms.items():
         taken = _taken(tree, name, mine) if len(mine) > 1 else None
         if not taken:
             continue
         cut += [n for i, (n, _, _) in enumerate(mine) if i and i not in taken]
         (n, parameters, _), last = mine[0], max(taken)
-        if taken == {last} and last and mine[last][1] == parameters[:1] and _short(tree, name):
+        text = tree.text(n)
+        if taken == {last} and last and mine[last][1] == parameters[:1] and _short(tree, name):  # it is the template
             cut.append(n)
             alone = mine[last][0]
-            head = re.sub(rf"\b{name}<[^{{;=:]*>", name, tree.text(alone), count=1)
-            put.append((alone.start_byte, alone.end_byte, head.encode()))
-        elif 0 not in taken and "{" in (text := tree.text(n)) and "struct" in text.partition("{")[0]:
-            head = text.partition("{")[0].partition(" : ")[0].split("//")[0].rstrip() + ";"
+            text = re.sub(rf"\b{name}<[^{{;=:]*>", name, tree.text(alone), count=1)
+            put.append((alone.start_byte, alone.end_byte, text.encode()))
+        elif 0 not in taken and "{" in text and "struct" in text.partition("{")[0]:  # only declared
+            text = text.partition("{")[0].partition(" : ")[0].split("//")[0].rstrip() + ";"
             end = n.end_byte + (tree.source[n.end_byte : n.end_byte + 1] == b";")
-            put.append((n.start_byte, end, head.encode()))
-    kinds = {
-        tree.value(one, i)
-        for one in tree.uses.get("KIND_OF", [])[-1:]
-        for i in range(len(tree.structs[tree.part(one)]))
-    }
-    for n in tree.uses.get("OnlyIf", []):
+            put.append((n.start_byte, end, text.encode()))
+    return _without(tree, cut, put)
+
+
+def _kernels(tree: Tree) -> tuple[list[Node], _Put]:
+    """Kernels of one name with other parameters, by the result ``OnlyIf<C, KIND>::Kernel``: those of no struct's kind;
+    and where all have one kind, the result is void."""
+    cut, put = list[Node](), _Put()
+    last = tree.uses.get("KIND_OF", [])[-1:]
+    kinds = {tree.value(one, i) for one in last for i in range(len(tree.structs[tree.part(one)]))}
+    for n in tree.uses.get("OnlyIf", []) if None not in kinds else ():
         function = n
         while function.parent is not None and function.parent.type != "translation_unit":
             function = function.parent
-        if None in kinds or n.parent is None or "__global__" not in tree.text(function):
+        if "__global__" not in tree.text(function):
             continue
         if tree.value(n.named_children[1].named_children[-1]) not in kinds:
             cut.append(function)
         elif len(kinds) == 1:
             begin = tree.source.rfind(b"typename", 0, n.start_byte)
-            put.append((begin, begin + tree.source[begin:].index(b"::Kernel") + len("::Kernel"), b"void"))
-    return _without(tree, cut, put)
+            put.append((begin, tree.source.index(b"::Kernel", begin) + len("::Kernel"), b"void"))
+    return cut, put
 
 
 def _short(tree: Tree, name: str) -> bool:
@@ -374,7 +384,7 @@ def _split(text: str) -> list[str]:
     return [one.strip() for one in found if one.strip()]
 
 
-def _taken(tree: Tree, name: str, forms: list[tuple[Node, list[str], list[str]]]) -> set[int] | None:
+def _taken(tree: Tree, name: str, forms: list[_Form]) -> set[int] | None:
     """Which forms of a template are used; None where that is not known."""
     taken: set[int] = set()
     heads = {tree.source.find(name.encode(), n.start_byte) for n, _, _ in forms}
@@ -416,7 +426,7 @@ def _matching(tree: Tree, at: Node, fixed: list[str], parameters: list[str], val
     return None if unknown else score
 
 
-# --- names -------------------------------------------------------------------------------------------------------------
+# --- names ------------------------------------------------------------------------------------------------------------
 
 
 def _reached(tree: Tree, wanted: set[str]) -> str:
@@ -482,22 +492,25 @@ def _head(tree: Tree, n: Node) -> str:
 
 
 def _unread(tree: Tree) -> Iterator[Node]:
-    """Declarations of local variables that nothing reads."""
+    """Assertions, and declarations of local variables that nothing reads."""
     for function in tree.nodes:
         if function.type != "function_definition":
             continue
         words = Counter(_WORD.findall(_COMMENT.sub("", tree.text(function))))
         for n in walk(function):
+            if n.type == "static_assert_declaration":
+                yield n
             if n.type in ("declaration", "alias_declaration") and n.parent and n.parent.type == "compound_statement":
-                names = [name for name, _ in declared(n)] or [n.child_by_field_name("name")]
+                names: list[Node | None] = [name for name, _ in declared(n)]
+                names = names or [n.child_by_field_name("name")]
                 calls = any(one.type in ("call_expression", "assignment_expression") for one in walk(n))
                 if not calls and all(one is not None and words[tree.text(one)] == 1 for one in names):
                     yield n
 
 
-def _without(tree: Tree, cut: Sequence[Node], put: Sequence[tuple[int, int, bytes]] = ()) -> str:
+def _without(tree: Tree, cut: Sequence[Node], put: _Put | None = None) -> str:
     """The text without nodes and the comments directly above them; ``put``: what else is replaced, and by what."""
-    edits = list(put)
+    edits = list(put or ())
     for n in cut:
         begin = tree.source.rfind(b"\n", 0, n.start_byte) + 1
         while begin and (line := tree.source[tree.source.rfind(b"\n", 0, begin - 1) + 1 : begin]).lstrip().startswith(

@@ -80,14 +80,14 @@ class Tree:
                     [one for one in n.parent.named_children if one.type == "enumerator"].index(n)
                 )
             elif n.type in DECLARATIONS and re.match(r"(static )?(__device__ )?constexpr", self.text(n)):
-                for name, value in declared(n):
-                    if value is not None and self.text(value).rpartition("::")[2] == self.text(name):
-                        self.again[self.part(n)].add(self.text(name))
+                for of, value in declared(n):
+                    if value is not None and self.text(value).rpartition("::")[2] == self.text(of):
+                        self.again[self.part(n)].add(self.text(of))
                     else:
-                        names.setdefault(self.text(name), []).append(value)
+                        names.setdefault(self.text(of), []).append(value)
             elif n.type == "function_definition" and (result := _result(n)) is not None:
-                if (of := name_of(n.child_by_field_name("declarator"))) is not None:
-                    names.setdefault(self.text(of), []).append(result)
+                if (name := name_of(n.child_by_field_name("declarator"))) is not None:
+                    names.setdefault(self.text(name), []).append(result)
             elif n.type.endswith("parameter_declaration") and (name := n.child_by_field_name("declarator")) is not None:
                 self.parameters[self.part(n)].add(self.text(name))
         return found
@@ -132,19 +132,19 @@ class Tree:
 
     def _learn_fields(self) -> None:
         """Fields of structs that have one known value wherever one of their name is assigned."""
-        for part, mine in enumerate(self.fields):
-            declares = Counter(self.text(d) for n in self.nodes if n.type == "field_declaration" and self.part(n) == part
-                               for d in n.children_by_field_name("declarator"))  # fmt: skip
-            given: dict[str, set[int | None]] = {}
-            for n in self.nodes:
-                if (
-                    n.type == "assignment_expression"
-                    and n.children[0].type == "field_expression"
-                    and self.part(n) == part
-                ):
-                    name = self.text(n.children[0].named_children[-1])
-                    given.setdefault(name, set()).add(self.value(n.children[2]))
-            mine.update({k: v for k, (v, *more) in given.items() if v is not None and not more and declares[k] == 1})
+        declares = [Counter[str]() for _ in self.fields]
+        given: list[dict[str, set[int | None]]] = [{} for _ in self.fields]
+        for n in self.nodes:
+            part = self.part(n)
+            if n.type == "field_declaration":
+                declares[part].update(self.text(one) for one in n.children_by_field_name("declarator"))
+            elif n.type == "assignment_expression" and n.children[0].type == "field_expression":
+                name = self.text(n.children[0].named_children[-1])
+                given[part].setdefault(name, set()).add(self.value(n.children[2]))
+        for part, names in enumerate(given):
+            for name, (value, *more) in names.items():
+                if value is not None and not more and declares[part][name] == 1:
+                    self.fields[part][name] = value
 
     def find(self, n: Node, name: str, struct: int) -> int | None:
         """A constant's value by a struct, as a node may name it."""
@@ -153,8 +153,8 @@ class Tree:
     def value(self, n: Node | None, struct: int | None = None) -> int | None:
         """An expression's value where it is known: by one of its part's structs, or by all of them."""
         if n is not None and struct is None:
-            found = {self.value(n, i) for i in range(len(self.structs[self.part(n)]))}
-            return found.pop() if len(found) == 1 else None
+            values = {self.value(n, i) for i in range(len(self.structs[self.part(n)]))}
+            return values.pop() if len(values) == 1 else None
         if n is None or struct is None:
             return None
         kind, parts = n.type, n.named_children
