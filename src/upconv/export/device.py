@@ -25,6 +25,7 @@ _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _SPACES = "namespace kernels {{\n\n{}\n}}  // namespace kernels\n"
 _DROPPED = re.compile(r"^[ \t]*#[ \t]*(?:include|pragma once)\b.*$", re.MULTILINE)
 _FILE = "//file"  # a line ahead of each
+_NARROW = re.compile(r"^ +else (?:if constexpr \(P == FP16\) )?asm volatile\(WGMMA_.*\n", re.MULTILINE)  # 16 bits
 WIDTH = 120
 """Columns of the file."""
 _NAMES = re.compile(r"%[a-z]+\d+|\$L\w+|\b_Z\w+?(?=_param_\d|\b)")
@@ -108,6 +109,8 @@ def _folded(found: Sequence[Kernel], arch: str) -> list[str]:
     parts: list[tuple[str, list[dict[str, int | list[int]]]]] = []
     for one, text in zip(groups, texts):
         text = _conditions(text, int(arch.rstrip("af")))
+        if all(k.choice.problem.dtype.itemsize > 2 for k in found):
+            text = _NARROW.sub("", text).replace("if constexpr (P < FP16) asm volatile(WGMMA_", "asm volatile(WGMMA_")
         text = re.sub(r"^WGMMA_WIDTH\((\d+),.*\n", lambda m: m[0] if m[1] in widths else "", text, flags=re.MULTILINE)
         parts.append((text, [_values(k) for k in found if one in ("", _file(k))]))
     names = {word for k in found for entry in k.entries for word in re.findall(r"\w+", entry)}

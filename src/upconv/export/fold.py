@@ -407,6 +407,7 @@ def _argument(tree: Tree, at: Node, text: str, struct: int) -> int | None:
     part = tree.part(at)
     one = Tree(f"int a = {text};", [[tree.structs[part][struct]]])
     one.parameters, one.fields = [set()], [{}]
+    one.precision = tree.precision
     one.known = [[{**tree.known[0][0], **tree.known[part][struct]}]]
     ((_, value),) = declared(one.root.children[0])
     return one.value(value)
@@ -417,7 +418,7 @@ def _matching(tree: Tree, at: Node, fixed: list[str], parameters: list[str], val
     score, unknown = 1, False
     for text, value in zip(fixed, values):
         wanted = int(text) if text.isdigit() else TRUTH.get(text, tree.find(at, text, 0))
-        if wanted is None or any(text in _WORD.findall(one) for one in parameters):
+        if wanted is None or any(text in _WORD.findall(one) for one in parameters) or text == "P":
             continue
         if value is not None and value != wanted:
             return 0

@@ -52,6 +52,9 @@ class Tree:
         self.begins = [found.start() for found in re.finditer(PART.encode(), self.source)] or [0]
         self.known: list[list[dict[str, int]]] = [[{} for _ in of] for of in self.structs]
         """By part and struct: constants that have one value wherever one of their name is declared."""
+        precisions = {of["precision"] for part in self.structs for of in part if "precision" in of}
+        self.precision = precisions.pop() if len(precisions) == 1 else None
+        """That of all structs, which templates call P."""
         self.local: dict[str, int] = {}
         self.levels = list(levels or [EVERYTHING] * len(structs))
         self.fields: list[dict[str, int]] = [{} for _ in structs]
@@ -162,6 +165,8 @@ class Tree:
             text = self.text(n).rstrip("uUlL")
             return TRUTH.get(text, int(text, 0) if re.fullmatch(r"0x[\da-f]+|\d+", text) else None)
         if kind in ("identifier", "type_identifier", "field_identifier"):
+            if self.text(n) == "P" and isinstance(self.precision, int):
+                return self.precision
             mine = self.text(n) not in self.parameters[self.part(n)]
             return self.local.get(self.text(n), self.find(n, self.text(n), struct) if mine else None)
         if kind == "field_expression" and self.levels[self.part(n)] < NO_FIELDS:
