@@ -197,7 +197,9 @@ def test_where_no_cluster_fits_blocks_have_tiles_of_their_own(
     last = weight.contiguous(memory_format=torch.channels_last) if chosen.boxable else weight
     for fits, grid in ((True, chosen.grid), (False, alone.grid)):
         asked: list[tuple[int, int]] = []
-        monkeypatch.setattr(gather, "cluster_fits", lambda *given, a=asked, fits=fits: a.append(given) or fits)
+        monkeypatch.setattr(
+            "upconv.cuda.pixels.choice.cluster_fits", lambda *given, a=asked, fits=fits: a.append(given) or fits
+        )
         prepared = chosen.prepare(0)
         assert asked == [(0, chosen.tiling.cluster)]
         before = prepared.choice
