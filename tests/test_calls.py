@@ -101,27 +101,6 @@ def test_transforms_and_traces_are_another_call() -> None:
     assert found == [False] * 6
 
 
-def test_autocasts_dtype_and_pytorchs_flags_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w, b = tensors()
-    with torch.autocast("cpu", torch.bfloat16):
-        known = Call(OPERATION, (x, w, b), torch.bfloat16, CALLED)
-        assert known.autocast is torch.bfloat16 and known.is_this(2, x, w, b, *ARGUMENTS)
-    with torch.autocast("cpu", torch.float16):
-        assert not known.is_this(2, x, w, b, *ARGUMENTS)
-    assert not known.is_this(2, x, w, b, *ARGUMENTS)
-    known = remembered(x, w, b)
-    flags = {"precision": "tf32", "cudnn": True}
-    monkeypatch.setattr(calls, "float32_precision", lambda: flags["precision"])
-    monkeypatch.setattr(calls, "_cudnn_enabled", lambda: flags["cudnn"])
-    monkeypatch.setattr(known, "_precision", "tf32")  # as on a GPU
-    monkeypatch.setattr(known, "_last", True)
-    assert known.is_this(2, x, w, b, *ARGUMENTS)
-    for name, value in (("precision", "ieee"), ("cudnn", False)):
-        monkeypatch.setitem(flags, name, value)
-        assert not known.is_this(2, x, w, b, *ARGUMENTS)
-        monkeypatch.undo() if name == "cudnn" else monkeypatch.setitem(flags, name, "tf32")
-
-
 @pytest.mark.usefixtures("kernels")
 def test_the_third_call_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """And computes the same, gradients too; one of another size does look, and nothing is remembered without guards."""
@@ -156,17 +135,6 @@ def test_guards_are_not_made_without_end() -> None:
         for _ in range(3):
             layer(torch.randn(2, 4, size, 6))
     assert len(calls.seen[id(layer.weight)].calls) == calls.MOST_CALLS
-
-
-@pytest.mark.usefixtures("kernels")
-def test_weights_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MOST", 8)
-    x, weights = torch.randn(2, 4, 5, 6), [torch.randn(4, 6, 3, 3) for _ in range(20)]
-    sizes = []
-    for w in weights:
-        upconv.conv_transpose2d(x, w)
-        sizes.append(len(calls.seen))
-    assert max(sizes) == 8 and sizes[8] == 1
 
 
 @pytest.mark.usefixtures("kernels")

@@ -480,20 +480,6 @@ def _under(mode: Any, call: Callable[[], Tensor]) -> Tensor:
 
 
 @needs_gxx
-def test_gradients_of_gradients(machine: Machine) -> None:
-    layer = CASES[0]().double()
-    x = torch.randn(SIZES[0], dtype=torch.float64, requires_grad=True)
-    warm(layer, x)
-    assert is_replayed(layer(x))
-    theirs, found = nn.ConvTranspose2d(5, 6, 3, 2, 1).double(), []
-    theirs.load_state_dict(layer.state_dict())
-    for each in (layer, theirs):
-        (first,) = torch.autograd.grad(each(x).pow(2).sum(), x, create_graph=True)
-        found.append(torch.autograd.grad(first.pow(2).sum(), [x, *each.parameters()]))
-    torch.testing.assert_close(*found)
-
-
-@needs_gxx
 def test_graphs_behave_as_pytorchs(machine: Machine) -> None:
     layer = CASES[0]()
     x = torch.randn(SIZES[0], requires_grad=True)
@@ -679,27 +665,6 @@ def test_the_library_is_kept_whole_or_made_anew(tmp_path: Any, monkeypatch: pyte
     assert cache.clear() == 2 and not list((tmp_path / "cache").iterdir()), "the library and its lock"
 
 
-@needs_gxx
-def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
-    loaded = []
-
-    def load(path: Any) -> Any:
-        loaded.append(path)
-        if path.read_bytes().startswith(b"old") or path.parent == tmp_path / "noexec":
-            raise ImportError("another machine's")
-        return "module"
-
-    monkeypatch.setattr(native, "_compiled", lambda: b"new" * 99)
-    monkeypatch.setattr(native, "_load", load)
-    cache.write(native._name(), b"old" * 99)
-    assert native.found() == "module" and len(loaded) == 2
-    assert native.found() == "module" and len(loaded) == 3, "the new one was kept"
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "noexec"))
-    loaded.clear()
-    assert native.found() == "module" and [path.parent == tmp_path / "noexec" for path in loaded] == [True, False]
-
-
 def test_a_process_waits_for_another_that_compiles_the_library(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not for ever."""
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
@@ -740,26 +705,6 @@ kept = upconv.ConvTranspose2d(3, 4, 3)
 """
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-
-
-def test_where_there_is_no_library_a_sentence_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("UPCONV_NATIVE", "off")
-    assert native.off() == "UPCONV_NATIVE is off"
-    monkeypatch.undo()
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
-    with monkeypatch.context() as m:
-        m.setattr(native, "compiler", lambda: None)
-        assert native.off() == "there is no C++ compiler (CXX, c++, g++ or clang++)"
-        cache.write(native._name(), b"compiled before")
-        assert native.off() is None, "a library that is there needs no compiler"
-        cache.clear()
-    monkeypatch.setattr(native, "compiler", lambda: "/usr/bin/c++")
-    with monkeypatch.context() as m:
-        m.setattr(native, "_python_headers", lambda: tmp_path)
-        assert native.off() == f"Python's headers are not in {tmp_path}"
-    with monkeypatch.context() as m:
-        m.setenv("UPCONV_CACHE", "off")
-        assert native.off() == "there is no cache directory to keep it in"
 
 
 @needs_gxx

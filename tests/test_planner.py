@@ -143,13 +143,6 @@ def test_strides_of_thousands_are_computed() -> None:
         assert said[0] == said[1] and time.perf_counter() - start < 2
 
 
-def test_without_onednn_everything_is_pytorchs() -> None:
-    bare = Device("cpu", 2)
-    for p in LAYERS.values():
-        plan = planner.plan(p, bare)
-        assert plan.delegates and plan.engine("step") == "torch"
-
-
 # --- CUDA ------------------------------------------------------------------------------------------------------------
 
 
@@ -236,22 +229,3 @@ def _fixed(family: str, seconds: float, packing_seconds: float = 0.0) -> SimpleN
         family=family, problem=LAYERS["C"], seconds=seconds, summary="a tile", bound="bytes", terms="", margin=1.0,
         packing_seconds=packing_seconds,
     )  # fmt: skip
-
-
-def test_without_a_gpu_cuda_devices_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    planner.cuda_device.cache_clear()
-    try:
-        assert planner.device_of(torch.device("cuda")).unavailable == "PyTorch finds no CUDA device"
-    finally:
-        planner.cuda_device.cache_clear()
-
-
-# --- explain for a GPU that is not there -----------------------------------------------------------------------------
-
-
-def test_small_outputs_are_left_alone() -> None:
-    p = layer("dilation2-s2", torch.bfloat16, batch=1, in_channels=8, size=(8, 8))
-    plan = planner.plan(p, ONEDNN)
-    assert plan.forward == "native"
-    assert plan.candidates[0].reason == "the output is small, so the call is bound by its overhead"
