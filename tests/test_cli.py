@@ -159,17 +159,3 @@ def test_explain_says_sizes_taps_roof_and_plan(fast: None, plans) -> None:
         f"upconv's plan cpu:shuffle computes the forward pass; its roof is {1e3 * p.bytes / 1e10:.3g} ms, and nothing "
         "estimates its time here."
     )
-
-
-# --- env -------------------------------------------------------------------------------------------------------------
-
-
-def test_env_tells_versions_devices_and_flags() -> None:
-    code, out = command("env", "--json")
-    found = json.loads(out)
-    assert code == 0 and set(found) == {"versions", "system", "devices", "flags"}
-    assert found["versions"]["torch"] == torch.__version__ and found["versions"]["onednn"].count(".") >= 1
-    assert found["devices"]["cpu"]["threads"] == torch.get_num_threads()
-    assert found["flags"]["mkldnn.enabled"] == torch.backends.mkldnn.enabled
-    code, text = command("env")
-    assert code == 0 and str(torch.__version__) in text and found["devices"]["cpu"]["name"] in text

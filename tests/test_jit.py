@@ -176,15 +176,6 @@ def test_threads_that_want_the_same_compile_it_once(compilations: list[str], mon
 
 
 @compiles
-def test_lines_in_messages_are_those_of_the_files(kernels: Path) -> None:
-    (kernels / "a.cuh").write_text("\n\nint a = UNKNOWN_A;\n")
-    (kernels / "k.cu").write_text('// 1\n#include "a.cuh"\n// 3\n#include "a.cuh"\nint k = UNKNOWN_K;\n')
-    with pytest.raises(nvrtc.CompileError) as caught:
-        jit.cubin(jit.instance("k.cu", {"N": 3}, []), "80")
-    assert "a.cuh(3): error" in str(caught.value) and "k.cu(5): error" in str(caught.value)
-
-
-@compiles
 def test_a_changed_cuda_header_changes_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = '#include <cuda_fp16.h>\nextern "C" __global__ void f(int* x) { *x = VALUE; }\n'
     keys, codes = set(), set()

@@ -173,26 +173,6 @@ def test_every_problem_has_a_kernel(p: Problem) -> None:
     assert planner.plan(p, Device("cuda", gpu=gpu.H200)).forward in families.FAMILIES
 
 
-def test_the_cheaper_family_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = LAYERS["C"]
-
-    def fixed(family: str, seconds: float) -> SimpleNamespace:
-        return _fixed(family, seconds)
-
-    for times in ({"gather": 2.0, "direct": 1.0}, {"gather": 1.0, "direct": 2.0}, {"gather": 3.0, "direct": 3.0}):
-        answers = {name: fixed(name, seconds) for name, seconds in times.items()}
-        monkeypatch.setattr(families, "choose", lambda p, g, general=False, answers=answers: answers)
-        plan = planner._plan_cuda(p, Device("cuda", gpu=gpu.H200))
-        best = min(times, key=times.__getitem__)
-        assert plan.forward == best and plan.choice is not None and plan.choice.seconds == times[best]
-        (other,) = (c for c in plan.candidates if c.name in times and c.name != best)
-        assert other.reason.startswith("slower: ") and not other.chosen
-    monkeypatch.setattr(families, "choose", lambda p, g, general=False: {"gather": "too odd", "direct": "far too odd"})
-    plan = planner._plan_cuda(p, Device("cuda", gpu=gpu.H200))
-    assert plan.delegates and plan.choice is None
-    assert [c.reason for c in plan.candidates] == ["none of upconv's kernels fits", "too odd", "far too odd"]
-
-
 def test_packing_counts_where_another_kernel_reads_the_weights_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that packs is taken only where it gains more than its packing takes."""
     p = Problem.make(1, 1024, 512, (4, 4), 4, 2, 1, layout="channels_last", precision="tf32")

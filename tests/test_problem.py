@@ -102,19 +102,6 @@ def test_images_of_one_pixel_are_a_matrix(kernel: tuple[int, ...], stride: int) 
     assert torch.equal(out.permute(0, 2, 3, 1).reshape(p.output_shape), reference.forward(p, x, w, None))
 
 
-def test_kb75_by_hand() -> None:
-    """32->64 k(3,5) s(2,3) p(1,2) d(2,1) g4: along height only one phase of two has taps, along width three have."""
-    p = Problem.make(16, 32, 64, (128, 256), (3, 5), (2, 3), (1, 2), 0, (2, 1), 4)
-    assert p.out_size == (257, 766)
-    height, width = p.axis_phases
-    assert [a.taps for a in height] == [(0, 1, 2)]
-    assert [a.taps for a in width] == [(0, 3), (1, 4), (2,)]
-    assert [a.offsets for a in width] == [(0, 1), (0, 1), (0,)]
-    assert height[0].offsets == (0, 1, 2)
-    assert [(a.start, a.count) for a in height] == [(1, 128)]
-    assert [phase.tap_count for phase in p.phases] == [6, 6, 3] and p.tapless_phases == 3
-
-
 # problems.md of the founding models: GFLOP, and the roof in ms at 4.27 TB/s and 411 TFLOP/s in TF32.
 @pytest.mark.parametrize(
     ("p", "gflop", "roof"),
