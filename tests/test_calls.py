@@ -52,6 +52,7 @@ def changed(layer: Any, rng: random.Random) -> None:
         lambda: layer.weight.requires_grad_(not layer.weight.requires_grad),
         lambda: layer.weight.data.mul_(1.1),
         lambda: setattr(layer.weight, "data", layer.weight.data.contiguous(memory_format=torch.channels_last)),
+        lambda: setattr(layer.weight, "data", layer.weight.data.mT.contiguous().mT),
         lambda: setattr(layer, "weight", nn.Parameter(torch.randn_like(layer.weight))),
         lambda: setattr(layer, "bias", None if layer.bias is not None else nn.Parameter(torch.randn(6))),
     ))()  # fmt: skip
