@@ -260,7 +260,7 @@ def test_a_relative_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
     assert shown(command("cache")[1])["in use"] == f"no: {message}"
     found = env.report()
-    assert found["system"]["kernels"] == found["system"]["native_host"] == message
+    assert found["system"]["kernels"] == message
     monkeypatch.setenv("UPCONV_CACHE", "off")
     assert cache.directory() is None
 
