@@ -16,7 +16,7 @@ from upconv.cuda.axes import any_size
 from upconv.cuda.gemm import gather_search
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import A100, H200
-from upconv.cuda.pixels.sweep import SWEEP
+from upconv.cuda.pixels.sweep import Sweep
 from upconv.cuda.wgrad import wgrad_search
 from upconv.derived import needs, varied
 from upconv.problem import Problem
@@ -50,8 +50,8 @@ def searched(seed: int) -> list[Any]:
     of_weight = p.with_(pass_="grad-weight", bias=False)
     odd = of_weight.with_(size=(*p.size[:-1], p.size[-1] + 1))
     found += [wgrad_search.candidates(q, gpu, general) for q, general in product((of_weight, odd), (False, True))]
-    if not isinstance(SWEEP.choose(towards, gpu), str):
-        found.append(SWEEP.candidates(towards, gpu))
+    if Sweep.refusal(towards, gpu) is None:
+        found.append(Sweep.candidates(towards, gpu))
     drawn = [list(islice(some, rng.randrange(40), 4000, 37)) for some in found]
     return [t for some in drawn for t in rng.sample(some, min(len(some), 8))]
 

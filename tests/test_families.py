@@ -97,7 +97,7 @@ def check_choice(name: str, choice: Any, p: Problem, gpu: Gpu) -> None:
     assert again == choice and hash(again) == hash(choice)
     with pytest.raises(FrozenInstanceError):
         choice.problem = p
-    for unit in (*choice.sources(), *choice.packing_sources):
+    for unit in choice.sources():
         named = {entry.partition("<")[0] for entry in jit.entries_of(unit.source)}
         assert unit.entries and set(unit.entries) <= named, unit.label
         assert "\n" not in unit.label
