@@ -103,7 +103,7 @@ def test_the_third_call_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> Non
             for _ in range(3):
                 layer(torch.randn(4, 4, 5, 6))
     assert len(looked) <= 2
-    calls.seen.clear()
+    calls.forget()
     looked.clear()
     monkeypatch.setattr(calls, "_GUARDS", None)
     for _ in range(4):
@@ -112,13 +112,20 @@ def test_the_third_call_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_guards_are_not_made_without_end() -> None:
-    layer = upconv.ConvTranspose2d(4, 6, 3)
     x = torch.randn(2, 4, 5, 6)
-    for i in range(100):  # the same plan, other guards
-        layer(x.clone().requires_grad_(bool(i % 2)))
-    (call,) = calls.seen[id(layer.weight)].calls
-    assert call.made == calls.MOST_GUARDS
-    for size in range(4, 10):  # other plans
-        for _ in range(3):
-            layer(torch.randn(2, 4, size, 6))
-    assert len(calls.seen[id(layer.weight)].calls) == calls.MOST_CALLS
+    layers = [upconv.ConvTranspose2d(4, 6, 3, 1, i % 2, dilation=1 + i // 2) for i in range(6)]
+    for i in range(100):  # layers of the same shapes, and other guards
+        for layer in layers:
+            for _ in range(2):
+                layer(x.clone().requires_grad_(bool(i % 2)))
+    (noted,) = calls.seen.values()
+    assert len(noted.calls) == calls.MOST_CALLS and noted.made == calls.MOST_GUARDS
+
+
+def test_sizes_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MOST", 8)
+    sizes = []
+    for n in range(20):
+        upconv.conv_transpose2d(torch.randn(1 + n, 4, 5, 6), torch.randn(4, 6, 3, 3))
+        sizes.append(len(calls.seen))
+    assert max(sizes) == 8 and sizes[8] == 1

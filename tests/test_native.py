@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -245,7 +243,6 @@ def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(Kernel, "ready", lambda self, device: None)
     monkeypatch.setattr(prepared, "bind", lambda device: None)
     monkeypatch.setattr(launches, "encode", encode)
-    monkeypatch.setattr(replays, "host", None)
     monkeypatch.setattr(replays, "hoped", True)
 
     def prepare(self: StandIn, device: int) -> Any:
@@ -257,9 +254,9 @@ def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(prepared, "loaded", found.loaded)
     monkeypatch.setattr(StandIn, "prepare", prepare)
     module.set_driver(*found.addresses())
-    module.forget()
+    calls.forget()
     yield found
-    module.forget()
+    calls.forget()
 
 
 class Layers:
@@ -283,7 +280,6 @@ class Layers:
         """Results, gradients, dtypes and strides of both are the same."""
         ours = self.step(self.replayed, x, grad, autocast)
         with self._monkeypatch.context() as m:
-            m.setattr(replays, "host", None)
             m.setattr(replays, "hoped", False)
             theirs = self.step(self.plain, x, grad, autocast)
         for a, b in zip(ours, theirs):
@@ -386,7 +382,7 @@ def test_random_calls_are_what_python_computes(seed: int, machine: Machine, monk
         with rng.choice(WITHIN)() if rng.random() < 0.3 else nullcontext():
             found = called(layer, x, None)
             with monkeypatch.context() as m:
-                for owner, name, value in ((replays, "host", None), (replays, "hoped", False), (calls, "seen", {})):
+                for owner, name, value in ((replays, "hoped", False), (calls, "seen", {})):
                     m.setattr(owner, name, value)
                 wanted = called(layer, x, None)
         replayed += isinstance(found, list) and is_replayed(found[0])
@@ -564,94 +560,21 @@ def test_a_process_waits_for_another_that_compiles_the_library(tmp_path: Any, mo
 
 
 @needs_gxx
-def test_a_process_ends_well_whatever_was_noted(module: Any, tmp_path: Any) -> None:
-    """Calls that are known, of layers that are gone, and of layers that are not."""
-    text = """
-import torch, upconv
-from upconv.replay import native
-module = native.wait()
-assert module is not None, native.state()
-recording = (), (), ()
-def main():
-    for n in range(50):
-        layer = upconv.ConvTranspose2d(3, 4, 3, (2, 1 + n), (1, 1))
-        handle = module.Layer(-1, 0, None, False, True, recording, lambda *given: None)
-        given = torch.randn(1, 3, 4, 4), layer.weight, layer.bias
-        module.note(False, handle, 0, *given, 2, layer.stride, (1, 1), 0, 1, 1)
-main()
-kept = upconv.ConvTranspose2d(3, 4, 3)
-"""
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-@needs_gxx
-def test_known_calls_need_no_lock_of_pythons(tmp_path: Any) -> None:
-    """The module's own code, under a sanitizer that finds every race of threads that note, ask and forget."""
-    text = native._SOURCE.read_text()
-    begin = text.index("class Known {")
-    (tmp_path / "known.h").write_text(text[begin : text.index("\n};\n", begin) + 4])
-    (tmp_path / "main.cpp").write_text(KNOWN)
-    program = tmp_path / "known"
-    command = [str(native.compiler()), "-std=c++20", "-g", "-O1", "-fsanitize=thread", "-pthread", "main.cpp", "-o"]
-    built = subprocess.run([*command, str(program)], cwd=tmp_path, capture_output=True, text=True)
-    if built.returncode and "tsan" in built.stderr:
-        pytest.skip("the compiler has no sanitizer of threads")
-    assert not built.returncode, built.stderr
-    done = subprocess.run([str(program)], capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-
-
-KNOWN = """
-#include <atomic>
-#include <memory>
-#include <mutex>
-#include <thread>
-#include <unordered_map>
-#include <vector>
-struct Call { size_t key; ~Call(); };
-#include "known.h"
-static Known known;
-Call::~Call() { known.of(key); }  // what destroys a call may come back
-int main() {
-  std::vector<std::thread> threads;
-  std::atomic<size_t> wrong{0};
-  for (size_t t = 0; t < 4; t++)
-    threads.emplace_back([t, &wrong] {
-      for (size_t n = 0; n < 3000; n++) {
-        known.add(n % 7, std::make_shared<Call>(n % 7));
-        for (auto& call : known.of(n % 5)) wrong += call->key != n % 5;
-        if (n % 1000 == t) known.forget();
-      }
-    });
-  for (auto& t : threads) t.join();
-  for (size_t n = 0; n <= Known::MOST; n++) known.add(1, std::make_shared<Call>(1));
-  known.add(2, std::make_shared<Call>(2));
-  const size_t left = known.of(1).size() + known.of(2).size();
-  known.forget();
-  return wrong || left > Known::MOST || !known.of(2).empty();
-}
-"""
-
-
-@needs_gxx
 def test_a_refused_launch_leaves_no_layer_to_python_for_ever(machine: Machine) -> None:
-    """Of one that is refused again and again ever fewer calls are tried, and when it is not, it is replayed again."""
     layer = CASES[0]()
     x = torch.randn(SIZES[0])
     warm(layer, x)
     assert is_replayed(layer(x))
     machine.answer = 1
-    for _ in range(40):
+    for _ in range(3):
         with pytest.raises(RuntimeError, match="could not compute"):
             layer(x)
     machine.answer = 0
-    assert any(is_replayed(layer(x)) for _ in range(64))
-    assert is_replayed(layer(x)), "and is asked at every call again"
+    assert is_replayed(layer(x))
     machine.answer = 201  # a thread without a context gets it
     assert is_replayed(layer(x)) and machine.context_bound == 77
     ops.forget_plans()
-    assert not is_replayed(layer(x)) and is_replayed(layer(x)), "what replays it is its plan's"
+    assert [is_replayed(layer(x)) for _ in range(replays.CALLS + 1)] == [False] * replays.CALLS + [True]
 
 
 @pytest.fixture
@@ -746,7 +669,6 @@ def test_replayed_calls_on_a_gpu(
             grad = torch.randn_like(out)
             ours = [out, *torch.autograd.grad(out, [x, *layers.replayed.parameters()], grad)]
         with monkeypatch.context() as m, torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            m.setattr(replays, "host", None)
             m.setattr(replays, "hoped", False)
             out = layers.plain(x)
             theirs = [out, *torch.autograd.grad(out, [x, *layers.plain.parameters()], grad)]

@@ -25,6 +25,7 @@ _UNIT = 16  # bytes
 _HOISTED = 110  # sums and elements of a column from which on the compiler keeps all of them in registers
 _BATCH_OF = (4, 20)  # units of 16 bytes, at least and at most, that a thread has on their way to shared memory
 _SHARED = 228 << 10  # bytes of a multiprocessor; others have less, which leaves registers of theirs unused
+_RESIDENT = 4  # blocks of a multiprocessor: while one waits for memory, others multiply
 _MOST_WARPS = 16
 _MOST_ROWS = 2**20  # of results of a tile, which may end beyond the last that is counted to (`batches.LONGEST`)
 _POSITIONS = 256, 4096  # of a tile, at least and at most, where lanes are columns (grad-weight)
@@ -237,14 +238,8 @@ class Tile:
     def resident(self) -> int:
         """Blocks that a multiprocessor is to hold, which bounds the registers of their threads."""
         least = 16 * _BATCH_OF[0] // 4 + self._registers
-        return max(
-            1,
-            min(
-                65536 // (-(-least // 8) * 8 * self.threads),
-                _SHARED // (self.shared_bytes + 1024),
-                max(4, 16 // self.warps),
-            ),
-        )
+        of_registers = 65536 // (-(-least // 8) * 8 * self.threads)
+        return max(1, min(of_registers, _SHARED // (self.shared_bytes + 1024), _RESIDENT))
 
     @property
     def _registers(self) -> int:
