@@ -102,7 +102,7 @@ def test_a_refusal_names_what_it_refuses(mode: str, p: Problem, words: str) -> N
 def test_other_gpus_and_exported_files_have_none(mode: str) -> None:
     p = next(drawn(mode, 1)).problem
     for gpu in (A100, B200):
-        assert family.candidate(p, gpu) == "pixels as rows are multiplied by wgmma alone"
+        assert family.candidate(p, gpu) == "the kernel multiplies by wgmma alone"
     assert family.candidate(p, H200, general=True) == "exported files have no host code for pixels as rows"
 
 
