@@ -43,6 +43,7 @@ _COMMENT = re.compile(r'//(?!ragma)[^\n]*|"(?:\\.|[^"\\\n])*"')
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _ATOM = re.compile(r"[\w:]+(?:<[\w:, ]*>)?(?:::\w+)*(?:\[[^\[\]]*\]|\([^()]*\))*")
 _TEMPLATE = re.compile(r"template <([^;{]*?)>\s*(?:struct|(?:static )?constexpr int) (\w+)(?:<([^;{=:]*)>)?")
+_BLOCK = "compound_statement"
 _NAMING = ("enumerator", "template_function", "template_type")
 
 
@@ -446,8 +447,8 @@ def _reached(tree: Tree, wanted: set[str]) -> str:
                 words[part].update(found)
                 words[0].update(found)
     cut = [n for n, _, owner in items if n.id not in kept and (owner is None or owner.id in kept)]
-    cut += _unread(tree)
-    return _without(tree, cut)
+    unread, put = _unread(tree)
+    return _without(tree, cut + unread, put)
 
 
 def _items(n: Node, owner: Node | None = None) -> Iterator[tuple[Node, list[Node] | None, Node | None]]:
@@ -492,21 +493,30 @@ def _head(tree: Tree, n: Node) -> str:
     return tree.text(n)
 
 
-def _unread(tree: Tree) -> Iterator[Node]:
-    """Assertions, and declarations of local variables that nothing reads."""
+def _unread(tree: Tree) -> tuple[list[Node], _Put]:
+    """Assertions, and declarations of local variables that nothing reads; what stays of those of several."""
+    cut, put = list[Node](), _Put()
     for function in tree.nodes:
         if function.type != "function_definition":
             continue
         words = Counter(_WORD.findall(_COMMENT.sub("", tree.text(function))))
         for n in walk(function):
             if n.type == "static_assert_declaration":
-                yield n
-            if n.type in ("declaration", "alias_declaration") and n.parent and n.parent.type == "compound_statement":
-                names: list[Node | None] = [name for name, _ in declared(n)]
-                names = names or [n.child_by_field_name("name")]
-                calls = any(one.type in ("call_expression", "assignment_expression") for one in walk(n))
-                if not calls and all(one is not None and words[tree.text(one)] == 1 for one in names):
-                    yield n
+                cut.append(n)
+            if n.type not in ("declaration", "alias_declaration") or not n.parent or n.parent.type != _BLOCK:
+                continue
+            variables = n.children_by_field_name("declarator")
+            names = [name for name, _ in declared(n)] or n.children_by_field_name("name")
+            read = [words[tree.text(name)] != 1 for name in names]
+            if all(read) or any(one.type in ("call_expression", "assignment_expression") for one in walk(n)):
+                continue
+            if any(read):
+                head = tree.source[n.start_byte : variables[0].start_byte]
+                stay = ", ".join(tree.text(one) for one, well in zip(variables, read) if well)
+                put.append((n.start_byte, n.end_byte, head + stay.encode() + b";"))
+            else:
+                cut.append(n)
+    return cut, put
 
 
 def _without(tree: Tree, cut: Sequence[Node], put: _Put | None = None) -> str:
