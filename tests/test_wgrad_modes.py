@@ -157,20 +157,13 @@ def ends() -> OfCase:
         )
     found |= {
         "slices of float32 of mma.sync": lambda case: wgmma(case) is None and case.way.single,
-        "many elements turned": lambda case: end(case) == "steps" and case.choice.tiling.reduce_rows > 1,
-        "many elements together": lambda case: end(case) == "together" and case.choice.tiling.reduce_rows > 1,
-        "few sums of each block together": lambda case: end(case) == "together" and few_sums(case),
+        "lanes divide the splits": lambda case: end(case) == "steps" and case.choice.splits >= 16,
+        "lanes divide the splits, together": lambda case: end(case) == "together" and case.choice.splits >= 16,
         "channels off four in channels_last": lambda case: (
             end(case) in ("alone", "together") and case.way.last and case.choice.tiling.channels[1] % 4 > 0
         ),
     }
     return found
-
-
-def few_sums(case: Case) -> bool:
-    """Whether lanes divide the splits of a quad of sums."""
-    t, share = wgmma(case), -(-math.prod(case.choice.tiling.block) // 4 // case.choice.splits)
-    return t is not None and t.reduce_rows == 1 and t.set_taps * share <= t.warpgroups * 64
 
 
 MODES = ends() | of_cases(

@@ -143,7 +143,8 @@ def _tiling(p: Problem, gpu: Gpu, base: AnyTiling, chunk: Chunk, general: bool) 
     # As many stages as fit
     most = 8 if t.channels_last else 4
     stages = min(most, (gpu.shared_bytes - t.raw_bytes - 16) // (t.stage_bytes + 16))
-    return varied(t, stages=stages) if stages >= 2 else None
+    fits = stages >= 2 and t.sums_bytes + 16 * (stages + 1) <= gpu.shared_bytes
+    return varied(t, stages=stages) if fits else None
 
 
 def narrow(p: Problem) -> int:
