@@ -37,6 +37,7 @@ lint: $(SETUP)
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
+	@$(RUN) -m mypy --config-file tests/mypy.ini tests
 
 examples: $(SETUP)  ## the example programs in their full form: about six minutes
 	$(RUN) examples/upscale_photo.py

@@ -2197,7 +2197,7 @@ static __device__ __forceinline__ void store_run(T* out, const Line (&line)[LINE
 
 static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* bias, const Item& item, const Own& own, Line* buffer, int lane, const Sizes& s) {
   const Tile& t = item.tile;
-  const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (C::channels_last ? WHOLE_PIXELS ? s.w * TO : C::to_g : s.w) % WIDE == 0;
+  const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (C::channels_last ? WHOLE_PIXELS ? s.w % WIDE * TO : C::to_g : s.w) % WIDE == 0;
   const int first = item.group * C::to_g + item.channel + (BY_CHANNELS ? lane : 0);  // channel
   const int channels = BY_CHANNELS ? (lane < LANES && first < TO) : C::to_g - item.channel;
   constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
@@ -2220,7 +2220,7 @@ static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* b
           const int c = C::channels_last ? e % CHANNELS : k, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
           line[e / WIDE].v[e % WIDE] = Scalar::stored(sum[r][y][x][c] + start[c]);
         }
-        const int exists = !C::channels_last ? s.w - column : WHOLE_PIXELS ? (s.w - column) * CHANNELS : channels;
+        const int exists = !C::channels_last ? s.w - column : WHOLE_PIXELS ? min(s.w - column, CELL_W) * CHANNELS : channels;
         const int left = row < s.h && column < s.w && ahead < channels ? exists : 0;
         store_run(to, line, ((i64)row * s.w + column) * PIXEL + ahead * channel_step, left, whole, buffer, lane);
       }

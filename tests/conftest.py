@@ -502,9 +502,11 @@ def _gxx(*arguments: str) -> None:
 
 
 # All libraries of a process share an exported template's static array, which has the size of the first library's.
-# What a GPU traps and a CPU does not, machine.cpp's handlers do: misaligned accesses, indexes beyond an array.
+# What a CPU does not trap, machine.cpp's handlers do: misaligned accesses, indexes beyond an array, and integers that
+# overflow, as places in large tensors do.
 _OF_LIBRARIES = (
-    "-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden", "-fsanitize=alignment,bounds", "-fno-sanitize-recover=all",
+    "-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden", "-fno-sanitize-recover=all",
+    "-fsanitize=alignment,bounds,signed-integer-overflow",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from upconv.cuda.direct import direct, plain, tiles
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import H200, Gpu
+from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import Chooser, TileChoice
 from upconv.cuda.pixels.family import MODES
 from upconv.cuda.rearrange import rearranged, relayout, unshuffle
@@ -144,6 +145,15 @@ def pixels_choice(mode: Chooser[TileChoice]) -> Draw:
     return choice
 
 
+def short_rings(mode: str, p: Problem, gpu: Gpu, stages: range) -> Iterator[Any]:
+    """A tile of each way in which consumers share them, with the fewest of these stages that it can have."""
+    every = implicit.alone(any_size(p), gpu) if mode == "implicit" else MODES[mode].candidates(p, gpu)
+    ways = {tuple(getattr(t, name, None) for name in ("mb", "halves", "turns", "rows")): t for t in every}
+    for t in ways.values():
+        rings = (replace(t, stages=count) for count in stages if count <= t.stages)
+        yield from islice((ring for ring in rings if not any(True for _ in ring.faults())), 1)
+
+
 @lru_cache(maxsize=1)
 def wgrad_tilings(p: Problem, gpu: Gpu) -> list[Any]:
     """All, which takes long to list, of the layer that was asked for last."""
@@ -155,7 +165,7 @@ def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
     if not every:
         return None
     tiling = rng.choice(every)
-    splits = min(math.prod(tiling.counts(p)), rng.choice((1, 2, 3, 5)))
+    splits = min(math.prod(tiling.counts(p)), rng.choice((1, 2, 3, 5)))  # type: ignore[attr-defined]
     return wgrad.Choice(tiling, p, gpus(rng, gpu), splits, Cost(1e-5))
 
 
@@ -298,8 +308,8 @@ def work(choice: Any) -> float:
         return float(tiles_of * math.prod(t.tile) * 64 * t.wgs_m * sum(t.variant_entries) * t.chunks * t.chunk)
     if isinstance(choice, wgrad.Choice):
         t = choice.tiling
-        taps = t.set_taps * t.block[1] + t.block[0]
-        return float(math.prod(t.counts(p)) * t.tiles * math.prod(t.tile) * taps * 64)
+        taps = t.set_taps * t.block[1] + t.block[0]  # type: ignore[attr-defined]
+        return float(math.prod(t.counts(p)) * t.tiles * math.prod(t.tile) * taps * 64)  # type: ignore[attr-defined]
     if isinstance(choice, TileChoice) and choice.tile.mode == "implicit":
         tile = choice.tile
         return float(tile.tiles(p) * max(tile.steps) * tile.rows * tile.columns * tile.chunk)

@@ -9,7 +9,7 @@ import ctypes
 import re
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from upconv.cuda.gpu import H200, Gpu
 _HEADER = r'#line 1 "{}\.cuh"\n.*?\n(?=#line )'
 _CALL = """
 extern "C" __attribute__((visibility("default")))
-const char* run_{0}(int grid, int threads, int shared, const char* arguments, int together, int seed) {{
-  return machine::launch([] {{ machine::call({1}); }}, grid, threads, shared, arguments, together, seed);
+const char* run_{0}(
+  int grid, int threads, int shared, const char* arguments, int together, int seed, int begin, int end) {{
+  return machine::launch([] {{ machine::call({1}); }}, grid, threads, shared, arguments, together, seed, begin, end);
 }}
 """
 
@@ -84,6 +85,8 @@ class Emulator:
     launched: list[str] = field(default_factory=list)
     counters: list[torch.Tensor] = field(default_factory=list)
     """Zeros that kernels count in, and leave as zeros."""
+    blocks: Callable[[str, int], Iterable[range]] = lambda entry, grid: (range(grid),)
+    """Of a kernel's grid those that run."""
 
     def kernel(self, source: str, entry: str, arch: str, label: str = "") -> tuple[Code, str]:
         code = self.codes.setdefault(source, Code(self.mutate(source)))
@@ -115,8 +118,10 @@ class _Launcher:
         elif together == 1:
             together += e.seed // 2 % 2
         run = self._code.function(self._entry)
-        wrong = run(grid, self._threads, self._shared, self._struct.pack(*args), together, e.seed)
-        assert wrong is None, f"{self._entry}: {wrong.decode()}"
+        arguments = self._struct.pack(*args)
+        for blocks in e.blocks(self._entry, grid):
+            wrong = run(grid, self._threads, self._shared, arguments, together, e.seed, blocks.start, blocks.stop)
+            assert wrong is None, f"{self._entry}: {wrong.decode()}"
 
     def clusters(self, blocks: int) -> int:
         return 132

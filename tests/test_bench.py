@@ -207,7 +207,7 @@ def test_kernelbenchs_inputs_are_positive_and_its_weights_those_of_torch_nn() ->
 
 def test_precision_flags_are_set_and_restored() -> None:
     def now() -> tuple[str, str]:
-        return torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+        return torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision  # type: ignore[attr-defined]
 
     before = now()
     for precision, wanted in (("tf32", "tf32"), ("ieee", "ieee"), ("bf16", "ieee")):

@@ -114,7 +114,7 @@ def test_one_graph_serves_all_sizes(engine: str) -> None:
 def test_channels_last(rank: int, engine: str) -> None:
     last = torch.channels_last if rank == 2 else torch.channels_last_3d
     model = decoder(rank)
-    for part in model:
+    for part in model:  # type: ignore[attr-defined]
         if hasattr(part, "kernel_size"):
             part.weight.data = part.weight.data.contiguous(memory_format=last)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

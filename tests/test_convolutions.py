@@ -665,7 +665,7 @@ def hopper(test: Any) -> Any:
 
 @pytest.fixture
 def tf32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")  # type: ignore[attr-defined]
     yield
 
 

@@ -77,7 +77,7 @@ print([f"{type(m).__module__}.{type(m).__name__}" for m in model])
 saved["model"] = model
 torch.save(saved, file)
 """
-    names = [f"{type(m).__module__}.{type(m).__name__}" for m in stock]
+    names = [f"{type(m).__module__}.{type(m).__name__}" for m in stock]  # type: ignore[attr-defined]
     assert run_bare(packages, code, file) == f"{names}\n"
     back = torch.load(file, weights_only=False)["model"]
     lines: list[str] = []

@@ -168,7 +168,7 @@ def test_what_random_draws_seldom_meet(ways: Callable[[random.Random], Any], emu
 
 # --- faults ----------------------------------------------------------------------------------------------------------
 
-NOTICED = r"are wrong|wait for each other|arrivals|left before|outside|misaligned"
+NOTICED = r"are wrong|wait for each other|arrivals|left before|outside|misaligned|beyond its integer"
 MOST_TRIES = 40  # choices of a family, among which a fault must show
 FULL = r"barrier_wait\(full \+ (cursor\.)?stage \* 8, (cursor\.)?parity\);"
 OF_RING = r"ring\.wait_full\(cursor\);"

@@ -23,6 +23,7 @@ from upconv.cuda.direct import direct, plain
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gemm.shuffle import countable, ways
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
+from upconv.cuda.launches import Given
 from upconv.export import source
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -85,6 +86,11 @@ def check_choice(name: str, choice: Any, p: Problem, gpu: Gpu) -> None:
     assert 0 < choice.seconds < 100 and 0 < choice.margin < 10 and 0 <= choice.packing_seconds < 1
     traffic = (p.bytes if p.pass_ == "fwd" else 0) / gpu.bandwidth
     assert choice.seconds >= 0.5 * traffic, "faster than memory"
+    given = Given(
+        "contiguous" if p.layout == "nchw" else "in place" if choice.reads == "channels_last" else "channels_last"
+    )
+    packs = [launch.entry for launch in choice.launches(given) if launch.entry.startswith("pack")]
+    assert (choice.packing_seconds > 0) == bool(packs), "an estimate has what packing the layer's weights takes"
     for text in (choice.summary, choice.bound):
         assert text and "\n" not in text and not text.endswith(".")
     again = pickle.loads(pickle.dumps(choice))
@@ -190,6 +196,14 @@ def test_every_pass_of_every_layer_has_a_kernel(gpu: Gpu) -> None:
 
 
 LAST_BF16: dict[str, Any] = {"layout": "channels_last", "dtype": DTYPES["bf16"], "precision": "bf16"}
+
+
+def test_copies_in_channels_last_pack_the_weights() -> None:
+    """Which the channels_last kernel alone would read as they lie."""
+    p = Problem.make(4, 32, 32, (32, 64, 128), 3, 2, 1, precision="tf32", pass_="grad-input", bias=False)
+    answer = families.choose(p, H200)["rearrange"]
+    assert not isinstance(answer, str) and answer.packing_seconds > 1e-6
+    check_choice("rearrange", answer, p, H200)
 
 
 def test_another_problem_of_the_same_bytes_is_taken_where_it_is_faster() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import upconv
-from conftest import OURS, THEIRS, Call, assert_equal, make_call
+from conftest import EVERY, OURS, THEIRS, Call, assert_equal, make_call
 from situations import BF16, differences, error
 from standins import H200, Data, Kernels, Weight, kernels_fixture  # noqa: F401
 from strategies import excess, gradient_excess, operands, problems
@@ -450,7 +450,7 @@ def _assert_accurate(p: Problem, found: list[Tensor], g: Tensor, x: Tensor, w: T
 
 @CUDA
 @given(p=problems())
-@settings(max_examples=40, deadline=None)  # each compiles kernels of its own
+@settings(max_examples=2000 if EVERY else 40, deadline=None)  # each compiles kernels of its own
 def test_gpu_random_problems(p: Problem) -> None:
     found, (g, x, w, b) = _on_gpu(p)
     _assert_accurate(p, found, g, x, w, b)

@@ -265,7 +265,7 @@ def _forget_installed() -> None:
     """As in a process where nothing was accelerated yet."""
     for base, forward in modules._installed.items():
         if base.forward is forward:  # type: ignore[comparison-overlap]
-            base.forward = forward.__wrapped__  # type: ignore[method-assign]
+            base.forward = forward.__wrapped__  # type: ignore[method-assign, attr-defined]
     modules._installed.clear()
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from conftest import EVERY, needs_gxx
-from drawn import DTYPES, FAMILIES, choices
+from drawn import DTYPES, FAMILIES, choices, short_rings
 from emulator import Emulator, emulator
 from results import Way, assert_computes, assert_infinities_reach_no_others
 from upconv import planner
@@ -117,7 +117,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("mode", CHOSEN)
 def test_what_the_planner_takes_a_mode_for(mode: str) -> None:
-    for name, changes in CHOSEN[mode]:
+    for name, changes in CHOSEN[mode]:  # type: ignore[attr-defined]
         found = planner.select(layer_of(name, **changes), planner.Device("cuda", gpu=H200))
         assert isinstance(found.choice, TileChoice) and found.choice.tile.mode == mode, name
         assert found.choice.summary in found.candidates[0].reason and found.choice.grid <= 132
@@ -228,13 +228,13 @@ def test_lanes_that_load_together_meet_different_banks(precision: Precision) -> 
         p = Problem.make(
             2, 64, 64, (256,), kernel, stride, padding, dtype=DTYPES[precision], precision=precision, **BACK
         )
-        assert all(t.conflicts == 1 for t in MODES["pairs"].candidates(p, H200))
+        assert all(t.conflicts == 1 for t in MODES["pairs"].candidates(p, H200))  # type: ignore[attr-defined]
     lane = np.arange(32)
     p = Problem.make(2, 32, 24, (16, 48), 4, 2, 1, dtype=DTYPES[precision], precision=precision)
     for t in MODES["phases"].candidates(p, H200):
-        words = ((lane & 3) * 2 * t.pitch + (lane >> 2)) * t.element // 4
+        words = ((lane & 3) * 2 * t.pitch + (lane >> 2)) * t.element // 4  # type: ignore[attr-defined]
         assert len(set(words % 32)) == len(set(words)) == (32 if t.element == 4 else 16)
-        assert t.buffer_bytes // t.passed % 64 == 16, "and of what is stored, channels"
+        assert t.buffer_bytes // t.passed % 64 == 16, "and of what is stored, channels"  # type: ignore[attr-defined]
 
 
 def test_shifts_have_the_fewest_columns() -> None:
@@ -263,6 +263,40 @@ def test_shifts_have_the_fewest_columns() -> None:
         assert sum(len(s.taps) for s in shifts) == min(counts)
         shorter += min(counts) < counts[0]  # than in the phases' own order
     assert shorter > 3
+
+
+RINGS: dict[str, tuple[str, Problem]] = {
+    "implicit": ("implicit", Problem.make(2, 160, 72, (5, 7), 3, 2, 1, 1, **LAST)),
+    "implicit dX": ("implicit", Problem.make(2, 40, 160, (5, 7), 3, 2, 1, 1, **LAST, **BACK)),
+    "pairs": ("pairs", Problem.make(2, 40, 40, (5, 24), 4, 2, 1, **BACK)),
+    "phases": ("phases", Problem.make(3, 40, 16, (5, 24), 3, 2, 1)),
+    "subpixel": ("subpixel", Problem.make(2, 200, 24, (10, 16), 2, 2)),
+    "sweep": ("sweep", Problem.make(1, 40, 16, (3, 8, 16), (3, 3, 5))),
+    "sweep dX": ("sweep", Problem.make(1, 16, 40, (3, 8, 16), (3, 3, 5), 1, (1, 1, 2), **BACK)),
+    "sweep last": ("sweep", Problem.make(1, 40, 16, (3, 8, 16), (3, 3, 5), **LAST)),
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+@needs_gxx
+def test_the_shortest_rings_do_not_deadlock(name: str, emulator: Emulator) -> None:
+    """In one block, whose consumers have several tiles. A launch that can deadlock does so in the emulator."""
+    mode, p = RINGS[name]
+    p = p.with_(precision="tf32", bias=False)
+    tiles = list(short_rings(mode, p, H200, range(2, 9)))
+    assert tiles and min(t.stages for t in tiles) == 2
+    for t in tiles:
+        assert_computes(TileChoice(t, p, replace(H200, multiprocessors=1), Cost(1e-5)), emulator, 1)
+
+
+def test_consumers_in_turn_never_wait_for_what_both_have_to_read() -> None:
+    """A consumer multiplies a slice's chunks before its turn ends, and the other has read none of them until then."""
+    mode, p = RINGS["sweep last"]
+    taken = [t for t in MODES[mode].candidates(p.with_(precision="tf32"), H200) if t.turns]
+    assert taken and all(t.stages > t.pixels.chunks for t in taken)
+    for t in taken:
+        assert not any(True for _ in t.faults())
+        assert any("give back any" in fault for fault in replace(t, stages=t.pixels.chunks).faults())
 
 
 # --- the model -------------------------------------------------------------------------------------------------------

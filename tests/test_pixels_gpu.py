@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from conftest import HOPPER, assert_capturable
-from drawn import DTYPES
+from drawn import DTYPES, short_rings
 from results import assert_computes
 from upconv import reference
-from upconv.cuda.axes import any_size
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import gpu
-from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.family import MODES
 from upconv.problem import Precision, Problem
@@ -36,13 +35,6 @@ MANY: dict[str, tuple[str, Problem]] = {
 }
 
 
-def tiles_of(mode: str, p: Problem) -> list[Any]:
-    """One of each way in which consumers share tiles."""
-    every = implicit.alone(any_size(p), gpu(0)) if mode == "implicit" else MODES[mode].candidates(p, gpu(0))
-    ways = {tuple(getattr(t, name, None) for name in ("mb", "halves", "turns", "rows")): t for t in every}
-    return list(ways.values())
-
-
 @pytest.mark.parametrize("stages", (2, 3, 5))
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 @pytest.mark.parametrize("name", MANY)
@@ -50,12 +42,8 @@ def test_many_tiles_of_a_block_around_short_rings(name: str, precision: Precisio
     """Few blocks: every stage is taken again, by another consumer or by both."""
     mode, p = MANY[name]
     p = p.with_(dtype=DTYPES[precision], precision=precision)
-    for t in tiles_of(mode, p):
-        if t.stages < stages:
-            continue
-        for blocks in (3, 7):
-            choice = TileChoice(replace(t, stages=stages), p, replace(gpu(0), multiprocessors=blocks), Cost(1e-5))
-            assert_computes(choice, None, stages)
+    for t, blocks in product(short_rings(mode, p, gpu(0), range(stages, 9)), (3, 7)):
+        assert_computes(TileChoice(t, p, replace(gpu(0), multiprocessors=blocks), Cost(1e-5)), None, stages)
 
 
 @pytest.mark.parametrize("cout", [32, 48])

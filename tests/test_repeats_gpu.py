@@ -54,8 +54,8 @@ def theirs(p: Problem, x: Tensor, g: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", list(LAYERS))
 def test_calls_are_equal_to_the_bit(name: str, precision: Precision) -> None:
     layer, layouts = LAYERS[name]
-    before = torch.backends.cudnn.conv.fp32_precision
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    before = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
     try:
         for layout in layouts if layer.rank > 1 else layouts[:1]:
             order = FORMATS.get(layer.rank) if layout == "channels_last" else torch.contiguous_format
@@ -71,7 +71,7 @@ def test_calls_are_equal_to_the_bit(name: str, precision: Precision) -> None:
                 if choice is not None:
                     check(p, choice, x, g, w)
     finally:
-        torch.backends.cudnn.conv.fp32_precision = before
+        torch.backends.cudnn.conv.fp32_precision = before  # type: ignore[attr-defined]
         torch.cuda.empty_cache()
 
 

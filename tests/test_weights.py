@@ -180,7 +180,7 @@ def test_what_pytorch_can_see_ends_the_promise(change: Callable[[Model], object]
 def test_a_call_in_training_mode_ends_the_promise(packing: None) -> None:
     """Also where a container's own ``train`` sets the mode of its layers, without a call of theirs."""
     model = upconv.freeze(ours().eval())
-    for layer in model[:2]:
+    for layer in model[:2]:  # type: ignore[attr-defined]
         layer.training = True
     assert frozen_layers(model) == [True] * 3
     model(torch.randn(1, 8, 5, 5))
@@ -341,7 +341,7 @@ def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 @pytest.fixture
 def ieee() -> Iterator[None]:
-    conv = torch.backends.cudnn.conv
+    conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = conv.fp32_precision
     conv.fp32_precision = "ieee"
     yield

@@ -32,9 +32,14 @@ static u32 below(u32 n) {
   _longjmp(failed, 1);
 }
 
-extern "C" {  // of -fsanitize=alignment and bounds
+extern "C" {  // of -fsanitize=alignment, bounds and signed-integer-overflow
 void __ubsan_handle_type_mismatch_v1_abort(void*, void*) { fail("a misaligned access"); }
 void __ubsan_handle_out_of_bounds_abort(void*, void*) { fail("an index outside of an array"); }
+void __ubsan_handle_add_overflow_abort(void*, void*, void*) { fail("a sum beyond its integer"); }
+void __ubsan_handle_sub_overflow_abort(void*, void*, void*) { fail("a difference beyond its integer"); }
+void __ubsan_handle_mul_overflow_abort(void*, void*, void*) { fail("a product beyond its integer"); }
+void __ubsan_handle_negate_overflow_abort(void*, void*) { fail("a negative beyond its integer"); }
+void __ubsan_handle_divrem_overflow_abort(void*, void*, void*) { fail("a quotient beyond its integer"); }
 }
 
 void yield() {
@@ -158,15 +163,15 @@ unsigned char* shared_at(u32 at, u32 bytes) {
 static void free_stacks() {
   for (Fiber* f : fibers) free(f->stack), f->stack = nullptr;
 }
-// Runs a grid; `together`: blocks that run at once. Returns what went wrong, or null.
-const char* launch(void (*with)(), int count, int threads, int shared, const char* arguments, int together, int seed) {
+const char* launch(void (*with)(), int count, int threads, int shared, const char* arguments, int together, int seed, int begin, int end) {
   if (_setjmp(failed)) {
     free_stacks();
     return failure;
   }
   stored.clear();
   entry = with, given = arguments, grid = count, block_size = threads, shared_bytes = shared, late = seed & 1, random_state = seed * 2654435761u + 1, self = nullptr;
-  for (int first = 0; first < count; first += together) run_blocks(first, min(together, count - first), threads);
+  if (!end) end = count;
+  for (int first = begin; first < end; first += together) run_blocks(first, min(together, end - first), threads);
   free_stacks();
   return nullptr;
 }

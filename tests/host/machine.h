@@ -209,7 +209,8 @@ template <class... A> static void call(void (*kernel)(A...)) {
   Called<A...>{kernel, argument<A>(from)...};           // in braces, so that arguments are taken in their order
 }
 // Runs a grid; `together`: blocks that run at once. Returns what went wrong, or null.
-const char* launch(void (*with)(), int count, int threads, int shared, const char* arguments, int together, int seed);
+// Runs a grid; `together`: blocks that run at once. With `end`, of its blocks those from `begin` on. Returns what went wrong, or null.
+const char* launch(void (*with)(), int count, int threads, int shared, const char* arguments, int together, int seed, int begin = 0, int end = 0);
 }  // namespace machine
 
 static u32 shared_address(const void* p) {

@@ -205,7 +205,7 @@ def judge(s: Situation, device: str, every: bool = True) -> Verdict:
     verdict = Verdict()
     for way in WAYS:
         for forced in (False, True) if device == "cpu" and every else (device == "cpu",):
-            with forced_plans("any", "split") if forced else nullcontext([]) as found:
+            with forced_plans("any", "split") if forced else nullcontext([]) as found:  # type: ignore[attr-defined]
                 ours = _run(s, way, device)
             verdict.reached |= bool(found)
             label = f"{way}, forced" if forced else way

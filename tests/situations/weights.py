@@ -96,7 +96,7 @@ def wrapped_weight(lab: Lab) -> Any:
     w = layer.weight.detach()
     layer.weight = nn.Parameter(TwoTensor(w.clone(), w.clone()), requires_grad=False)
     out = seen(layer, x)
-    return first, type(out).__name__, out.a, out.b
+    return first, type(out).__name__, out.a, out.b  # type: ignore[attr-defined]
 
 
 @situation("pytorch/pytorch#37322", "A pruned layer computes its weight from a mask; copies of it are made")

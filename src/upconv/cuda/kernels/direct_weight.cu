@@ -141,7 +141,7 @@ static __device__ __forceinline__ void run(unsigned char* memory, const T* __res
     column[j] = first_kh * C::dilation_h * ROW_PITCH + Base::column_at(Base::column_of_tap(kw));
   }
   const int total = s.batch * s.d * s.tiles_h * s.tiles_w, begin = item.range * tiles_of_range;
-  const int end = begin + tiles_of_range < total ? begin + tiles_of_range : total;
+  const int end = begin + min(tiles_of_range, total - begin);
   Sums sum = {};
 #pragma unroll 1
   for (int i = begin; i < end; i++) {

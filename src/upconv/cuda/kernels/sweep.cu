@@ -7,7 +7,8 @@
 // reaches. Behind a slice the first slot's sums are complete; they are stored, and the others move up by one. So every product is
 // useful but at the ends of a walk.
 //
-// `turns`: consumers multiply in turn, so that one stores while the other multiplies. All weights stay, and a slice's chunks until both have.
+// `turns`: consumers multiply in turn, so that one stores while the other multiplies. All weights stay. A slice's chunks stay until both have
+// read them. A turn reads all of them, so a ring of fewer stages than chunks would wait for ever; one more lets the next slice begin.
 //
 // M-rows are neighbouring pixel rows of the tile, its halo's columns among them, whose sums nobody stores: so rows of any width fill
 // the instructions. Consumers halve them: `nb` x 64 each.
@@ -73,6 +74,7 @@ static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
 static_assert(BARRIERS_AT + Pixels::BARRIER_BYTES + Weights::BARRIER_BYTES + Slots::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
 static_assert(BOX && T::PARTS == 1 && !C::strided_box && C::w_stage % K_STEPS == 0,
               "boxes bring pixels, in one part, channels-last ones one for a chunk, and a stage of the ring has whole taps");
+static_assert(!C::turns || (C::stages_p > CHUNKS && C::stages_w == CHUNKS && C::w_stage == CHUNK_STEPS), "consumers in turn would wait for ever");
 
 struct Tile {
   int group;                                           // 0

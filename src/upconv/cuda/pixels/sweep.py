@@ -187,8 +187,10 @@ class Tile(Base):
             yield f"{self.nb} x 64 x {self.b_columns} sums are more than registers hold"
         if self.chunk_steps * self.nb > _MOST_INSTRUCTIONS:
             yield f"{self.chunk_steps} steps of {self.nb} instructions are too long a stretch"
-        if self.w_stage != self.chunk_steps or self.stages <= t.chunks if self.turns else self.stages_w < 2:
-            yield "resident weights have a stage for each chunk, as pixels have and one more; a ring has at least two"
+        if self.turns and (self.w_stage != self.chunk_steps or self.stages <= t.chunks):
+            yield "consumers in turn read all chunks before they give back any: each has a stage, and there is one more"
+        if not self.turns and min(self.stages, self.stages_w) < 2:
+            yield "a ring has at least two stages"
         if self.w_stage % t.k_steps:
             yield "a stage of the ring has parts of taps"
         if t.pixels > MAX_PIXELS:

@@ -57,8 +57,13 @@ class Choice(family.Defaults, ABC):
         return self.inner.margin
 
     @property
+    def packs(self) -> bool:
+        """Whether a call packs its weights, which are contiguous; of one tap they lie as boxes want them."""
+        return self.problem.pass_ == "grad-input" and (self.inner.problem.taps > 1 or self.inner.reads is None)
+
+    @property
     def packing_seconds(self) -> float:
-        return self.inner.packing_seconds
+        return family.packing_seconds(self.inner.problem, self.inner.gpu) if self.packs else 0.0
 
     @property
     def casts(self) -> bool:
@@ -76,7 +81,7 @@ class Choice(family.Defaults, ABC):
         inner: Any = self.inner
         if self.problem.pass_ == "grad-weight":
             return renamed(inner.launches(given), names)
-        if inner.problem.taps == 1 and inner.reads is not None and not given.single:
+        if not self.packs and not given.single:
             return renamed((inner.multiply(given._replace(weight="in place")),), names)
         packed = Scratch("packed", inner.packed_bytes(given))
         return renamed((inner.pack(given), inner.multiply(given)), {"packed": packed, **names})
