@@ -63,8 +63,6 @@ class Choice(family.Defaults):
     """Ranges of chunks that different blocks take."""
     cost: Cost
     """The model's estimate."""
-    flat: bool = False
-    """Whether the problem is another's `Problem.flat`."""
     at_once: bool = True
     """Whether all blocks run at once on its device."""
     family: str = field(default="wgrad", init=False)
@@ -89,8 +87,6 @@ class Choice(family.Defaults):
         instruction = "wgmma" if isinstance(t, WarpgroupTiling) else "mma.sync"
         if isinstance(t, WarpgroupTiling) and t.stacked:
             instruction += f" of up to {t.stack} rows"
-        if self.flat:
-            instruction = f"the batch as pixels: {instruction}"
         gapless = isinstance(t, WarpgroupTiling) and t.gapless
         shape += f" of {gapless} without gaps" if gapless else ""
         return (
@@ -242,22 +238,18 @@ def tensor_maps(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Map, ...]:
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
+    """As `upconv.cuda.family` asks: `choose`."""
+    return choose(p, gpu, general)
+
+
+@lru_cache(maxsize=4096)
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
     """The cheapest tiling by the model, or the sentence why tensor cores cannot serve the problem.
 
     ``general``: of those that serve every size of the input.
     """
-    return _choose(p, gpu, general)
-
-
-def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
-    """As `upconv.cuda.family` asks: `choose`, for the problem or for one whose tensors are the same (`batches`)."""
-    return batches.too_long(p) or batches.choose(choose, p, gpu, general)
-
-
-@lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
-    if refused := refusal(p, gpu):
+    if refused := batches.too_long(p) or refusal(p, gpu):
         return refused
     found = best(p, gpu, general)
     if found is None:
