@@ -91,7 +91,7 @@ def _units(where: planner.Device, cases: Sequence[Case]) -> Rows:
     for job in run.jobs("cuda", cases, ways, small=False, bias=None):
         # In training weights are packed by the kernel itself, where one does.
         choices = planner.plan(job.problem, where).choices("step").items()
-        units = {pass_: [*choice.sources(), *choice.packing_sources] for pass_, choice in choices}
+        units = {pass_: choice.sources() for pass_, choice in choices}
         found[job.case, job.problem.precision, job.problem.layout] = units
     return found
 

@@ -42,7 +42,7 @@ from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.launches import Given, Scratch
 from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.pixels.family import MODES
+from upconv.cuda.pixels.family import MODES, choose
 from upconv.cuda.pixels.tile import CONSUMERS
 from upconv.cuda.prepared import Program
 from upconv.cuda.rearrange import relayout
@@ -151,13 +151,10 @@ def tensor(shape: tuple[int, ...], p: Problem) -> torch.Tensor:
     return found.contiguous(memory_format=memory_format(p.layout, p.rank)) if last else found
 
 
-def run_prepared(prepared: Any, p: Problem, packing: bool = False, claim: bool = False) -> None:
-    """A choice's kernels on random operands; ``packing``: by the one that packs weights itself; ``claim``: tiles."""
+def run_prepared(prepared: Any, p: Problem, claim: bool = False) -> None:
+    """A choice's kernels on random operands; ``claim``: blocks claim tiles."""
     x, weight, out = (tensor(shape, p) for shape in (source_shape(p), p.weight_shape, result_shape(p)))
-    if packing:
-        prepared.run(x, weight, None, out, True, True)
-    else:
-        prepared.run(x, prepared.pack(weight), None, out, *((False, True) if claim else ()))
+    prepared.run(x, prepared.pack(weight), None, out, *((False, True) if claim else ()))
 
 
 def run_claimed(p: Problem, wanted: Callable[[Any], bool]) -> None:
@@ -168,17 +165,15 @@ def run_claimed(p: Problem, wanted: Callable[[Any], bool]) -> None:
     run_prepared(next(choice for choice in fitting if choice.claimed).prepare(0), p, claim=True)
 
 
-def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False, again: bool = False) -> None:
-    """The first tiling of a kind. ``packing``: by the kernel that packs the weights itself. ``again``: blocks have
-    three tiles and more.
-    """
+def run_gather(p: Problem, wanted: Callable[[Any], bool], again: bool = False) -> None:
+    """The first tiling of a kind. ``again``: blocks have three tiles and more."""
     chip = replace(gpu(0), multiprocessors=2) if again else gpu(0)
     tiling = next(t for _, t in gather_search.considered(p, chip) if wanted(t))
     choice = gather.Choice(tiling, p, chip)
     if again and tiling.arguments(p)[-1] < 3 * choice.grid:
         raise RuntimeError(f"{tiling.arguments(p)[-1]} tiles give {choice.grid} blocks no third one")
     prepared = choice.prepare(0)
-    run_prepared(prepared, p, packing)
+    run_prepared(prepared, p)
 
 
 def run_abreast(p: Problem, wanted: Callable[[Any], bool]) -> None:
@@ -194,9 +189,9 @@ def run_sweep(p: Problem, wanted: Callable[[Any], bool]) -> None:
     run_prepared(prepared, p)
 
 
-def run_choice(p: Problem, family: Any) -> None:
-    """The planner's choice of a family."""
-    found = family.choose(p, gpu(0))
+def run_choice(p: Problem, mode: str) -> None:
+    """The cheapest tile of a mode of `pixels`."""
+    found = choose(mode, p, gpu(0))
     if isinstance(found, str):
         raise RuntimeError(found)
     prepared = found.prepare(0)
@@ -227,7 +222,7 @@ def run_implicit(p: Problem, halves: bool, stages: int = 0) -> None:
 def run_phases(p: Problem, stages: int) -> None:
     """A tile of several chunks, whose consumers have several tiles each and go round their rings again and again."""
     chip = replace(gpu(0), multiprocessors=2)
-    tile = next(t for t in MODES["phases"].candidates(p, chip) if t.chunks > 1 and t.stages >= stages)
+    tile = next(t for t in MODES["phases"].candidates(p, chip) if t.c.chunks > 1 and t.stages >= stages)
     choice = TileChoice(replace(tile, stages=stages), p, chip, Cost())
     if tile.tiles(p) < 2 * CONSUMERS * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
@@ -278,11 +273,7 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "forward-ieee": case(
         "gather", run_gather, PLAIN, "ieee nchw fwd", lambda t: t.wgmma and t.taps_unrolled > 2 and not t.resident
     ),
-    "forward-drained": case("gather", run_gather, STRIDED, "bf16 nchw fwd", lambda t: t.drained, False, True),
-    "forward-packing": case("gather", run_gather, STRIDED, "tf32 nchw fwd", lambda t: t.packs and t.resident, True),
-    "forward-packing-16": case(
-        "gather", run_gather, STRIDED, "bf16 nchw fwd", lambda t: t.packs and not t.resident, True
-    ),
+    "forward-drained": case("gather", run_gather, STRIDED, "bf16 nchw fwd", lambda t: t.drained, True),
     "forward-shuffled": case("gather", run_gather, FEW, "tf32 nchw fwd", lambda t: t.wgmma and t.shuffle is not None),
     "forward-last": case("gather", run_gather, STRIDED, "bf16 channels_last fwd", lambda t: t.wgmma),
     "forward-teams": case("gather", run_gather, NARROW, "bf16 channels_last fwd", lambda t: t.wgmma and t.subs == 2),
@@ -291,7 +282,7 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "forward-width": case("gather", run_abreast, SMALL, "bf16 channels_last fwd", lambda t: t.split != 2),
     "forward-cluster": case("gather", run_gather, CROSSED, "tf32 nchw fwd", lambda t: t.cluster > 1),
-    "forward-beside": case("gather", run_gather, TINY, "bf16 nchw fwd", lambda t: t.beside > 0, False, True),
+    "forward-beside": case("gather", run_gather, TINY, "bf16 nchw fwd", lambda t: t.beside > 0, True),
     "planes-cluster": case(
         "gather", run_gather, CROSSED_BACK, "bf16 channels_last grad-input", lambda t: t.cluster > 1
     ),
@@ -305,10 +296,10 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "sweep-turns": case("sweep", run_sweep, DEEP, "bf16 nchw fwd", lambda s: s.turns),
     "sweep-last": case("sweep", run_sweep, DEEP, "tf32 channels_last fwd", lambda s: not s.turns),
     "sweep-last-turns": case("sweep", run_sweep, DEEP, "bf16 channels_last fwd", lambda s: s.turns),
-    "subpixel": case("pixels", run_choice, LONE, "tf32 nchw fwd", MODES["subpixel"]),
-    "subpixel-16": case("pixels", run_choice, LONE, "bf16 nchw fwd", MODES["subpixel"]),
-    "pairs": case("pixels", run_choice, LONE_BACK, "tf32 nchw grad-input", MODES["pairs"]),
-    "pairs-16": case("pixels", run_choice, TAPPED_BACK, "bf16 nchw grad-input", MODES["pairs"]),
+    "subpixel": case("pixels", run_choice, LONE, "tf32 nchw fwd", "subpixel"),
+    "subpixel-16": case("pixels", run_choice, LONE, "bf16 nchw fwd", "subpixel"),
+    "pairs": case("pixels", run_choice, LONE_BACK, "tf32 nchw grad-input", "pairs"),
+    "pairs-16": case("pixels", run_choice, TAPPED_BACK, "bf16 nchw grad-input", "pairs"),
     "implicit": case("pixels_last", run_implicit, STRIDED, "tf32 channels_last grad-input", True, 2),
     "implicit-turns": case("pixels_last", run_implicit, STRIDED, "bf16 channels_last fwd", False, 3),
     "implicit-cluster": case("pixels_last", run_implicit, CROSSED, "tf32 channels_last fwd", True),

@@ -25,7 +25,7 @@ Kernels:
 - forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
   6 x 6 fragments, 211 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 8 x 5 fragments, 212 KB shared.
+  ring of 6 x 7 fragments, 216 KB shared.
 - gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x4x2x16
   (NxDxHxW of q), K in 66 slices, 210 KB shared.
 
@@ -251,6 +251,10 @@ typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
+__device__ __forceinline__ void let_dependent_begin() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
 // And waits for what that one wrote.
 __device__ __forceinline__ void wait_for_results() {
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
@@ -418,15 +422,22 @@ struct CursorOf {                                       // a place in the ring, 
   }
 };
 
+// The order of a block's tiles. It says which is the first, and which follows one; the loader's also when it is done. A kernel K has an `Order` for
+// warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
+
+// Tiles that are dealt out evenly. Where they are few, CLUSTER blocks, which are neighbours and have no other tile, have one together: each a
+// share of its chunks.
+template <class Sizes, int CLUSTER = 1>
+struct DealtOut {
+  __device__ __forceinline__ explicit DealtOut(const Sizes&) {}
+  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x / CLUSTER; }
+  __device__ __forceinline__ int next(int index, const Sizes& s) const { return CLUSTER > 1 ? s.tiles : index + gridDim.x; }
+  __device__ __forceinline__ void end() {}
+};
+
 // Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
 // multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
-//
-// STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
-//
-// `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
-// are done. Null: tiles are dealt out evenly.
-
 constexpr int CLAIMS = 16;                       // places of the ring
 constexpr int CLAIMS_BYTES = CLAIMS * 12;        // of shared memory: barriers, then tiles
 
@@ -434,53 +445,47 @@ __device__ __forceinline__ void claims_init(u32 ring) {
   for (int i = 0; i < CLAIMS; i++) barrier_init(ring + 8 * i, 1);
 }
 
-// The thread that claims. A block's first tile is `blockIdx.x`.
-template <int STEP>
-struct Claimer {
+// The thread that claims. STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
+//
+// `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
+// are done. Null: tiles are dealt out evenly.
+template <class Sizes, int STEP>
+struct Claiming {
   u32 ring;
   u32* counters;
   int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
-  bool untold;
   CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ Claimer(u32 ring, u32* counters) : ring(ring), counters(counters), untold(false), cursor({0, 0}) { ask(blockIdx.x); }
+  __device__ __forceinline__ explicit Claiming(const Sizes& s) : ring(s.claims), counters(s.counters), cursor({0, 0}) { ask(blockIdx.x); }
   __device__ __forceinline__ void ask(int index) {
     const int own = STEP == 1 ? 0 : blockIdx.x % STEP;
     upcoming = index + gridDim.x;
     if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
   }
-  __device__ __forceinline__ int next() {
-    untold = true;
-    return upcoming;
-  }
-  // Behind the tile's first boxes, which are not to wait for this.
-  __device__ __forceinline__ void tell() {
-    if (!untold) return;
-    untold = false;
+  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
+  // Nobody says that a place is free again: who loads is ahead of those who read by no more tiles than stages, of pixels and of slots,
+  // and one more have chunks of, but for two that consumers who take turns have in hand, and the next. These must be CLAIMS at most.
+  __device__ __forceinline__ int next(int, const Sizes&) {
     const int index = upcoming;
     ask(index);
-    put(index);
-  }
-  // Nobody says that a place is free again: who loads is ahead of those who read by no more tiles than stages, of pixels and of slots,
-  // have chunks of, but for two that consumers who take turns have in hand, and the next. These must be CLAIMS at most.
-  __device__ __forceinline__ void put(int index) {
     store_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage, index);
     barrier_arrive(ring + 8 * cursor.stage);
     cursor.next();
+    return index;
   }
   __device__ __forceinline__ void end() {
-    put(upcoming);                      // beyond the last one
     if (!counters || atomicAdd(counters + STEP, 1u) != gridDim.x - 1) return;
     for (int i = 0; i <= STEP; i++) counters[i] = 0;
   }
 };
 
 // Others: warps, or (ALONE) single threads.
-template <bool ALONE>
-struct ClaimsOf {
+template <class Sizes, bool ALONE>
+struct Told {
   u32 ring;
   CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ ClaimsOf(u32 ring) : ring(ring), cursor({0, 0}) {}
-  __device__ __forceinline__ int next() {
+  __device__ __forceinline__ explicit Told(const Sizes& s) : ring(s.claims), cursor({0, 0}) {}
+  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
+  __device__ __forceinline__ int next(int, const Sizes&) {
     barrier_wait(ring + 8 * cursor.stage, cursor.parity);
     const int index = load_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage);
     cursor.next();
@@ -593,8 +598,8 @@ struct Sizes {
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M-groups
-  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
   u32* counters;                                       // claims.cuh's
+  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
 };
 
 template <int MORE>                                     // behind the input's
@@ -638,49 +643,7 @@ __device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
   store_shared_128(to, hi[0], hi[1], hi[2], hi[3]);
 }
 
-// A block's tiles, and a walk over their chunks.
-
-// An order says which tile is a block's first, and which follows one; the loader also when others may be told, and when it is done. A kernel K
-// has an `Order` for warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
-//
-// Tiles that are dealt out evenly.
-template <class Sizes>
-struct DealtOut {
-  __device__ __forceinline__ explicit DealtOut(const Sizes&) {}
-  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
-  __device__ __forceinline__ int next(int index, const Sizes&) const { return index + gridDim.x; }
-  __device__ __forceinline__ void tell() {}
-  __device__ __forceinline__ void end() {}
-};
-
-// Where tiles are few, CLUSTER blocks have one together, each a share of its chunks, and add up their sums in shared memory. They are
-// neighbours, and have no other tile.
-template <class Sizes, int CLUSTER>
-struct OneTogether {
-  __device__ __forceinline__ explicit OneTogether(const Sizes&) {}
-  __device__ __forceinline__ void tell() {}
-  __device__ __forceinline__ void end() {}
-};
-template <int CLUSTER>
-__device__ __forceinline__ int rank_in_cluster() { return (int)(blockIdx.x % CLUSTER); }
-
-// Tiles that are claimed.
-template <class Sizes, bool ALONE>
-struct Told {
-  ClaimsOf<ALONE> claims;
-  __device__ __forceinline__ explicit Told(const Sizes& s) : claims(s.claims) {}
-  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
-  __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
-};
-template <class Sizes, int STEP>
-struct Claiming {
-  Claimer<STEP> claims;
-  __device__ __forceinline__ explicit Claiming(const Sizes& s) : claims(s.claims, s.counters) {}
-  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
-  __device__ __forceinline__ int next(int, const Sizes&) { return claims.next(); }
-  __device__ __forceinline__ void tell() { claims.tell(); }
-  __device__ __forceinline__ void end() { claims.end(); }
-};
+// A walk over the chunks of a block's tiles.
 
 // A walk over (tile, chunk) in the order in which consumers take them. K has `tile_at`, a tile's chunks, `first_chunk` to `end_chunk`, and SHARES,
 // the blocks that share these.
@@ -717,31 +680,24 @@ struct Walk {
 
 // What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
 
-template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
 // A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, ROLLED, LOOPED };
+// one stretch. Else C::taps_unrolled taps of a block are a stretch.
+enum Steps { STRAIGHT, LOOPED };
 
 // How results are stored: NCHW rows or channels-last pixels; of rows of M that are phases; or NCHW by the tensor copy engine.
 enum Stores { STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES };
 
-// The orders of a block's roles, see gather_walk.cuh.
-template <class C, class Sizes, bool CLAIMED = C::claimed, bool TOGETHER = (C::cluster > 1)>
+// The orders of a block's roles, see claims.cuh.
+template <class C, class Sizes, bool CLAIMED = C::claimed>
 struct Orders {
-  using Order = DealtOut<Sizes>;
+  using Order = DealtOut<Sizes, C::cluster>;
   using AloneOrder = Order;
   using LoaderOrder = Order;
 };
 template <class C, class Sizes>
-struct Orders<C, Sizes, false, true> {
-  using Order = OneTogether<Sizes, C::cluster>;
-  using AloneOrder = Order;
-  using LoaderOrder = Order;
-};
-template <class C, class Sizes>
-struct Orders<C, Sizes, true, false> {
+struct Orders<C, Sizes, true> {
   using Order = Told<Sizes, false>;
   using AloneOrder = Told<Sizes, true>;
   using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
@@ -762,6 +718,7 @@ static constexpr int WGS_M = C::split == 1 ? 2 : 1;
 static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int STEPS_PER_TAP = T::K_STEPS * T::PARTS;
+static constexpr int ENTRIES = C::entries[C::variants * (C::mb + 1) - 1];  // of all variants
 static constexpr int LONGEST_STRETCH = C::taps_unrolled * STEPS_PER_TAP;  // where not STRAIGHT
 
 struct Tile {
@@ -795,7 +752,7 @@ static __device__ __forceinline__ int chunks_of(int variant) { return entries_of
 
 // A block's chunks of a tile: all, or a share.
 static constexpr int SHARES = C::cluster;
-static __device__ __forceinline__ int rank() { return rank_in_cluster<SHARES>(); }
+static __device__ __forceinline__ int rank() { return (int)(blockIdx.x % SHARES); }
 static __device__ __forceinline__ int first_chunk() { return SHARES > 1 ? rank() * T::CHUNKS / SHARES : 0; }
 static __device__ __forceinline__ int end_chunk(int variant) {
   if constexpr (SHARES > 1) {}
@@ -803,6 +760,67 @@ static __device__ __forceinline__ int end_chunk(int variant) {
 }
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
+
+// Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
+
+constexpr int PACK_THREADS = 256;
+
+template <int P>
+__device__ __forceinline__ u32 operand(float v) {
+  return to_tf32(v);
+}
+
+// 16 bytes of neighbouring operands.
+__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[4]) { *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]); }
+
+// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero. `low`: what TF32
+// leaves of it.
+struct WeightAt { bool there; int first, second, tap; bool low = false; };
+
+// Writes a unit of a kernel's packed weights. (Not a generic lambda, for which some compilers want an annotation that others refuse.)
+template <class K, class Weight>
+struct UnitWriter {
+  const Weight* weight;
+  char* packed;
+  int tap_step;
+
+  template <class At>
+  __device__ __forceinline__ void operator()(long long place, const At& at) const {
+    u32 v[K::VEC];
+#pragma unroll
+    for (int e = 0; e < K::VEC; e++) {
+      const WeightAt w = at(e);
+      int of = tap_step == 1 ? w.second * K::TAPS_IN_ALL + w.tap : w.tap * tap_step + w.second;
+      if (!w.there) {
+        v[e] = 0;
+        continue;
+      }
+      const Weight value = weight[(long long)w.first * (K::SECOND * K::TAPS_IN_ALL) + of];
+      v[e] = operand<K::C::precision>(value);
+    }
+    write_operands(packed + place, v);
+  }
+};
+
+// What a kernel K inherits whose packed weights are units of 16 bytes, each a thread's. It has PACK_UNITS of them, the weight's SECOND
+// dimension, its TAPS_IN_ALL, and `pack_unit(i, write)`, which calls `write(place, at)` with unit i's byte and its elements' `WeightAt`s.
+// The weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
+template <class K>
+struct PacksUnits {
+  template <class Weight>
+  static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+    let_dependent_begin();                              // the kernel
+    int i = blockIdx.x * PACK_THREADS + threadIdx.x;
+    if (i < K::PACK_UNITS) K::pack_unit(i, UnitWriter<K, Weight>{weight, packed, tap_step});
+  }
+};
+
+// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
+template <class K>
+__global__ void __launch_bounds__(PACK_THREADS)
+pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  K::pack_weights(weight, packed, tap_step);
+}
 
 // Weights, from memory to a consumer's registers: fragments in the order in which they are used.
 
@@ -813,12 +831,12 @@ enum WeightsAs { PACKED, ROWS_ALONG_K, ROWS_ALONG_M };
 template <class C>
 constexpr int WEIGHTS_OF = !C::boxed ? PACKED : C::grad_input ? ROWS_ALONG_K : ROWS_ALONG_M;
 
+// Packed weights of a tile's chunk (gather_pack.cuh).
 template <class C>
-__device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t) {
+__device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  constexpr int EACH = G::CHUNKS * G::STEPS_PER_TAP;    // of an entry
-  long long before = (long long)(t.group * C::cout_blocks + t.cout_block) * (G::end_entry(C::variants - 1) * EACH);
-  return packed + (before + G::first_entry(t.variant) * EACH) * (G::WGS_M * G::FRAGMENT);
+  long long before = ((long long)(t.group * C::cout_blocks + t.cout_block) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(t.variant);
+  return packed + before * (G::STEPS_PER_TAP * G::WGS_M * G::FRAGMENT);
 }
 
 // --- the ring's stages, by the way that weights come ------------------------------------------------------------------
@@ -832,16 +850,14 @@ template <class C>
 struct WeightsOf<C, PACKED> {
 using G = GatherWork<C>;
 using Memory = const char*;
-using Source = const char*;                             // chunks lie one behind the other
+struct Source { const char *packed, *at; };
 
-static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile& t) {
-  return fragments_of<C>(packed, t) + (long long)G::first_chunk() * G::entries_of(t.variant) * G::STEPS_PER_TAP * (G::WGS_M * G::FRAGMENT);
-}
-static __device__ __forceinline__ void begin_chunk(Source&, const typename G::Tile&, int) {}
+static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile&) { return {packed, packed}; }
+static __device__ __forceinline__ void begin_chunk(Source& from, const typename G::Tile& t, int chunk) { from.at = fragments_of<C>(from.packed, t, chunk); }
 static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
   expect_bytes(barrier, bytes);
-  copy_bulk(to, from, bytes, barrier);
-  from += bytes;
+  copy_bulk(to, from.at, bytes, barrier);
+  from.at += bytes;
 }
 static __device__ __forceinline__ u32 part_of(int wg, int thread) { return (C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16; }
 static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * (G::WGS_M * G::FRAGMENT)); }
@@ -892,10 +908,9 @@ template <class C, bool RING = C::wgmma, bool RESIDENT = C::resident>
 struct Fragments {                                      // before sm_90: straight from memory
 using G = GatherWork<C>;
 int part;                                               // this thread's of a fragment
-const char* from;
+const char *first, *from;                               // of the tile, and the next
 
 __device__ __forceinline__ Fragments(u32, u32, u32, int wg, int thread) : part((C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16) {}
-__device__ __forceinline__ void begin_chunk(int) {}
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int) {}
@@ -936,6 +951,73 @@ __device__ __forceinline__ void skip(int variant) {
   cursor.move(G::chunks_of(variant) * stages);
 }
 __device__ __forceinline__ u32 in_hand() const { return done; }
+};
+
+// Rows of M that are the output channels and phases of a strided layer: tiles and taps are those of the layer without its
+// stride, whose results the epilogue shuffles (cuda/gemm/shuffle.py explains it and computes the constants).
+//
+// Per axis an output is o = q stride + u - lead and a tap k = a stride + u - zeros: phase u of q sums tap a of input q - a.
+// C::inner rows of M are neighbours in memory at one q: the phases along W, in channels_last each with all channels. With those of the
+// q beside it they make a line of the output; a slab, the 16 rows of a warp, has C::per_slab lines of the C::lines that there are.
+
+template <class C>
+struct Shuffle {
+static constexpr int LAYER_TAPS = C::layer_kernel_d * C::layer_kernel_h * C::layer_kernel_w;
+
+struct Row {                                             // of M
+  bool exists;
+  int line, place;                                       // line of its slab, and which of the INNER
+  int channel, d, h, w;                                  // and phases
+};
+};
+
+// Taps of a weight: of the layer itself, or, SHUFFLED, of the one with its stride.
+template <class C, bool SHUFFLED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
+template <class C> struct ShuffledTaps<C, true> { static constexpr int COUNT = Shuffle<C>::LAYER_TAPS; };
+
+// Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
+// [group][cout block][chunk][entry of all variants][k step][part][wgs][warp][lane]: 16 bytes a lane.
+
+// [entry][subs]: the kernel's tap, -1 for none. A warp's lanes read it at different places, which constant memory serves in turn.
+template <class C> __device__ const auto PACKED_TAP = table_of<short>(C::tap_indices);
+
+template <class C_>
+struct GatherPack : PacksUnits<GatherPack<C_>> {
+using C = C_;
+using G = GatherWork<C>;
+using Number = typename G::Number;
+static constexpr int VEC = G::VEC, K = 32 / G::ELEMENT;  // channels of a unit, and of a step
+static constexpr bool SHUFFLED = C::store == STORE_PHASES;
+static constexpr int SECOND = SHUFFLED ? C::cout : C::grad_input ? C::cin_g : C::cout_g;
+static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
+static constexpr int PACK_UNITS = C::m_groups / C::variants * G::CHUNKS * G::ENTRIES * G::STEPS_PER_TAP * G::WGS_M * 128;
+
+// Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.
+template <class Write>
+static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
+  int rest = i;
+  const auto next = [&rest](int count) {
+    const int found = rest % count;
+    rest /= count;
+    return found;
+  };
+  int entry = write.tap_step == 1 ? next(G::ENTRIES) : 0;
+  const int first = next(C::grad_input ? 4 : 8), second = next(C::grad_input ? 8 : 4), g = C::grad_input ? second : first, q = C::grad_input ? first : second;
+  if (write.tap_step != 1) entry = next(G::ENTRIES);
+  const int part = next(G::PARTS), k_step = next(G::K_STEPS), warp = next(4), wg = next(G::WGS_M), chunk = next(G::CHUNKS), block = rest;
+  const int cout = (block % C::cout_blocks * G::WGS_M + wg) * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q * (VEC / 4);
+  const int group = block / C::cout_blocks, tap = PACKED_TAP<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
+  const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) * G::K_STEPS + k_step) * G::PARTS + part) * G::WGS_M + wg;
+  write(((fragment * 4 + warp) * 32 + g * 4 + q) * 16, [=](int e) -> WeightAt {
+    const int word = e / (VEC / 4), m = cout + word % 2 * 8, k = cin + word / 2 * VEC + e % (VEC / 4);
+    WeightAt found = {tap >= 0 && k < C::cin_g && m < C::cout_g, 0, 0, tap, part == 1};
+    if constexpr (SHUFFLED) {} else {
+      found.first = C::grad_input ? group * C::cout_g + m : group * C::cin_g + k;
+      found.second = C::grad_input ? k : m;
+    }
+    return found;
+  });
+}
 };
 
 // NCHW: staging slots, in which a chunk's pixels lie as they come from memory, in a way for each `Fetch`.
@@ -1055,7 +1137,6 @@ __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::S
       const int (&c)[5] = corner.at;
       load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[Boxes::map(r)], c[0], c[1], c[2], c[3], c[4], barrier);
     }
-    walk.order.tell();
   }
   walk.order.end();
 }
@@ -1352,7 +1433,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 }
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
 
 // 0 to N - 1.
 template <int...>
@@ -1361,6 +1442,8 @@ template <int N, int... BEHIND>
 struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
+
+constexpr int FRAGMENT_SETS = 3;                        // of registers
 
 // `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
@@ -1372,7 +1455,7 @@ using G = GatherWork<C>;
 using Weights = Fragments<C>;
 using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
-using Sets = u32[C::fragment_sets][4];
+using Sets = u32[FRAGMENT_SETS][4];
 
 // A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
@@ -1380,22 +1463,16 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
+// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. ROLLED: where the
-// steps of a round are a multiple of the sets it can; `left` rounds of the chunk follow.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
-  constexpr int SETS = C::fragment_sets;
+// free again and serialises every wgmma, C7513.
+static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
   wgmma_fence();
-    pixels.template multiply<false>(acc, a[i % SETS], shift, i % G::K_STEPS, 0, lane);
+    pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, i % G::K_STEPS, 0, lane);
     wgmma_commit();
     u32 done = weights.in_hand();
     if (i + 1 < steps) {
-      weights.load(a[(i + 1) % SETS], i + 1);
-      wgmma_wait<1>();
-    } else if (C::steps == ROLLED) {
-      weights.end_stretch(steps);
-      if (left) weights.load(a[0], 0);
+      weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
       wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
@@ -1444,7 +1521,7 @@ static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, 
   constexpr int first = C::first_of_stretches[STRETCH];  // variant
   int stretch = variant;
   if (C::stretches == 1 || stretch == STRETCH) {
-    u32 a[C::fragment_sets][4];
+    u32 a[FRAGMENT_SETS][4];
     const typename Counting<steps_of(first)>::type steps;
     weights.load(a[0], 0);
     multiply_from<first>(steps, acc, a, weights, pixels, lane);
@@ -1455,57 +1532,6 @@ static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, 
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
   multiply_stretch<0>(variant, acc, weights, pixels, lane);
-}
-};
-
-// More steps: a loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
-// cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
-// and its first fragment, is asked for in the one before: tables of taps read in each
-// would be slower. Shorter stretches stay straight, which is the fastest.
-
-template <class C>
-struct ChunkOf<C, ROLLED, 1> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-using Weights = typename S::Weights;
-using Pixels = typename S::Pixels;
-using Sums = float[G::MB][G::NB][32];
-static constexpr bool BY_PLANES = C::plane_barriers > 1;  // a round is a plane
-
-template <int STEP>
-static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32& behind, int lane) {
-  constexpr int shift = C::round_shifts[STEP / G::STEPS_PER_TAP];
-  S::step(acc, a, weights, pixels, shift, STEP, G::LONGEST_STRETCH, lane, left);
-  if (BY_PLANES && STEP == 0 && behind) {
-    S::give_back(behind, lane);
-    behind = 0;
-  }
-}
-template <int... STEPS>
-static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32& behind, int lane) {
-  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
-}
-
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  u32 a[C::fragment_sets][4];
-  u32 behind = 0;                                       // the plane that the last step may still read
-  int left = G::entries_of(variant) / C::taps_unrolled;
-  u32 full = pixels.full, empty = pixels.empty;
-  weights.load(a[0], 0);
-#pragma unroll
-  for (int b = 0; b < G::MB; b++) {
-    int entry = G::first_entry(variant, b), last = G::end_entry(variant, b);
-    int begin = TAP_ROW<C>[entry];
-#pragma unroll 1
-    while (entry < last) {
-      Pixels shifted = pixels;
-      shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
-      entry += C::taps_unrolled;
-      if (entry < last) begin = TAP_ROW<C>[entry];
-      multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[b], a, weights, shifted, --left, behind, lane);
-    }
-  }
-  wgmma_wait<0>();
 }
 };
 
@@ -1831,7 +1857,6 @@ using Chunk = ChunkOf<C>;
 using Weights = Fragments<C>;
 using Store = Epilogue<C>;
 using Result = typename Store::Result;
-static constexpr bool BY_PLANES = C::plane_barriers > 1;
 static constexpr bool IN_TURN = C::split == 2;
 static constexpr bool DRAINED = C::store == STORE_BOXES;
 
@@ -1905,16 +1930,12 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
 
 // --- a block ----------------------------------------------------------------------------------------------------------
 
-// What a kernel is given beside the sizes. Where it packs the weights itself `packed` is written first: from weights as they are, with
-// elements between taps, zeros, and whether they are float32.
+// What a kernel is given beside the sizes.
 struct Given {
   const char* x;
   const char* packed;
   const Type* bias;
   char* y;
-  u32* counters;
-  const void* weight;
-  int tap_step, single;
 };
 // Of a result or, boxed, of weights the last.
 using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
@@ -1942,7 +1963,7 @@ static __device__ __forceinline__ void bring(const Given& given, const Maps& map
     Producer<G>::produce(given.x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
   } else if (G::BOX && warp == G::LOADER_WARP && (thread & 31) == 0) {
     if constexpr (G::BOX) load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
-  } else if (C::wgmma && !C::packs && warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
+  } else if (C::wgmma && warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
     stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
   }
 }
@@ -1953,7 +1974,7 @@ static __device__ __forceinline__ void run(const Given& given, const Maps& maps,
   u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS, empty_w = full_w + 8 * C::stages_w;
   const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
-  s.claims = base + CLAIMS_AT, s.counters = given.counters;
+  s.claims = base + CLAIMS_AT;
   if (threadIdx.x == 0) {
     init_barriers(barriers, full_w, empty_w);
     if constexpr (C::claimed) claims_init(s.claims);
@@ -1977,9 +1998,9 @@ static __device__ __forceinline__ void run(const Given& given, const Maps& maps,
 
 // --- the kernel, whose parameters depend on its constants -------------------------------------------------------------
 
-enum Kinds { POINTERS, MAPS, CLAIMING, PACKING, PACKING_MAPS, CLUSTER, CLUSTER_MAPS };
+enum Kinds { POINTERS, MAPS, CLUSTER };
 template <class C>
-constexpr int KIND_OF = C::claimed ? CLAIMING : (C::packs ? PACKING : C::cluster > 1 ? CLUSTER : POINTERS) + (C::fetch != BY_THREADS);
+constexpr int KIND_OF = C::cluster > 1 ? CLUSTER : C::fetch != BY_THREADS ? MAPS : POINTERS;
 
 template <class C, int KIND, bool = KIND_OF<C> == KIND> struct OnlyIf {};
 template <class C, int KIND> struct OnlyIf<C, KIND, true> { using Kernel = void; };
@@ -1993,14 +2014,14 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
   Gather<C>::run({x, packed, bias, y}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
 }
 
-// `counters`: as many as M-groups that stay with a block, and one; or null (claims.cuh).
+// `counters`, of blocks that claim tiles: as many as M-groups that stay with a block, and one; or null (claims.cuh).
 template <class C>
-__global__ typename OnlyIf<C, CLAIMING>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
+__global__ typename OnlyIf<C, MAPS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y, u32* counters,
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y, counters}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
+  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
@@ -2838,92 +2859,52 @@ wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, 
   K::run(g, WgradSlice<WgradTile<C>>{partial}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// --- packed weights -------------------------------------------------------------------------------------------------
-
-template <class C> __constant__ const auto PACKED_TAPS = table_of<short>(C::tap_indices);
-
-// Brings weights, (input channels, output channels, taps) or for the gradient for the input (output channels, input
-// channels, taps), into the order in which the consumers read them: words of fragments
-//   [group][block of output channels][variant][chunk][tap][step of K][part][warpgroup][warp][lane][4],
-// where a word has a row of M and a channel of K (of 16 bits two), or zeros. The second part of IEEE float32 is what
-// TF32 leaves of the first.
-template <class C>
-__global__ void pack_weights(const typename PixelTile<C>::Number::Type* __restrict__ weight,
-                             u32* __restrict__ packed, int words) {
-  using G = GatherWork<C>;
-  constexpr int VARIANTS = C::variants, K = 32 / G::ELEMENT;
-  const int index = blockIdx.x * blockDim.x + threadIdx.x;
-  if (index >= words) return;
-  int rest = index;
-  const auto next = [&rest](int count) {
-    const int found = rest % count;
-    rest /= count;
-    return found;
-  };
-  const int word = next(4), lane = next(32), warp = next(4);
-  const int wg = next(G::WGS_M), part = next(G::PARTS), k_step = next(G::K_STEPS);
-  int place = next(G::end_entry(VARIANTS - 1) * G::CHUNKS), variant = 0;  // among all variants' chunks and taps
-  while (place >= G::end_entry(variant) * G::CHUNKS) variant++;
-  place -= G::first_entry(variant) * G::CHUNKS;
-  const int chunk = place / G::entries_of(variant), entry = G::first_entry(variant) + place % G::entries_of(variant);
-  const int tap = PACKED_TAPS<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
-  const int group = rest / C::cout_blocks, block = rest % C::cout_blocks * G::WGS_M + wg;
-  const int cout = block * C::rows_per_sub + warp * 16 % C::rows_per_sub + lane / 4 + word % 2 * 8;
-  const int cin = chunk * C::ck + k_step * K + lane % 4 * (4 / G::ELEMENT) + word / 2 * (16 / G::ELEMENT);
-  const auto value = [&](int c) {  // of channel c of K
-    const long long channels = C::grad_input ? (long long)(group * C::cout_g + cout) * C::cin_g + c
-                                             : (long long)(group * C::cin_g + c) * C::cout_g + cout;
-    return tap >= 0 && cout < C::cout_g && c < C::cin_g ? weight[channels * C::taps + tap] : 0;
-  };
-  packed[index] = to_tf32(value(cin));
-}
-
 // =====================================================================================================================
 // Forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of 6 x
 // 6 fragments, 211 KB shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int precision = 0, cin = 32, cin_g = 32, ck = 8, tile_n = 1, tile_d = 1, tile_h = 4, tile_w = 64;
-  static constexpr int in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 2, rows_h = 5, row_step_d = 1;
-  static constexpr int row_step_h = 1, offsets_d[2] = {0, 1}, offsets_h[5] = {0, 1, 2, 3, 4}, first_w = 0, columns = 65;
-  static constexpr int plane = 65, planes = 1, plane_barriers = 1, stages_p = 2, stages_s = 3, fetch = 1, first_d = 0;
-  static constexpr int first_h = 0, box_units = 17, column_pad = 0, cout = 32, cout_g = 32, taps = 27, out_step_d = 2;
-  static constexpr int out_step_h = 2, out_step_w = 2, sub_h = 1, sub_w = 64, split = 0, mb = 2, subs = 2;
-  static constexpr int rows_per_sub = 32, w_subs = 2, variants = 2, cout_blocks = 1, m_groups = 2;
-  static constexpr int subs_d[4] = {0, 0, 1, 1}, subs_h[4] = {0, 1, 0, 1}, subs_w[2] = {0, 0}, blocks_of_w[2] = {0, 1};
-  static constexpr int steps = 0, taps_unrolled = 2, fragment_sets = 3, entries[6] = {0, 2, 6, 6, 10, 18};
+  static constexpr int cin_g = 32, first_w = 0, columns = 65, plane = 65, plane_barriers = 1, precision = 0, cin = 32;
+  static constexpr int ck = 8, tile_n = 1, tile_d = 1, tile_h = 4, tile_w = 64, in_step_d = 1, in_step_h = 1;
+  static constexpr int in_step_w = 1, rows_d = 2, rows_h = 5, row_step_d = 1, row_step_h = 1, offsets_d[2] = {0, 1};
+  static constexpr int offsets_h[5] = {0, 1, 2, 3, 4}, planes = 1, stages_p = 2, stages_s = 3, fetch = 1, first_d = 0;
+  static constexpr int first_h = 0, box_units = 17, column_pad = 0, cout_g = 32, split = 0, mb = 2, subs = 2;
+  static constexpr int rows_per_sub = 32, cout_blocks = 1, m_groups = 2, w_stage = 6, ring_fragments = 36;
+  static constexpr int out_step_d = 2, out_step_h = 2, out_step_w = 2, cout = 32, taps = 27, sub_h = 1, sub_w = 64;
+  static constexpr int w_subs = 2, blocks_of_w[2] = {0, 1}, variants = 2, subs_d[4] = {0, 0, 1, 1};
+  static constexpr int subs_h[4] = {0, 1, 0, 1}, subs_w[2] = {0, 0}, stages_w = 6, steps = 0, taps_unrolled = 2;
+  static constexpr int entries[6] = {0, 2, 6, 6, 10, 18};
   static constexpr int tap_rows[18] = {0, 65, 0, 1, 65, 66, 0, 65, 325, 390, 0, 1, 65, 66, 325, 326, 390, 391};
   static constexpr int tap_indices[36] = {13, 16, -1, 10, 14, 17, 12, 15, -1, 11, -1, 9, 22, 25, -1, 19, 4, 7, -1, 1, 23, 26, 21, 24, -1, 20, -1, 18, 5, 8, 3, 6, -1, 2, -1, 0};
-  static constexpr int stretches = 2, first_of_stretches[2] = {0, 1}, stages_w = 6, w_stage = 6, ring_fragments = 36;
-  static constexpr int run_groups = 8, store = 0, store_unit = 0, cluster = 1, producer_registers = 48;
-  static constexpr int consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = false, wide = false;
-  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = true;
+  static constexpr int stretches = 2, first_of_stretches[2] = {0, 1}, run_groups = 8, store = 0, store_unit = 0;
+  static constexpr int cluster = 1, producer_registers = 48, consumer_registers = 208;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, wide = false, resident = false;
+  static constexpr bool grad_input = false, bare = false, boxed = false, claimed = true;
 };
 
 // =====================================================================================================================
 // Gradient for the input: wgmma tf32, tile 1x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
-// of 8 x 5 fragments, 212 KB shared.
+// of 6 x 7 fragments, 216 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int precision = 0, cin = 32, cin_g = 32, ck = 8, tile_n = 1, tile_d = 1, tile_h = 8, tile_w = 8;
-  static constexpr int in_step_d = 2, in_step_h = 2, in_step_w = 2, rows_d = 3, rows_h = 17, row_step_d = 2;
-  static constexpr int row_step_h = 2, offsets_d[3] = {-1, 0, 1};
-  static constexpr int offsets_h[17] = {-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, first_w = -1;
-  static constexpr int columns = 17, plane = 9, planes = 2, plane_barriers = 1, stages_p = 2, stages_s = 2, fetch = 0;
-  static constexpr int cout = 32, cout_g = 32, taps = 27, out_step_d = 1, out_step_h = 1, out_step_w = 1, sub_h = 8;
-  static constexpr int sub_w = 8, split = 2, mb = 1, subs = 1, rows_per_sub = 64, w_subs = 1, variants = 1;
-  static constexpr int cout_blocks = 1, m_groups = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0};
-  static constexpr int blocks_of_w[1] = {0}, steps = 1, taps_unrolled = 9, fragment_sets = 3, entries[2] = {0, 27};
+  static constexpr int cin_g = 32, first_w = -1, columns = 17, plane = 9, plane_barriers = 1, precision = 0, cin = 32;
+  static constexpr int ck = 8, tile_n = 1, tile_d = 1, tile_h = 8, tile_w = 8, in_step_d = 2, in_step_h = 2;
+  static constexpr int in_step_w = 2, rows_d = 3, rows_h = 17, row_step_d = 2, row_step_h = 2;
+  static constexpr int offsets_d[3] = {-1, 0, 1};
+  static constexpr int offsets_h[17] = {-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, planes = 2;
+  static constexpr int stages_p = 2, stages_s = 2, fetch = 0, cout_g = 32, split = 2, mb = 1, subs = 1;
+  static constexpr int rows_per_sub = 64, cout_blocks = 1, m_groups = 1, w_stage = 7, ring_fragments = 42;
+  static constexpr int out_step_d = 1, out_step_h = 1, out_step_w = 1, cout = 32, taps = 27, sub_h = 8, sub_w = 8;
+  static constexpr int w_subs = 1, blocks_of_w[1] = {0}, variants = 1, subs_d[1] = {0}, subs_h[1] = {0};
+  static constexpr int subs_w[1] = {0}, stages_w = 6, steps = 0, taps_unrolled = 9, entries[2] = {0, 27};
   static constexpr int tap_rows[27] = {0, 9, 1, 18, 27, 19, 36, 45, 37, 306, 315, 307, 324, 333, 325, 342, 351, 343, 612, 621, 613, 630, 639, 631, 648, 657, 649};
   static constexpr int tap_indices[27] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26};
-  static constexpr int round_shifts[9] = {0, 9, 1, 18, 27, 19, 36, 45, 37}, stages_w = 8, w_stage = 5;
-  static constexpr int ring_fragments = 40, run_groups = 1, store = 0, store_unit = 0, cluster = 1;
-  static constexpr int producer_registers = 96, consumer_registers = 160;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, grad_input = true, wide = false;
-  static constexpr bool resident = false, boxed = false, packs = false, bare = false, claimed = false;
+  static constexpr int stretches = 1, first_of_stretches[1] = {0}, run_groups = 1, store = 0, store_unit = 0;
+  static constexpr int cluster = 1, producer_registers = 96, consumer_registers = 160;
+  static constexpr bool wgmma = true, channels_last = false, strided_box = false, wide = false, resident = false;
+  static constexpr bool grad_input = true, bare = false, boxed = false, claimed = false;
 };
 
 // =====================================================================================================================
@@ -3021,7 +3002,7 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({147456}, x.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({12}, x.options().dtype(at::kByte));
-  kernels::pack_weights<kernels::Forward><<<144, 256, 0, stream>>>(of(weight), of(packed), 36864);
+  kernels::pack<kernels::GatherPack<kernels::Forward>><<<36, 256, 0, stream>>>(of(weight), of(packed), 1);
   kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 217240), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
@@ -3035,8 +3016,8 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const c10::cuda::CUDAGuard guard(grad.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({221184}, grad.options().dtype(at::kByte));
-  kernels::pack_weights<kernels::GradInput><<<216, 256, 0, stream>>>(of(weight), of(packed), 55296);
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 217196), stream>>>(
+  kernels::pack<kernels::GatherPack<kernels::GradInput>><<<54, 256, 0, stream>>>(of(weight), of(packed), 1);
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 221260), stream>>>(
       of(grad), of(packed), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
       sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]);
   C10_CUDA_KERNEL_LAUNCH_CHECK();

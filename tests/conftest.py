@@ -50,7 +50,6 @@ if find_spec("expecttest") is None:
 T = TypeVar("T")
 OURS = (None, upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d)
 THEIRS = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 EVERY = os.environ.get("UPCONV_TEST_EVERY", "") not in ("", "0")
 """Whether tests take every choice, layer, dtype, layout and GPU (an hour), or a sample in which each appears."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,13 +15,14 @@ from typing import Any, TypeVar
 import torch
 
 from upconv.cuda.axes import Unfit, any_size
+from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.direct import direct, plain, tiles
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.pixels import implicit
-from upconv.cuda.pixels.choice import Chooser, TileChoice
+from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.family import MODES
 from upconv.cuda.rearrange import rearranged, relayout, unshuffle
 from upconv.cuda.wgrad import wgrad, wgrad_search
@@ -135,8 +138,9 @@ def joined_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     return tile and joined.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
 
 
-def pixels_choice(mode: Chooser[TileChoice]) -> Draw:
+def pixels_choice(name: str) -> Draw:
     """Of the family's modes one."""
+    mode = MODES[name]
 
     def choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
         tile = one_of(rng, mode.candidates(p, gpu)) if mode.refusal(p, gpu) is None else None
@@ -151,7 +155,7 @@ def short_rings(mode: str, p: Problem, gpu: Gpu, stages: range) -> Iterator[Any]
     ways = {tuple(getattr(t, name, None) for name in ("mb", "halves", "turns", "rows")): t for t in every}
     for t in ways.values():
         rings = (replace(t, stages=count) for count in stages if count <= t.stages)
-        yield from islice((ring for ring in rings if not any(True for _ in ring.faults())), 1)
+        yield from islice((ring for ring in rings if ring.fits), 1)
 
 
 @lru_cache(maxsize=1)
@@ -239,27 +243,27 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
     "implicit": (
         Layers(FORWARD_LIKE, WGMMA, ("channels_last",), (2, 2, 3), (7, 8, 16, 40), (8, 33, 40, 64), (1,), (1, 2, 5),
                (1, 3, 8, 9, 20), strides=(1, 2, 2, 3, 5)),
-        pixels_choice(MODES["implicit"]),
+        pixels_choice("implicit"),
     ),
     "subpixel": (
         Layers(("fwd",), WGMMA, ("nchw",), (1, 2, 2, 3), (1, 5, 24, 70), (1, 3, 20), (1,), widths=ALIGNED,
                kernels=(2, 2, 4), strides=(2, 2, 4), dilations=(1,), paddings=0),
-        pixels_choice(MODES["subpixel"]),
+        pixels_choice("subpixel"),
     ),
     "pairs": (
         Layers(("grad-input",), WGMMA, ("nchw",), (1, 1, 2, 2, 3), (1, 9, 33), (1, 9, 33), (1,), widths=ALIGNED,
                kernels=(2, 3, 4, 4, 5, 6, 8), strides=(2, 2, 3, 4, 8), dilations=(1,), paddings=4),
-        pixels_choice(MODES["pairs"]),
+        pixels_choice("pairs"),
     ),
     "sweep": (
         Layers(FORWARD_LIKE, WGMMA, ranks=(3,), inputs=(1, 3, 8, 17, 40), outputs=(1, 2, 5, 8, 11, 24), groups=(1,),
                heights=(1, 2, 4, 6, 9), widths=(1, 4, 7, 8, 12, 13, 16, 20), kernels=(1, 2, 3, 4), strides=(1,)),
-        pixels_choice(MODES["sweep"]),
+        pixels_choice("sweep"),
     ),
     "phases": (
         Layers(("fwd",), WGMMA, ("nchw",), (1, 2, 2, 3), (1, 5, 8, 19, 40), (1, 3, 8, 12, 20), (1,), widths=ALIGNED,
                kernels=(2, 3, 3, 4, 5, 7), strides=(1, 2, 2, 3, 4, 5)),
-        pixels_choice(MODES["phases"]),
+        pixels_choice("phases"),
     ),
     "wgrad by mma.sync": (
         Layers(("grad-weight",), TENSOR, inputs=(4, 5, 8, 17, 32, 72), outputs=(1, 3, 4, 8, 17, 40)),
@@ -304,14 +308,14 @@ def work(choice: Any) -> float:
     if isinstance(choice, gather.Choice):
         t = choice.tiling
         tiles_of = math.prod(t.counts(p)) * p.groups * t.cout_blocks
-        return float(tiles_of * math.prod(t.tile) * 64 * t.wgs_m * sum(t.variant_entries) * t.chunks * t.chunk)
+        return float(tiles_of * math.prod(t.tile) * 64 * t.wgs_m * t.multiplied.total * t.chunks * t.chunk)
     if isinstance(choice, wgrad.Choice):
         t = choice.tiling
         taps = t.set_taps * t.block[1] + t.block[0]  # type: ignore[attr-defined]
         return float(math.prod(t.counts(p)) * t.tiles * math.prod(t.tile) * taps * 64)  # type: ignore[attr-defined]
     if isinstance(choice, TileChoice) and choice.tile.mode == "implicit":
         tile = choice.tile
-        return float(tile.tiles(p) * max(tile.steps) * tile.rows * tile.columns * tile.chunk)
+        return float(tile.tiles(p) * max(tile.steps) * tile.rows * tile.columns * 128 // tile.element)
     return 0.0
 
 
@@ -326,3 +330,37 @@ def choices(family: str, gpu: Gpu = H200, larger: int = 1) -> Iterator[tuple[Any
         choice, tensors = found if isinstance(found, tuple) else (found, found.problem)
         if larger > 1 or work(getattr(choice, "inner", choice)) < MOST:
             yield choice, tensors
+
+
+FLAG = re.compile(r"static constexpr (?:bool|int) (\w+) = (true|false|\d{1,2});")
+
+
+def modes(choice: Any) -> set[tuple[str, str, str]]:
+    """What a choice's kernels are: their constants that are flags or small numbers, the pass, the layout, the dtype."""
+    p = choice.problem
+    found = {("", "pass", f"{p.pass_} {p.layout}"), ("", "precision", p.precision)}
+    for unit in (*choice.sources(), *choice.packing_sources):
+        struct, file = jit.parts_of(unit.source)
+        found |= {(file, name, value) for name, value in FLAG.findall(struct)}
+    return found
+
+
+def varied(family: str, draws: int, most: int) -> list[tuple[Any, Problem]]:
+    """Few of so many random choices that together have all values of each constant that has up to four.
+
+    That is the cheapest of those with the most that none before has, in turn.
+    """
+    have = [(choice, p, modes(choice)) for choice, p in islice(choices(family), draws)]
+    values: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for *_, own in have:
+        for file, name, value in own:
+            values[file, name].add(value)
+    left = {(*of, value) for of, every in values.items() if len(every) <= 4 for value in every}
+    found: list[tuple[Any, Problem]] = []
+    while left and len(found) < most:
+        choice, p, own = max(
+            have, key=lambda one: len(one[2] & left) / (1 + work(getattr(one[0], "inner", one[0])) / MOST)
+        )
+        found.append((choice, p))
+        left -= own
+    return found

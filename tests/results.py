@@ -36,7 +36,7 @@ class Way:
     single: bool = False
     """With a float32 weight and bias, or for a float32 weight, of 16-bit problems."""
     packing: bool = False
-    """Packed and multiplied by one call; by a kernel that packs the weight itself, where there is one."""
+    """Packed and multiplied by one call."""
     once: bool = False
     """As a call that may leave something behind: blocks claim tiles, or wait for each other."""
     off: int = 0

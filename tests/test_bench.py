@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import math
-import os
-import re
 import threading
 from dataclasses import replace
 from itertools import product
@@ -20,14 +17,12 @@ from rich.console import Console
 
 from measured import CPU, SHORT, TINY, ceilings, plans_fixture  # noqa: F401
 from strategies import gradient_problems
-from upconv import cpu, planner, reference
-from upconv.bench import check, files, latency, plots, report, roofline, run, suites, tables, timing, uncached
+from upconv import cpu, reference
+from upconv.bench import check, files, latency, plots, report, roofline, run, suites, tables, timing
 from upconv.bench.report import Row
 from upconv.bench.run import How, Job
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import Repeats
-from upconv.cuda.compile import nvrtc
-from upconv.cuda.gpu import H200
 from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Problem
 
 CEILINGS = ceilings(1e9, 1e10)
@@ -38,40 +33,6 @@ def whole(name: str) -> Problem:
 
 
 # --- suites ----------------------------------------------------------------------------------------------------------
-
-# GFLOP, and the roof in ms on an H200 in TF32 and bfloat16 (411.2 and 783.0 TFLOP/s, copy 4.272 TB/s).
-PUBLISHED = {
-    "kb57": (618.5, 1.504, 0.79), "kb75": (8.1, 0.204, 0.102), "dcganO": (0.8, 0.009, 0.005),
-    "unet4": (68.7, 0.377, 0.189), "depthw": (1.1, 0.157, 0.079), "fcn8s": (0.7, 0.084, 0.042),
-    "hifigan": (53.7, 0.131, 0.069),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_layers_have_the_published_work_and_roof(name: str) -> None:
-    p = whole(name)
-    gflop, tf32, bf16 = PUBLISHED[name]
-    assert round(p.flops / 1e9, 1) == gflop
-    single, half = p.with_(precision="tf32"), p.with_(dtype=torch.bfloat16, precision="bf16")
-    for each, flops, roof in ((single, 411.2033267318807e12, tf32), (half, 782.9673014918628e12, bf16)):
-        assert round(1e3 * each.roof_seconds(flops, 4.271796972360796e12), 3) == pytest.approx(roof, abs=1e-9)
-
-
-def test_suites_hold_what_they_are_named_for() -> None:
-    names = {name: [case.name for case in cases] for name, cases in SUITES.items()}
-    assert names["founding"] == ["kb71", "kb65", "kb75", "kb69", "kb57"]
-    numbers = [57, 58, 61, 64, 65, 68, 69, 70, 71, 72, 73, 74, 75, 77, 78, 79, 81]
-    assert names["kernelbench"] == [f"kb{n}" for n in numbers]
-    assert len(names["models"]) == 14 and len(names["cpu"]) == 21
-    assert names["cuda"] == names["kernelbench"] + names["models"]
-    assert len(names["field"]) == len(set(names["field"])) == 91 and not {*names["field"]} & {*names["cuda"]}
-    assert all(case.problem.bias == (name == "cpu") for name, cases in SUITES.items() for case in cases)
-    assert whole("hifigan").out_size == (6400,) and whole("kb72").out_size == (24, 48, 96)
-    assert whole("C").groups == 4 and whole("C").out_size == (129, 382)
-    for name, p in SUITES["convolutions"]:
-        found = re.fullmatch(r"c(\d+)-(\d+)@(\d+)(?:\^3)?(?:s(\d))?", name)
-        assert found is not None
-        assert [int(n or 1) for n in found.groups()] == [p.out_channels, p.in_channels, p.out_size[0], p.stride[0]]
 
 
 @pytest.mark.parametrize("name", ["founding", "kernelbench", "models", "field"])
@@ -185,26 +146,6 @@ def test_each_pass_runs_what_it_is_named_for(pass_, side) -> None:
     assert len(results) == (4 if pass_ == "step" else 1)
 
 
-def test_operands_are_random_and_in_the_layout() -> None:
-    p = Problem.make(2, 8, 16, (9, 9), 3, dtype=torch.bfloat16, layout="channels_last", pass_="step")
-    a, b = timing.operands(p, CPU, 0), timing.operands(p, CPU, 1)
-    assert a.grad is not None and a.bias is None
-    for t in (a.input, a.weight, a.grad):
-        assert t.is_contiguous(memory_format=torch.channels_last) and t.dtype is torch.bfloat16
-    assert not torch.equal(a.input, b.input)
-
-
-def test_kernelbenchs_inputs_are_positive_and_its_weights_those_of_torch_nn() -> None:
-    p = Problem.make(2, 8, 16, (9, 9), 3, groups=2, bias=True)
-    tensors = timing.operands(p, CPU, 0, positive=True)
-    module = torch.nn.ConvTranspose2d(8, 16, 3, groups=2)
-    assert tensors.bias is not None and module.bias is not None
-    reach = 1 / math.sqrt(8 * 9)
-    for t in (tensors.weight, tensors.bias, module.weight, module.bias):
-        assert 0.7 * reach < t.abs().max().item() <= reach and t.min().item() < 0
-    assert 0 <= tensors.input.min().item() < 0.1 and 0.9 < tensors.input.max().item() < 1
-
-
 def test_precision_flags_are_set_and_restored() -> None:
     def now() -> tuple[str, str]:
         return torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision  # type: ignore[attr-defined]
@@ -299,25 +240,6 @@ def test_the_slices_reference_is_the_wholes(p: Problem, budget: int) -> None:
         assert truth.cut(last)[end] == 1
 
 
-def test_the_bound_admits_rounding_and_no_lost_column() -> None:
-    assert check.bound("bf16", 576, 0.0) == pytest.approx(2 * (2**-8 + 24 * 2**-24))
-    assert check.bound("ieee", 576, 0.0) == pytest.approx(2 * 25 * 2**-24)
-    assert check.bound("fp64", 576, 0.0) == pytest.approx(2 * 25 * 2**-53)
-    assert check.bound("tf32", 576, 0.01) == 0.02
-    every = [precision for found in PRECISIONS.values() for precision in found]
-    assert all(check.bound(precision, 10**4, 0.0) < math.sqrt(1 / 1026) for precision in every)
-
-
-@pytest.mark.parametrize("dtype", PRECISIONS)
-@pytest.mark.parametrize("pass_", PASSES)
-def test_pytorch_itself_is_right(dtype: torch.dtype, pass_) -> None:
-    p = TINY.with_(dtype=dtype, precision=PRECISIONS[dtype][0], pass_=pass_)
-    tensors = timing.operands(p, CPU, 0)
-    theirs = timing.work("torch", p, tensors)()
-    error, torch_error, right = check.errors(p, check.truths(p, tensors), theirs, theirs)
-    assert right and error == torch_error < 0.01
-
-
 DAMAGES = {
     "zeros": torch.zeros_like,
     "column": lambda t: t.index_fill(-1, torch.tensor([t.shape[-1] - 1]), 0),
@@ -405,29 +327,6 @@ def test_a_case_that_cannot_run_does_not_cost_the_others(plans, known_ceilings, 
     assert report.wrong(rows) == rows[1:2] and rows[1]["ours_ms"] is None
 
 
-def test_the_better_of_two_measurements_of_the_ceilings_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = iter((ceilings(4e9, 1e9), ceilings(1e9, 1e10)))
-    monkeypatch.setattr(roofline, "measure", lambda precisions, device: next(both))
-    found = run.measure([Job("custom", "a", TINY)], CPU, How(SHORT))
-    assert found["ceilings"] == ceilings(4e9, 1e10)
-    assert found["rows"][0]["roof_ms"] == pytest.approx(1e3 * max(TINY.flops / 1e10, TINY.bytes / 4e9))
-
-
-def test_a_lost_device_costs_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose ceilings cannot be measured again behind the rows."""
-    found = iter((ceilings(1e9, 1e10),))
-
-    def measure(precisions: object, device: object) -> roofline.Ceilings:
-        try:
-            return next(found)
-        except StopIteration:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered") from None
-
-    monkeypatch.setattr(roofline, "measure", measure)
-    done = run.measure([Job("custom", "a", TINY)], CPU, How(SHORT))
-    assert done["complete"] and len(done["rows"]) == 1 and done["ceilings"] == ceilings(1e9, 1e10)
-
-
 # --- reports ---------------------------------------------------------------------------------------------------------
 
 
@@ -452,37 +351,10 @@ def sample() -> report.Report:
     return report.gather(ROWS, CPU, ceilings=CEILINGS)
 
 
-def test_a_delegated_row_counts_as_one_and_never_as_ours(sample: report.Report) -> None:
-    ours, theirs = tables.summary(sample)
-    assert ours == (
-        f"[bold]{16 ** (1 / 3):.2f}x[/] PyTorch's speed, geometric mean over the 3 rows that upconv's engine computes; "
-        "lowest D 0.50x"
-    )
-    assert theirs == "2.00x with the 1 rows left to PyTorch's own operator at 1: B"
-
-
 def test_a_report_survives_the_file(sample: report.Report, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     files.save(sample, path)
     assert report.load(path) == sample and [p.name for p in tmp_path.iterdir()] == ["r.json"]
-
-
-def test_a_report_of_the_first_keys_alone_is_read(sample: report.Report, tmp_path: Path) -> None:
-    keys = (
-        "suite case pass dtype precision layout ours_ms torch_ms ratio roof_ms percent_of_roof rel_error "
-        "torch_rel_error engine plan"
-    )
-    path = tmp_path / "r.json"
-    rows = [{key: row[key] for key in keys.split()} for row in ROWS]
-    older = {key: value for key, value in sample.items() if key not in ("load", "complete")}
-    path.write_text(json.dumps({**older, "rows": rows}))
-    found = report.load(path)
-    assert found["complete"] is True and found["load"] == {"start": None, "end": None}
-    plots.plot([found], tmp_path / "r.png")
-    console = Console(record=True, width=200, file=io.StringIO())
-    tables.show(found, console)
-    text = console.export_text()
-    assert "spread" not in text and "load average" not in text and "4.00x" in text and "2.00x with the 1 rows" in text
 
 
 def test_a_failing_write_leaves_the_old_file(sample: report.Report, tmp_path: Path) -> None:
@@ -499,26 +371,6 @@ def test_a_failing_write_leaves_the_old_file(sample: report.Report, tmp_path: Pa
     with pytest.raises(ValueError):
         files.save({**sample, "rows": [row("A", math.nan)]}, path)
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["r.json"]
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (None, "r.json cannot be read: No such file or directory"),
-        ("{", "r.json is no JSON: "),
-        ("[]", "r.json must be a report of schema 1, got None"),
-        ('{"schema": 2}', "r.json must be a report of schema 1, got 2"),
-        ('{"schema": 1, "kind": "x"}', "r.json must be a report of kind layers, "),
-        ('{"schema": 1, "rows": []}', "r.json lacks ceilings, commit, device, versions, when"),
-    ],
-)
-def test_what_is_no_report_is_refused(text: str | None, sentence: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    if text is not None:
-        Path("r.json").write_text(text)
-    with pytest.raises(ValueError) as caught:
-        report.load("r.json")
-    assert str(caught.value).startswith(sentence)
 
 
 def test_plots_are_pictures(sample: report.Report, tmp_path: Path) -> None:
@@ -572,28 +424,6 @@ def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
     kept(found, tmp_path / "s.json")
 
 
-@pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
-def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-    import cold
-
-    monkeypatch.setattr(cold, "_PRECISIONS", ("bf16",))
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "users"))
-    cases = [case for case in SUITES["cuda"] if case.name == "kb64"]
-    where, heard = planner.Device("cuda", gpu=H200), list[str]()
-    found = cold.measure(where, CPU, cases, heard.append)
-    ((row),) = found["rows"]
-    p = cases[0].problem.with_(dtype=torch.bfloat16, precision="bf16")
-    for key, pass_ in (("fwd_s", "fwd"), ("grad_input_s", "grad-input"), ("grad_weight_s", "grad-weight")):
-        there = bool(planner.plan(p, where).choices(pass_))  # type: ignore[arg-type]
-        assert (row[key] is not None) == there and (row[key] is None or 0.05 < float(row[key]) < 60)
-    assert len(set(heard)) == len(heard) > 2
-    assert not (tmp_path / "users").exists() and os.environ["UPCONV_CACHE_DIR"] == str(tmp_path / "users")
-    assert uncached.NO_CACHE not in nvrtc.FLAGS
-    assert row["cached_ms"] is None
-    kept(found, tmp_path / "c.json")
-
-
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
@@ -624,12 +454,3 @@ def test_the_clock_of_a_gpu_leaves_the_host_out() -> None:
 
     take = timing.clock(device)
     assert min(take(slow_host) for _ in range(20)) < 30e-6
-
-
-@pytest.mark.gpu
-def test_latency_on_a_gpu() -> None:
-    device = torch.device("cuda", 0)
-    assert all(0.1 < float(row["torch_us"] or 0) < 1e4 for row in latency.host(device, print, SHORT)["rows"])
-    for row in latency.shapes(device, print, ((9, 9), (11, 10)))["rows"]:
-        assert row["torch_benchmark_ms"] is not None
-        assert (row["ours_compiled"] is not None) and row["ours_ms"] is not None

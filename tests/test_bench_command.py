@@ -96,23 +96,7 @@ def test_files_stay_until_the_end_links_links_and_devices_devices(tmp_path: Path
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-def test_a_file_that_is_lost_meanwhile_costs_no_table(fast: None, tmp_path: Path, monkeypatch) -> None:
-    def full(found: object, path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files, "save", full)
-    done = bench(*LAYER, "--json", str(tmp_path / "r.json"))
-    assert done.exit_code == 1 and "│custom" in done.stdout
-    assert "r.json was not written: [Errno 28] No space left on device\n" in done.stderr
-
-
 # --- spread ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("values", [[3.0], [1.0, 2.0], [5.0, 1.0, 2.0, 9.0], list(range(17)), [2.0] * 6])
-def test_quartiles_are_numpys(values: list[float]) -> None:
-    numpy = pytest.importorskip("numpy")
-    assert list(timing.quartiles(values)) == pytest.approx(list(numpy.percentile(values, [25, 50, 75])))
 
 
 def test_times_that_vary_by_more_than_half_are_told() -> None:
@@ -194,14 +178,6 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert again.exit_code == 0 and "incomplete" in again.stdout
 
 
-@pytest.mark.slow
-def test_ctrl_c_before_the_first_row_is_an_empty_report(tmp_path: Path) -> None:
-    file = tmp_path / "r.json"
-    code, out = interrupted("0 of 21 done; measuring what", "--suite", "cpu", "--json", str(file))
-    found = report.load(file)
-    assert code == 130 and found["rows"] == [] and found["complete"] is False and "incomplete" in out
-
-
 @pytest.mark.parametrize("kind", ["training", "host"])
 def test_ctrl_c_in_runs_of_other_kinds(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name = {"training": (training, "_row"), "host": (latency, "_host_row")}[kind]
@@ -242,19 +218,6 @@ def test_nothing_is_cut_in_a_pipe(fast: None, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes stdout for a terminal
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert arguments.console().width == 90
-
-
-def test_80_columns_of_a_terminal_are_enough() -> None:
-    row = {
-        "suite": "cpu", "case": "dilation2-s1", "layer": "long", "pass": "fwd", "dtype": "float32",
-        "precision": "ieee", "layout": "nchw", "ours_ms": 1044.22, "torch_ms": 1134.0, "ours_lower_ms": 1000.0,
-        "ours_upper_ms": 2000.0, "torch_lower_ms": 1.0, "torch_upper_ms": 2.0, "ratio": 13.31,
-        "percent_of_roof": 119.0, "rel_error": 1.2e-7, "engine": "cpu:unbiased",
-    }  # fmt: skip
-    console = Console(record=True, width=80, file=io.StringIO())
-    tables.show(report.gather([row], CPU, ceilings={"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}), console)
-    line = next(line for line in console.export_text().splitlines() if line.startswith("dilation2-s1"))
-    assert line.split() == ["dilation2-s1", "1044", "1134", "96%", "13.31x", "119%", "1e-07", "cpu:unbiased"]
 
 
 def test_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 
 import upconv
 from measured import CPU, LAYER, SHORT, TINY, command, fast_fixture, plans_fixture  # noqa: F401
-from upconv import cpu, modules
+from upconv import modules
 from upconv.bench import files, models, report, run, tables, timing, training
 from upconv.bench.run import How, Job
 
@@ -36,25 +35,6 @@ def shown(found: report.Report, path: Path) -> str:
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
-
-
-def test_rows_are_every_combination_that_exists() -> None:
-    names = [one.name for one in training.runs(models.cases(16), **EVERY)]
-    assert len(names) == len(set(names)) == 3 * 8 + 4
-    assert names[:8] == [
-        "dcgan fp32", "dcgan bf16", "dcgan fp32 channels_last", "dcgan bf16 channels_last", "dcgan fp32 inference",
-        "dcgan bf16 inference", "dcgan fp32 channels_last inference", "dcgan bf16 channels_last inference",
-    ]  # fmt: skip
-    assert not any("channels_last" in name for name in names if name.startswith("hifigan"))
-    assert [one.name for one in training.runs([case("unet")])] == ["unet fp32", "unet bf16"]
-
-
-def test_channels_last_is_that_of_weights_and_inputs() -> None:
-    for layout, strided in (("nchw", False), ("channels_last", True)):
-        trainer = training.Trainer(training.Run(case("vae"), False, layout), "ours", CPU)  # type: ignore[arg-type]
-        tensors = [*trainer.given, *(p for network in trainer.networks for p in network.parameters() if p.dim() == 4)]
-        last = [t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in tensors]
-        assert any(last) == strided
 
 
 def test_training_steps(tmp_path: Path) -> None:
@@ -103,16 +83,6 @@ def test_compiled_sides_have_times_and_a_ratio(monkeypatch: pytest.MonkeyPatch, 
     assert "torch.compile ms" in text and "torch.compile, with upconv ms" in text and "ratio, compiled" in text
 
 
-def test_a_compiler_that_fails_costs_its_times_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(network: nn.Module) -> nn.Module:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(torch, "compile", broken)
-    todo = training.runs([case("vae")], autocast=[False])
-    (row,) = training.measure(CPU, todo, print, SHORT)["rows"]
-    assert row["failure"] is None and row["ratio"] and "compile_ms" not in row and "compile_ratio" not in row
-
-
 def scaled(network: Any, factor: float) -> Any:
     list(network.parameters())[-2].data.mul_(factor)  # the last layer's weight
     return network
@@ -143,27 +113,6 @@ def test_a_model_that_is_wrong_has_no_time(compiled: bool, mode: Any, factor: fl
     assert ("(compiled, with upconv)" in str(row["failure"])) == compiled
 
 
-def test_on_a_cpu_only_eager_steps_run_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[list[str], bool]] = []
-
-    def measure(device: torch.device, todo: list[training.Run], tell: object, *, compiled: bool) -> Any:
-        asked.append(([one.name for one in todo], compiled))
-        return report.gather([], device, kind="training", layer="models")
-
-    monkeypatch.setattr(training, "measure", measure)
-
-    def bench(*arguments: str) -> tuple[list[str], bool]:
-        assert command("bench", "--suite", "training", "--device", "cpu", *arguments)[0] == 0
-        return asked[-1]
-
-    plain, compiled = bench()
-    assert compiled is False and len(plain) == 8 and not any("inference" in n or "last" in n for n in plain)
-    every, compiled = bench("--compiled")
-    assert compiled is True and len(every) == 28
-    some = bench("--case", "unet", "--dtype", "bfloat16", "--pass", "fwd", "--layout", "all")
-    assert some == (["unet bf16 inference", "unet bf16 channels_last inference"], False)
-
-
 # --- frozen ----------------------------------------------------------------------------------------------------------
 
 
@@ -189,20 +138,6 @@ class Kept:
 
 def row(pass_: Any = "fwd", frozen: bool = True) -> report.Row:
     return run.row(Job("custom", "x", TINY.with_(pass_=pass_)), CPU, How(SHORT, frozen=frozen))
-
-
-def test_forwards_are_those_of_accelerated_modules(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = timing.operands(TINY, CPU, 0)
-    module = timing.layer("ours", TINY, given)
-    assert type(timing.layer("torch", TINY, given)) is nn.ConvTranspose2d and isinstance(module, nn.ConvTranspose2d)
-    assert module.weight.data_ptr() == given.weight.data_ptr() and not module.training
-    seen: list[str] = []
-    real = cpu.forward
-    monkeypatch.setattr(cpu, "forward", lambda p, plan, *rest: seen.append(plan) or real(p, plan, *rest))
-    for side, count in (("torch", 0), ("ours", 1)):
-        (out,) = timing.work(side, TINY, given)()  # type: ignore[arg-type]
-        assert len(seen) == count and not out.requires_grad
-    assert seen == ["shuffle"]
 
 
 def test_a_row_is_timed_three_ways(ours: None, plans: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,11 +171,3 @@ def test_frozen_weights_that_compute_wrongly_have_no_speed(ours: None, monkeypat
     assert str(found["failure"]).startswith("wrong result of frozen upconv: relative error 5.0e-01, PyTorch's ")
     assert found["ours_ms"] is None and "frozen_ms" not in found and found["rel_error"] == pytest.approx(0.5)
     assert row(frozen=False)["failure"] is None
-
-
-def test_the_command_shows_and_keeps_frozen_rows(ours: None, fast: None, tmp_path: Path) -> None:
-    file = tmp_path / "r.json"
-    code, out = command("bench", *LAYER, "--device", "cpu", "--frozen", "--json", str(file))
-    (found,) = json.loads(file.read_text())["rows"]
-    assert code == 0 and found["frozen_ratio"] == pytest.approx(found["torch_ms"] / found["frozen_ms"])
-    assert "frozen ms" in out and f"{found['frozen_ratio']:.2f}x of the same rows with upconv.freeze" in out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,7 +13,6 @@ import warnings
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -63,37 +61,6 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # --- entries ---------------------------------------------------------------------------------------------------------
-
-
-@compiles
-def test_an_entry_is_the_cubin_with_a_seal(folder: Path) -> None:
-    code = jit.cubin(SOURCE, "90a", "f.cu")
-    (path,) = folder.iterdir()
-    assert path.name == f"sm_90a-{nvrtc.key(SOURCE, '90a')}.cubin" and path.read_bytes().startswith(code)
-    assert cache.read(path.name) == (path, code) and stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-@compiles
-@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no seal", "another's"])
-def test_a_bad_entry_is_deleted_and_built_again(folder: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
-    code = jit.cubin(SOURCE, "80")
-    (path,) = entries(folder)
-    data = path.read_bytes()
-    middle = len(code) // 2
-    path.write_bytes(
-        {
-            "empty": b"",
-            "cut": data[:-100],
-            "flipped": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
-            "no seal": code,
-            "another's": cache._sealed(NAME, code),
-        }[damage]
-    )
-    assert cache.read(path.name) is None and not path.exists()
-    asked = compilations(monkeypatch)
-    assert compile_again() == code and asked == ["80"]
-    assert compile_again() == code and asked == ["80"]
-    assert path.read_bytes() == data
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -152,12 +119,6 @@ def test_what_was_used_longest_ago_goes(folder: Path, monkeypatch: pytest.Monkey
     assert kept(folder) == {9}, "what was just written stays, whatever the limit"
 
 
-def test_the_limit_is_two_gibibytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache.most_bytes() == 2**31
-    monkeypatch.setenv("UPCONV_CACHE_BYTES", "500000")
-    assert cache.most_bytes() == 500_000
-
-
 @pytest.mark.parametrize("value", ["2GiB", "0", "-1", "1e9", "1.5", "\u0662"])
 def test_a_limit_that_is_no_number_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("UPCONV_CACHE_BYTES", value)
@@ -166,21 +127,6 @@ def test_a_limit_that_is_no_number_is_an_error(folder: Path, monkeypatch: pytest
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
     assert not folder.exists()
-
-
-def test_uses_are_noted_where_they_may_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a disk that is read-only a kernel is found all the same."""
-    cache.write(name_of(1), b"code")
-    used(folder, 1, 3)
-
-    def refuse(path: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    with monkeypatch.context() as m:
-        m.setattr(cache.os, "utime", refuse)
-        assert cache.read(name_of(1)) is not None
-    assert cache.read(name_of(1)) is not None
-    assert time.time() - (folder / name_of(1)).stat().st_mtime < 60
 
 
 WRITERS = """
@@ -320,14 +266,6 @@ def test_a_relative_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     assert cache.directory() is None
 
 
-def test_a_relative_home_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("UPCONV_CACHE_DIR")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "here")
-    with pytest.warns(RuntimeWarning, match="the home directory must be an absolute path; got 'here'"):
-        assert cache.read(NAME) is None
-
-
 @compiles
 def test_a_new_directory_is_the_users_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nested = folder / "a" / "b"
@@ -404,35 +342,6 @@ def test_a_directory_that_is_no_good_costs_a_warning(case: str, folder: Path, mo
     before = sorted(folder.iterdir()) if folder.is_dir() else []
     only_in_memory(monkeypatch, reason, folder)
     assert (sorted(folder.iterdir()) if folder.is_dir() else []) == before
-
-
-@compiles
-def test_a_directory_that_is_read_only_still_gives_what_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = jit.cubin(SOURCE, "89")
-
-    def refuse(*arguments: object, **options: object) -> None:  # the superuser may write into any mode
-        raise PermissionError(13, "Permission denied")
-
-    folder.chmod(0o500)
-    monkeypatch.setattr(cache.tempfile, "mkstemp", refuse)
-    try:
-        assert compile_again(SOURCE, "89") == kept
-        only_in_memory(monkeypatch, "Permission denied", folder)
-    finally:
-        folder.chmod(0o700)
-    assert len(entries(folder)) == 1
-
-
-@compiles
-def test_without_a_home_kernels_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("UPCONV_CACHE_DIR")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    only_in_memory(monkeypatch, "Could not determine home directory", Path("~/.cache/upconv"))
-    assert cache.contents().problem == "Could not determine home directory."
 
 
 @compiles
@@ -551,46 +460,3 @@ def test_cache_warm_hands_the_model_to_warmup(tmp_path: Path, monkeypatch: pytes
     assert modules.is_ours(model[0])  # type: ignore[index]
     assert (example.shape, example.dtype) == ((2, 4, 5, 6), torch.bfloat16)
     assert example.is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize(
-    ("model", "input", "message"),
-    [
-        ("nets.py:net", "2x4x5", "--device must be a CUDA device, since only its kernels are compiled; got 'cpu'"),
-        ("nets.py:net", "2x4", "--input must be batch, channels"),
-        ("nets.py:broken", "2x4x5x6", "cannot be made: KeyError: 'weights'"),
-    ],
-)
-def test_cache_warm_says_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, input: str, message: str
-) -> None:
-    (tmp_path / "nets.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    if "--device" not in message:
-
-        class Device:
-            type = "cuda"
-
-        monkeypatch.setattr(cli.machine, "device_of", lambda text: Device())
-    else:
-        monkeypatch.setattr(cli.machine, "device_of", lambda text: torch.device("cpu"))
-    code, out = command("cache", "warm", "--model", model, "--input", input)
-    assert code == 2 and out.startswith("upconv: ") and message in out and out.count("\n") == 1, out
-
-
-def test_env_tells_the_kernels_and_the_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(folder)
-    found = env.report()
-    assert re.fullmatch(rf"4, \d+ bytes, in {re.escape(str(folder))}", str(found["system"]["kernels"]))
-    assert found["system"]["cuda_compiler"] == (nvrtc.unavailable() or "available")
-    folder.chmod(0o777)
-    monkeypatch.setattr(nvrtc, "unavailable", lambda: "CUDA kernels need what is not here.")
-    found = json.loads(command("env", "--json")[1])
-    assert found["system"]["kernels"] == f"in memory only, not in {folder}: others may write to it (mode 0777)"
-    assert found["system"]["cuda_compiler"] == "CUDA kernels need what is not here."
-
-
-def test_the_kernels_sources_are_in_the_package() -> None:
-    assert isinstance(jit, ModuleType) and {p.suffix for p in jit.KERNELS.iterdir()} <= {".cu", ".cuh"}
-    assert list(jit.KERNELS.glob("*.cu"))

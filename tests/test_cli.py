@@ -12,11 +12,9 @@ import torch
 
 import upconv
 from measured import LAYER, command, fast_fixture, plans_fixture  # noqa: F401
-from upconv import cpu, env, planner
+from upconv import cpu, env
 from upconv.bench.suites import parse_layer
-from upconv.cuda.gpu import H200
-from upconv.cuda.launches import Given
-from upconv.explain import kernel_drawing, launch_lines, phase_lines
+from upconv.explain import kernel_drawing
 from upconv.problem import Problem
 
 # --- bench -----------------------------------------------------------------------------------------------------------
@@ -132,25 +130,6 @@ def test_the_module_is_the_command() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"upconv {upconv.__version__}\n", "")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["bench", "--nope"], ["explain"], ["what"], ["bench", "--json"], ["bench", "--suite", "foo"],
-        ["bench", "--dtype", "float8"], ["explain", "4,4,3", "--input", "1x4x8", "--dtype", "int8"],
-    ],
-)  # fmt: skip
-def test_what_typer_refuses_has_exit_code_2_and_no_traceback(arguments: list[str]) -> None:
-    code, out = command(*arguments)
-    assert code == 2 and "Traceback" not in out and (arguments[-1] in out or "LAYER" in out)
-
-
-@pytest.mark.parametrize("name", ["bench", "explain", "env", "cache", "cache clear", "cache warm"])
-def test_help_has_an_example(name: str) -> None:
-    code, out = command(*name.split(), "--help")
-    assert code == 0 and f"upconv {name} " in out and "xample" in out
-    assert name.split()[0] in command("--help")[1]
-
-
 # --- explain ---------------------------------------------------------------------------------------------------------
 
 
@@ -184,17 +163,6 @@ def test_explain_says_sizes_taps_roof_and_plan(fast: None, plans) -> None:
     )
 
 
-def test_explain_names_every_candidate_of_the_plan(fast: None) -> None:
-    code, out = command("explain", "16,16,3,stride=2", "--input", "1x16x32x32", "--device", "cpu")
-    p = parse_layer("16,16,3,stride=2", "1x16x32x32")
-    plan = planner.plan(p, planner.cpu_device())
-    assert code == 0 and [c.chosen for c in plan.candidates].count(True) == 1
-    words = " ".join(out.split())
-    for candidate in plan.candidates:
-        mark = "✓" if candidate.chosen else "·"
-        assert " ".join(f"{mark} {candidate.name} {candidate.reason}".split()) in words
-
-
 def test_a_kernels_drawing_marks_each_tap_with_its_phase() -> None:
     p = Problem.make(1, 1, 1, (4, 4), 4, 2, 1)
     assert kernel_drawing(p) == ["a b a b", "c d c d", "a b a b", "c d c d"]
@@ -202,32 +170,6 @@ def test_a_kernels_drawing_marks_each_tap_with_its_phase() -> None:
     assert kernel_drawing(Problem.make(1, 1, 1, (4, 4, 4), 2, 2)) == ["a b   e f", "c d   g h"]
     long = kernel_drawing(Problem.make(1, 1, 1, (4, 4), (30, 30), 10))
     assert len(long) == 25 and long[0].endswith("d …") and "*" in long[9] and long[-1] == "…"
-
-
-def test_many_phases_are_shortened() -> None:
-    lines = phase_lines(Problem.make(1, 1, 1, (9, 9), 9, 4, 4))
-    # Along each dimension 9 taps fall on 4 phases as 3, 2, 2 and 2; of the 33 outputs 9, 8, 8 and 8 are in each.
-    assert lines == [
-        f"a: 9 taps, {9 * 9 / 33**2:.0%} of the outputs",
-        f"b c d e i m: 6 taps each, {6 * 9 * 8 / 33**2:.0%} of the outputs",
-        f"f g h j k l n o p: 4 taps each, {9 * 8 * 8 / 33**2:.0%} of the outputs",
-    ]
-    many = phase_lines(Problem.make(1, 1, 1, (9, 9), 10, 10))
-    assert many == ["a b c d e f g h i j k l m n o p … (100 phases): 1 tap each, 100% of the outputs"]
-
-
-def test_launches_are_the_records_of_the_plan() -> None:
-    """A weight is packed by a kernel of its own, and a split sum is added by another."""
-    p = Problem.make(4, 512, 512, (16, 16), 4, 2, 1, precision="tf32", pass_="step")
-    plan = planner.plan(p, planner.Device("cuda", gpu=H200))
-    lines = launch_lines(p, plan)
-    for pass_, choice in plan.choices("step").items():
-        mine = [line for line in lines if line.startswith("forward" if pass_ == "fwd" else pass_)]
-        launches = choice.launches(Given("contiguous" if choice.reads != "contiguous" else "in place"))
-        assert len(mine) == len(launches) > 0
-        for line, one in zip(mine, launches):
-            assert f" {one.entry}: {one.grid} blocks of {one.threads} threads" in line
-            assert (f", {one.shared_bytes / 1024:.0f} KB of" in line) == bool(one.shared_bytes)
 
 
 # --- env -------------------------------------------------------------------------------------------------------------
@@ -257,30 +199,3 @@ def test_a_failing_probe_becomes_a_value(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["devices"]["cpu"]["name"] == "unavailable: RuntimeError: torn"
     assert found["devices"]["cpu"]["threads"] == torch.get_num_threads()
     assert command("env")[0] == 0
-
-
-def test_the_commit_is_that_of_this_projects_checkout_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(tmp_path), *arguments], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    package = tmp_path / "src" / "upconv"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    monkeypatch.setattr(upconv, "__file__", str(package / "__init__.py"))
-    assert env.commit() is None
-    git("init", "-q")
-    git("add", ".")
-    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x")
-    assert env.commit() == git("rev-parse", "HEAD")
-    (tmp_path / "notes").write_text("beside the sources")
-    assert env.commit() == git("rev-parse", "HEAD")
-    (package / "__init__.py").write_text("changed = 1")
-    assert env.commit() == git("rev-parse", "HEAD") + "-dirty"
-    vendored = tmp_path / ".venv" / "upconv"
-    vendored.mkdir(parents=True)
-    monkeypatch.setattr(upconv, "__file__", str(vendored / "__init__.py"))
-    assert env.commit() is None
-
-
-# --- the process -----------------------------------------------------------------------------------------------------

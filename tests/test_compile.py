@@ -22,7 +22,7 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
-from conftest import EVERY, assert_close, assert_equal, diagonal, forced_plans, make_call
+from conftest import EVERY, assert_close, diagonal, forced_plans, make_call
 from situations import differences, step
 from standins import kernels_fixture  # noqa: F401
 from test_native import machine, module  # noqa: F401
@@ -185,19 +185,6 @@ def test_graphs_have_the_flops_of_torchs(rank: int, needed: Any, engine: str, mo
     assert totals[0] == totals[1] and len(totals[0]) == (3 if trained else 1) and all(totals[0])
 
 
-def test_delegated_dtypes_and_transforms_compile(engine: str) -> None:
-    call = make_call((2, 4, 5, 5), (4, 6, 3, 3), dtype=torch.complex64, stride=2)
-
-    def function(x: Tensor) -> Tensor:
-        return upconv.conv_transpose2d(x, call.weight, call.bias, stride=2)
-
-    assert_equal(torch.compile(function, backend="eager", fullgraph=True)(call.input), function(call.input))
-    real = make_call((3, 2, 4, 5, 5), (4, 6, 3, 3), stride=2)
-    mapped = torch.vmap(lambda x: upconv.conv_transpose2d(x, real.weight, real.bias, stride=2))
-    found = torch.compile(mapped, backend="aot_eager", fullgraph=True)(real.input)
-    assert_close(found, mapped(real.input), length=512)
-
-
 @pytest.fixture(scope="module")
 def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One for all, since Inductor's own headers take long to compile."""
@@ -283,15 +270,6 @@ def test_transforms_are_pytorchs(name: str, backend: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_layer_under_vmap_alone() -> None:
-    layer = upconv.ConvTranspose2d(4, 6, 3, 2, 1)
-    x = torch.randn(3, 2, 4, 5, 6)
-    with forced_plans("any", "split"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = torch.compile(vmap(layer), backend="aot_eager")(x)
-    torch.testing.assert_close(found, torch.stack([layer(t) for t in x]), rtol=1e-4, atol=1e-5)
-
-
 def test_a_compiled_layer_under_transforms() -> None:
     """The transform is outside of the graph."""
     layer = upconv.ConvTranspose1d(4, 6, 3, 2, 1)
@@ -369,23 +347,6 @@ def test_the_rule_on_a_gpu(p: Problem, training: bool, ours: bool) -> None:
     assert rule.verdict(plan, training).ours is ours
     said = rule.sentence(p, HOPPER, training)
     assert said.startswith("Under torch.compile it is ") and said.endswith(".")
-
-
-@pytest.mark.parametrize("dynamic", (None, True))
-def test_groups_that_change_between_calls(dynamic: bool | None) -> None:
-    call = torch.compile(
-        lambda x, w, g: upconv.conv_transpose2d(x, w, None, 2, 1, 0, g), backend="aot_eager", dynamic=dynamic
-    )
-    x = torch.randn(1, 8, 5, 5)
-    for groups in (2, 4, 8):
-        w = torch.randn(8, 3, 3, 3)
-        torch.testing.assert_close(call(x, w, groups), nn.functional.conv_transpose2d(x, w, None, 2, 1, 0, groups))
-
-
-def test_without_kernels_the_rule_says_why() -> None:
-    p = Problem.make(2, 4, 3, (5, 6), (3, 3), dtype=torch.float32)
-    device = planner.Device("cuda", unavailable="PyTorch finds no CUDA device")
-    assert rule.sentence(p, device) == "Under torch.compile it is PyTorch's: PyTorch finds no CUDA device."
 
 
 # --- what a graph's call does ----------------------------------------------------------------------------------------
@@ -469,16 +430,6 @@ def test_opcheck(sample: Any, dtype: torch.dtype, engine: str) -> None:
     for mask in (1, 2, 3):
         backward = (grad, x, w, text, mask)
         torch.library.opcheck(torch.ops.upconv.conv_transpose_backward.default, backward, test_utils=UTILITIES)
-
-
-@pytest.mark.parametrize("rank", (2, 3))
-def test_opcheck_in_channels_last(rank: int, engine: str) -> None:
-    last = torch.channels_last if rank == 2 else torch.channels_last_3d
-    call = make_call((1, 4, *(5,) * rank), (4, 6, *(3,) * rank))
-    x, w = (t.contiguous(memory_format=last).requires_grad_() for t in (call.input, call.weight))
-    rest = ([2] * rank, [1] * rank, [0] * rank, 1, [1] * rank)
-    for args in ((x, w), (x, call.weight), (call.input, w)):
-        torch.library.opcheck(torch.ops.upconv.conv_transpose.default, (*args, call.bias, *rest), test_utils=UTILITIES)
 
 
 # --- torch.export ----------------------------------------------------------------------------------------------------

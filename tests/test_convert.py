@@ -16,7 +16,7 @@ import upconv
 from conftest import assert_close, assert_equal, forced_plans
 from situations import differences, step
 from twins import RANKS, assert_computed, image, lines_of
-from upconv import cpu, modules
+from upconv import modules
 
 
 class Net(nn.Module):
@@ -98,18 +98,6 @@ def test_outputs_and_gradients_stay(plan: str, channels_last: bool) -> None:
         with forced_plans(plan) as forced:
             assert not differences(step(model, x), wanted, 1e-4)
         assert len(forced) >= served * (plan != "native") and bool(forced) == bool(served and plan != "native")
-
-
-def test_the_engine_runs_only_while_accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    right = cpu.forward
-    monkeypatch.setattr(cpu, "forward", lambda *args: calls.append(args[0]) or right(*args))
-    model, counts = Net().eval(), []
-    with forced_plans("shuffle"):
-        for change in (nn.Module.eval, upconv.accelerate, upconv.restore):
-            change(model)(image(2))
-            counts.append(len(calls))
-    assert counts == [0, 2, 2], "the layers with a stride, once"
 
 
 def test_what_is_left_and_why() -> None:
@@ -217,34 +205,6 @@ def test_folds_right(rank: int, groups: int, bias: bool, affine: bool, home: Any
     assert list(dict(model.named_parameters())) == list(model.state_dict()) == ["0.weight", "0.bias"]
 
 
-def test_folds_an_accelerated_model_and_back() -> None:
-    """Its plain convolutions are leaves of the trace."""
-    model = nn.Sequential(nn.Conv2d(4, 4, 3), *pair(), *pair(groups=2)[1:], nn.ConvTranspose2d(8, 2, 2)).eval()
-    wanted = model(image(2))
-    assert_folds(upconv.accelerate(model, convolutions=True), ["2: folded into 1"])
-    torch.testing.assert_close(upconv.restore(model)(image(2)), wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_folding_keeps_layout_dtype_and_training_of_parameters() -> None:
-    model = pair().to(memory_format=torch.channels_last)
-    model[0].weight.requires_grad_(False)
-    assert_folds(model, ["1: folded into 0"], image(2).contiguous(memory_format=torch.channels_last))
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last) and not model[0].weight.requires_grad
-    half = upconv.fold_batchnorm(pair().bfloat16())
-    assert half[0].weight.dtype is half[0].bias.dtype is torch.bfloat16
-
-
-def test_training_models_are_refused() -> None:
-    model = pair().train()
-    state = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError) as error:
-        upconv.fold_batchnorm(model)
-    assert str(error.value) == (
-        "fold_batchnorm needs a model in eval mode, got one in training mode; call model.eval() first"
-    )
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), state.values()))
-
-
 HOOKS = "a module of the pair has forward hooks"
 
 
@@ -326,16 +286,3 @@ def test_modules_in_several_places_are_not_folded() -> None:
     held.conv = held.inner[0]  # another part of the model holds it
     (line,) = lines_of(upconv.fold_batchnorm, held)
     assert line.endswith(f"left: {PLACES}") and isinstance(held.inner[1], nn.BatchNorm2d)
-
-
-def test_other_layers_and_norms() -> None:
-    after = nn.Sequential(nn.Conv2d(4, 8, 3), randomise(nn.BatchNorm2d(8)), nn.ConvTranspose2d(8, 8, 3))
-    assert_folds(after.eval(), [])
-    other = pair()
-    other[1] = nn.InstanceNorm2d(8, affine=True, track_running_stats=True).eval()
-    assert_folds(other, [])
-    model, wanted = pair(), pair()
-    model[1] = nn.SyncBatchNorm.convert_sync_batchnorm(model[1])
-    wanted.load_state_dict(model.state_dict())
-    upconv.fold_batchnorm(model)
-    torch.testing.assert_close(model(image(2)), wanted(image(2)), rtol=1e-5, atol=1e-5)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import pickle
 import subprocess
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -190,13 +189,6 @@ def test_the_rule(case: Any, others: dict[str, Any], ours: Any, theirs: Any) -> 
         assert not found.inference.for_output and found.inference.inference is found.inference
 
 
-def test_what_was_not_measured_is_pytorchs_whatever_the_estimate(everything: None) -> None:
-    assert chosen(*LARGE) is not None
-    assert chosen((16, 64, 256, 256), 64, 1, 1, 0) is None
-    for others in ({"precision": "ieee"}, {"precision": "fp64"}, {"device": Device("cuda", gpu=gpu.A100)}):
-        assert chosen(*LARGE, **others) is None
-
-
 def test_the_rule_asks_for_no_compiler(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether calls can be replayed changes which kernel computes none, and no compiler is run within a call."""
     monkeypatch.setattr(convolutions, "_on_gpu", lambda t: True)
@@ -228,26 +220,6 @@ def test_the_rule_asks_for_no_compiler(kernels: Kernels, monkeypatch: pytest.Mon
 # --- calls that PyTorch must see -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", (
-    lambda x, w: (x[..., ::2], w),
-    lambda x, w: (x.to(memory_format=torch.channels_last)[:, :, ::2], w),
-    lambda x, w: (x.to(memory_format=torch.channels_last), w[:1]),
-    lambda x, w: (x[0], w), lambda x, w: (x.float(), w), lambda x, w: (x, w.to_sparse()), lambda x, w: (x + 0j, w + 0j),
-    lambda x, w: (x, w[:, :2]), lambda x, w: (x[..., :1, :1].contiguous(memory_format=torch.channels_last), w),
-), ids=(
-    "strided", "strided last", "one channel", "unbatched", "dtype", "sparse", "complex", "channels",
-    "one pixel",
-))  # fmt: skip
-def test_other_tensors_are_pytorchs(stand_ins: Kernels, change: Any) -> None:
-    x, w = image(), torch.randn(6, 4, 3, 3, dtype=torch.float64)
-    arguments: tuple[Any, ...] = ((1, 1), (1, 1), (1, 1))
-    assert convolutions.convolution(2, x, w, None, *arguments) is not None
-    assert stand_ins.ran() == ["grad-input"]
-    assert convolutions.convolution(2, *change(x, w), None, *arguments) is None
-    assert convolutions.convolution(2, x, w, torch.zeros(5, dtype=torch.float64), *arguments) is None
-    assert stand_ins.ran() == []
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_transforms_graphs_and_invalid_calls_are_pytorchs(stand_ins: Kernels) -> None:
     """Also of a layer whose calls were recognised before."""
@@ -273,15 +245,6 @@ def test_transforms_graphs_and_invalid_calls_are_pytorchs(stand_ins: Kernels) ->
     for _ in range(3):
         ours(x)
     assert not differences(run(ours), found, 1e-10)
-
-
-def test_traces_are_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolutions, "_on_gpu", lambda t: True)
-    ours, theirs = layer(2, 4, 6, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", torch.jit.TracerWarning)
-        traced = torch.jit.trace(ours, image(), check_trace=False)
-    torch.testing.assert_close(traced(image()[..., :5]), theirs(image()[..., :5]))
 
 
 @pytest.mark.parametrize("padding", (1, "same"))
@@ -348,28 +311,6 @@ def test_a_computed_weight_is_computed_once(stand_ins: Kernels, ours_by: str, mo
     assert not differences(dict(ours.state_dict()), dict(theirs.state_dict()), 1e-10)
 
 
-@pytest.mark.parametrize("replaced", (False, True))
-@pytest.mark.parametrize("padding", ("same", "valid"))
-def test_paddings_by_name(stand_ins: Kernels, padding: str, replaced: bool) -> None:
-    ours, theirs = layer(2, 4, 6, (3, 5), padding=padding, dilation=(2, 1))
-    if replaced:  # by another, of which the layer's kernel_size knows nothing
-        for module in (ours, theirs):
-            module.weight = nn.Parameter(torch.ones(6, 4, 3, 3, dtype=torch.float64))
-    for _ in range(3):
-        assert_same_step(ours, theirs, image())
-        assert stand_ins.ran() == ["fwd", "grad-input", "grad-weight"]
-
-
-@pytest.mark.parametrize("arguments", (
-    {"groups": 2}, {"padding_mode": "circular"}, {"padding": "same", "kernel_size": (3, 4)},
-))  # fmt: skip
-def test_groups_and_other_paddings_are_pytorchs(stand_ins: Kernels, arguments: dict[str, Any]) -> None:
-    ours, theirs = layer(2, 4, 6, **{"padding": 1, "kernel_size": 3, **arguments})
-    for _ in range(2):
-        assert_same_step(ours, theirs, image())
-    assert stand_ins.ran() == []
-
-
 def test_who_replaces_what_a_layer_calls_sees_it(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.nn.functional.conv2d``, or ``_conv_forward`` on the class or the instance."""
     ours, theirs = layer(2, 4, 6, 3)
@@ -384,17 +325,6 @@ def test_who_replaces_what_a_layer_calls_sees_it(stand_ins: Kernels, monkeypatch
             patch.setattr(owner, name, lambda *args, old=old, seen=seen, **kw: seen.append(args) or old(*args, **kw))
             torch.testing.assert_close(ours(x), ours(x))
         assert len(seen) == 2 and stand_ins.ran() == []
-
-
-def test_a_subclass_with_a_conv_forward_of_its_own_is_left() -> None:
-    class Doubled(nn.Conv2d):
-        def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return 2 * super()._conv_forward(input, weight, bias)
-
-    name = f"{__name__}.test_a_subclass_with_a_conv_forward_of_its_own_is_left.<locals>.Doubled"
-    assert lines_of(upconv.accelerate, Doubled(2, 2, 3), convolutions=True) == [
-        f"(the model itself): left: {name} has a _conv_forward of its own", "0 of 1 convolutions accelerated"
-    ]  # fmt: skip
 
 
 def test_without_cudnn_channels_last_is_pytorchs(stand_ins: Kernels) -> None:
@@ -426,16 +356,6 @@ def test_steps_are_pytorchs(stand_ins: Kernels, rank: int, mask: tuple[int, ...]
             with without():
                 torch.testing.assert_close(ours(image(rank)), theirs(image(rank)))
             assert stand_ins.ran() == ["grad-input"]
-
-
-def test_calls_are_recognised(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = layer(2, 4, 6, 3, padding=1)
-    for _ in range(2):
-        step(ours, image())
-    monkeypatch.setattr(convolutions, "find", lambda *args: pytest.fail("the call is known"))
-    assert_same_step(ours, theirs, image())
-    assert all(type(seen.last) is convolutions.Convolution for seen in calls.seen_plain.values())
-    assert id(ours.weight) not in calls.seen
 
 
 def test_a_weight_of_both_kinds_of_layers(stand_ins: Kernels) -> None:
@@ -628,19 +548,6 @@ def test_accelerate_takes_convolutions_if_asked() -> None:
     assert lines_of(upconv.restore, model) == [f"{i}: restored" for i in (0, 2, 3, 4, 5)]
     assert {type(m) for m in model} == {nn.Conv2d, nn.ConvTranspose2d, nn.ReLU}
     torch.testing.assert_close(model(x), wanted)
-
-
-@pytest.mark.parametrize("rank", (1, 2, 3))
-def test_lazy_layers_and_layers_on_a_cpu(rank: int) -> None:
-    lazy = upconv.accelerate((None, nn.LazyConv1d, nn.LazyConv2d, nn.LazyConv3d)[rank](6, 3), convolutions=True)  # type: ignore[misc]
-    x = image(rank)
-    out = lazy(x.float())
-    assert type(lazy) is LAYERS[rank] and lazy.in_channels == 4 and modules.is_ours(lazy)
-    torch.testing.assert_close(out, CONVOLVE[rank](x.float(), lazy.weight, lazy.bias))
-    assert not modules.is_ours(upconv.restore(lazy))
-    ours, theirs = layer(rank, 4, 6, 3, 2, 1)
-    assert_same_step(ours, theirs, x)
-    torch.testing.assert_close(ours(x[0]), theirs(x[0]))
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import upconv
-from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, make_call
+from conftest import OURS, Call, _forget_plans, assert_close, make_call
 from situations import error
 from situations.processes import in_threads
 from standins import H200, Data, Kernels, Log, StandIn, kernels_fixture  # noqa: F401
@@ -67,27 +67,6 @@ P = Problem.make(2, 4, 6, (5, 4), 3, 2, 1, 1, groups=2, bias=True)
 
 
 # --- the call --------------------------------------------------------------------------------------------------------
-
-
-def _strides(device: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    def random(*size: int) -> Tensor:
-        return torch.randn(size, device=device)
-
-    x, w, b = random(2, 4, 5, 6), random(4, 3, 3, 3), random(3)
-    return {
-        "rows": (random(2, 4, 10, 6)[:, :, ::2], w, b), "transposed": (random(2, 4, 6, 5).mT, w.mT, b),
-        "expanded": (random(1, 4, 1, 6).expand(2, 4, 5, 6), w, random(1).expand(3)),
-        "offset": (random(3, 4, 5, 6)[1:], w, random(6)[1::2]),
-        "off 16 bytes": (random(241)[1:].view(x.shape), random(109)[1:].view(w.shape), random(4)[1:]),
-        "negative": tuple(torch._neg_view(t) for t in (x, w, b)),  # type: ignore[dict-item]
-        "channels_last weight": (x, w.contiguous(memory_format=torch.channels_last), b),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("change", _strides("cpu"))
-def test_operands_of_any_strides(change: str, kernels: Kernels) -> None:
-    Call(*_strides("cpu")[change], {"stride": 2}).check()
-    assert "fwd" in kernels.ran()
 
 
 def test_a_nested_tensor_behind_known_calls_is_pytorchs(kernels: Kernels) -> None:
@@ -335,15 +314,6 @@ def test_frozen_weights_swapped_at_one_address(weights: Weights) -> None:
 _MOST_TURNS = 20_000  # a heap with as many free places of one size gives each out before the first comes back
 
 
-def test_an_alias_ends_no_promise(frozen: Weights) -> None:
-    """``param.data`` counts changes of its own: nothing is kept of it, and the parameter stays frozen."""
-    assert [frozen.packs(), frozen.packs()] == [1, 0]
-    with torch.no_grad():
-        frozen.weight.add_(0)
-    packed.freeze(frozen.weight)
-    assert [frozen.packs(), frozen.packs(frozen.weight.data), frozen.packs()] == [1, 1, 0]
-
-
 def test_views_of_one_storage_are_told_apart(machine: Machine) -> None:
     both = torch.randn(2, *P.weight_shape)
     weights = Weights(both[0])
@@ -378,14 +348,6 @@ def test_inference_tensors_are_packed_at_every_call(machine: Machine) -> None:
             packed.freeze(weights.weight)
 
 
-def test_weights_that_need_no_packing_are_not_held(machine: Machine) -> None:
-    weights = Weights(torch.randn(P.weight_shape), identity=True)
-    packed.freeze(weights.weight)
-    assert [weights.packs(), weights.packs()] == [1, 1]
-    (entry,) = packed.frozen.values()
-    assert not entry.packed
-
-
 def test_captured_graphs_pack_for_themselves(machine: Machine, frozen: Weights) -> None:
     """A graph lives longer than a promise may, and must find its packed weights where they were."""
     assert frozen.packs() == 1
@@ -415,19 +377,6 @@ def test_another_stream_waits_for_the_packing_once(machine: Machine, frozen: Wei
     machine.stream = 0
     assert frozen.packs() == 0
     assert machine.waits == [0, 7]
-
-
-def test_choices_of_equal_packing_share_the_weights(machine: Machine) -> None:
-    weight = torch.randn(P.weight_shape)
-    packed.freeze(weight)
-    logs = []
-    for size in (4, 5, 6):
-        p = P.with_(size=(size, size))
-        plan, log = a_plan(p, packing="by 64")
-        x, _, b, _ = operands(p)
-        engine.forward(plan, x, weight, b)
-        logs += names(log)
-    assert logs.count("pack") == 1
 
 
 # --- precision and memory format -------------------------------------------------------------------------------------
@@ -612,14 +561,6 @@ def test_strict_lets_pass_what_an_engine_serves(kernels: Kernels) -> None:
     assert "fwd" in kernels.ran()
 
 
-def test_strict_leaves_pytorchs_errors_alone() -> None:
-    x, w = torch.randn(2, 4, 5, 6), torch.randn(4, 3, 3, 3)
-    for args in ((x[:, :3], w), (x.double(), w), (x, w, torch.randn(7)), (x, w, None, 2, 0, 2), (x, w, None, 0)):
-        with upconv.strict(True):
-            found = error(partial(OURS[2], *args))  # type: ignore[arg-type]
-        assert found == error(partial(THEIRS[2], *args)) and found[0] == "RuntimeError"  # type: ignore[arg-type]
-
-
 def test_strict_exempts_what_pytorch_must_see() -> None:
     call = make_call((2, 4, 5, 6), (4, 3, 3, 3), stride=2)
     x, w = call.input, call.weight
@@ -729,52 +670,11 @@ def test_warmup_says_what_cannot_be_compiled(kernels: Kernels, monkeypatch: pyte
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 CUDA = pytest.mark.gpu
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @pytest.fixture
 def ieee(settings_of_precision: Any) -> None:
     settings_of_precision.cudnn.conv.fp32_precision = "ieee"
-
-
-@CUDA
-@pytest.mark.parametrize("rank", (1, 2, 3))
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_gpu_gradients_and_formats_are_pytorchs(rank: int, dtype: torch.dtype, ieee: None) -> None:
-    """Outputs and gradients in PyTorch's memory formats for every mix, and as near to the truth."""
-    last: list[Any] = [torch.contiguous_format, {2: torch.channels_last, 3: torch.channels_last_3d}.get(rank)]
-    for x_format in last[: 2 if rank > 1 else 1]:
-        for w_format in last[: 2 if rank > 1 else 1]:
-            for shape, weight, kwargs in (
-                ((2, 8, *(6,) * rank), (8, 4, *(3,) * rank), {"stride": 2, "padding": 1}),
-                ((2, 8, *(6,) * rank), (8, 4, *(1,) * rank), {}),
-                ((2, 1, *(6,) * rank), (1, 4, *(3,) * rank), {"dilation": 2}),
-                ((2, 8, *(1,) * rank), (8, 4, *(3,) * rank), {"groups": 2}),
-            ):
-                call = make_call(shape, weight, dtype=dtype, device="cuda", **kwargs)
-                x = torch.empty_like(call.input, memory_format=x_format).copy_(call.input)
-                w = torch.empty_like(call.weight, memory_format=w_format).copy_(call.weight)
-                with upconv.strict(True):
-                    Call(x, w, call.bias, call.kwargs).check()
-
-
-@CUDA
-def test_gpu_output_padding_beyond_the_stride(ieee: None) -> None:
-    """PyTorch leaves cuDNN here, and with it its memory formats."""
-    for rank, last in ((1, None), (2, torch.channels_last), (3, torch.channels_last_3d)):
-        call = make_call(
-            (2, 4, *(5,) * rank), (4, 3, *(3,) * rank), device="cuda", stride=2, output_padding=2, dilation=3
-        )
-        call.check()
-        if last is not None:
-            Call(call.input.contiguous(memory_format=last), call.weight, call.bias, call.kwargs).check()
-
-
-@CUDA
-@pytest.mark.parametrize("change", _strides("cpu"))
-def test_gpu_operands_of_any_strides(change: str, ieee: None) -> None:
-    with upconv.strict(True):
-        Call(*_strides("cuda")[change], {"stride": 2}).check()
 
 
 def _layer_on_gpu() -> tuple[upconv.ConvTranspose2d, Tensor]:

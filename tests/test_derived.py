@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from itertools import islice, product
 from typing import Any
@@ -16,87 +16,12 @@ from upconv.cuda.axes import any_size
 from upconv.cuda.gemm import gather_search
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gpu import A100, H200
-from upconv.cuda.pixels.sweep import SWEEP
+from upconv.cuda.pixels.sweep import Sweep
 from upconv.cuda.wgrad import wgrad_search
-from upconv.derived import derived, derived_from, derived_without, needs, settled, varied
+from upconv.derived import needs, varied
 from upconv.problem import Problem
 
 found: list[str] = []
-
-
-@dataclass(frozen=True)
-class Box:
-    width: int
-    height: int
-    depth: int = 1
-
-    @derived
-    def volume(self) -> int:
-        found.append("volume")
-        return self.width * self.height * self.depth
-
-    @derived_from("width", "height")
-    def area(self) -> int:
-        found.append("area")
-        return self.width * self.height
-
-    @derived_without("height")
-    def floor(self) -> int:
-        return self.width * self.depth
-
-
-@dataclass(frozen=True)
-class Padded(Box):
-    by: int = 2
-
-    @derived
-    def area(self) -> int:
-        return (self.width + self.by) * (self.height + self.by)
-
-
-def test_a_property_is_found_once_for_each_object() -> None:
-    found.clear()
-    box = Box(2, 3, 4)
-    assert [box.volume, box.volume, Box(2, 3, 5).volume] == [24, 24, 30]
-    assert found == ["volume", "volume"]
-    assert isinstance(Box.volume, derived) and Box.volume.__doc__ is None
-
-
-def test_a_property_stays_where_its_fields_do() -> None:
-    found.clear()
-    box = settled(Box(2, 3, 4), "width", "height")
-    assert found == ["area"]  # which alone follows from these
-    deeper = varied(box, depth=5)
-    assert (deeper.area, deeper.volume, deeper.floor) == (6, 30, 10) and found == ["area", "volume"]
-    assert varied(box, width=5).area == 15
-    assert varied(varied(box, depth=9), height=1).floor == 18
-
-
-def test_the_last_definition_of_a_property_counts() -> None:
-    padded = Padded(2, 3)
-    assert padded.area == 20 and varied(padded, by=0).area == 6
-    assert "area" not in needs(Padded) and needs(Padded)["floor"] == {"width", "depth", "by"}
-
-
-def test_what_is_varied_is_what_replace_makes() -> None:
-    box = Box(2, 3)
-    assert varied(box, depth=7) == replace(box, depth=7) and hash(varied(box, depth=7)) == hash(replace(box, depth=7))
-    assert varied(box) == box and varied(box) is not box
-    with pytest.raises(TypeError, match="Box has no field 'breadth'"):
-        varied(box, breadth=1)
-
-
-def test_a_field_that_there_is_not_is_an_error() -> None:
-    @dataclass(frozen=True)
-    class Misspelt:
-        width: int
-
-        @derived_from("with")
-        def doubled(self) -> int:
-            return 2 * self.width
-
-    with pytest.raises(TypeError, match=r"Misspelt\.doubled is derived from 'with', which is no field"):
-        varied(Misspelt(1), width=2)
 
 
 LAYERS = (
@@ -125,8 +50,8 @@ def searched(seed: int) -> list[Any]:
     of_weight = p.with_(pass_="grad-weight", bias=False)
     odd = of_weight.with_(size=(*p.size[:-1], p.size[-1] + 1))
     found += [wgrad_search.candidates(q, gpu, general) for q, general in product((of_weight, odd), (False, True))]
-    if not isinstance(SWEEP.choose(towards, gpu), str):
-        found.append(SWEEP.candidates(towards, gpu))
+    if Sweep.refusal(towards, gpu) is None:
+        found.append(Sweep.candidates(towards, gpu))
     drawn = [list(islice(some, rng.randrange(40), 4000, 37)) for some in found]
     return [t for some in drawn for t in rng.sample(some, min(len(some), 8))]
 

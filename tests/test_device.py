@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -149,29 +146,6 @@ def test_what_no_kernel_needs_goes(values: tuple[int, ...], there: tuple[str, ..
     assert all(one in found for one in there) and not re.search(gone, found), found
     assert "static_assert" not in found and "#if" not in found and "void none() {}" in found
     assert ptx(found) == ptx(SAMPLE)
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
-@pytest.mark.parametrize("name", ["bf16", "depthwise"])
-def test_nvcc_compiles_it_without_a_word(name: str, tmp_path: Path) -> None:
-    found = passes.kernels(LAYERS[name], H200)
-    path = tmp_path / "unit.cu"
-    uses = ", ".join(f"(void*){k.entries[-1]}" for k in found)
-    path.write_text(f"{text_of(found)}void* uses[] = {{{uses}}};\n")
-    done = subprocess.run(
-        [
-            "nvcc",
-            "-gencode=arch=compute_90a,code=sm_90a",
-            "-std=c++17",
-            "-c",
-            "-o",
-            str(tmp_path / "unit.o"),
-            str(path),
-        ],  # for host and GPU
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
 
 
 def test_layers_here_take_every_kind_of_kernel() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from conftest import EVERY, needs_gxx
-from drawn import DTYPES, FAMILIES, LAYOUTS, SCALAR, choices, gpus
+from drawn import DTYPES, FAMILIES, LAYOUTS, SCALAR, choices, gpus, varied
 from emulator import Emulator, emulator
 from results import Place, assert_computes, laid_out, numbers
 from upconv.cuda import bias
@@ -32,11 +32,17 @@ pytestmark = needs_gxx
 __all__ = ["emulator"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_random_layers_by_random_tiles(family: str, emulator: Emulator) -> None:
-    for seed, (choice, p) in zip(range(60 if EVERY else 3), choices(family)):
-        for late in (0, 1):
-            assert_computes(choice, emulator, 2 * seed + late, p=p)
+MOST = {"gather": 24, "gather, few sizes": 12, "wgrad by mma.sync": 12, "wgrad by wgmma": 24}
+PARTS = {family: -(-MOST.get(family, 6) // 6) for family in FAMILIES}  # tests that divide a family's
+
+
+@pytest.mark.parametrize(("family", "part"), [(family, part) for family in FAMILIES for part in range(PARTS[family])])
+def test_random_layers_by_random_tiles(family: str, part: int, emulator: Emulator) -> None:
+    """Those that together have most of their kernels' modes; at once and late, called in two ways."""
+    draws, most = (400, 400) if EVERY else (60, MOST.get(family, 6))
+    for seed, (choice, p) in [*enumerate(varied(family, draws, most))][part :: PARTS[family]]:
+        assert_computes(choice, emulator, 2 * seed, p=p)
+        assert_computes(choice, emulator, 2 * seed + 1001, p=p)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -68,26 +74,6 @@ def test_gradients_for_widened_weights_again(emulator: Emulator) -> None:
 
 
 # --- the emulator itself ---------------------------------------------------------------------------------------------
-
-
-ARRAY_OF_A_TEMPLATE = """
-#define SIZE {}
-#include "machine.h"
-template <class Number> void find(u64* place) {{
-  __shared__ Number array[SIZE];
-  *place = (u64)array;
-}}
-extern "C" void where(u64* place) {{ find<int>(place); }}
-"""
-
-
-def test_two_kernels_have_no_shared_array_in_common(emulator: Emulator) -> None:
-    """Sources define a function template alike but for its array's size, as `implicit`'s packing does."""
-    places = torch.zeros(2, dtype=torch.int64)
-    for place, size in zip(places, (1, 1000)):
-        kernel = emulator.kernel(ARRAY_OF_A_TEMPLATE.format(size), "where", "")
-        emulator.launcher(kernel, 0, 32, 0, "Q")(0, 1, (place.data_ptr(),))
-    assert places[0] != places[1]
 
 
 TURNED_BOTH = """

@@ -118,7 +118,7 @@ def planned(case: Case, gpu: Gpu, kind: Kind) -> Any:
 
 def kernels(choice: Any) -> Iterator[Kernel]:
     """What a choice may launch."""
-    for unit in (*choice.sources(), *choice.packing_sources):
+    for unit in choice.sources():
         yield Kernel(unit, getattr(choice, "inner", choice))
 
 

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 import upconv
 from conftest import by_turns, compiled_for_host
-from emulator import Emulator, emulator, for_host
+from emulator import emulator
 from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
@@ -45,7 +45,6 @@ from upconv.export import (
     gpu_of,
     kernelbench,
     kernelbench_problem,
-    packing,
     passes,
     plain,
     problem_of,
@@ -57,7 +56,7 @@ from upconv.export import (
 from upconv.export.check import load
 from upconv.export.passes import Kernel
 from upconv.planner import Device, plan
-from upconv.problem import Pass, Precision, Problem
+from upconv.problem import Problem
 
 CALL = """
 extern "C" __attribute__((visibility("default")))
@@ -638,47 +637,6 @@ def test_a_check_tells_right_from_wrong(
     assert found.ratio > 0 and (found.worst > 1) is (wrong == "forward")
     text = command.Checked(found, "some GPU").text
     assert ("NOT within" in text) is (wrong is not None) and "on some GPU" in text
-
-
-PACKED: dict[str, tuple[Precision, ...]] = {
-    "strided": ("tf32", "bf16"),
-    "odd": ("tf32",),
-    "3-D": ("ieee",),
-    "joined": ("ieee", "fp16"),
-    "phases": ("tf32", "bf16"),
-    "image": ("bf16",),
-}
-SHUFFLED = "phases", "image"  # whose forward has channels and phases as rows of M
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "pass_"),
-    [
-        (name, precision, pass_)
-        for name, every in PACKED.items()
-        for precision in every
-        for pass_ in (("fwd",) if name in SHUFFLED else ("fwd", "grad-input"))
-    ],
-)
-def test_weights_are_packed_as_the_library_packs_them(
-    name: str, precision: Precision, pass_: Pass, emulator: Emulator, tmp_path: Path
-) -> None:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    p = layer(name, dtype=dtype, precision=precision, pass_=pass_, bias=False)
-    choice: Any = gather.choose(p, H200)
-    shuffled = choice.tiling.shuffle is not None
-    assert shuffled == (name in SHUFFLED), "the mode is another layer's by now"
-    k = Kernel(pass_, choice)
-    weight = torch.randn(p.weight_shape, dtype=dtype)
-    wanted = choice.prepare(0).pack_to_keep(weight).view(torch.int32)[: k.packed_words]
-    entry = f"{packing.ENTRY}<Config>"
-    source = k.unit.source.replace("// entries: ", f"// entries: {entry}; ", 1) + packing.text(precision, shuffled)
-    (tmp_path / "pack.cpp").write_text(for_host(source, (packing.ENTRY,)))
-    function = ctypes.CDLL(str(compiled_for_host(tmp_path / "pack.cpp", tmp_path / "pack.so")))["run_pack_weights"]
-    function.restype, found = ctypes.c_char_p, torch.empty_like(wanted)
-    arguments = struct.pack("<2Qi", weight.data_ptr(), found.data_ptr(), len(found))
-    assert function(-(-len(found) // 256), 256, 0, arguments, 1, 0) is None
-    assert torch.equal(found, wanted) and found.count_nonzero() > 0
 
 
 # --- the forward alone, and C -----------------------------------------------------------------------------------------

@@ -17,15 +17,15 @@ from conftest import EVERY, assert_sentence
 from drawn import DTYPES, LAYOUTS, Layers
 from upconv import planner
 from upconv.bench.suites import SUITES
-from upconv.cuda import bias, families, family
+from upconv.cuda import families, family
 from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct, plain
-from upconv.cuda.gemm import gather, joined
+from upconv.cuda.gemm import joined
 from upconv.cuda.gemm.shuffle import countable, ways
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.launches import Given
 from upconv.export import source
-from upconv.problem import Layout, Pass, Precision, Problem
+from upconv.problem import Pass, Precision, Problem
 
 GPUS = (H200, A100, RTX3090, RTX4090, B200, RTX5090)
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
@@ -97,7 +97,7 @@ def check_choice(name: str, choice: Any, p: Problem, gpu: Gpu) -> None:
     assert again == choice and hash(again) == hash(choice)
     with pytest.raises(FrozenInstanceError):
         choice.problem = p
-    for unit in (*choice.sources(), *choice.packing_sources):
+    for unit in choice.sources():
         named = {entry.partition("<")[0] for entry in jit.entries_of(unit.source)}
         assert unit.entries and set(unit.entries) <= named, unit.label
         assert "\n" not in unit.label
@@ -128,42 +128,6 @@ LAYER = Problem.make(4, 32, 32, (16, 16), 4, 2, 1, precision="tf32")
 def test_empty_inputs_are_pytorchs(change: dict[str, Any], pass_: Pass) -> None:
     plan = planner.plan(replace(LAYER, pass_=pass_, **change), planner.Device("cuda", gpu=H200))
     assert plan.delegates and plan.candidates[0].reason == "the input is empty"
-
-
-GRAD_INPUT: dict[str, Any] = {"pass_": "grad-input"}
-GRAD_WEIGHT: dict[str, Any] = {"pass_": "grad-weight"}
-DOUBLE: dict[str, Any] = {"dtype": DTYPES["fp64"], "precision": "fp64"}
-LAST: dict[str, Any] = {"layout": "channels_last"}
-REFUSED: list[tuple[str, dict[str, Any], Gpu, str]] = [
-    ("gather", DOUBLE, H200, "float64"),
-    ("gather", {"groups": 32}, H200, "1 input channels per group"),
-    ("gather", {"groups": 32, **GRAD_INPUT}, H200, "1 output channels per group"),
-    ("wgrad", GRAD_WEIGHT | DOUBLE, H200, "float64"),
-    ("wgrad", GRAD_WEIGHT | {"groups": 32}, H200, "1 input channels per group"),
-    ("joined", {}, H200, "stride"),
-    ("joined", LAST, H200, "NCHW"),
-    ("joined", {"stride": (1, 1), "groups": 2}, H200, "groups"),
-    ("joined", {"stride": (1, 1), "padding": (0, 1)}, H200, "padding"),
-    ("joined", {"stride": (1, 1), "padding": (0, 0), "size": (16, 18)}, H200, "16 bytes"),
-    ("joined", {"stride": (1, 1), "padding": (0, 0)}, A100, "wgmma"),
-    ("rearrange", {}, H200, "gradients only"),
-    ("rearrange", GRAD_INPUT, A100, "compute capability"),
-    ("rearrange", GRAD_INPUT | {"stride": (1, 1)}, H200, "no stride"),
-    ("rearrange", GRAD_INPUT | {"groups": 2}, H200, "groups"),
-    ("rearrange", GRAD_INPUT | {"dilation": (2, 1)}, H200, "side by side"),
-    ("rearrange", GRAD_INPUT, H200, "the copies alone"),
-    ("rearrange", GRAD_INPUT | LAST, H200, "memory format"),
-    ("rearrange", GRAD_INPUT | {"out_channels": 20, "precision": "bf16", "dtype": DTYPES["bf16"]}, H200, "multiples"),
-    ("rearrange", GRAD_WEIGHT | {"groups": 2}, H200, "groups"),
-    ("rearrange", GRAD_INPUT | DOUBLE, H200, "TF32 and 16 bits"),
-]
-"""A family, how a layer differs from `LAYER`, a GPU, and some words of the sentence."""
-
-
-@pytest.mark.parametrize(("name", "changes", "gpu", "words"), REFUSED)
-def test_a_refusal_names_what_it_refuses(name: str, changes: dict[str, Any], gpu: Gpu, words: str) -> None:
-    answer = families.choose(replace(LAYER, **changes), gpu)[name]
-    assert isinstance(answer, str) and words in answer
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "grad-input", "grad-weight"])
@@ -206,16 +170,6 @@ def test_copies_in_channels_last_pack_the_weights() -> None:
     check_choice("rearrange", answer, p, H200)
 
 
-def test_another_problem_of_the_same_bytes_is_taken_where_it_is_faster() -> None:
-    """Not by an exported file, whose sizes are arguments."""
-    p = Problem.make(128, 512, 256, (4, 4), 4, 2, 1, **LAST_BF16)
-    taken, own = gather.candidate(p, H200), gather.choose(p, H200)
-    assert not isinstance(taken, str) and not isinstance(own, str)
-    assert taken.problem == p.abreast and taken.seconds < own.seconds
-    general = gather.candidate(p, H200, general=True)
-    assert not isinstance(general, str) and general.problem == p
-
-
 @pytest.mark.parametrize(
     "p",
     [
@@ -234,15 +188,6 @@ def test_a_weights_gradient_that_no_tile_fits_has_the_plain_kernel(p: Problem) -
 def test_fewer_positions_than_lanes_have_a_tile(size: tuple[int, ...], stride: tuple[int, ...]) -> None:
     p = Problem.make(4, 12, 84, size, (3, 4, 5), stride, (0, 1, 1), groups=4, pass_="grad-weight")
     assert all(not isinstance(direct.choose(p, gpu), str) for gpu in GPUS)
-
-
-def test_the_gradient_for_the_bias_of_small_tensors_is_pytorchs() -> None:
-    def serves(batch: int, channels: int, side: int, layout: Layout = "nchw") -> bool:
-        return bias.serves(Problem.make(batch, 8, channels, (side, side), 1, layout=layout))
-
-    assert serves(8, 64, 128) and serves(1, 64, 64) and serves(64, 65, 128)
-    assert not serves(1, 64, 32) and not serves(8, 64, 64, "channels_last")
-    assert not serves(64, 65, 128, "channels_last"), "channels off 16 bytes"
 
 
 def test_phases_are_rows_where_32_bits_count_them() -> None:

@@ -75,10 +75,6 @@ def last(p: Problem) -> Problem:
 
 
 AT_ONCE: dict[str, tuple[Callable[[], Any], Callable[[Any], bool]]] = {
-    "weights packed by the kernel": (
-        lambda: gather.choose(Problem.make(9, 64, 48, (40, 36), 4, 2, 1, precision="tf32"), gpu(0)),
-        lambda choice: choice.packs,
-    ),
     "tiles claimed": (
         lambda: gather.choose(Problem.make(16, 32, 64, (256, 320), 3, 1, 1, precision="tf32"), gpu(0)),
         lambda choice: choice.claimed,
@@ -108,8 +104,6 @@ def test_calls_on_streams_at_once(what: str) -> None:
         out = laid_out(torch.full(shape, math.nan, dtype=p.dtype), p).cuda()
         if of_weight:
             prepared.run(*given, out, lasting)
-        elif lasting and choice.packs:
-            prepared.run(*given, None, out, True, True)
         else:
             prepared.run(given[0], prepared.pack(given[1]), None, out, lasting=lasting)
         return out

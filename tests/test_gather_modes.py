@@ -236,7 +236,7 @@ def serves(t: Tiling, p: Problem) -> bool:
 def work(t: Tiling, p: Problem) -> float:
     """Products of a problem's tiles."""
     tiles = math.prod(t.counts(p)) * p.groups * t.cout_blocks
-    return tiles * math.prod(t.tile) * 64 * t.wgs_m * sum(t.variant_entries) * t.chunks * t.chunk
+    return tiles * math.prod(t.tile) * 64 * t.wgs_m * t.multiplied.total * t.chunks * t.chunk
 
 
 def other_size(t: Tiling, p: Problem, rng: random.Random) -> Problem:
@@ -256,7 +256,7 @@ def drawn_way(choice: gather.Choice, rng: random.Random) -> Way:
     single = p.dtype.itemsize == 2 and rng.random() < 0.2
     return Way(
         last=p.rank > 1 and not p.batch_as_width and rng.random() < 0.5, single=single,
-        packing=choice.packs > 0 and rng.random() < 0.6, once=rng.random() < 0.7,
+        packing=rng.random() < 0.3, once=rng.random() < 0.7,
     )  # fmt: skip
 
 
@@ -312,7 +312,7 @@ NCHW: OfTiling = {
     "stores between others": lambda t: not t.contiguous and t.element == 4,
     "stores of 2 bytes between others": lambda t: not t.contiguous and t.element == 2,
     "more than 16 phases": lambda t: t.width_subs > 16,
-    "phases without taps": lambda t: -1 in t.blocks_of_w and t.contiguous,
+    "phases without taps": lambda t: -1 in t.multiplied.blocks_of_w and t.contiguous,
 }
 LAST: OfTiling = {
     "a box": lambda t: t.tensor_map and not t.strided_box,
@@ -320,7 +320,6 @@ LAST: OfTiling = {
     "a box for each band of rows": lambda t: t.strided_box and t.plane_count > len(t.residues),
     "boxes that step over rows": lambda t: t.tensor_map and max(t.box_steps[2:4]) > 1,
     "planes one by one": lambda t: t.planewise and t.straight,
-    "planes one by one, in rounds": lambda t: t.planewise and t.rolled,
     "pixels by threads": lambda t: not t.tensor_map and t.aligned_channels and t.wgmma,
     "channels off 16 bytes": lambda t: not t.aligned_channels and t.wgmma,
     "both parts of a box": lambda t: t.tensor_map and t.parts == 2,
@@ -330,10 +329,8 @@ LAST: OfTiling = {
 }
 STEPS: OfTiling = {
     "straight": lambda t: t.straight,
-    "straight, for several phases": lambda t: len({first for first, _ in t.stretches}) < len(t.variants),
-    "in rounds": lambda t: t.rolled,
-    "in a loop": lambda t: not (t.straight or t.rolled) and t.parts == 1,
-    "of four sets of fragments": lambda t: t.fragment_sets == 4,
+    "straight, for several phases": lambda t: len({first for first, _ in t.stretches}) < len(t.multiplied.variants),
+    "in a loop": lambda t: not t.straight and t.parts == 1,
     "of two subtiles": lambda t: t.wide,
     "of several blocks": lambda t: t.mb > 1 and t.nb > 1,
     "of parts": lambda t: t.parts == 2,
@@ -390,7 +387,7 @@ def stores() -> OfTiling:
     }
     for name, layout in (*product(without, ("channels_last",)), ("planes", "nchw"), ("rows", "nchw")):
         found[f"{name} without taps, {layout}"] = lambda t, fits=without[name], layout=layout: (
-            t.problem.layout == layout and any(fits(one) for of_variant in t.bare for one in of_variant)
+            t.problem.layout == layout and any(fits(one) for of_variant in t.multiplied.bare for one in of_variant)
         )
     return found
 
@@ -400,9 +397,7 @@ def calls() -> OfCase:
     found: OfCase = {
         "weights as they lie for several sub-positions": lambda case: as_they_lie(case) and of(case).subs > 1,
         "weights as they lie in clusters": lambda case: as_they_lie(case) and of(case).cluster > 1,
-        "packing some of many taps": lambda case: of(case).problem.taps > 8 * of(case).pack_taps,
-        "packing a bias": lambda case: case.way.single and case.choice.problem.bias and not packs(case),
-        "a kernel that packs phases as rows": lambda case: packs(case) and of(case).shuffle is not None,
+        "packing a bias": lambda case: case.way.single and case.choice.problem.bias,
         "tiles claimed by blocks of one M-group": lambda case: (
             claims(case) and of(case).resident and of(case).m_groups > 1
         ),
@@ -422,7 +417,7 @@ def calls() -> OfCase:
         )
         for pass_ in PASSES:
             found[f"{pass_}, packing weights of {size} bytes, {how}"] = lambda case, kind=(pass_, size, how): (
-                packs(case) and (case.choice.problem.pass_, of(case).element, lies(case)) == kind
+                (case.choice.problem.pass_, of(case).element, lies(case)) == kind and not as_they_lie(case)
             )
     for kind in product((0, 2), (True, False)):
         found[f"tiles claimed, split and resident {kind}"] = lambda case, kind=kind: (
@@ -452,12 +447,8 @@ def as_they_lie(case: Case) -> bool:
     return case.choice.boxable and lies(case) == "last"
 
 
-def packs(case: Case) -> bool:
-    return case.choice.packs > 0 and case.way.packing and not as_they_lie(case)
-
-
 def claims(case: Case) -> bool:
-    return case.choice.claimed and case.way.once and not packs(case)
+    return case.choice.claimed and case.way.once
 
 
 def stores_rows(case: Case) -> bool:
@@ -469,7 +460,9 @@ def longest_run(case: Case) -> int:
     """Bytes that a tile stores together of an NCHW plane without taps."""
     t, p = of(case), case.choice.problem
     depth = (1, 1, *result_shape(p)[2:])[-3]
-    planes = not t.channels_last and any(one.rows == 0 and one.d < depth for every in t.bare for one in every)
+    planes = not t.channels_last and any(
+        one.rows == 0 and one.d < depth for every in t.multiplied.bare for one in every
+    )
     return planes * math.prod(result_shape(p)[-2:]) * t.element // math.prod(t.counts(p)[2:])
 
 
@@ -491,7 +484,7 @@ def test_every_mode(part: int, emulator: Emulator) -> None:
     for case in few(cases, FIRST, MODES)[part::PARTS]:
         choice, other = case.choice, replace(case.choice, problem=other_size(of(case), case.choice.problem, rng))
         assert_computes(choice, emulator, 0, case.way)
-        alike = other.sources() == choice.sources() and not packs(case)
+        alike = other.sources() == choice.sources()
         assert_computes(other if alike else choice, emulator, 3, case.way)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import upconv
 from conftest import EVERY, OURS, THEIRS, Call, assert_equal, make_call
-from situations import BF16, differences, error
+from situations import BF16, differences
 from standins import H200, Data, Kernels, Weight, kernels_fixture  # noqa: F401
 from strategies import excess, gradient_excess, operands, problems
 from upconv import cpu, dispatch, planner, reference
@@ -67,32 +66,6 @@ def test_gradients_of_random_problems(kernels: Kernels, p: Problem, mask: tuple[
     assert kernels.ran() == ["fwd", *(["grad-input"] if mask[0] else []), *(["grad-weight"] if mask[1] else [])]
     for t, g in zip((x, w, b), grads):
         assert g is None or (t is not None and g.dtype is t.dtype and g.shape == t.shape)
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_nothing_is_computed_planned_or_loaded_that_nobody_asked(kernels: Kernels, mask: tuple[int, ...]) -> None:
-    x, w, b = leaves(P, mask)
-    out = call(P, x, w, b)
-    assert kernels.planned == ["fwd"], "who only wants the output pays for planning gradients"
-    kernels.log.clear()
-    out.sum().backward()
-    asked = [name for name, m in zip(("grad-input", "grad-weight"), mask) if m]
-    assert sorted(kernels.planned) == ["fwd", *asked]
-    assert sorted(pass_ for what, pass_ in kernels.log if what == "prepare") == asked
-    assert [t.grad is not None for t in (x, w, b) if t is not None] == [bool(m) for m in mask]
-
-
-def test_the_gradients_have_the_outputs_layout(kernels: Kernels) -> None:
-    """On CUDA as cuDNN's: channels_last where either operand is."""
-    last = torch.channels_last
-    for x_last, w_last in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        x, w, b, _ = operands(P.with_(dtype=torch.float32, precision="ieee"))
-        x = x.contiguous(memory_format=last if x_last else torch.contiguous_format).requires_grad_()
-        w = w.contiguous(memory_format=last if w_last else torch.contiguous_format).requires_grad_()
-        out = call(P, x, w, b)
-        grads = torch.autograd.grad(out, (x, w), torch.randn(out.shape))  # NCHW: the kernels get a copy where they must
-        for t in (out, *grads):
-            assert t.is_contiguous(memory_format=last) == bool(x_last or w_last)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -172,30 +145,6 @@ def test_weights_are_packed_for_each_pass(kernels: Kernels) -> None:
     assert [pass_ for what, pass_ in kernels.log if what == "pack"] == ["fwd", "grad-input"]
 
 
-def test_a_failing_gradient_names_its_pass(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise RuntimeError("CUDA said no")
-
-    monkeypatch.setattr(Weight, "run", fail)
-    x, w, b = leaves(P)
-    with pytest.raises(RuntimeError, match=r"grad-weight by cuda:stand-in on cuda:-1 \(one tile\): CUDA said no"):
-        call(P, x, w, b).sum().backward()
-
-
-def test_gradients_of_any_strides(kernels: Kernels) -> None:
-    x, w, b = leaves(P)
-    assert b is not None
-    out = call(P, x, w, b)
-    for grad in (
-        torch.ones(1, dtype=torch.float64).expand(out.shape),
-        torch.randn(*out.shape[:2], *out.shape[:1:-1], dtype=torch.float64).mT,
-        torch._neg_view(torch.randn_like(out)),
-        torch.randn(2 * out.shape[0], *out.shape[1:], dtype=torch.float64)[::2],
-    ):
-        grads = torch.autograd.grad(out, (x, w, b), grad, retain_graph=True)
-        assert gradient_excess(P, grads, grad.resolve_neg(), x, w) <= 1
-
-
 # --- derivatives of any order ----------------------------------------------------------------------------------------
 
 SMALL = problems(dtypes=(torch.float64,)).filter(lambda p: p.macs < 400 and p.batch * p.out_channels < 20)
@@ -237,19 +186,6 @@ def _assert_as_pytorchs(found: list[Tensor | None], wanted: list[Tensor | None])
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * b.abs().max().item())
 
 
-@pytest.mark.parametrize("mask", [m for m in MASKS if m[0] or m[1]])
-def test_second_derivatives_are_forwards_and_gradients_of_ours(
-    kernels: Kernels,
-    mask: tuple[int, ...],
-) -> None:
-    found = _second(OURS, mask, mask)
-    # Of I(g, w): F for g, W for w. Of W(x, g): I for x, F for g. A frozen operand's is not computed.
-    second = {(1, 1): ["fwd", "grad-weight", "grad-input", "fwd"], (1, 0): ["fwd"], (0, 1): ["fwd"]}[mask[:2]]
-    first = [name for name, m in zip(("grad-input", "grad-weight"), mask) if m]
-    assert sorted(kernels.ran()) == sorted(["fwd", *first, *second])
-    _assert_as_pytorchs(found, _second(THEIRS, mask, mask))
-
-
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("functions", (OURS, (None, operator, operator)), ids=("function", "operator"))
 def test_second_derivatives_of_some_gradients(
@@ -259,20 +195,6 @@ def test_second_derivatives_of_some_gradients(
 ) -> None:
     """All operands require gradients, and some are asked for."""
     _assert_as_pytorchs(_second(functions, mask, (1, 1, 1)), _second(THEIRS, mask, (1, 1, 1)))
-
-
-def test_third_derivatives(kernels: Kernels) -> None:
-    p = P.with_(output_padding=(0, 0))  # PyTorch 2.13 has no third derivative with one
-    results = []
-    for functions in (OURS, THEIRS):
-        x, w, b = leaves(p)
-        value: Any = call(p, x, w, b, functions).pow(3).sum()
-        for _ in range(2):
-            grads = torch.autograd.grad(value, (x, w), create_graph=True)
-            value = sum(g.square().sum() for g in grads)
-        results.append(torch.autograd.grad(value, (x, w)))
-    for a, b_ in zip(*results):
-        torch.testing.assert_close(a, b_, rtol=1e-9, atol=1e-9 * b_.abs().max().item())
 
 
 @pytest.fixture(params=(True, False), ids=("by the kernel", "by the engine"))
@@ -337,19 +259,6 @@ def test_rounded_weights_are_kept_of_frozen_ones(rounding: Kernels) -> None:
     assert [packs(), packs()] == [1, 1]
 
 
-def test_float32_weights_of_other_inputs_are_pytorchs_errors(
-    rounding: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Outside of autocast; and with float64 inputs under a float32 autocast, which leaves both as they are."""
-    call = make_call((2, 4, 5, 6), (4, 3, 3, 3))
-    for dtype in (torch.bfloat16, torch.float64):
-        mixed = Call(call.input.to(dtype), call.weight, call.bias)
-        found, wanted = (error(partial(mixed.run, home)) for home in (OURS, THEIRS))
-        assert found == wanted and wanted[0] == "RuntimeError"
-        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
-        monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float32)
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
 def test_a_gradient_penalty_under_autocast(dtype: torch.dtype, rounding: Kernels) -> None:
     """The first gradients are computed inside the region; float64 stays float64."""
@@ -377,25 +286,6 @@ def test_second_derivatives_are_taken_outside_of_autocast(kernels: Kernels, monk
         states.clear()
         torch.autograd.grad(first.square().sum(), (w, seed))
     assert states == [False]
-
-
-def test_vmap_over_gradients_is_pytorchs(kernels: Kernels) -> None:
-    x, w, b = leaves(P)
-    out = call(P, x, w, b)
-    batch = torch.randn(3, *out.shape, dtype=torch.float64)
-    kernels.ran()
-    (found,) = torch.autograd.grad(out, x, batch, is_grads_batched=True)
-    assert kernels.ran() == []
-    for g, f in zip(batch, found):
-        assert reference.relative_error(f, reference.gradients(P, g, x, w)[0]) < 1e-12
-
-
-def test_no_graph_and_nothing_saved_in_inference(kernels: Kernels) -> None:
-    x, w, b = leaves(P)
-    for context in (torch.no_grad(), torch.inference_mode()):
-        with context:
-            assert not call(P, x, w, b).requires_grad
-    assert kernels.planned == ["fwd"]
 
 
 def test_warmup_for_training_has_the_gradients_too(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,16 +66,6 @@ def test_a_trace_has_stocks_leaves(rank: int, way: str) -> None:
     assert_close(again(x), stock(x), length=512)
 
 
-@WAYS
-def test_a_trace_of_the_layer_itself_holds_torchs_function(way: str) -> None:
-    ours, theirs = twins(way, 2, 4, 3, 3, 2)
-    graphs = [fx.symbolic_trace(layer, concrete_args={"output_size": None}) for layer in (ours, theirs)]
-    targets = [[node.target for node in graph.graph.nodes] for graph in graphs]
-    assert targets[0] == targets[1] and torch.conv_transpose2d in targets[0]
-    x = image(2)
-    assert_close(graphs[0](x, None), theirs(x), length=512)
-
-
 class Doubled(upconv.ConvTranspose2d):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         return 2 * super().forward(input, output_size)
@@ -101,16 +91,6 @@ def test_a_trace_holds_what_is_around_a_layer_once(make: Any, change: Callable[[
     change(layer)
     wanted = layer(x)
     assert_close(fx.symbolic_trace(nn.Sequential(layer))(x), wanted, length=512)
-
-
-def test_a_tracer_without_leaves_sees_torchs_function() -> None:
-    class Through(fx.Tracer):
-        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-            return False
-
-    model = nn.Sequential(twins("accelerated", 2, 4, 3, 3, 2)[0])
-    targets = [node.target for node in Through().trace(model).nodes if node.op == "call_function"]
-    assert targets == [torch.conv_transpose2d]
 
 
 # --- fusion and quantisation -----------------------------------------------------------------------------------------
@@ -269,18 +249,6 @@ def _forget_installed() -> None:
     modules._installed.clear()
 
 
-def test_a_replaced_forward_is_reported_and_keeps_the_call() -> None:
-    _forget_installed()
-    layer, lines = nn.ConvTranspose2d(4, 3, 3, 2), []  # type: ignore[var-annotated]
-    with counting(nn.ConvTranspose2d, "forward"):
-        upconv.accelerate(layer, report=lines.append)
-    name = f"{__name__}.counting.<locals>.wrapper"
-    reason = f"torch.nn.ConvTranspose2d.forward was replaced by {name}, which must see the calls"
-    assert lines == [f"(the model itself): left: {reason}", "0 of 1 transposed convolutions accelerated"]
-    upconv.accelerate(layer, report=lines.append)
-    assert lines[2].startswith("(the model itself): accelerated")
-
-
 @RANKS
 @WAYS
 @pytest.mark.parametrize("where", ("instance", "class"))
@@ -309,19 +277,6 @@ def test_stock_layers_stay_stocks() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         scripts = [torch.jit.script(layer).code for layer in (ours, theirs)]
     assert scripts[0] == scripts[1]
-
-
-def test_foreign_classes_may_borrow_a_forward() -> None:
-    """As a function, also of a class that is none of torch.nn's layers, after layers were accelerated."""
-    _, theirs = twins("accelerated", 2, 4, 3, 3, 2)
-    x = image(2)
-
-    class Borrowing(_ConvTransposeNd):
-        forward = nn.ConvTranspose2d.forward
-
-    borrower = Borrowing(4, 3, (3, 3), (2, 2), (0, 0), (1, 1), True, (0, 0), 1, True, "zeros")
-    borrower.load_state_dict(theirs.state_dict())
-    assert_equal(borrower(x), theirs(x))
 
 
 # --- settings changed after construction -----------------------------------------------------------------------------
@@ -362,15 +317,6 @@ def test_changed_settings_are_stocks(rank: int, data: st.DataObject) -> None:
             vars(layer).update(changed)
         found, wanted = (error(lambda layer=layer: layer(x, size).detach()) for layer in made)
         assert not differences(found, wanted, 1e-5)
-
-
-@WAYS
-def test_a_padding_by_name_is_refused_as_stock_does(way: str) -> None:
-    made = twins(way, 2, 4, 3, 3)
-    for layer in made:
-        layer.padding = "same"
-    found, wanted = (error(lambda layer=layer: layer(image(2))) for layer in made)
-    assert found == wanted and wanted[0] == "AssertionError"
 
 
 # --- other tensors, transforms, copies -------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from conftest import BARE
 from situations.processes import in_threads
 from upconv.cuda.compile import jit, nvrtc
-from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu, arch_of, gpu
+from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, gpu
 
 GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
 TARGETS = [g.arch for g in GPUS]
@@ -96,12 +95,6 @@ def test_every_target_compiles(arch: str) -> None:
 
 
 @compiles
-def test_ptx_is_text_for_the_target() -> None:
-    text = jit.built(SOURCE, "90a", ptx=True).ptx
-    assert ".target sm_90a" in text and ".entry reversed" in text and "\0" not in text
-
-
-@compiles
 def test_a_compile_error_tells_what_where_and_why(kernels: Path, cold: Path) -> None:
     (kernels / "part.cuh").write_text("__device__ int half(int n) { return n / WRONG_NAME; }\n")
     (kernels / "whole.cu").write_text('// one\n#include "part.cuh"\n__global__ void f() {}\n')
@@ -115,13 +108,6 @@ def test_a_compile_error_tells_what_where_and_why(kernels: Path, cold: Path) -> 
     path = Path(next(line for line in rest if line.startswith("source: ")).removeprefix("source: "))
     assert path.parent == cold and path.read_text() == text
     assert isinstance(caught.value, RuntimeError)
-
-
-@compiles
-def test_an_unknown_target_is_a_compile_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UPCONV_CACHE", "off")
-    with pytest.raises(nvrtc.CompileError, match=r"sm_12345 .*\n(.*\n)*source: not kept"):
-        jit.cubin(SOURCE, "12345")
 
 
 @compiles
@@ -194,52 +180,7 @@ def test_a_failed_compilation_leaves_the_next_one_free(compilations: list[str]) 
     assert len(compilations) == 2 and jit._cubins == {}
 
 
-@compiles
-def test_other_threads_run_while_nvrtc_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the lock of the interpreter held there would be one turn at most; the compilation takes 0.3 s and more."""
-    real = nvrtc.bindings()
-    inside, outside = threading.Event(), threading.Event()
-    body = "".join(f"x[{i}] = sinf(x[{i}]) + powf(x[{i + 1}], x[{i + 2}]);" for i in range(40))
-
-    class Watched:
-        def __getattr__(self, name: str) -> object:
-            return getattr(real, name)
-
-        def nvrtcCompileProgram(self, *arguments: object) -> object:
-            inside.set()
-            done = real.nvrtcCompileProgram(*arguments)
-            outside.set()
-            return done
-
-    nvrtc.unavailable()
-    monkeypatch.setattr(nvrtc, "bindings", Watched)
-    text = f'extern "C" __global__ void f(float* x) {{ {body} }}'
-    thread = threading.Thread(target=jit.cubin, args=(text, "90a"))
-    thread.start()
-    inside.wait()
-    turns = 0
-    while not outside.is_set() and turns < 10:
-        time.sleep(0.001)
-        turns += 1
-    thread.join()
-    assert turns == 10
-
-
 # --- sources ---------------------------------------------------------------------------------------------------------
-
-
-def test_an_instance_has_constants_on_top_and_every_include_once(kernels: Path) -> None:
-    (kernels / "a.cuh").write_text('#pragma once\n#include "b.cuh"\nint a;\n')
-    (kernels / "b.cuh").write_text("#pragma once\n  int b;\n")
-    (kernels / "k.cu").write_text(
-        '// head\n#include "a.cuh"\n  #  include   "b.cuh"  // again\n#include <cuda_fp16.h>\nk\n'
-    )
-    text = jit.instance("k.cu", {"block_m": 64, "even": True, "alpha": 0.5}, ["k"])
-    lines = [line for line in text.splitlines() if line and not line.startswith(("//", "#line"))]
-    assert lines == [
-        "struct Config {", "  static constexpr int block_m = 64;", "  static constexpr bool even = true;",
-        "  static constexpr float alpha = 0.5f;", "};", "  int b;", "int a;", "#include <cuda_fp16.h>", "k",
-    ]  # fmt: skip
 
 
 @compiles
@@ -314,20 +255,6 @@ def test_a_missing_file_is_named(kernels: Path) -> None:
         jit.instance("k.cu", {}, [])
 
 
-# --- imports ---------------------------------------------------------------------------------------------------------
-
-
-def test_without_the_bindings_the_sentence_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, since the import of `jit` alone asks for none of them (above)."""
-    for name in [m for m in sys.modules if m.startswith("cuda.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # type: ignore[arg-type]
-    nvrtc.version.cache_clear()
-    found = nvrtc.unavailable.__wrapped__()
-    assert found is not None
-    assert found.startswith("CUDA kernels need the package cuda-bindings, which cannot be imported: ")
-
-
 # --- descriptions of GPUs --------------------------------------------------------------------------------------------
 
 
@@ -336,15 +263,6 @@ class Properties:
 
     def __init__(self, **values: object) -> None:
         self.__dict__.update(values)
-
-
-@pytest.mark.parametrize(
-    ("capability", "arch"),
-    [((8, 0), "80"), ((8, 6), "86"), ((8, 7), "87"), ((8, 9), "89"), ((9, 0), "90a"), ((10, 0), "100a"),
-     ((10, 3), "103a"), ((11, 0), "110"), ((12, 0), "120"), ((12, 1), "121")],
-)  # fmt: skip
-def test_the_target_follows_from_the_capability(capability: tuple[int, int], arch: str) -> None:
-    assert arch_of(capability) == arch
 
 
 @pytest.mark.parametrize(
@@ -371,15 +289,6 @@ def test_bandwidth_goes_by_the_name_or_else_by_what_the_driver_tells(
     assert found.bandwidth == pytest.approx(bandwidth)
     assert (found.name, found.arch, found.multiprocessors, found.shared_bytes) == (name, "86", 48, 101376)
     assert found.clock == 1.56e9 or name != "NVIDIA RTX A4000"
-
-
-def test_properties_that_a_release_of_pytorch_lacks_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Properties(name="Unheard of", major=9, minor=0, multi_processor_count=1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told)
-    gpu.cache_clear()
-    found = gpu(0)
-    gpu.cache_clear()
-    assert found == Gpu("Unheard of", (9, 0), "90a", 1, 232448, 233472, 1e12, 1.5e9, 6 << 20)
 
 
 @pytest.mark.gpu

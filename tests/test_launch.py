@@ -49,7 +49,6 @@ STREAM = "stream"
 RESULTS = SimpleNamespace(
     CUDA_ERROR_OUT_OF_MEMORY=code(2, "CUDA_ERROR_OUT_OF_MEMORY"),
     CUDA_ERROR_INVALID_CONTEXT=code(201, "CUDA_ERROR_INVALID_CONTEXT"),
-    CUDA_ERROR_INVALID_CLUSTER_SIZE=code(912, "CUDA_ERROR_INVALID_CLUSTER_SIZE"),
     CUDA_ERROR_INVALID_VALUE=code(1, "CUDA_ERROR_INVALID_VALUE"),
     CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE=code(720, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"),
 )
@@ -95,22 +94,6 @@ class Driver:
             assert len({*slots}) == len(slots) and all(slot % 8 == 0 for slot in slots)
             self.launches.append((function, tuple(shape), stream, tuple(values), extra))
         return (answer,)
-
-    CUlaunchAttribute = CUlaunchConfig = staticmethod(
-        lambda: SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
-    )
-    CUlaunchAttributeID = SimpleNamespace(
-        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster",
-    )
-
-    def cuOccupancyMaxActiveClusters(self, function: Any, config: Any) -> tuple[Code, int]:
-        (attribute,) = config.attrs
-        assert attribute.id == "cluster" and config.numAttrs == 1
-        shape = [getattr(config, f"{what}Dim{axis}") for what in ("grid", "block") for axis in "XYZ"]
-        dims = attribute.value.clusterDim
-        self.calls.append(("clusters", function, *shape, config.sharedMemBytes, dims.x, dims.y, dims.z))
-        answer = self.answers.pop(0) if self.answers else SUCCESS
-        return answer, 66
 
     def cuLaunchCooperativeKernel(self, *arguments: Any) -> tuple[Code]:
         self.calls.append(("cuLaunchCooperativeKernel", *arguments))
@@ -164,20 +147,6 @@ def form(arguments: str) -> str:
 # --- what the driver gets --------------------------------------------------------------------------------------------
 
 
-def test_a_launch_is_one_call_with_the_configuration_and_the_arguments(driver: Driver) -> None:
-    launch = launcher(driver, "PiqfP", 256, 1024)
-    launch(STREAM, 2**31 - 1, (2**47, -3, -(2**40), 0.1, 0))
-    (found,) = driver.launches
-    single = struct.unpack("f", struct.pack("f", 0.1))[0]
-    assert found == (
-        ("function", 77),
-        (2**31 - 1, 1, 1, 256, 1, 1, 1024),
-        STREAM,
-        (2**47, -3, -(2**40), single, 0),
-        0,
-    )
-
-
 def test_a_cooperative_launch_is_another_call_of_the_drivers(driver: Driver) -> None:
     """Without the last argument; where its blocks are too many the error says so, and others are as they were."""
     plain = launcher(driver, "iP", 384, 2048)
@@ -191,19 +160,6 @@ def test_a_cooperative_launch_is_another_call_of_the_drivers(driver: Driver) -> 
         with pytest.raises(LaunchError, match=error) as raised:
             launch(STREAM, 132, (3, 7))
         assert type(raised.value) is kind
-
-
-def test_the_driver_says_how_many_clusters_run_at_once(driver: Driver) -> None:
-    launch = launcher(driver, "iP", 384, 2048)
-    assert launch.clusters(3) == 66
-    (asked,) = (call for call in driver.calls if call[0] == "clusters")
-    assert asked == ("clusters", ("function", 77), 3, 1, 1, 384, 1, 1, 2048, 3, 1, 1)
-    driver.answers = [RESULTS.CUDA_ERROR_INVALID_CLUSTER_SIZE]
-    assert launch.clusters(3) == 0
-    driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
-    with pytest.raises(RuntimeError, match="cuOccupancyMaxActiveClusters returned CUDA_ERROR_OUT_OF_MEMORY"):
-        launch.clusters(3)  # which is no device without clusters
-    assert not driver.launches
 
 
 VALUES = {
@@ -234,22 +190,6 @@ def test_every_argument_arrives(data: st.DataObject, runs: list[tuple[str, bool]
             assert stub.launches[-1][3] == tuple(expected)
     finally:
         patch.undo()
-
-
-def test_the_first_launch_prepares_the_device_and_later_ones_do_nothing_beside_the_launch(driver: Driver) -> None:
-    launch = launcher(driver, "i")
-    for n in range(3):
-        launch(STREAM, 1, (n,))
-    names = [call[0] for call in driver.calls]
-    assert names.count("cuKernelSetAttribute") == names.count("cuFuncLoad") == 1
-    assert ("cuKernelSetAttribute", "dynamic", MOST_SHARED - 512, ("kernel", 77), 0) in driver.calls
-    assert ("cuFuncLoad", "loaded function") in driver.calls
-    assert driver.mode == "global" and [found[3] for found in driver.launches] == [(0,), (1,), (2,)]
-    before = len(driver.calls)
-    Launcher(launch.kernel, 0, 64, 0, form("i"))(STREAM, 1, (9,))
-    assert len(driver.calls) == before, "another launcher of the kernel"
-    Launcher(launch.kernel, 3, 64, 0, form("i"))(STREAM, 1, (9,))
-    assert [call[-1] for call in driver.calls if call[0] == "cuKernelSetAttribute"] == [0, 3], "another device"
 
 
 def test_threads_do_not_share_arguments(driver: Driver) -> None:
@@ -314,38 +254,11 @@ def test_a_thread_without_a_context_gets_the_devices_and_launches_again(driver: 
         launch(STREAM, 1, (3,))
 
 
-@pytest.mark.parametrize(
-    "args", [(1,), (1, 2, 3), (2**31, 2), (1.5, 2), ("1", 2), (None, 2)], ids=lambda args: repr(args)
-)
-def test_arguments_that_do_not_fit_are_not_launched(driver: Driver, args: tuple[Any, ...]) -> None:
-    launch = launcher(driver, "ii")
-    with pytest.raises(struct.error):
-        launch(STREAM, 1, args)
-    assert driver.launches == []
-
-
-@pytest.mark.parametrize("arguments", ["i", "Qi", "129s"])
-def test_arguments_have_8_bytes_each(driver: Driver, arguments: str) -> None:
-    with pytest.raises(ValueError, match=f"^arguments must be of 8 bytes each; got '{arguments}'$"):
-        Launcher(Kernel("f", 77), 0, 128, 0, arguments)
-
-
 @pytest.mark.parametrize("argument", [Int(2**31), Int(-(2**31) - 1), Long(2**63)], ids=repr)
 def test_a_records_values_fit(argument: Int | Long) -> None:
     with pytest.raises(OverflowError):
         argument.encoded()
     assert type(argument)(-5).encoded() == struct.pack("<q", -5)
-
-
-def test_a_driver_that_fails_while_loading_names_the_call(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cuKernelSetAttribute(*arguments: Any) -> tuple[Code]:
-        return (RESULTS.CUDA_ERROR_INVALID_VALUE,)
-
-    monkeypatch.setattr(driver, "cuKernelSetAttribute", cuKernelSetAttribute, raising=False)
-    launch = launcher(driver, "")
-    with pytest.raises(RuntimeError, match=r"^cuKernelSetAttribute returned CUDA_ERROR_INVALID_VALUE$"):
-        launch(STREAM, 1, ())
-    assert driver.mode == "global" and driver.launches == []
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

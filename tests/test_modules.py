@@ -97,18 +97,6 @@ def test_construction_is_torchs(rank: int, kwargs: dict[str, Any]) -> None:
         ours.load_state_dict(type(theirs)(4, 8, 5, **kwargs).state_dict())
 
 
-def test_iterables_are_taken_as_torch_takes_them() -> None:
-    values: tuple[dict[str, Any], ...] = (
-        *({"kernel_size": kind((3, 5)), "padding": (1, 0)} for kind in (list, tuple, torch.Size)),
-        {"kernel_size": range(3, 6, 2), "stride": [2, 1], "output_padding": (1, 0), "dilation": (1, 2)},
-        {"kernel_size": 3, "stride": (2,)},  # one value stands for both dimensions, in the operator
-    )
-    for kwargs in values:
-        ours, theirs = pair(2, 4, 3, **kwargs)
-        assert repr(ours) == repr(theirs)
-        assert_same_step(ours, theirs, image(2))
-
-
 def test_weights_are_found_as_python_finds_them() -> None:
     """Where something stands before a parameter, or a class or a mapping finds it in its own way."""
 
@@ -225,18 +213,6 @@ def test_norms_are_torchs(rank: int, way: str, norm: Callable[..., nn.Module]) -
         assert_computed(ours, x, theirs(x))
 
 
-def test_parametrised_behind_accelerate() -> None:
-    ours, theirs = twins("accelerated", 2, 4, 6, 3, 2)
-    for layer in (ours, theirs):
-        parametrizations.weight_norm(layer)
-    x = image(2)
-    assert_computed(ours, x, theirs(x))
-    upconv.restore(ours)
-    assert_close(ours(x), theirs(x), length=512)
-    remove_parametrizations(ours, "weight")
-    assert not modules.is_ours(ours)
-
-
 # --- output_size -----------------------------------------------------------------------------------------------------
 
 
@@ -250,13 +226,3 @@ def test_output_size_window() -> None:
             assert not differences(found, wanted, 1e-5)
             fits += isinstance(found, Tensor) and found.shape[2:] == (h, w)
     assert fits == 5 * 9
-
-
-@RANKS
-def test_output_size_replaces_output_padding_and_takes_unbatched_input(rank: int) -> None:
-    ours, theirs = pair(rank, 4, 4, 4, stride=3, padding=1, output_padding=2)
-    x = torch.randn(4, *(5,) * rank)
-    for size in ([14] * rank, [15] * rank, [16] * rank, [9, *[15] * rank]):
-        assert_same_step(ours, theirs, x, output_size=size)
-        assert ours(x, output_size=size).shape[1:] == tuple(size[-rank:])
-    assert ours(x).shape[1:] == (16,) * rank

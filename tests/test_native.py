@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import gc
-import os
 import struct
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +27,7 @@ from situations.observers import Listing as Dispatch
 from situations.observers import Names as Function
 from situations.processes import in_threads
 from standins import H200, Kernels, StandIn, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
-from upconv import autograd, convolutions, dispatch, freezing, modules, ops, planner, reference
-from upconv.compiler import recorded
+from upconv import autograd, convolutions, dispatch, freezing, modules, ops, reference
 from upconv.cuda import launches, prepared, recording, weights
 from upconv.cuda.compile import cache
 from upconv.cuda.compile import driver as driver_module
@@ -42,7 +37,7 @@ from upconv.cuda.compile.launch import LaunchError
 from upconv.cuda.launches import NULL, Given, Int, Launch, Map, PacksWeights, Pointer, Scratch, Unit, Zeros
 from upconv.cuda.prepared import Program
 from upconv.problem import Problem
-from upconv.replay import calls, native, replays
+from upconv.replay import native, replays
 
 # --- a driver whose kernels are Python's ------------------------------------------------------------------------------
 
@@ -395,24 +390,6 @@ def test_replayed_calls_are_what_they_were(
 
 
 @needs_gxx
-@pytest.mark.parametrize("dense", (True, False))
-def test_a_compiled_graphs_gradients(machine: Machine, kernels: Kernels, module: Any, dense: bool) -> None:
-    p = Problem.make(2, 4, 3, (5, 6), 3)
-    plan, x, w = planner.plan(p, H200), torch.randn(p.input_shape), torch.randn(p.weight_shape)
-    grad = torch.randn(2, 3, 8, 7).mT
-    grad = grad.contiguous() if dense else grad
-    wanted = reference.gradients(p, grad, x, w)
-    for mask, times in product(((True, True, False), (False, True, False)), range(5)):
-        kernels.log.clear()
-        found = recorded.compute(plan, mask, (grad, x, w))
-        for a, b, asked in zip(found, wanted, mask):
-            assert (a is not None) == asked
-            if a is not None:
-                torch.testing.assert_close(a.double(), b)
-        assert (kernels.log == []) == (times >= replays.CALLS)
-
-
-@needs_gxx
 def test_autocast_and_its_weights_in_float32(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "ROUNDING", ("cpu",))
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
@@ -500,16 +477,6 @@ def test_a_call_that_does_not_fit_is_pythons(machine: Machine, module: Any, monk
 def _under(mode: Any, call: Callable[[], Tensor]) -> Tensor:
     with mode:
         return call()
-
-
-@needs_gxx
-def test_a_discriminators_first_layer_is_replayed_with_and_without_a_gradient(machine: Machine) -> None:
-    layer = CASES[1]()
-    x = torch.randn(SIZES[1])
-    for _ in range(4):
-        for needed in (False, True):
-            layer(x.detach().requires_grad_(needed)).sum().backward()
-    assert all(is_replayed(layer(x.detach().requires_grad_(needed))) for needed in (False, True, False))
 
 
 @needs_gxx
@@ -664,25 +631,6 @@ def test_threads_replay_at_once(machine: Machine) -> None:
 
 
 @needs_gxx
-def test_what_is_forgotten_is_freed(machine: Machine, module: Any) -> None:
-    layer = CASES[0]()
-    x = torch.randn(SIZES[0])
-    warm(layer, x)
-    out = layer(x)
-    assert is_replayed(out)
-    (call,) = calls.seen[id(layer.weight)].calls
-    operation = call.operation
-    replays.recorded(operation).clear()
-    ops.forget_plans()
-    of_this = [g for g in gc.get_objects() if type(g) is replays._Gradients and g._operation is operation]
-    assert len(of_this) == 1, "the graph still needs it"
-    gone = weakref.ref(of_this[0])
-    del call, operation, of_this, out
-    gc.collect()
-    assert gone() is None
-
-
-@needs_gxx
 @pytest.mark.parametrize("theirs", ("never", "fwd", "grad-input", "grad-weight"))
 def test_plain_convolutions_are_replayed_with_pytorchs_passes_too(
     machine: Machine,
@@ -705,24 +653,6 @@ def test_plain_convolutions_are_replayed_with_pytorchs_passes_too(
     torch.autograd.grad(out.sum(), [x, *layers.replayed.parameters()])
     assert stand_ins.log == []
     layers.alike(torch.randn(2, 5, 7, 8), torch.randn(out.shape))
-
-
-@needs_gxx
-def test_a_plain_convolutions_gradient_of_one_pixel_may_have_any_strides(
-    machine: Machine, stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gradient for the weight has the input's layout, in Python and replayed; a view of a matrix is in doubt."""
-    monkeypatch.setattr(convolutions, "faster", lambda *_: True)
-
-    def make() -> nn.Module:
-        return upconv.accelerate(nn.Conv2d(5, 6, 3), convolutions=True).to(memory_format=torch.channels_last)
-
-    layers = Layers(make, monkeypatch)
-    x = torch.randn(2, 5, 3, 3).to(memory_format=torch.channels_last)
-    for _ in range(5):
-        layers.alike(x, torch.randn(2, 6).view(2, 6, 1, 1))
-    assert is_replayed(layers.replayed(x.requires_grad_()))
-    assert layers.step(layers.replayed, x)[2].stride() == (45, 1, 15, 5)
 
 
 # --- the library ------------------------------------------------------------------------------------------------------
@@ -790,15 +720,6 @@ def test_a_process_waits_for_another_that_compiles_the_library(tmp_path: Any, mo
         assert native.found() == b"library" and 0.3 < time.monotonic() - begin < 30
 
 
-def test_a_child_builds_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_module", None), ("_builder", object()), ("_done", threading.Event())):
-        monkeypatch.setattr(native, name, value)
-    child = os.fork()
-    if not child:
-        os._exit(0 if native._builder is None and not native.hopeless() else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 @needs_gxx
 def test_a_process_ends_well_whatever_was_noted(module: Any, tmp_path: Any) -> None:
     """Calls that are known, of layers that are gone, and of layers that are not."""
@@ -839,14 +760,6 @@ def test_where_there_is_no_library_a_sentence_says_why(monkeypatch: pytest.Monke
     with monkeypatch.context() as m:
         m.setenv("UPCONV_CACHE", "off")
         assert native.off() == "there is no cache directory to keep it in"
-
-
-@needs_gxx
-def test_an_old_compiler_says_so(tmp_path: Any) -> None:
-    """As the first of its complaints, at once."""
-    command = [part.replace("c++20", "c++17") for part in native.command(tmp_path / "x.so")]
-    done = subprocess.run([*command, "-Wfatal-errors"], capture_output=True, text=True)
-    assert done.returncode and "this is C++20" in done.stderr
 
 
 @needs_gxx

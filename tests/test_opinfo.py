@@ -104,25 +104,6 @@ def test_samples_by_each_plan(
     assert bool(each_plan) != refused
 
 
-@RANKS
-def test_samples_with_odd_strides_by_each_plan(rank: int, each_plan: list[Problem]) -> None:
-    for i, call in enumerate(samples(rank, "cpu", torch.float32)):
-        for change in by_turns((noncontiguous_like, _expanded), 2, i):
-            call.map(change).check()
-    assert each_plan
-
-
-@pytest.mark.parametrize("rank", (2, 3), ids="{}d".format)
-def test_samples_in_channels_last_by_each_plan(rank: int, each_plan: list[Problem]) -> None:
-    last = torch.channels_last if rank == 2 else torch.channels_last_3d
-    for call in samples(rank, "cpu", torch.float32):
-        if call.input.dim() == rank + 2:
-            x, w = (t.contiguous(memory_format=last) for t in (call.input, call.weight))
-            for input, weight in ((x, w), (x, call.weight), (call.input, w)):
-                Call(input, weight, call.bias, call.kwargs).check()
-    assert any(p.layout == "channels_last" for p in each_plan)
-
-
 # --- derivatives against finite differences --------------------------------------------------------------------------
 
 

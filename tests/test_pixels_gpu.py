@@ -16,7 +16,7 @@ from upconv import reference
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import gpu
 from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.pixels.family import MODES
+from upconv.cuda.pixels.family import choose
 from upconv.problem import Precision, Problem
 
 pytestmark = HOPPER
@@ -50,7 +50,7 @@ def test_many_tiles_of_a_block_around_short_rings(name: str, precision: Precisio
 def test_long_rows_are_right_and_equal_to_the_bit(cout: int) -> None:
     """Stages of `phases` given back before their loads had arrived were overwritten where many stores delayed these."""
     p = Problem.make(8, 96, cout, (66000,), 8, 4, precision="tf32")
-    choice = MODES["phases"].choose(p, gpu(0))
+    choice = choose("phases", p, gpu(0))
     assert isinstance(choice, TileChoice) and choice.tile.stages > 4
     x, weight = (torch.randn(shape, device="cuda") for shape in (p.input_shape, p.weight_shape))
     prepared, outs = choice.prepare(0), [torch.empty(p.output_shape, device="cuda") for _ in range(4)]
@@ -72,6 +72,6 @@ CAPTURED = {
 @pytest.mark.parametrize("name", CAPTURED)
 def test_in_a_graph_and_on_another_stream(name: str) -> None:
     mode, p = CAPTURED[name]
-    choice = MODES[mode].choose(p.with_(precision="tf32", bias=False), gpu(0))
+    choice = choose(mode, p.with_(precision="tf32", bias=False), gpu(0))
     assert isinstance(choice, TileChoice)
     assert_capturable(choice.prepare(0), choice.problem)

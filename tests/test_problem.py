@@ -102,25 +102,6 @@ def test_images_of_one_pixel_are_a_matrix(kernel: tuple[int, ...], stride: int) 
     assert torch.equal(out.permute(0, 2, 3, 1).reshape(p.output_shape), reference.forward(p, x, w, None))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"size": (1, 2)}, {"padding": (1, 1)}, {"output_padding": (1, 0), "stride": (2, 2)}, {"dilation": (2, 1)},
-        {"bias": True}, {"layout": "channels_last"}, {"kernel": (1, 1)}, {"groups": 2, "in_channels": 8},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_other_layers_are_not_flat(changes: dict[str, object]) -> None:
-    assert Problem.make(5, 7, 4, (1, 1), 4).with_(**changes).flat is None
-
-
-def test_relative_error_of_zeros_and_of_the_truth() -> None:
-    truth = torch.randn(5, dtype=torch.float64)
-    assert reference.relative_error(truth, truth) == 0
-    assert reference.relative_error(torch.zeros(5), truth) == pytest.approx(1)
-    assert reference.relative_error(torch.ones(4), torch.zeros(4)) == pytest.approx(2)
-
-
 def test_kb75_by_hand() -> None:
     """32->64 k(3,5) s(2,3) p(1,2) d(2,1) g4: along height only one phase of two has taps, along width three have."""
     p = Problem.make(16, 32, 64, (128, 256), (3, 5), (2, 3), (1, 2), 0, (2, 1), 4)

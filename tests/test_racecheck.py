@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -11,9 +10,8 @@ import pytest
 
 from upconv.cuda.compile import jit
 
-KERNELS = jit.KERNELS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import racecheck  # noqa: E402
+import racecheck
 
 
 @pytest.mark.parametrize("name", list(racecheck.EVERY_LANE))
@@ -97,29 +95,3 @@ if tool == "memcheck":
 else:
     print("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
 """
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs a program that is a script")
-@pytest.mark.parametrize(("tool", "cores"), (("racecheck", 8), ("memcheck", 16), ("memcheck", 2)))
-def test_cases_are_told_of_in_their_order(
-    tool: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Four at a time where there are 8 cores, each with a cache of its own."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "log").mkdir()
-    program = tmp_path / "bin" / "compute-sanitizer"
-    text = SANITIZER.format(python=sys.executable, folder=str(tmp_path / "log"), together=cores >= 8)
-    program.write_text(text)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    names = ["sweep", "boxes", "joined", "pairs"]
-    monkeypatch.setattr(sys, "argv", ["racecheck.py", *names, *["--memcheck"] * (tool == "memcheck")])
-    assert racecheck.main() == (1 if tool == "memcheck" else 0)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == names
-    well = "0 errors" if tool == "memcheck" else "0 hazards displayed (0 errors, 0 warnings)"
-    told = [line[racecheck.WIDTH + 1 :] for line in lines]
-    assert told == [well, "3 errors" if tool == "memcheck" else well, well, well]
-    assert len({(tmp_path / "log" / name).read_text() for name in names}) == 4

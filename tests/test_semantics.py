@@ -5,8 +5,6 @@ The functions run with an engine forced on them. What layers do in whole program
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
@@ -16,11 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import EVERY, OURS, PLANS, THEIRS, Call, assert_equal, forced_plans, make_call
-from situations import BF16, differences, error
+from situations import BF16, differences
 from situations.observers import Listing, Names
 from strategies import gradient_problems, operands
 from upconv import cpu, planner
@@ -76,12 +73,6 @@ def case(tolerance: float = 1e-5) -> Callable[[Case], Case]:
 
 
 @case()
-def unbatched(functions: Functions, call: Call) -> Any:
-    single = Call(call.input[0], call.weight, call.bias, call.kwargs)
-    return single.gradients(functions, seeded(single.run(THEIRS)))
-
-
-@case()
 def batch_of_one_with_odd_strides(functions: Functions, call: Call) -> Any:
     """A dimension of size 1 may have any stride (PyTorch's test_contig_wrong_stride_cudnn)."""
     found = []
@@ -111,20 +102,6 @@ def autocast(functions: Functions, call: Call) -> Any:
                 out.backward(seeded(out))
         found += [out.detach(), *(t.grad for t in tensors)]
     return found
-
-
-@case(BF16)
-def autocast_of_other_dtypes(functions: Functions, call: Call) -> Any:
-    """It casts bfloat16 and float32 together, and leaves float64 alone."""
-    wide = call.map(Tensor.double)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = [
-            run(functions, call, call.input.bfloat16(), *call.operands[1:]),
-            wide.run(functions),
-            error(lambda: run(functions, call, wide.input, *call.operands[1:])),
-        ]
-        with torch.autocast("cpu", enabled=False):
-            return [*found, call.run(functions)]
 
 
 @case()
@@ -204,15 +181,6 @@ def dispatch_modes(functions: Functions, call: Call) -> Any:
     with Listing() as whole:
         call.gradients(functions, seeded(out))
     return found, [sorted((+mode.seen).items()) for mode in (backward, whole)]
-
-
-@case()
-def meta_and_fake_tensors(functions: Functions, call: Call) -> Any:
-    real = call.run(functions)
-    found = list(call.map(lambda t: t.to("meta")).gradients(functions, real.to("meta")))
-    with FakeTensorMode() as mode:
-        out = run(functions, call, *(mode.from_tensor(t) for t in call.operands))
-    return real, found, (out.shape, out.stride(), out.dtype, out.device)
 
 
 @case()
@@ -383,51 +351,3 @@ def test_flops_are_those_of_torchs_operator(p: Problem, needed: list[bool], aske
     theirs = counts(lambda *given: THEIRS[p.rank](*given, *tail))
     assert counts(lambda *given: OURS[p.rank](*given, *tail)) == theirs and theirs[0] > 0
     assert counts(operator) == theirs
-
-
-def test_flops_of_the_operator_are_counted_once_by_its_name() -> None:
-    x, w = torch.randn(2, 4, 5, 5, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
-    counter = FlopCounterMode(display=False)
-    with counter, forced_plans("shuffle", "split"):
-        out = torch.ops.upconv.conv_transpose(x, w, None, [2, 2], [1, 1], [0, 0], groups=2, dilation=[1, 1])
-        out.sum().backward()
-    found = counter.get_flop_counts()["Global"]
-    ours = torch.ops.upconv
-    assert set(found) == {ours.conv_transpose_forward, ours.conv_transpose_backward}
-    assert found[ours.conv_transpose_forward] == 2 * x.numel() * 3 * 9
-
-
-IMPORTED = """
-import sys, torch
-def count():
-    import upconv
-    return torch.ops.upconv.conv_transpose(torch.ones(1, 2, 3), torch.ones(2, 4, 3), None, [1], [0], [0], 1, [1])
-def loaded():
-    return "torch.utils.flop_counter" in sys.modules
-"""
-ORDERS = {
-    "upconv, then the counter": """
-import upconv
-assert not loaded() and not torch.cuda.is_initialized()
-from torch.utils.flop_counter import FlopCounterMode
-with FlopCounterMode(display=False) as counter:
-    count()
-""",
-    "the counter, then upconv": """
-from torch.utils.flop_counter import FlopCounterMode
-second = FlopCounterMode(display=False)
-with FlopCounterMode(display=False) as counter, torch.inference_mode():
-    count()
-with second:
-    count()
-assert second.get_flop_counts() == counter.get_flop_counts()
-""",
-}
-
-
-@pytest.mark.parametrize("order", list(ORDERS))
-def test_flops_are_counted_whatever_is_imported_first(order: str) -> None:
-    """Also where upconv is imported under a counter; and upconv alone does not import it."""
-    code = f"{IMPORTED}{ORDERS[order]}print(counter.get_total_flops())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", f"{2 * 3 * 2 * 4 * 3}\n")

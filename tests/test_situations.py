@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 import situations
-from conftest import EVERY, forced_plans, seeds
+from conftest import EVERY, diagonal, forced_plans, seeds
 from situations import Lab, Unavailable, differences, judge
 from situations.fuzz import build, draw
 from situations.processes import forked, in_threads
+from standins import Kernels, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = {s.name: s for s in situations.every()}
@@ -37,6 +39,21 @@ def test_situation(name: str, device: str) -> None:
         pytest.skip(f"needs {missing}")
     assert not verdict.lines, "\n".join(verdict.lines)
     assert verdict.reached or not found.ours or device != "cpu", "no engine of ours computed anything"
+
+
+KERNELS = [s.name for s in TABLE.values() if s.ours and "cpu" in s.devices and s.kind not in ("processes", "observers")]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*(weight_norm|Anomaly|autocast|lazy).*")
+@pytest.mark.parametrize(("name", "way"), diagonal(KERNELS, situations.WAYS))
+def test_situation_of_kernels(name: str, way: str, stand_ins: Kernels) -> None:
+    """Planned as on a GPU, whose kernels are `standins`; plain convolutions too."""
+    found = TABLE[name]
+    wanted = situations.run(found, "stock", "cpu")
+    assert stand_ins.ran() == []
+    lines = differences(situations.run(found, way, "cpu"), wanted, found.tolerance)
+    assert not lines, "\n".join(lines)
+    assert stand_ins.ran()
 
 
 def test_names_and_sources() -> None:
@@ -75,6 +92,22 @@ def test_random_layers(chunk: int, device: str) -> None:
                 lines += _differences(draw(seed, Lab("layers", device)), wanted)
         wrong += [f"seed {seed}: {line}" for line in lines]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.filterwarnings("ignore:.*(complex|Using padding='same').*")
+@pytest.mark.parametrize("plain", (False, True), ids=("transposed", "plain"))
+def test_random_layers_of_kernels(plain: bool, stand_ins: Kernels) -> None:
+    """But for the strides, which are another's on a GPU than on a CPU."""
+
+    def drawn(seed: int, way: str) -> Any:
+        found = draw(seed, Lab(way, "cpu"), plain)
+        return tree_map(lambda t: t.contiguous() if isinstance(t, torch.Tensor) else t, found)
+
+    wrong = []
+    for seed in seeds(300, 6000):
+        wrong += [f"seed {seed}: {line}" for line in _differences(drawn(seed, "accelerated"), drawn(seed, "stock"))]
+    assert not wrong, "\n".join(wrong)
+    assert set(stand_ins.ran()) == {"fwd", "grad-input", "grad-weight"}
 
 
 @pytest.mark.filterwarnings("ignore:.*complex.*")

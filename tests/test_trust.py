@@ -85,13 +85,6 @@ def test_links_are_followed_step_by_step(below: Path, cold: Path, relative: bool
     assert f"{cold / 'a'} (mode 0777)" in str(trust.insecure(way)).replace("between/../", "")
 
 
-def test_links_in_a_circle_end(cold: Path) -> None:
-    cold.mkdir()
-    (cold / "x").symlink_to(cold / "y")
-    (cold / "y").symlink_to(cold / "x")
-    assert trust.insecure(cold / "x") is None, "nothing can be loaded from there"
-
-
 def test_nothing_is_loaded_from_below_a_directory_of_all(below: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a library that lies there nor one that is compiled; kernels are kept, which run on the GPU alone."""
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(below))

@@ -114,14 +114,6 @@ def test_the_promise_ends_with_thaw_and_the_context(packing: None) -> None:
     assert not weights.frozen
 
 
-def test_a_context_leaves_what_was_frozen_before(packing: None) -> None:
-    model = ours().eval()
-    upconv.freeze(model[1])
-    with upconv.frozen(model), upconv.frozen(model):
-        assert frozen_layers(model) == [True] * 3
-    assert frozen_layers(model) == [False, True, False]
-
-
 @pytest.mark.parametrize("function", (upconv.freeze, upconv.thaw, upconv.accelerate, upconv.restore, upconv.warmup))
 @pytest.mark.parametrize(("given", "got"), [(5, "a int"), ([], "a list"), (nn.Conv2d, "the class Conv2d")])
 def test_what_is_no_model_is_an_error(function: Callable[[object], object], given: object, got: str) -> None:
@@ -187,12 +179,6 @@ def test_a_call_in_training_mode_ends_the_promise(packing: None) -> None:
     assert frozen_layers(model) == [False, False, True]
 
 
-def test_part_of_a_model_in_training_ends_its_own_promise(packing: None) -> None:
-    model = upconv.freeze(ours().eval())
-    model[1].train()
-    assert frozen_layers(model) == [True, False, True]
-
-
 def test_copies_are_not_frozen_and_a_dead_model_holds_nothing(packing: None) -> None:
     model = upconv.freeze(ours().eval())
     assert frozen_layers(copy.deepcopy(model)) == [False] * 3
@@ -223,31 +209,6 @@ def test_so_does_one_that_is_pytorchs() -> None:
         with torch.no_grad():
             autograd.transposed(plan).backward(grad, x, weight, (True, asked, False))
         assert weights.is_frozen(weight) is frozen
-
-
-def test_other_methods_of_the_name_train_are_still_called(packing: None) -> None:
-    class Counts(nn.Module):
-        trained = 0
-
-        def train(self, mode: bool = True) -> Counts:
-            Counts.trained += 1
-            return super().train(mode)
-
-    class Layer(nn.Conv2d, Counts):
-        pass
-
-    upconv.freeze(ours().eval())
-    Layer(3, 3, 3).train()
-    assert Counts.trained == 1
-
-
-def test_training_of_stock_modules_is_as_before(packing: None) -> None:
-    upconv.freeze(ours().eval())
-    layer = nn.ConvTranspose2d(3, 3, 3)
-    assert layer.eval() is layer and not layer.training
-    assert layer.train() is layer and layer.training
-    with pytest.raises(ValueError, match="training mode is expected to be boolean"):
-        layer.train("yes")  # type: ignore[arg-type]
 
 
 # --- validations of models whose weights change, on a GPU ------------------------------------------------------------

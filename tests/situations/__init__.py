@@ -199,14 +199,14 @@ def judge(s: Situation, device: str, every: bool = True) -> Verdict:
     On a CPU the engine that is planned for such small layers is PyTorch's operator, so each way runs with our engine
     forced on all calls that it can serve too; without ``every`` only so.
     """
-    theirs = _run(s, "stock", device)
+    theirs = run(s, "stock", device)
     if isinstance(theirs, BaseException):
         raise theirs  # the situation itself is broken
     verdict = Verdict()
     for way in WAYS:
         for forced in (False, True) if device == "cpu" and every else (device == "cpu",):
             with forced_plans("any", "split") if forced else nullcontext([]) as found:  # type: ignore[attr-defined]
-                ours = _run(s, way, device)
+                ours = run(s, way, device)
             verdict.reached |= bool(found)
             label = f"{way}, forced" if forced else way
             if isinstance(ours, BaseException):
@@ -216,7 +216,8 @@ def judge(s: Situation, device: str, every: bool = True) -> Verdict:
     return verdict
 
 
-def _run(s: Situation, way: str, device: str) -> Any:
+def run(s: Situation, way: str, device: str) -> Any:
+    """What a situation returns, or raises, with the layers of a `Lab`'s way."""
     torch.manual_seed(0)
     if device == "cuda":  # each time, since torch.export sets some of PyTorch's flags for TF32 and wants them alike
         torch.backends.cudnn.allow_tf32 = False

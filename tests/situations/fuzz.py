@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,33 +11,41 @@ from torch import Tensor, nn
 
 from situations import Lab, error, seen, step
 
+MODES = ("zeros",) * 8 + ("circular",)
 DTYPES = (torch.float32,) * 5 + (torch.float64, torch.bfloat16, torch.int64, torch.complex64)
 
 
-def draw(seed: int, lab: Lab) -> Any:
+def draw(seed: int, lab: Lab, plain: bool = False) -> Any:
     """What a random layer says to a random input: values, gradients, error texts, all from one seed."""
-    drawn = build(seed, lab)
+    drawn = build(seed, lab, plain)
     return drawn if isinstance(drawn, tuple) else drawn()
 
 
-def build(seed: int, lab: Lab) -> Any:
-    """The layer and its input, as a function that calls it; or the error that the layer's arguments give."""
+def build(seed: int, lab: Lab, plain: bool = False) -> Any:
+    """The layer and its input, as a function that calls it; or the error that the layer's arguments give.
+
+    ``plain``: a convolution that is not transposed.
+    """
     rng = random.Random(seed)
     torch.manual_seed(seed)
     rank = rng.randint(1, 3)
-    arguments = _arguments(rng, rank)
+    arguments, named = _arguments(rng, rank)
     dtype = rng.choice(DTYPES)
-    layer = error(lambda: lab.done(lab.layer(*arguments[0], rank=rank, **arguments[1])))
+    made = partial(lab.home(f"Conv{rank}d"), device=lab.device) if plain else partial(lab.layer, rank=rank)
+    if plain:
+        del named["output_padding"]
+        named |= {"padding_mode": rng.choice(MODES)} | rng.choice(({}, {}, {"padding": "same", "stride": 1}))
+    layer = error(lambda: lab.done(made(*arguments, **named)))
     if isinstance(layer, tuple):
         return layer
     kept = dtype if dtype.is_floating_point or dtype.is_complex else torch.float32
     layer = layer.to(kept)
     layer.weight = nn.Parameter(_view(rng, layer.weight.detach()))
     x = _input(rng, rank, layer, dtype)
-    size = _output_size(rng, rank) if rng.random() < 0.15 else None
+    size = {"output_size": _output_size(rng, rank)} if not plain and rng.random() < 0.15 else {}
 
     def call() -> list[Any]:
-        found = [error(lambda: seen(layer, x, output_size=size)), error(lambda: seen(layer, x))]
+        found = [error(lambda: seen(layer, x, **size)), error(lambda: seen(layer, x))]
         if x.is_floating_point() or x.is_complex():
             found.append(error(lambda: _step(layer, x)))
         return found

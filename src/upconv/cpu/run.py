@@ -18,6 +18,7 @@ only the bias' gradient out of it, which oneDNN sums in a scalar loop. ``wide`` 
 does not serve, where its gradients cannot be trusted (see `untrusted_gradients`).
 
 The only buffers beside the result are the packed weights and one correlation's output: never a copy of an activation.
+In channels_last that output is of as many images at a time as a bound allows.
 """
 
 from __future__ import annotations
@@ -189,6 +190,9 @@ def _wide(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 # Below 16 input channels oneDNN reads NCHW through a padded copy. With channels_last weights PyTorch has the input
 # reordered once instead (docs/experiments.md).
 _NARROW_INPUT = 16
+# A correlation's results, and oneDNN's copies of them, exist beside the output. In NCHW PyTorch's operator holds as
+# much, in channels_last little: there the results of a share of the batch are this part of all bytes at most.
+_SHARE = 1 / 40
 
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -259,7 +263,7 @@ _geometry = lru_cache(maxsize=1024)(_Geometry)
 
 
 def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    geometry = _geometry(p)
+    geometry, out = _geometry(p), None
     if geometry.dead:
         out = _empty_output(p, x)
         _fill(out, bias, p.rank)
@@ -273,15 +277,30 @@ def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     if bias is not None:
         every, co = math.prod(geometry.residues), p.out_channels // p.groups
         repeated = bias.view(-1, 1, co).expand(p.groups, every, co).reshape(-1)
-    y = _convolve(x, packed, repeated, p.groups, geometry.axes)
-    # It is dense in this format already, but for 1x1 weights of one channel, which are read as either format's.
-    y = y.contiguous(memory_format=memory_format(geometry.layout, p.rank))
-    out = _empty_output(p, x)  # only now: the correlation's own temporaries are gone
-    if not geometry.whole:
-        _fill(out, bias, p.rank)
-    for into, results in geometry.scatter:
-        torch.as_strided(out, *into).copy_(torch.as_strided(y, *results))
+    images = _share(p, geometry)
+    for begin, given in zip(range(0, p.batch, images), x.split(images)):
+        share = _geometry(p.with_(batch=given.shape[0]))
+        y = _convolve(given, packed, repeated, p.groups, share.axes)
+        # It is dense in this format already, but for 1x1 weights of one channel, which are read as either format's.
+        y = y.contiguous(memory_format=memory_format(share.layout, p.rank))
+        if out is None:  # only now: the first correlation's own temporaries are gone
+            out = _empty_output(p, x)
+            if not share.whole:
+                _fill(out, bias, p.rank)
+        for (shape, strides, start), results in share.scatter:
+            start += begin * out.stride(0)
+            torch.as_strided(out, shape, strides, start).copy_(torch.as_strided(y, *results))
+    assert out is not None
     return out
+
+
+def _share(p: Problem, geometry: _Geometry) -> int:
+    """Images per correlation of `shuffle`: all, but in channels_last those whose results are within `_SHARE`."""
+    if p.layout == "nchw":
+        return p.batch
+    channels = math.prod(geometry.packed_shape[: p.rank + 2])
+    image = channels * math.prod(axis.made for axis in geometry.axes) * p.dtype.itemsize
+    return max(1, min(p.batch, int(_SHARE * p.bytes) // image))
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------

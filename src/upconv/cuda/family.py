@@ -50,10 +50,6 @@ class Choice(Protocol):
     def packing_seconds(self) -> float:
         """What every call takes to pack the weights ahead of the kernel."""
 
-    @property
-    def packing_sources(self) -> Sequence[Unit]:
-        """What compiles a kernel that packs the weights itself, if there is one."""
-
     def sources(self) -> Sequence[Unit]: ...
 
     @property
@@ -115,10 +111,6 @@ class Defaults:
     @property
     def packing_seconds(self) -> float:
         return 0.0
-
-    @property
-    def packing_sources(self) -> Sequence[Unit]:
-        return ()
 
     @property
     def packing(self) -> Hashable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Protocol
 
+from upconv.cuda.axes import result_shape
 from upconv.cuda.compile.boxes import Five, Tensor5
 from upconv.cuda.family import Defaults
 from upconv.cuda.launches import NULL, Given, Int, Launch, Map, PacksWeights, Pointer, Unit
@@ -32,7 +33,7 @@ class PackingLaunch(PacksWeights, Defaults):
 
     def packed_bytes(self, given: Given) -> int:
         _, words, _ = self.packer
-        return 4 * (words + (self.problem.out_channels + 1) // 2 * (given.bias == "single"))
+        return 4 * (words + (result_shape(self.problem)[1] + 1) // 2 * (given.bias == "single"))
 
     def pack(self, given: Given) -> Launch:
         unit, words, blocks = self.packer

@@ -32,7 +32,7 @@ def compile_all(
         if choice is None or engine.is_loaded(plan, index, pass_):
             continue
         assert plan.device.gpu is not None
-        for unit in (*choice.sources(), *choice.packing_sources):
+        for unit in choice.sources():
             units.setdefault((unit.source, plan.device.gpu.arch), (unit.label, plan, index, pass_))
     lines = []
     with ThreadPoolExecutor(threads) as pool:

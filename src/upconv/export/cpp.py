@@ -6,7 +6,6 @@ What depends on the size of a call is Python's: the blocks and the sizes that ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 from textwrap import dedent
 from typing import Literal
@@ -17,7 +16,6 @@ from upconv.cuda.compile import boxes
 from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.launches import Given, Int, Launch, Long, Map, Pointer, Scratch, Zeros
 from upconv.cuda.wgrad import wgrad
-from upconv.export import packing
 from upconv.export.passes import Kernel
 
 LAUNCH = dedent(
@@ -141,10 +139,7 @@ def launches(k: Kernel) -> tuple[Launch, ...]:
     given = Given("packed", bias=bias, lasting=True)
     packs = c.pack(Given("contiguous"))
     assert packs is not None
-    words = c.packed_bytes(Given()) // 4
-    arguments = (*(one for one in packs.arguments if isinstance(one, Pointer)), Int(words))
-    blocks = -(-words // packing.THREADS)
-    return (replace(packs, grid=blocks, threads=packing.THREADS, arguments=arguments), *c.launches(given))
+    return (packs, *c.launches(given))
 
 
 def main_launch(k: Kernel) -> Launch:

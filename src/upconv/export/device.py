@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import Gpu
-from upconv.export import packing, shake
+from upconv.export import shake
 from upconv.export.passes import Kernel
 
 _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILINE)
@@ -28,12 +28,8 @@ def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
 
 
 def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
-    """What the kernels need of their files, and what packs their weights."""
-    packed = [k for k in found if k.packed_words]
-    own = ""
-    if packed:
-        own = "\n" + packing.text(packed[0].choice.problem.precision, any(k.shuffled for k in packed))
-    return _shaken([_unit(k) for k in found], gpu.arch, set(re.findall(r"\w+", own))) + own
+    """What the kernels need of their files."""
+    return _shaken([_unit(k) for k in found], gpu.arch)
 
 
 def constants(k: Kernel, templates: str) -> str:
@@ -78,8 +74,8 @@ def _add(file: str, files: dict[str, str]) -> None:
         files[file] = text
 
 
-def _shaken(units: Sequence[_Unit], arch: str, more: set[str]) -> str:
-    """What the units' kernels, and ``more`` words, need of their files.
+def _shaken(units: Sequence[_Unit], arch: str) -> str:
+    """What the units' kernels need of their files.
 
     All without NVRTC, or if that compiled to something else.
     """
@@ -96,7 +92,7 @@ def _shaken(units: Sequence[_Unit], arch: str, more: set[str]) -> str:
         _add(unit[-1], mine)
         text = "\n".join(f'#line 1 "{name}"\n{prepared[name]}' for name in mine)
         places += shake.places(_compiled(unit, text, arch, "-G"))
-    words = more | {word for unit in units for entry in unit[2] for word in re.findall(r"\w+", entry)}
+    words = {word for unit in units for entry in unit[2] for word in re.findall(r"\w+", entry)}
     needed = shake.shaken(prepared, places, words)
     same = all(_DEAD.sub("", _compiled(u, needed, arch)) == _DEAD.sub("", _compiled(u, whole, arch)) for u in units)
     return needed if same else whole

@@ -13,7 +13,6 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Unit
 from upconv.cuda.wgrad import wgrad
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
-from upconv.export import packing
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 
@@ -49,21 +48,15 @@ class Kernel:
         return self.choice.tiling.packed_words if isinstance(self.choice, gather.Choice) else 0
 
     @property
-    def shuffled(self) -> bool:
-        """Whether rows of M are channels and phases, by which its weights are packed."""
-        return isinstance(self.choice, gather.Choice) and self.choice.tiling.shuffle is not None
-
-    @property
     def entries(self) -> tuple[str, ...]:
         """Of the unit, in C++: what packs weights, if anything does, what computes, and what adds sums."""
-        found = [f"{packing.ENTRY}<{jit.CONFIG}>"] if self.packed_words else []
-        named = (re.sub(rf"\b{jit.CONFIG}\b", self.config, one) for one in (*found, *self.compiled))
-        return tuple(re.sub(r"(\w+)([<>])", r"kernels::\1\2", one) for one in named)
+        named = (re.sub(rf"\b{jit.CONFIG}\b", self.config, one) for one in self.compiled)
+        return tuple(re.sub(r"(\w+)(?=[<>])", r"kernels::\1", one) for one in named)
 
     @property
     def compiled(self) -> tuple[str, ...]:
-        """Of `entries` those of the unit: its own kernel for packing is not in the file."""
-        return tuple(one for one in jit.entries_of(self.unit.source) if not one.startswith("pack"))
+        """The same in the unit's words: what autocast alone takes is not in the file."""
+        return tuple(one for one in jit.entries_of(self.unit.source) if not one.startswith("pack_float"))
 
     @property
     def multiples(self) -> tuple[int, int]:

@@ -7,13 +7,10 @@ The tiling's arithmetic is in `tiling`, candidates in `gather_search`, what they
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
-
-import torch
 
 from upconv.cuda import family
 from upconv.cuda.axes import result_shape, source_shape
@@ -26,22 +23,8 @@ from upconv.cuda.gemm.gather_cost import alignment_of
 from upconv.cuda.gemm.gather_search import considered, refusal
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launches import (
-    NULL,
-    Argument,
-    Given,
-    Int,
-    Launch,
-    Map,
-    Operand,
-    Pointer,
-    Scratch,
-    Unit,
-    WeightForm,
-    Zeros,
-    ints,
-)  # fmt: skip
-from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries, weight_map
+from upconv.cuda.launches import NULL, Given, Launch, Map, Pointer, Unit, WeightForm, Zeros, ints
+from upconv.cuda.packs import PACK_THREADS, PackingLaunch, layer_text, packing_entries, weight_map
 from upconv.cuda.rearrange import batches
 from upconv.derived import derived
 from upconv.problem import Problem
@@ -53,15 +36,10 @@ WIDEST = 16
 # in TF32 is slower: of one tap, of several (docs/experiments.md).
 _PACKING = 2.5e-6, 0.9e12
 _FOUR_LOADS = {True: 0.015, False: 0.06}
-# A kernel that packs the weights itself: parts of them that a block packs at most, and its longest time: two launches
-# take the host longer than one, but the GPU takes longer with each part a block (docs/experiments.md).
-_MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
 _LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
 _CLAIMED_TILES = 18  # for each multiprocessor
 # Of 1-D layers, what claims gain, which the model lacks.
 _LINES_CLAIMED = 0.95
-_PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
-"""What a choice's launches go by beside the shared memory of a block."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +57,6 @@ class Choice(PackingLaunch):
     general: bool = False
     """Whether its kernel serves every size of the input, beginnings of rows included."""
     biased = True
-
-    @derived
-    def packs(self) -> int:
-        """Blocks of a kernel that packs the weights itself; 0 where they are too many for that, or it cannot.
-
-        It spares a training step's host a launch and an allocator's look-up; but its blocks pack one part behind the
-        other, and all wait for the last one.
-        """
-        t, grid = self.tiling, self.grid
-        if not t.packs or self.general or self.seconds > _LONGEST_PACKING:
-            return 0
-        if grid == t.arguments(self.problem)[-1]:  # whose tiles leave multiprocessors idle: these pack too
-            grid = max(grid, min(self.gpu.multiprocessors, t.pack_blocks))
-        return grid if t.pack_blocks <= _MOST_PARTS * grid else 0
 
     @property
     def family(self) -> str:
@@ -208,15 +172,6 @@ class Choice(PackingLaunch):
         boxed = source(t, boxed=True, store_unit=unit, claimed=self.claimed)
         return packed, Unit(f"{label} unpacked", boxed, ("gather",))
 
-    @property
-    def packing_sources(self) -> tuple[Unit, ...]:
-        """That of the kernel that packs the weights itself, where there is one."""
-        if not self.packs:
-            return ()
-        unit = store_unit(self.tiling, self.problem)
-        text = source(self.tiling, store_unit=unit, packs=True)
-        return (Unit(f"gather {layer_text(self.problem)} packing", text, ("gather",)),)
-
     def on(self, device: int) -> Choice:
         """Where no cluster fits on it (on a small part of one), tiles have a block each, whose sums round otherwise. So
         the device decides, always alike. Errors: those of `cluster_fits`.
@@ -245,51 +200,27 @@ class Choice(PackingLaunch):
 
     @property
     def packer(self) -> tuple[Unit, int, int]:
-        return self.units[0], self.tiling.packed_words, self.tiling.pack_blocks
-
-    def launches(self, given: Given) -> tuple[Launch, ...]:
-        packed = given.weight in ("packed", "in place")
-        if self.packs and given.lasting and not packed and given.bias != "single":
-            return (self._multiply_packing(given),)
-        return super().launches(given)
+        words = self.tiling.packed_words
+        return self.units[0], words, -(-words // (4 * PACK_THREADS))
 
     def multiply(self, given: Given) -> Launch:
         """Where the call may leave something behind, blocks claim tiles, by counters; else they have as many each, to
         the same bits."""
-        t, boxed = self.tiling, given.weight == "in place"
+        t, p, boxed = self.tiling, self.problem, given.weight == "in place"
         unit, shared = self.units[int(boxed)], t.shared_bytes
         counters: tuple[Pointer, ...] = ()
         if self.claimed:
             counters = (Pointer(Zeros(t.m_groups + 1)) if given.lasting else NULL,)
             shared += CLAIMS_BYTES
-        weight = "weight" if boxed else "packed"
-        maps = (weight_map(t, self.problem),) if boxed else ()
-        arguments = (*self._pointers(weight, self.bias(given)), *counters, *self._others(), *maps)
-        overlaps = not boxed and self._overlaps
-        return Launch(unit, "gather", self.grid, self._threads, shared, arguments, dependent=overlaps)
-
-    def _multiply_packing(self, given: Given) -> Launch:
-        """Packs the weights, too."""
-        (unit,) = self.packing_sources
-        single = given.single or self.problem.dtype is torch.float32
-        pointers = self._pointers(Scratch("packed", self.packed_bytes(given)), self.bias(given))
-        weight = Pointer("weight"), Pointer(Zeros(4)), Int(self.tap_step(given)), Int(int(single))
-        arguments = (*pointers, *weight, *self._others())
-        return Launch(unit, "gather", self.packs, self._threads, self.tiling.shared_bytes, arguments)
-
-    def _pointers(self, weight: Operand, bias: Pointer) -> tuple[Pointer, ...]:
+        elif t.tensor_map:
+            counters = (NULL,)
         # The result's rows are stored by units that go by sizes alone (`store_unit`).
-        source = Pointer("source", alignment=16 if self.tiling.needs_alignment else 1)
-        return source, Pointer(weight), bias, Pointer("result", alignment=16)
-
-    def _others(self) -> tuple[Argument, ...]:
-        """Sizes, and maps of the source and the result."""
-        t, p = self.tiling, self.problem
-        return (*ints(t.arguments(p)), *source_maps(t, p), *((result_map(t, p),) if t.drained else ()))
-
-    @property
-    def _threads(self) -> int:
-        return 512 if self.tiling.wgmma else 384
+        source = Pointer("source", alignment=16 if t.needs_alignment else 1)
+        pointers = source, Pointer("weight" if boxed else "packed"), self.bias(given), Pointer("result", alignment=16)
+        more = *((result_map(t, p),) if t.drained else ()), *((weight_map(t, p),) if boxed else ())
+        arguments = (*pointers, *counters, *ints(t.arguments(p)), *source_maps(t, p), *more)
+        overlaps = not boxed and self._overlaps
+        return Launch(unit, "gather", self.grid, 512 if t.wgmma else 384, shared, arguments, dependent=overlaps)
 
     @property
     def _overlaps(self) -> bool:
@@ -304,13 +235,13 @@ class Choice(PackingLaunch):
         return t.wgmma and self.gpu.capability >= (9, 0) and not abreast
 
 
-def source(t: Tiling, boxed: bool = False, packs: bool = False, **settings: Any) -> str:
-    """A kernel's text; with what packs its weights, unless they need no packing or it does that itself.
+def source(t: Tiling, boxed: bool = False, **settings: Any) -> str:
+    """A kernel's text; with what packs its weights, unless they need no packing.
 
     ``settings``: those of `gather_constants.constants`.
     """
-    packing = () if boxed or packs else packing_entries(f"GatherPack<{jit.CONFIG}>", t.problem)
-    found = constants(t, boxed=boxed, packs=packs, **settings)
+    packing = () if boxed else packing_entries(f"GatherPack<{jit.CONFIG}>", t.problem)
+    found = constants(t, boxed=boxed, **settings)
     return jit.instance("gather.cu", found, (*packing, f"gather<{jit.CONFIG}>"))
 
 
@@ -412,13 +343,5 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     if not found:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
 
-    def cheapest(of: Iterable[tuple[Cost, Tiling]]) -> Choice:
-        cost, t = min(of, key=lambda one: one[0].seconds)
-        return Choice(t, p, gpu, cost, general=general)
-
-    best = cheapest(found)
-    if best.tiling.cluster > 1:
-        alone = cheapest(one for one in found if one[1].cluster == 1)
-        if alone.packs and not alone.boxable and best.seconds > alone.seconds - _PACKED_FIRST:
-            return alone
-    return best
+    cost, t = min(found, key=lambda one: one[0].seconds)
+    return Choice(t, p, gpu, cost, general=general)

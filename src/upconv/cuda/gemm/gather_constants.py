@@ -6,7 +6,7 @@ what brings pixels there, which `sweep` shares.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from itertools import accumulate
 
 from upconv.cuda.axes import result_shape, source_shape
@@ -19,80 +19,64 @@ PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
 """`Precision` of kernels/number.cuh."""
 BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE = range(5)
 """How pixels come: `Fetch` of kernels/gather_tile.cuh."""
-STRAIGHT, ROLLED, LOOPED = range(3)
+STRAIGHT, LOOPED = range(2)
 """How a chunk's steps are gone through: `Steps` of kernels/gather_work.cuh."""
 STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES = range(4)
 """How results are stored: `Stores` of kernels/gather_work.cuh."""
 
 
-def constants(
-    t: Tiling,
-    boxed: bool = False,
-    store_unit: int = 0,
-    packs: bool = False,
-    claimed: bool = False,
-) -> Constants:
+def constants(t: Tiling, boxed: bool = False, store_unit: int = 0, claimed: bool = False) -> Constants:
     """All constants of a kernel.
 
     ``boxed``: its weights are not packed. ``store_unit``: bytes at multiples of which the result's rows begin and
-    end (`gather.store_unit`), an element's if never at more; 0 for a kernel that serves all. ``packs``: it packs
-    weights itself. ``claimed``: its blocks claim tiles (`Tiling.claimable`).
+    end (`gather.store_unit`), an element's if never at more; 0 for a kernel that serves all. ``claimed``: its blocks
+    claim tiles (`Tiling.claimable`).
     """
-    return (
-        pixel_constants(t)
-        | row_constants(t)
-        | step_constants(t)
-        | weight_constants(t, boxed, packs)
-        | store_constants(t, store_unit)
-        | block_constants(t, claimed)
-    )
+    found = pixel_constants(t) | _weight_constants(t) | _step_constants(t) | _store_constants(t, store_unit)
+    found |= {"boxed": boxed, "claimed": claimed, "cluster": t.cluster}
+    found["shared_bytes"] = t.shared_bytes + (CLAIMS_BYTES if claimed else 0)
+    if t.wgmma:  # both warpgroups of each kind together have a block's 65,536
+        producers = producer_registers(t)
+        found |= {"producer_registers": producers, "consumer_registers": 256 - producers}
+    return found
 
 
-# --- pixels, N -------------------------------------------------------------------------------------------------------
+def _named(t: Tiling, *names: str) -> Constants:
+    """Properties that are constants by the same name."""
+    return {name: getattr(t, name) for name in names}
+
+
+def _of_axes(name: str, axes: str, values: Iterable[int]) -> Constants:
+    return {f"{name}_{axis}": value for axis, value in zip(axes, values)}
 
 
 def pixel_constants(t: Tiling) -> Constants:
-    """Of a chunk's pixels in shared memory, and of who brings them."""
-    p = t.problem
-    (rows_d, rows_h), (step_d, step_h) = t.rows, t.row_steps
-    tile = dict(zip(("tile_n", "tile_d", "tile_h", "tile_w"), t.tile))
-    steps = dict(zip(("in_step_d", "in_step_h", "in_step_w"), t.in_steps))
-    found: Constants = {
-        "precision": PRECISIONS[p.precision],
-        "wgmma": t.wgmma,
-        "channels_last": t.channels_last,
-        "cin": source_shape(p)[1],
-        "cin_g": t.cin_g,
-        "ck": t.chunk,
-        **tile,
-        **steps,
-        "rows_d": len(rows_d),
-        "rows_h": len(rows_h),
-        "row_step_d": step_d,
-        "row_step_h": step_h,
-        "offsets_d": rows_d,
-        "offsets_h": rows_h,
-        "first_w": t.first_w,
-        "columns": t.columns,
-        "plane": t.plane,
-        "planes": t.plane_count if t.strided_box else len(t.residues),
-        "residues": tuple(w for _, _, w in t.planes) if t.strided_box else t.residues,
-        "strided_box": t.strided_box,
-        "plane_barriers": t.plane_barriers,
-        "stages_p": t.stages_p,
-        "stages_s": t.stages_s,
-    }
-    return found | _fetch_constants(t)
+    """N: of a chunk's pixels in shared memory, and of who brings them."""
+    rows = t.rows
+    found = _named(t, "wgmma", "channels_last", "cin_g", "first_w", "columns", "plane", "strided_box", "plane_barriers")
+    found |= {"precision": PRECISIONS[t.problem.precision], "cin": source_shape(t.problem)[1], "ck": t.chunk}
+    found |= _of_axes("tile", "ndhw", t.tile) | _of_axes("in_step", "dhw", t.in_steps)
+    found |= _of_axes("rows", "dh", map(len, rows)) | _of_axes("row_step", "dh", t.row_steps)
+    return (
+        found
+        | {
+            "offsets_d": rows[0],
+            "offsets_h": rows[1],
+            "planes": t.plane_count if t.strided_box else len(t.residues),
+            "residues": tuple(w for _, _, w in t.planes) if t.strided_box else t.residues,
+            "stages_p": t.stages_p,
+            "stages_s": t.stages_s,
+        }
+        | _fetch_constants(t)
+    )
 
 
 def fetch_of(t: Tiling) -> int:
     """How a tiling's pixels come."""
     if not t.tensor_map:
         return BY_THREADS
-    if t.beside:
-        return IMAGES_BESIDE
     if t.whole is not None:
-        return WHOLE_IMAGES
+        return IMAGES_BESIDE if t.beside else WHOLE_IMAGES
     return BY_CLASSES if t.classed else BY_BOXES
 
 
@@ -100,75 +84,60 @@ def _fetch_constants(t: Tiling) -> Constants:
     """Of the way in which pixels come."""
     fetch = fetch_of(t)
     found: Constants = {"fetch": fetch}
-    if t.whole is not None and fetch != BY_THREADS:
-        found |= dict(zip(("image_d", "image_h", "image_w"), t.whole)) | {"box_pixels": t.box_pixels}
-        if fetch == IMAGES_BESIDE:
-            found |= {"beside": t.beside, "period": t.period, "beside_w": t.image_width}
-        return found
     if fetch == BY_THREADS:
         return found | ({"aligned_channels": t.aligned_channels} if t.channels_last else {})
-    (rows_d, rows_h), (_, (_, _, apart)) = t.rows, t.bands
-    found |= {"first_d": rows_d[0], "first_h": rows_h[0]}
+    if t.whole is not None:
+        found |= _of_axes("image", "dhw", t.whole) | {"box_pixels": t.box_pixels}
+        return found | ({"beside": t.beside, "period": t.period, "beside_w": t.image_width} if t.beside else {})
+    found |= _of_axes("first", "dh", (rows[0] for rows in t.rows))
     if t.channels_last:
         return found | {"planes_d": tuple(d for d, _, _ in t.planes), "planes_h": tuple(h for _, h, _ in t.planes)}
     found["box_units"] = t.box[0] // t.vec
     if fetch == BY_BOXES:
         return found | {"column_pad": t.first_w % t.vec}
     assert t.classes is not None
-    return found | {
-        "row_classes": t.row_classes,
-        "channel_classes": t.channel_classes,
-        "row_period": t.classes[0],
-        "rows_apart": apart,
-    }
+    found |= _named(t, "row_classes", "channel_classes")
+    return found | {"row_period": t.classes[0], "rows_apart": t.bands[1][2]}
 
 
-# --- weights, M and K ------------------------------------------------------------------------------------------------
-
-
-def row_constants(t: Tiling) -> Constants:
-    """Of rows of M: output channels and sub-positions, and of the consumers that share them."""
+def _weight_constants(t: Tiling) -> Constants:
+    """M: of output channels and sub-positions, of the consumers that share them, and of weights' way to registers."""
     p = t.problem
-    steps = dict(zip(("out_step_d", "out_step_h", "out_step_w"), t.out_steps))
-    return {
+    found = _named(t, "cout_g", "split", "wide", "mb", "subs", "rows_per_sub", "cout_blocks", "m_groups")
+    found |= _named(t, "resident", "w_stage", "ring_fragments") | _of_axes("out_step", "dhw", t.out_steps)
+    return found | {
         "grad_input": p.pass_ != "fwd",
         "cout": result_shape(p if t.shuffle is None else t.shuffle.layer)[1],
-        "cout_g": t.cout_g,
         "taps": p.taps,
-        **steps,
         "sub_h": t.sub[0],
         "sub_w": t.sub[1],
-        "split": t.split,
-        "wide": t.wide,
-        "mb": t.mb,
-        "subs": t.subs,
-        "rows_per_sub": t.rows_per_sub,
         "w_subs": t.width_subs,
-        "variants": len(t.variants),
-        "cout_blocks": t.cout_blocks,
-        "m_groups": t.m_groups,
-        "subs_d": tuple(ud for pairs, _ in t.variants for ud, _ in pairs),
-        "subs_h": tuple(uh for pairs, _ in t.variants for _, uh in pairs),
-        "subs_w": tuple(u for _, u in t.variants),
-        "blocks_of_w": t.blocks_of_w,
+        "blocks_of_w": t.multiplied.blocks_of_w,
+        "variants": len(t.multiplied.variants),
+        "subs_d": tuple(ud for pairs, _ in t.multiplied.variants for ud, _ in pairs),
+        "subs_h": tuple(uh for pairs, _ in t.multiplied.variants for _, uh in pairs),
+        "subs_w": tuple(u for _, u in t.multiplied.variants),
+        "stages_w": max(1, t.ring_stages) if t.wgmma else 0,
     }
 
 
-def step_constants(t: Tiling) -> Constants:
-    """Of the steps of K that a chunk is multiplied in."""
+def _step_constants(t: Tiling) -> Constants:
+    """K: of the steps that a chunk is multiplied in."""
     flat = [(off, taps) for blocks in t.entries for block in blocks for off, taps in block]
     found: Constants = {
-        "steps": STRAIGHT if t.straight else ROLLED if t.rolled else LOOPED,
+        "steps": STRAIGHT if t.straight else LOOPED,
         "taps_unrolled": t.taps_unrolled,
-        "fragment_sets": t.fragment_sets,
         "entries": _bounds(t),
         "tap_rows": tuple(t.shift(off) for off, _ in flat),
         "tap_indices": tuple(tap for _, taps in flat for tap in taps),
     }
-    if t.rolled:
-        found["round_shifts"] = t.round_shifts
     if t.straight:
-        found |= _stretch_constants(t)
+        stretches = t.stretches
+        numbers = {first: i for i, first in enumerate(dict.fromkeys(first for first, _ in stretches))}
+        found |= {"stretches": len(numbers), "first_of_stretches": tuple(numbers)}
+        if len(numbers) < len(t.multiplied.variants):
+            found["stretches_of"] = tuple(numbers[first] for first, _ in stretches)
+            found["variant_rows"] = tuple(shift for _, shift in stretches)
     if t.straight and t.plane_barriers > 1:
         found["planes_of_entries"] = tuple(t.plane_of(off) for off, _ in flat)
     return found
@@ -185,47 +154,15 @@ def _bounds(t: Tiling) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _stretch_constants(t: Tiling) -> Constants:
-    """Of the stretches of code that variants share."""
-    stretches = t.stretches
-    numbers = {first: i for i, first in enumerate(dict.fromkeys(first for first, _ in stretches))}
-    found: Constants = {"stretches": len(numbers), "first_of_stretches": tuple(numbers)}
-    if len(numbers) < len(t.variants):
-        found["stretches_of"] = tuple(numbers[first] for first, _ in stretches)
-        found["variant_rows"] = tuple(shift for _, shift in stretches)
-    return found
-
-
-def weight_constants(t: Tiling, boxed: bool, packs: bool) -> Constants:
-    """Of how weights come to a consumer's registers, and of packing them."""
-    found: Constants = {
-        "resident": t.resident,
-        "stages_w": max(1, t.ring_stages) if t.wgmma else 0,
-        "w_stage": t.w_stage,
-        "ring_fragments": t.ring_fragments,
-        "boxed": boxed,
-        "packs": packs,
-        "pack_taps": t.pack_taps,
-    }
-    if not boxed:
-        found["pack_wide"] = math.gcd(t.problem.taps, t.pack_taps, 8)
-    if packs:
-        found["pack_parts"] = t.pack_blocks
-    return found
-
-
-# --- results, and a block --------------------------------------------------------------------------------------------
-
-
-def store_constants(t: Tiling, store_unit: int) -> Constants:
+def _store_constants(t: Tiling, store_unit: int) -> Constants:
     """Of the epilogue."""
     p = t.problem
-    found: Constants = {"run_groups": t.runs, "bare": bool(t.bare)}
+    found: Constants = {"run_groups": t.runs, "bare": bool(t.multiplied.bare)}
     if t.shuffle is not None:
         return found | {"store": STORE_PHASES} | t.shuffle.constants()
-    if t.bare:
-        bare = [one for of_variant in t.bare for one in of_variant]
-        found["bares"] = tuple(accumulate(map(len, t.bare), initial=0))
+    if t.multiplied.bare:
+        bare = [one for of_variant in t.multiplied.bare for one in of_variant]
+        found["bares"] = tuple(accumulate(map(len, t.multiplied.bare), initial=0))
         found |= {f"bares_{name}": tuple(getattr(one, name) for one in bare) for name in ("d", "h", "w", "rows")}
     if t.drained:
         return found | {"store": STORE_BOXES, "out_span": t.out_span}
@@ -233,19 +170,6 @@ def store_constants(t: Tiling, store_unit: int) -> Constants:
         return found | {"store": STORE_ROWS, "store_unit": store_unit}
     units = result_shape(p)[1] % t.vec == 0 and not (p.groups > 1 and t.cout_g % t.vec)
     return found | {"store": STORE_PIXELS, "aligned_cout": units, "batch_as_width": p.batch_as_width}
-
-
-def block_constants(t: Tiling, claimed: bool) -> Constants:
-    """Of a block: which tiles are its own, its shared memory and its registers."""
-    found: Constants = {
-        "cluster": t.cluster,
-        "claimed": claimed,
-        "shared_bytes": t.shared_bytes + (CLAIMS_BYTES if claimed else 0),
-    }
-    if t.wgmma:  # both warpgroups of each kind together have a block's 65,536
-        producers = producer_registers(t)
-        found |= {"producer_registers": producers, "consumer_registers": 256 - producers}
-    return found
 
 
 def producer_registers(t: Tiling) -> int:

@@ -10,8 +10,7 @@ import math
 
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.cost import Cost, Work, cost
-from upconv.cuda.gemm.tiling import Tiling
-from upconv.cuda.gemm.tiling_weights import FRAGMENT
+from upconv.cuda.gemm.tiling import FRAGMENT, Tiling
 from upconv.cuda.gpu import RATES, Gpu
 from upconv.problem import Problem
 
@@ -46,7 +45,7 @@ def estimate(t: Tiling, p: Problem, gpu: Gpu) -> Cost:
 
 def least(t: Tiling, p: Problem, gpu: Gpu) -> float:
     """Seconds that a problem takes at least, by a tiling of whatever chunks: multiplying, stores and device memory."""
-    fragments = -(-t.cin_g * t.element // 32) * t.parts * sum(t.variant_entries) / len(t.variants)
+    fragments = -(-t.cin_g * t.element // 32) * t.parts * t.multiplied.total / len(t.multiplied.variants)
     tiles = math.prod(t.counts(p)) * t.m_groups
     stored, _ = _stored(t, alignment_of(p))
     found = Work(
@@ -70,10 +69,10 @@ def _multiplied(t: Tiling, fragments: float) -> tuple[float, float]:
 
 def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
     """What an average tile asks for."""
-    tapped = [n for n in t.variant_entries if n]
-    chunks = t.chunks_of_block * len(tapped) / len(t.variants)
-    fragments = t.chunks_of_block * t.fragments_of_chunk(sum(tapped)) / len(t.variants)
-    stretches = chunks if t.straight or t.rolled else fragments / t.longest_stretch
+    tapped = [n for n in t.multiplied.counts if n]
+    chunks = t.chunks_of_block * len(tapped) / len(t.multiplied.variants)
+    fragments = t.chunks_of_block * t.fragments_of_chunk(sum(tapped)) / len(t.multiplied.variants)
+    stretches = chunks if t.straight else fragments / t.longest_stretch
     instructions, columns = _multiplied(t, fragments)
     weights = 0.0 if t.resident else fragments * t.wgs_m * FRAGMENT
     lines, boxes, arriving = _arriving(t)
@@ -188,10 +187,10 @@ def _filled(t: Tiling, channels: int) -> float:
     row = n * d * w * t.out_steps[2] * channels * t.element / _FILLED
     run = n * d * _FILLED_RUN[t.problem.layout]
     every = 0.0
-    for fill, times in t.fills:
+    for fill, times in t.multiplied.fills:
         rows = (fill.planes * t.out_steps[1] + fill.rows + fill.parts * t.width_subs / t.out_steps[2]) * h
         every += times * (rows * row + (fill.planes + (fill.runs + fill.parts) * h) * run)
-    return every / (t.subs * len(t.variants))
+    return every / (t.subs * len(t.multiplied.variants))
 
 
 def _unfilled(t: Tiling, alignment: int) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from upconv.cuda.compile.boxes import alignment_classes
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm.gather_cost import estimate, fragment_clocks, least
 from upconv.cuda.gemm.shuffle import Shuffle, Triple, countable, ways
-from upconv.cuda.gemm.tiling import Tiling
+from upconv.cuda.gemm.tiling import FRAGMENT, Tiling
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.derived import derived, settled, varied
 from upconv.problem import Problem
@@ -74,20 +75,10 @@ class Kind:
         return (_ACCUMULATORS if self.wgmma else _MMA_ACCUMULATORS) // (2 if p.precision == "ieee" else 1)
 
 
-def candidates(
-    p: Problem,
-    gpu: Gpu,
-    wgmma: bool | None = None,
-    classes: tuple[int, int] | None = (0, 0),
-    size: tuple[int, ...] | None = None,
-    shuffle: Shuffle | None = None,
-    drained: bool = False,
-    beside: bool = False,
-) -> tuple[Tiling, ...]:
-    """Every tiling worth a look, of a `Kind`. ``classes``: by default as ``p``'s are."""
-    of = classes_of(p) if classes == (0, 0) else classes
-    kind = Kind(gpu.arch == "90a" if wgmma is None else wgmma, of, size, shuffle, drained, beside)
-    return tuple(t for group in _groups(p, gpu, kind) for t in group.tilings)
+def candidates(p: Problem, gpu: Gpu, **kind: Any) -> tuple[Tiling, ...]:
+    """Every tiling worth a look. ``kind``: fields of `Kind`, by default for the GPU and rows as ``p``'s are."""
+    of = Kind(**{"wgmma": gpu.arch == "90a", "classes": classes_of(p), **kind})
+    return tuple(t for group in _groups(p, gpu, of) for t in group.tilings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +141,7 @@ def _divisions(p: Problem, kind: Kind, whole: Triple | None) -> Iterator[Tiling]
             continue
         if not kind.beside:
             yield taps
-        elif unroll == (1, 1, 1) and taps.contiguous and not taps.fills and taps.period <= 32:
+        elif unroll == (1, 1, 1) and taps.contiguous and not taps.multiplied.fills and taps.period <= 32:
             yield varied(taps, beside=64 // taps.period)
 
 
@@ -178,8 +169,9 @@ def _fitting(base: Tiling, kind: Kind, gpu: Gpu) -> Tiling | None:
     """A tiling that fits, with weights that stay in shared memory wherever all have room."""
     if base.classes is None and kind.classes is not None and base.staging_units * 16 > _SHORT_ROWS:
         return None
-    stays = len(base.distinct_entries) == 1 or base.m_groups == 1
-    t = _fitted(varied(base, resident=True), gpu) if stays else None
+    stays = len(base.multiplied.distinct) == 1 or base.m_groups == 1
+    room = not base.wgmma or base.fragments(base.multiplied.most) * base.wgs_m * FRAGMENT < gpu.shared_bytes
+    t = _fitted(varied(base, resident=True), gpu) if stays and room else None
     t = t or _fitted(base, gpu)
     if t is None and not kind.drained and not base.channels_last:
         t = _fitted(base, gpu, scarce=True)
@@ -238,7 +230,7 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     time lies ahead. ``scarce``: with one pixel tile.
     """
     fragment_time = fragment_clocks(t)
-    chunk_time = t.most_entries * t.k_steps * t.parts * fragment_time
+    chunk_time = t.multiplied.most * t.k_steps * t.parts * fragment_time
     most = 8 if t.wgs_m == 1 and not scarce else 4
     w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
     if t.parts == 2:
@@ -252,6 +244,8 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     pixels, weights = 1 if t.planewise else 2, 2
     stages_p, stages_s = stages(pixels)
     t = varied(t, stages_p=stages_p, stages_s=stages_s, stages_w=weights, w_stage=w_stage)
+    if t.shared_bytes > gpu.shared_bytes:
+        return None
     try:
         t.checked(gpu.shared_bytes)
     except Unfit:
@@ -366,7 +360,7 @@ def _clustered(every: list[tuple[Cost, Tiling]], p: Problem, gpu: Gpu) -> Iterat
     for cost, t in every:
         tiles = _tiles_of(t, p)
         cheap = (t.planewise and t.row_bytes == 32) or (t.classed and t.element == 2)
-        if t.split == 2 or cheap or not t.wgmma or t.shuffle or t.drained:
+        if t.split == 2 or cheap or not t.tensor_map or t.shuffle or t.drained:
             continue
         for cluster in _CLUSTERS:
             if 2 * cluster <= t.chunks and tiles <= gpu.clusters(cluster):

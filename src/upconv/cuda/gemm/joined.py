@@ -16,15 +16,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from upconv.cuda import family
 from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, dense
 from upconv.cuda.cost import Work
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Map
-from upconv.cuda.pixels.choice import Chooser, TileChoice
+from upconv.cuda.pixels.choice import TileChoice, cheapest
 from upconv.cuda.pixels.tile import MOST_COUNTED, PRECISIONS, moved, triple
 from upconv.cuda.pixels.tile import Tile as Base
+from upconv.cuda.rearrange import batches
 from upconv.problem import Problem
 
 _PLACES = (256, 248, 240, 232, 224, 208, 192, 160, 128)
@@ -363,12 +365,18 @@ def _candidates(layer: Problem, width: int, gpu: Gpu) -> tuple[Tile, ...]:
     return tuple(found)
 
 
-choose = Chooser(
-    Choice,
-    refusal,
-    lambda p, gpu: (t for t in candidates(p, gpu) if t.packed_words * 4 < MOST_COUNTED),
-    general="joined rows serve one class of lengths of rows, not every size",
-    none="no tile fits shared memory, or there are more than the kernel counts in 32 bits",
-)
-"""The cheapest tile by the model, or the sentence why there is none."""
-candidate = choose.candidate
+@lru_cache(maxsize=4096)
+def choose(p: Problem, gpu: Gpu) -> Choice | str:
+    """The cheapest tile by the model, or the sentence why there is none."""
+    if refused := refusal(p, gpu):
+        return refused
+    counted = (t for t in candidates(p, gpu) if t.packed_words * 4 < MOST_COUNTED)
+    none = "no tile fits shared memory, or there are more than the kernel counts in 32 bits"
+    return cheapest(Choice, counted, p, gpu) or none
+
+
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
+    """As `upconv.cuda.family` asks."""
+    if general:
+        return "joined rows serve one class of lengths of rows, not every size"
+    return batches.too_long(p) or choose(p, gpu)

@@ -1,7 +1,7 @@
 """How a transposed convolution is cut into the gather-GEMM's tiles: pure arithmetic, shared by kernel and interpreter.
 
-`axes` has what there is to multiply, `tiling_pixels` a tile's pixels, `tiling_weights` what they are multiplied by.
-Here are the stores, all of shared memory, and what the kernel cannot run; `gather_constants` has what it is told.
+`axes` has what there is to multiply, `tiling_pixels` a tile's pixels. Here are the weights that they are multiplied by,
+the stores, all of shared memory, and what the kernel cannot run; `gather_constants` has what it is told.
 """
 
 from __future__ import annotations
@@ -9,31 +9,203 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
-from upconv.cuda.axes import MOST_CONSTANTS, Unfit, positions, result_shape, source_shape
-from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
-from upconv.cuda.gemm.tiling_weights import FRAGMENT, TiledWeights
+from upconv.cuda.axes import MOST_CONSTANTS, Entries, Unfit, positions, result_shape, source_shape
+from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS, TiledPixels, of_pixels, of_taps
 from upconv.cuda.gpu import MAX_BOX, MAX_CLUSTER
-from upconv.derived import derived
+from upconv.derived import derived, derived_from
 from upconv.problem import Problem
 
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 _FEW_TAPS = 500  # and phases, whose tables are never too large
 CLAIMS, CLAIMS_BYTES = 16, 192  # of kernels/claims.cuh: places of its ring, and its shared memory
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
+FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
+STEPS_UNROLLED = 25  # code and compile time grow with it
+_STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
+_STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of them have high parts: wgmma, mma.sync
+
+
+_STEPS = "problem", "unroll", "subs", "w_subs", "chunk", "wgmma"
+_of_steps = derived_from(*_STEPS)
+
+
+@lru_cache(maxsize=4096)
+def _unrolled(counts: frozenset[int], most: int) -> int:
+    """Of so many taps at most those that blocks of these numbers of taps are whole multiples of, or as few steps of."""
+    return max(range(1, most + 1), key=lambda n: (all(c % n == 0 for c in counts), n if n <= max(counts) else -n))
 
 
 @dataclass(frozen=True)
-class Tiling(TiledWeights):
+class Tiling(TiledPixels):
     """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
 
     Raises, on `checked`:
         Unfit: the kernel cannot run this tiling.
     """
 
+    stages_w: int = 3
+    """Stages of the weights' ring, where they are not `resident`."""
+    w_stage: int = 8
+    """Fragments of a stage of the weights' ring."""
+    resident: bool = False
+    """All weights of an M-group stay in shared memory."""
     drained: bool = False
     """NCHW, 16 bits: a tile's outputs stay in shared memory while the tensor copy engine stores them."""
+
+    # --- M: output channels and sub-positions ------------------------------------------------------------------------
+
+    @property
+    def rows_per_sub(self) -> int:
+        """Rows of M, that is output channels, of one sub-position in a block."""
+        return 64 // self.subs
+
+    @property
+    def wgs_m(self) -> int:
+        return 2 if self.split == 1 else 1
+
+    @property
+    def cout_blocks(self) -> int:
+        """M-tiles that a group's output channels make."""
+        return -(-self.cout_g // (self.rows_per_sub * self.wgs_m))
+
+    @of_taps
+    def mb(self) -> int:
+        """Blocks of 64 rows that a consumer accumulates at once."""
+        return max(self.multiplied.blocks_of_w) + 1
+
+    @of_pixels
+    def entries(self) -> Entries:
+        """[variant][block]: the (offsets, kernel tap of every sub or -1) that the block multiplies, in order."""
+        found = self.multiplied.entries
+        if not self.planewise:
+            return found
+        return tuple(
+            tuple(tuple(sorted(block, key=lambda entry: self.plane_of(entry[0]))) for block in blocks)
+            for blocks in found
+        )
+
+    @property
+    def m_groups(self) -> int:
+        return self.problem.groups * self.cout_blocks * len(self.multiplied.variants)
+
+    # --- K: steps ----------------------------------------------------------------------------------------------------
+
+    @_of_steps
+    def straight(self) -> bool:
+        """Whether the steps of a variant's chunk are one stretch of code, without a loop."""
+        one, every = _STEPS_STRAIGHT
+        found = self.multiplied
+        return (
+            self.wgmma and self.parts == 1 and found.most * self.k_steps <= one and found.total * self.k_steps <= every
+        )
+
+    @property
+    def stretches(self) -> tuple[tuple[int, int], ...]:
+        """Per variant: the first of those whose taps lie as its own, and by how many pixel rows its own are shifted.
+
+        One stretch of code serves all of these, where a chunk is one (`straight`). The phases of a kernel whose sizes
+        are multiples of its strides lie alike.
+        """
+        if not self.straight or self.plane_barriers > 1:
+            return tuple((variant, 0) for variant in range(len(self.multiplied.variants)))
+        found = []
+        firsts: dict[tuple[tuple[int, ...], ...], tuple[int, int]] = {}
+        for variant, blocks in enumerate(self.entries):
+            shifts = [self.shift(offsets) for block in blocks for offsets, _ in block]
+            begin = shifts[0] if shifts else 0
+            lie = tuple(len(block) for block in blocks), tuple(shift - begin for shift in shifts)
+            first, shift = firsts.setdefault(lie, (variant, begin))
+            found.append((first, begin - shift))
+        return tuple(found)
+
+    @_of_steps
+    def longest_stretch(self) -> int:
+        """Most steps of a stretch of code without a loop."""
+        if self.straight:
+            return self.multiplied.most * self.k_steps * self.parts
+        return self.taps_unrolled * self.k_steps * self.parts
+
+    @_of_steps
+    def taps_unrolled(self) -> int:
+        """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
+        counts = self.multiplied.lengths
+        steps = STEPS_UNROLLED if self.wgmma else 2
+        if self.parts == 2:
+            steps = _STEPS_PROMOTED[0 if self.wgmma else 1]
+        return _unrolled(counts, max(1, steps // (self.k_steps * self.parts)))
+
+    def fragments(self, entries: int) -> int:
+        """Fragments that a tile of a variant of so many entries multiplies (per warpgroup along M)."""
+        return self.chunks * self.fragments_of_chunk(entries)
+
+    def fragments_of_chunk(self, entries: int) -> int:
+        """Of these, those of a chunk."""
+        return entries * self.k_steps * self.parts
+
+    # --- weights in memory -------------------------------------------------------------------------------------------
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        per_block = self.fragments(self.multiplied.total) * self.wgs_m
+        return self.problem.groups * self.cout_blocks * per_block * (FRAGMENT // 4)
+
+    @property
+    def boxable(self) -> bool:
+        """Whether weights may come as they lie in memory, channels-last, by the tensor copy engine, and not packed.
+
+        A tap's boxes are rows of `weight_span` bytes. Of 32 these take the engine longer than the multiplications,
+        unless they are brought once. So do a forward's small boxes where sub-positions share a block
+        (docs/experiments.md).
+        """
+        forward = self.problem.pass_ == "fwd"
+        rings = self.w_stage % self.k_steps == 0 and self.weight_span > 32
+        return (
+            self.tensor_map
+            and self.channels_last
+            and self.shuffle is None
+            and self.parts == 1
+            and (self.subs == 1 or (self.wgs_m == 1 and not forward))
+            and (self.cout_g if forward else self.cin_g) % self.vec == 0
+            and (self.resident or rings)
+        )
+
+    @property
+    def weight_span(self) -> int:
+        """Bytes of a row of a tap's boxes: of a chunk's channels; in a forward, whose rows of M lie side by side, of
+        some of these."""
+        return 128 if self.problem.pass_ == "fwd" else self.row_bytes
+
+    @property
+    def weight_box(self) -> tuple[int, int, int, int, int]:
+        """A box of a tap's weights where they are `boxable`: channels, taps, rows of M, and two dimensions of one; in a
+        forward rows of M, taps, channels."""
+        if self.problem.pass_ == "fwd":
+            return self.weight_span // self.element, 1, self.chunk, 1, 1
+        return self.chunk, 1, self.rows_per_sub * self.wgs_m, 1, 1
+
+    @property
+    def weight_boxes(self) -> int:
+        """Boxes of a tap's weights where they are `boxable`."""
+        return self.wgs_m * 64 * self.element // self.weight_span if self.problem.pass_ == "fwd" else self.subs
+
+    # --- the ring of weights in shared memory ------------------------------------------------------------------------
+
+    @property
+    def ring_stages(self) -> int:
+        if not self.wgmma:
+            return 0
+        return self.chunks if self.resident else self.stages_w
+
+    @property
+    def ring_fragments(self) -> int:
+        """Fragments of weights that shared memory holds, for each warpgroup along M."""
+        if self.wgmma and self.resident:
+            return self.fragments(self.multiplied.most)
+        return self.ring_stages * self.w_stage
 
     # --- the epilogue's stores ---------------------------------------------------------------------------------------
 
@@ -72,36 +244,44 @@ class Tiling(TiledWeights):
 
     def shared_with(self, stages_p: int, stages_s: int, stages_w: int) -> int:
         """`shared_bytes` of the tiling with other stages."""
+        buffers, rings = self._buffer_bytes, self.chunks if self.resident else stages_w
+        before = self._operand_bytes(stages_p, stages_s, stages_w)
         slot_barriers = 0
         if self.tensor_map:
             slot_barriers = stages_p if self.channels_last else stages_s
-        run = self.runs * 8
-        row = -(-run * self.width_subs * self.element // 128) * 128 + (32 if self.element == 4 else 48)
-        buffer = 64 // run * run * 16 * self.element if self.channels_last else 8 * row
-        if self.shuffle is not None:
-            buffer = self.shuffle.per_slab * self.shuffle.line_words(run) * 4
-        before = self._operand_bytes(stages_p, stages_s, stages_w)
         if self.drained:
-            before, buffer = -(-before // 1024) * 1024, self.nb * 64 * self.width_subs * 16 * self.element
-        return (
-            before
-            + 8 * buffer
-            + 16 * (stages_p * self.plane_barriers + self._ring_stages(stages_w) + slot_barriers)
-            + 4 * self.segments
-        )
+            before, buffers = -(-before // 1024) * 1024, 8 * self.nb * 64 * self.width_subs * 16 * self.element
+        barriers = stages_p * self.plane_barriers + (rings if self.wgmma else 0) + slot_barriers
+        return before + buffers + 16 * barriers + 4 * self.segments
+
+    @of_pixels
+    def _buffer_bytes(self) -> int:
+        """Of the warps, through which results pass."""
+        run = self.runs * 8
+        if self.shuffle is not None:
+            return 8 * self.shuffle.per_slab * self.shuffle.line_words(run) * 4
+        if self.channels_last:
+            return 8 * (64 // run * run * 16 * self.element)
+        row = -(-run * self.width_subs * self.element // 128) * 128 + (32 if self.element == 4 else 48)
+        return 64 * row
+
+    @of_pixels
+    def _stage_bytes(self) -> int:
+        """Of a pixel tile."""
+        return self.parts * (-(-self.pixels * self.row_bytes // 1024) * 1024)
 
     def _operand_bytes(self, stages_p: int, stages_s: int, stages_w: int) -> int:
-        """Of these, those of pixels and weights, ahead of the epilogue's buffers."""
-        tiles = stages_p * self.parts * (-(-self.pixels * self.row_bytes // 1024) * 1024)
-        ring = self._ring_fragments(stages_w) * self.wgs_m * FRAGMENT
-        return tiles + ring + (0 if self.channels_last else stages_s * self.slot_bytes)
+        """Of shared memory those of pixels and weights, ahead of the epilogue's buffers."""
+        fragments = self.fragments(self.multiplied.most) if self.resident else stages_w * self.w_stage
+        slots = 0 if self.channels_last else stages_s * self.slot_bytes
+        return stages_p * self._stage_bytes + slots + (fragments * self.wgs_m * FRAGMENT if self.wgmma else 0)
 
     def claimable(self, shared_limit: int) -> bool:
         """Whether blocks can claim tiles as they come to them (kernels/claims.cuh): by the thread that loads boxes."""
         if not self.tensor_map or self.cluster > 1 or self.shared_bytes + CLAIMS_BYTES > shared_limit:
             return False
-        ahead = -(-(self.stages_p + self.stages_s) // self.chunks)  # tiles by which that thread may be
-        return min(self.variant_entries) > 0 and ahead + 3 <= CLAIMS
+        ahead = (self.stages_p + self.stages_s) // self.chunks + 1  # tiles by which that thread may be
+        return min(self.multiplied.counts) > 0 and ahead + 3 <= CLAIMS
 
     # --- validity ----------------------------------------------------------------------------------------------------
 
@@ -129,7 +309,7 @@ class Tiling(TiledWeights):
             yield "strips of a consumer are not whole runs along W"
         if self.row_bytes not in (32, 64, 128):
             yield f"a chunk of {self.chunk} channels is {self.row_bytes} bytes, not 32, 64 or 128"
-        if self.mb < 1 or not self.most_entries:
+        if self.mb < 1 or not self.multiplied.most:
             yield "no output has a tap"
         if self.reach > _MAX_OFFSET:
             yield f"the taps reach more than {_MAX_OFFSET} rows away"
@@ -146,7 +326,7 @@ class Tiling(TiledWeights):
             yield "the epilogue of phases as rows takes one W sub-position"
         if self.whole is not None and not self.tensor_map:
             yield "whole images come by boxes, of which none may end in the next group"
-        if self.problem.batch_as_width and not (self.tensor_map and not self.bare and self.shuffle is None):
+        if self.problem.batch_as_width and not (self.tensor_map and not self.multiplied.bare and self.shuffle is None):
             yield "a batch as width is read by boxes, and stored by one of the epilogues"
         if self.planewise and not self._planes_apart:
             yield "a tile has one plane, or its planes come by no boxes"
@@ -160,7 +340,7 @@ class Tiling(TiledWeights):
         if self.beside and not self._lie_beside:
             yield "images lie side by side in runs of whole rows, in boxes, with all their phases along W"
         if self.cluster > 1 and not self._clusters:
-            yield "blocks of a cluster leave sums of whole tiles where pixels and weights were, and stream weights"
+            yield "blocks of a cluster leave sums of whole tiles where boxes brought pixels, and stream weights"
 
     def _too_large(self, shared_limit: int) -> Iterator[str]:
         """Why there is no room."""
@@ -177,22 +357,23 @@ class Tiling(TiledWeights):
         """Whether images may lie side by side: as many as a run of the epilogue holds."""
         if self.whole is None or self.whole_pixels > MAX_BOX or not self.tensor_map or self.channels_last:
             return False
-        plain = self.problem.pass_ == "fwd" and self.shuffle is None and not self.drained and not self.bare
+        plain = self.problem.pass_ == "fwd" and self.shuffle is None and not self.drained and not self.multiplied.bare
         row = self.sub == (1, 64) and self.tile[0] == 1 and self.tile[3] == 64 and self.runs == 8
         return plain and row and self.contiguous and 2 <= self.beside == 64 // self.period
 
     @property
     def _clusters(self) -> bool:
         """Whether blocks may share a tile's chunks, and have room for their sums."""
-        tapped = not self.bare and min(self.variant_entries) > 0
-        plain = self.wgmma and self.split != 2 and not self.resident and self.shuffle is None and not self.drained
+        tapped = not self.multiplied.bare and min(self.multiplied.counts) > 0
+        plain = self.tensor_map and self.split != 2 and not self.resident and self.shuffle is None and not self.drained
         room = self._operand_bytes(self.stages_p, self.stages_s, self.stages_w)
         return tapped and plain and self.chunks >= self.cluster <= MAX_CLUSTER and self.sums_bytes <= room
 
     @property
     def _drainable(self) -> bool:
         plain = self.element == 2 and self.tensor_map and not self.channels_last and self.shuffle is None
-        one = self.problem.rank == 2 and self.problem.groups == 1 and self.unroll == (1, 1, 1) and not self.bare
+        p = self.problem
+        one = p.rank == 2 and p.groups == 1 and self.unroll == (1, 1, 1) and not self.multiplied.bare
         # Lanes store 4, 8 or 16 bytes, whole in a row of a box. Tiles in turn hide their stores anyway.
         whole = self.contiguous and self.width_subs in (1, 2, 4) and self.out_span > 0
         return plain and one and whole and self.subs == 1 and self.split != 2
@@ -204,21 +385,18 @@ class Tiling(TiledWeights):
 
     @property
     def _planes_in_turn(self) -> bool:
-        if not ((self.straight or self.rolled) and self.mb == 1):
-            return False
-        # A round is a plane. Dilated taps of tiles of one row are in more planes than there are remainders.
-        if self.rolled and any(len(block) != self.plane_count * self.taps_unrolled for (block,) in self.entries):
+        if not (self.straight and self.mb == 1):
             return False
         return all(len({self.plane_of(off) for off, _ in block}) == self.plane_count for (block,) in self.entries)
 
     @property
     def table_bytes(self) -> int:
         """Bytes of the kernel's tables in constant memory; about, and no less."""
-        entries, variants = self._multiplied.total, len(self.variants)
+        entries, variants = self.multiplied.total, len(self.multiplied.variants)
         of_entries = entries * (4 + 2 * self.subs + (1 if self.planewise else 0))
         of_variants = variants * (4 * (self.mb + 1) + 8 + 4 * self.subs + 2 + 2)
         rows = sum(self.row_counts)
-        bare = sum(times * (fill.planes + fill.runs + fill.parts) for fill, times in self._multiplied.fills)
+        bare = sum(times * (fill.planes + fill.runs + fill.parts) for fill, times in self.multiplied.fills)
         return of_entries + of_variants + 4 * rows + 8 * bare + 12 * self.plane_count + 256
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------

@@ -139,7 +139,7 @@ class TiledPixels:
         return self.width_subs == self.out_steps[2]
 
     @of_taps
-    def _multiplied(self) -> Multiplied:
+    def multiplied(self) -> Multiplied:
         return multiplied(self.problem, self.unroll, self.subs, self.width_subs)
 
     # --- N: pixels ---------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class TiledPixels:
     @of_taps
     def offsets(self) -> tuple[tuple[int, ...], ...]:
         """Of each axis the offsets of all taps, in order."""
-        return self._multiplied.offsets
+        return self.multiplied.offsets
 
     @derived_from("problem", "unroll", "subs", "w_subs", "tile", "planewise")
     def bands(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:

@@ -23,7 +23,6 @@
 #include "gather_produce.cuh"         // producers and the loader: pixels to shared memory
 #include "gather_weights.cuh"         // weights from memory to a consumer's registers
 #include "gather_straight.cuh"        // a chunk's matrix instructions
-#include "gather_rolled.cuh"
 #include "gather_looped.cuh"
 #include "gather_store_rows.cuh"      // sums to memory
 #include "gather_store_pixels.cuh"
@@ -64,12 +63,12 @@ static constexpr int SHARED_BYTES = SEGMENTS_AT + G::SEGMENTS * 4;
 
 static_assert(C::shared_bytes == SHARED_BYTES, "the planner's shared memory is not the kernel's");
 static_assert(G::BOX || (C::channels_last ? C::stages_p : C::stages_s) >= 2, "threads that copy pixels have a stage ahead of the one that is read");
-static_assert(!BY_PLANES || (G::DIRECT_BOX && C::strided_box && C::steps != LOOPED && C::plane_barriers == C::planes),
+static_assert(!BY_PLANES || (G::DIRECT_BOX && C::strided_box && C::steps == STRAIGHT && C::plane_barriers == C::planes),
               "planes have barriers of their own where boxes bring them and a chunk is one stretch");
-static_assert(!C::claimed || (G::BOX && !C::packs && C::cluster == 1), "tiles are claimed by the thread that loads boxes");
-static_assert(!C::claimed || (C::stages_p + C::stages_s + G::CHUNKS - 1) / G::CHUNKS + 3 <= CLAIMS, "the thread that claims runs around the ring");
-static_assert(C::cluster == 1 || !(C::resident || IN_TURN || C::bare || C::store > STORE_PIXELS || C::packs),
-              "blocks of a cluster have a tile each, and a ring of weights");
+static_assert(!C::claimed || (G::BOX && C::cluster == 1), "tiles are claimed by the thread that loads boxes");
+static_assert(!C::claimed || (C::stages_p + C::stages_s) / G::CHUNKS + 4 <= CLAIMS, "the thread that claims runs around the ring");
+static_assert(C::cluster == 1 || !(!G::BOX || C::resident || IN_TURN || C::bare || C::store > STORE_PIXELS),
+              "blocks of a cluster have a tile each, boxes and a ring of weights");
 static_assert(C::cluster == 1 || ClusterSums<C>::BYTES <= BUFFERS_AT, "a block's sums have no room where pixels and weights were");
 
 // --- consumers --------------------------------------------------------------------------------------------------------
@@ -135,16 +134,12 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
 
 // --- a block ----------------------------------------------------------------------------------------------------------
 
-// What a kernel is given beside the sizes. Where it packs the weights itself `packed` is written first: from weights as they are, with
-// elements between taps, zeros, and whether they are float32.
+// What a kernel is given beside the sizes.
 struct Given {
   const char* x;
   const char* packed;
   const Type* bias;
   char* y;
-  u32* counters;
-  const void* weight;
-  int tap_step, single;
 };
 // Of a result or, boxed, of weights the last.
 using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
@@ -173,16 +168,9 @@ static __device__ __forceinline__ void bring(const Given& given, const Maps& map
   } else if (G::BOX && warp == G::LOADER_WARP && (thread & 31) == 0) {
     if constexpr (G::BOX && C::channels_last) load_boxes<G>(maps, s, base + TILES_AT, G::DIRECT_BOX ? barriers.full : barriers.landed, barriers.empty);
     else if constexpr (G::BOX) load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
-  } else if (C::wgmma && !C::packs && warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
+  } else if (C::wgmma && warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
     if constexpr (C::boxed) stream_weights<C>(maps.of[MAPS_OF<C>], s, base + RING_AT, full_w, empty_w);
     else if constexpr (C::wgmma) stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
-  }
-  if constexpr (C::packs) {
-    if (warp == G::WEIGHTS_WARP) named_sync<10, G::CONSUMER_THREADS + 32>();
-    if (warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
-      GatherPack<C>::wait_for_weights(given.counters);
-      stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
-    }
   }
 }
 
@@ -192,7 +180,7 @@ static __device__ __forceinline__ void run(const Given& given, const Maps& maps,
   u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS, empty_w = full_w + 8 * C::stages_w;
   const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
-  s.claims = base + CLAIMS_AT, s.counters = given.counters;
+  s.claims = base + CLAIMS_AT;
   if (threadIdx.x == 0) {
     init_barriers(barriers, full_w, empty_w);
     if constexpr (C::claimed) claims_init(s.claims);
@@ -207,10 +195,6 @@ static __device__ __forceinline__ void run(const Given& given, const Maps& maps,
   } else {
     wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
     if constexpr (C::wgmma) more_registers<C::consumer_registers>();
-    if constexpr (C::packs) {
-      GatherPack<C>::pack_beside(given.weight, (u32*)given.packed, given.tap_step, given.single, given.counters, memory + RING_AT, threadIdx.x - G::FIRST_CONSUMER * 128);
-      if (blockIdx.x >= s.tiles) return;                // a block that packs alone
-    }
     int wg = role - G::FIRST_CONSUMER;
     Weights weights(base + RING_AT, full_w, empty_w, wg, thread);
     if constexpr (DRAINED) {
@@ -225,9 +209,9 @@ static __device__ __forceinline__ void run(const Given& given, const Maps& maps,
 
 // --- the kernel, whose parameters depend on its constants -------------------------------------------------------------
 
-enum Kinds { POINTERS, MAPS, CLAIMING, PACKING, PACKING_MAPS, CLUSTER, CLUSTER_MAPS };
+enum Kinds { POINTERS, MAPS, CLUSTER };
 template <class C>
-constexpr int KIND_OF = C::claimed ? CLAIMING : (C::packs ? PACKING : C::cluster > 1 ? CLUSTER : POINTERS) + (C::fetch != BY_THREADS);
+constexpr int KIND_OF = C::cluster > 1 ? CLUSTER : C::fetch != BY_THREADS ? MAPS : POINTERS;
 
 template <class C, int KIND, bool = KIND_OF<C> == KIND> struct OnlyIf {};
 template <class C, int KIND> struct OnlyIf<C, KIND, true> { using Kernel = void; };
@@ -241,55 +225,19 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
   Gather<C>::run({x, packed, bias, y}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
 }
 
+// `counters`, of blocks that claim tiles: as many as M-groups that stay with a block, and one; or null (claims.cuh).
 template <class C>
 __global__ typename OnlyIf<C, MAPS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
-       const __grid_constant__ typename Gather<C>::TensorMaps maps) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
-}
-
-// `counters`: as many as M-groups that stay with a block, and one; or null (claims.cuh).
-template <class C>
-__global__ typename OnlyIf<C, CLAIMING>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y, u32* counters,
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y, counters}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
-}
-
-template <class C>
-__global__ typename OnlyIf<C, PACKING>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
-       const void* weight, u32* counters, int tap_step, int single,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y, counters, weight, tap_step, single}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
-}
-
-template <class C>
-__global__ typename OnlyIf<C, PACKING_MAPS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
-       const void* weight, u32* counters, int tap_step, int single,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
-       const __grid_constant__ typename Gather<C>::TensorMaps maps) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y, counters, weight, tap_step, single}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
+  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
 }
 
 template <class C>
 __global__ typename OnlyIf<C, CLUSTER>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1) CLUSTER_DIMS(C::cluster)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
-}
-
-template <class C>
-__global__ typename OnlyIf<C, CLUSTER_MAPS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1) CLUSTER_DIMS(C::cluster)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
+gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y, u32*,
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];

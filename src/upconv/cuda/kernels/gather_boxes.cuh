@@ -50,7 +50,6 @@ __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::S
       const int (&c)[5] = corner.at;
       load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[Boxes::map(r)], c[0], c[1], c[2], c[3], c[4], barrier);
     }
-    walk.order.tell();
   }
   walk.order.end();
 }

@@ -73,8 +73,8 @@ struct Sizes {
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M-groups
-  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
   u32* counters;                                       // claims.cuh's
+  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
 };
 
 template <int MORE>                                     // behind the input's

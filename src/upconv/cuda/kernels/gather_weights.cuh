@@ -5,11 +5,8 @@
 // forward).
 enum WeightsAs { PACKED, ROWS_ALONG_K, ROWS_ALONG_M };
 
-// Blocks of `pack` that share a part's taps. If they are many, a warp's lanes read the table at different places, which constant memory serves in turn.
-template <class C> constexpr int PACK_SPLITS = (C::taps + C::pack_taps - 1) / C::pack_taps;
 // [variant, block, tap][subs]: the kernel's tap, -1 for none.
 template <class C> __constant__ const auto TAP_INDEX = table_of<short>(C::tap_indices);
-template <class C> __device__ const auto TAP_INDEX_OF_MANY = table_of<short>(C::tap_indices);
 // Whether some entry has no tap for a sub-position.
 template <class C>
 __host__ __device__ constexpr bool lacks_taps() {
@@ -17,21 +14,16 @@ __host__ __device__ constexpr bool lacks_taps() {
     if (tap < 0) return true;
   return false;
 }
-template <class C>
-__device__ __forceinline__ int tap_index(int i) {
-  if constexpr (PACK_SPLITS<C> > 8) return TAP_INDEX_OF_MANY<C>[i];
-  else return TAP_INDEX<C>[i];
-}
 
 template <class C>
 constexpr int WEIGHTS_OF = !C::boxed ? PACKED : C::grad_input ? ROWS_ALONG_K : ROWS_ALONG_M;
 
+// Packed weights of a tile's chunk (gather_pack.cuh).
 template <class C>
-__device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t) {
+__device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  constexpr int EACH = G::CHUNKS * G::STEPS_PER_TAP;    // of an entry
-  long long before = (long long)(t.group * C::cout_blocks + t.cout_block) * (G::end_entry(C::variants - 1) * EACH);
-  return packed + (before + G::first_entry(t.variant) * EACH) * (G::WGS_M * G::FRAGMENT);
+  long long before = ((long long)(t.group * C::cout_blocks + t.cout_block) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(t.variant);
+  return packed + before * (G::STEPS_PER_TAP * G::WGS_M * G::FRAGMENT);
 }
 
 // --- the ring's stages, by the way that weights come ------------------------------------------------------------------
@@ -45,16 +37,14 @@ template <class C>
 struct WeightsOf<C, PACKED> {
 using G = GatherWork<C>;
 using Memory = const char*;
-using Source = const char*;                             // chunks lie one behind the other
+struct Source { const char *packed, *at; };
 
-static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile& t) {
-  return fragments_of<C>(packed, t) + (long long)G::first_chunk() * G::entries_of(t.variant) * G::STEPS_PER_TAP * (G::WGS_M * G::FRAGMENT);
-}
-static __device__ __forceinline__ void begin_chunk(Source&, const typename G::Tile&, int) {}
+static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile&) { return {packed, packed}; }
+static __device__ __forceinline__ void begin_chunk(Source& from, const typename G::Tile& t, int chunk) { from.at = fragments_of<C>(from.packed, t, chunk); }
 static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
   expect_bytes(barrier, bytes);
-  copy_bulk(to, from, bytes, barrier);
-  from += bytes;
+  copy_bulk(to, from.at, bytes, barrier);
+  from.at += bytes;
 }
 static __device__ __forceinline__ u32 part_of(int wg, int thread) { return (C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16; }
 static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * (G::WGS_M * G::FRAGMENT)); }
@@ -66,6 +56,8 @@ using G = GatherWork<C>;
 using Memory = TensorMap;
 static constexpr int ENTRY_BYTES = G::STEPS_PER_TAP * G::WGS_M * G::FRAGMENT;  // of a tap's weights for a chunk
 static constexpr bool LACKS = lacks_taps<C>();
+static constexpr int SPAN = 128;                        // bytes of a row of channels along M
+static constexpr int BOXES = C::grad_input ? 1 : G::WGS_M * 64 * G::ELEMENT / SPAN;  // of a tap at a sub-position
 static_assert(G::BOX && G::PARTS == 1 && (C::subs == 1 || (C::grad_input && G::WGS_M == 1)) && (C::resident || C::w_stage % G::K_STEPS == 0), "boxes have whole taps");
 
 struct Source {
@@ -79,6 +71,17 @@ static __device__ __forceinline__ void begin_chunk(Source& from, const typename 
   from.channel = (C::grad_input ? 0 : t.group * C::cin_g) + chunk * C::ck;
   from.entry = G::first_entry(t.variant);
 }
+static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
+  expect_bytes(barrier, bytes);
+#pragma unroll 1
+  for (u32 end = to + bytes; to < end; from.entry++)
+#pragma unroll
+    for (int i = 0; i < C::subs * BOXES; i++, to += ENTRY_BYTES / (C::subs * BOXES)) {
+      int tap = TAP_INDEX<C>[from.entry * C::subs + i / BOXES], row = from.row + i % BOXES * (SPAN / G::ELEMENT);
+      if (LACKS && tap < 0) tap = C::taps;                              // beyond the last one: zeros
+      load_box(to, from.map, C::grad_input ? from.channel : row, tap, C::grad_input ? row : from.channel, 0, 0, barrier);
+    }
+}
 };
 
 // (COUT, taps, CIN_G): a box is a chunk's channels for all rows of a sub-position, swizzled as pixels are.
@@ -87,18 +90,6 @@ struct WeightsOf<C, ROWS_ALONG_K> : BoxedWeights<C> {
 using G = GatherWork<C>;
 using Base = BoxedWeights<C>;
 
-static __device__ __forceinline__ void bring(u32 to, typename Base::Source& from, u32 bytes, u32 barrier) {
-  expect_bytes(barrier, bytes);
-#pragma unroll 1
-  for (u32 end = to + bytes; to < end; from.entry++)
-#pragma unroll
-    for (int sub = 0; sub < C::subs; sub++) {
-      int tap = tap_index<C>(from.entry * C::subs + sub);
-      if (Base::LACKS && tap < 0) tap = C::taps;                       // beyond the last one: zeros
-      load_box(to, from.map, from.channel, tap, from.row, 0, 0, barrier);
-      to += Base::ENTRY_BYTES / C::subs;
-    }
-}
 // The 16 bytes whose address the thread gives to ldmatrix, of one of its warp's 16 rows and half a step.
 static __device__ __forceinline__ u32 part_of(int wg, int thread) {
   int lane = thread & 31;
@@ -113,23 +104,9 @@ template <class C>
 struct WeightsOf<C, ROWS_ALONG_M> : BoxedWeights<C> {
 using G = GatherWork<C>;
 using Base = BoxedWeights<C>;
-static constexpr int SPAN = 128;
-static constexpr int PANELS = 64 * G::ELEMENT / SPAN;
+static constexpr int SPAN = Base::SPAN, PANELS = 64 * G::ELEMENT / SPAN;
 static constexpr bool NARROW = G::ELEMENT == 2;
 
-static __device__ __forceinline__ void bring(u32 to, typename Base::Source& from, u32 bytes, u32 barrier) {
-  expect_bytes(barrier, bytes);
-#pragma unroll 1
-  for (u32 end = to + bytes; to < end; from.entry++)
-#pragma unroll
-    for (int sub = 0; sub < C::subs; sub++) {
-      int tap = tap_index<C>(from.entry * C::subs + sub);
-      if (Base::LACKS && tap < 0) tap = C::taps;                       // beyond the last one: zeros
-#pragma unroll
-      for (int panel = 0; panel < G::WGS_M * PANELS; panel++, to += C::ck * SPAN)
-        load_box(to, from.map, from.row + panel * (SPAN / G::ELEMENT), tap, from.channel, 0, 0, barrier);
-    }
-}
 // Of the warp's 16 rows of M the 16 bytes whose address the lane gives to ldmatrix, of one channel and half of them; of
 // float32, which ldmatrix does not turn, the lane's first.
 static __device__ __forceinline__ u32 part_of(int wg, int thread) {
@@ -207,11 +184,11 @@ template <class C, bool RING = C::wgmma, bool RESIDENT = C::resident>
 struct Fragments {                                      // before sm_90: straight from memory
 using G = GatherWork<C>;
 int part;                                               // this thread's of a fragment
-const char* from;
+const char *first, *from;                               // of the tile, and the next
 
 __device__ __forceinline__ Fragments(u32, u32, u32, int wg, int thread) : part((C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16) {}
-__device__ __forceinline__ void begin(const char* packed, const typename G::Tile& t) { from = fragments_of<C>(packed, t) + part; }
-__device__ __forceinline__ void begin_chunk(int) {}
+__device__ __forceinline__ void begin(const char* packed, const typename G::Tile& t) { first = fragments_of<C>(packed, t, 0) + part; }
+__device__ __forceinline__ void begin_chunk(int chunk) { from = first + (long long)chunk * (G::ENTRIES * G::STEPS_PER_TAP * G::WGS_M * G::FRAGMENT); }
 __device__ __forceinline__ void load(u32 (&a)[4], int) {
   const uint4 v = __ldg((const uint4*)from);
   a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;

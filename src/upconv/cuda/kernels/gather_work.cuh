@@ -5,27 +5,21 @@ template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
 // A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, ROLLED, LOOPED };
+// one stretch. Else C::taps_unrolled taps of a block are a stretch.
+enum Steps { STRAIGHT, LOOPED };
 
 // How results are stored: NCHW rows or channels-last pixels; of rows of M that are phases; or NCHW by the tensor copy engine.
 enum Stores { STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES };
 
-// The orders of a block's roles, see gather_walk.cuh.
-template <class C, class Sizes, bool CLAIMED = C::claimed, bool TOGETHER = (C::cluster > 1)>
+// The orders of a block's roles, see claims.cuh.
+template <class C, class Sizes, bool CLAIMED = C::claimed>
 struct Orders {
-  using Order = DealtOut<Sizes>;
+  using Order = DealtOut<Sizes, C::cluster>;
   using AloneOrder = Order;
   using LoaderOrder = Order;
 };
 template <class C, class Sizes>
-struct Orders<C, Sizes, false, true> {
-  using Order = OneTogether<Sizes, C::cluster>;
-  using AloneOrder = Order;
-  using LoaderOrder = Order;
-};
-template <class C, class Sizes>
-struct Orders<C, Sizes, true, false> {
+struct Orders<C, Sizes, true> {
   using Order = Told<Sizes, false>;
   using AloneOrder = Told<Sizes, true>;
   using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
@@ -46,6 +40,7 @@ static constexpr int WGS_M = C::split == 1 ? 2 : 1;
 static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int STEPS_PER_TAP = T::K_STEPS * T::PARTS;
+static constexpr int ENTRIES = C::entries[C::variants * (C::mb + 1) - 1];  // of all variants
 static constexpr int LONGEST_STRETCH = C::taps_unrolled * STEPS_PER_TAP;  // where not STRAIGHT
 
 struct Tile {
@@ -80,7 +75,7 @@ static __device__ __forceinline__ int chunks_of(int variant) { return entries_of
 
 // A block's chunks of a tile: all, or a share.
 static constexpr int SHARES = C::cluster;
-static __device__ __forceinline__ int rank() { return rank_in_cluster<SHARES>(); }
+static __device__ __forceinline__ int rank() { return (int)(blockIdx.x % SHARES); }
 static __device__ __forceinline__ int first_chunk() { return SHARES > 1 ? rank() * T::CHUNKS / SHARES : 0; }
 static __device__ __forceinline__ int end_chunk(int variant) {
   if constexpr (SHARES > 1) return (rank() + 1) * T::CHUNKS / SHARES;

@@ -18,8 +18,9 @@ __device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
   *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
 }
 
-// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero.
-struct WeightAt { bool there; int first, second, tap; };
+// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero. `low`: what TF32
+// leaves of it.
+struct WeightAt { bool there; int first, second, tap; bool low = false; };
 
 // Writes a unit of a kernel's packed weights. (Not a generic lambda, for which some compilers want an annotation that others refuse.)
 template <class K, class Weight>
@@ -35,7 +36,14 @@ struct UnitWriter {
     for (int e = 0; e < K::VEC; e++) {
       const WeightAt w = at(e);
       int of = tap_step == 1 ? w.second * K::TAPS_IN_ALL + w.tap : w.tap * tap_step + w.second;
-      v[e] = w.there ? operand<K::C::precision>(weight[w.first * (K::SECOND * K::TAPS_IN_ALL) + of]) : 0;
+      if (!w.there) {
+        v[e] = 0;
+        continue;
+      }
+      const Weight value = weight[(long long)w.first * (K::SECOND * K::TAPS_IN_ALL) + of];
+      v[e] = operand<K::C::precision>(value);
+      if constexpr (K::C::precision == IEEE)
+        if (w.low) v[e] = low_part(value, v[e]);
     }
     write_operands(packed + place, v);
   }

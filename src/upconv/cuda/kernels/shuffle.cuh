@@ -4,7 +4,7 @@
 // Per axis an output is o = q stride + u - lead and a tap k = a stride + u - zeros: phase u of q sums tap a of input q - a.
 // C::inner rows of M are neighbours in memory at one q: the phases along W, in channels_last each with all channels. With those of the
 // q beside it they make a line of the output; a slab, the 16 rows of a warp, has C::per_slab lines of the C::lines that there are.
-#include "ptx.cuh"
+#include "packing.cuh"
 
 template <class C>
 struct Shuffle {
@@ -32,15 +32,18 @@ static __device__ __forceinline__ Row row_at(int row) {
   return {of_slab < C::per_slab && number < C::lines, of_slab, place, channel, line.d, line.h, C::channels_last ? place / C::cout : place};
 }
 
-// Where tap `tap` of the layer without its stride lies for a row of M, among the weights (output channels, kernel) of an input
-// channel; -1 where the row or the tap does not exist. Taps are `tap_step` apart: 1, or in channels_last the channels.
-static __device__ __forceinline__ int weight_at(int row, int tap, int tap_step) {
+// The weight (input channels, output channels, kernel) of a row of M and an input channel for a tap of the layer without its stride: `found`
+// has that tap, and whether it exists.
+static __device__ __forceinline__ void find_weight(WeightAt& found, int row, int channel) {
   Row of = row_at(row);
-  int d = tap / (TAPS_H * TAPS_W) * C::layer_stride_d + of.d - C::zeros_d;
-  int h = tap / TAPS_W % TAPS_H * C::layer_stride_h + of.h - C::zeros_h;
-  int w = tap % TAPS_W * C::layer_stride_w + of.w - C::zeros_w;
-  if (!of.exists || (u32)d >= C::layer_kernel_d || (u32)h >= C::layer_kernel_h || (u32)w >= C::layer_kernel_w) return -1;
-  int k = (d * C::layer_kernel_h + h) * C::layer_kernel_w + w;
-  return tap_step == 1 ? of.channel * LAYER_TAPS + k : of.channel + k * tap_step;
+  int d = found.tap / (TAPS_H * TAPS_W) * C::layer_stride_d + of.d - C::zeros_d;
+  int h = found.tap / TAPS_W % TAPS_H * C::layer_stride_h + of.h - C::zeros_h;
+  int w = found.tap % TAPS_W * C::layer_stride_w + of.w - C::zeros_w;
+  found.there = found.there && of.exists && (u32)d < C::layer_kernel_d && (u32)h < C::layer_kernel_h && (u32)w < C::layer_kernel_w;
+  found.first = channel, found.second = of.channel, found.tap = (d * C::layer_kernel_h + h) * C::layer_kernel_w + w;
 }
 };
+
+// Taps of a weight: of the layer itself, or, SHUFFLED, of the one with its stride.
+template <class C, bool SHUFFLED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
+template <class C> struct ShuffledTaps<C, true> { static constexpr int COUNT = Shuffle<C>::LAYER_TAPS; };

@@ -34,7 +34,6 @@ struct SlicesInOrder {
     int steps = K::steps_of(s);
     return (index + 1) % steps ? index + 1 : index + 1 + (gridDim.x - 1) * steps;
   }
-  __device__ __forceinline__ void tell() {}
   __device__ __forceinline__ void end() {}
 };
 

@@ -1,11 +1,10 @@
-"""A tile for a problem: what every mode's choice says and launches, and how it is found; `joined` has them too."""
+"""A tile for a problem: what every mode's choice says and launches, and the cheapest; `joined` has them too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from upconv.cuda import cost, family
 from upconv.cuda.compile import jit
@@ -15,7 +14,6 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Launch, Pointer, Unit, WeightForm
 from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries
 from upconv.cuda.pixels.tile import MOST_COUNTED, Tile
-from upconv.cuda.rearrange import batches
 from upconv.problem import Problem
 
 
@@ -112,44 +110,10 @@ class TileChoice(PackingLaunch):
 C = TypeVar("C", bound=TileChoice)
 
 
-class Chooser(Generic[C]):
-    """A mode's search: the cheapest tile by its model, or the sentence why there is none. Answers are kept.
-
-    Args:
-        choice: its kind.
-        refusal: why the kernels cannot serve a problem, in a sentence; None when they may.
-        candidates: tiles worth a look that can run it.
-        general: why there is none that serves every size of the input, as exported files must.
-        none: why there is none where no candidate's tiles, a grid beyond the last, can be counted in 32 bits.
-    """
-
-    def __init__(
-        self,
-        choice: type[C],
-        refusal: Callable[[Problem, Gpu], str | None],
-        candidates: Callable[[Problem, Gpu], Iterable[Tile]],
-        *,
-        general: str = "exported files have no host code for pixels as rows",
-        none: str,
-    ) -> None:
-        self.choice, self.refusal, self.candidates = choice, refusal, candidates
-        self._general, self._none = general, none
-        self._found = lru_cache(maxsize=4096)(self._search)
-
-    def _search(self, p: Problem, gpu: Gpu) -> C | str:
-        if refused := self.refusal(p, gpu):
-            return refused
-        served = (t for t in self.candidates(p, gpu) if t.tiles(p) < MOST_COUNTED - 2 * gpu.multiprocessors)
-        timed = ((cost.cost(t.work(p, gpu), gpu), t) for t in served)
-        best = min(timed, key=lambda one: one[0].seconds, default=None)
-        return self._none if best is None else self.choice(best[1], p, gpu, best[0])
-
-    def __call__(self, p: Problem, gpu: Gpu, general: bool = False) -> C | str:
-        """``general``: of choices that serve every size of the input, of which there are none."""
-        return self._general if general else self._found(p, gpu)
-
-    choose = __call__
-
-    def candidate(self, p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> C | str:
-        """As `upconv.cuda.family` asks."""
-        return batches.too_long(p) or self(p, gpu, general)
+def cheapest(choice: type[C], tiles: Iterable[Tile], p: Problem, gpu: Gpu) -> C | None:
+    """The choice of the tile of least time by its model; none where no kernel counts the tiles, and a grid more, in 32
+    bits."""
+    served = (t for t in tiles if t.tiles(p) < MOST_COUNTED - 2 * gpu.multiprocessors)
+    timed = ((cost.cost(t.work(p, gpu), gpu), t) for t in served)
+    best = min(timed, key=lambda one: one[0].seconds, default=None)
+    return None if best is None else choice(best[1], p, gpu, best[0])

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from upconv.cuda.family import Choice, answer_of
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.pixels.choice import Chooser, TileChoice
-from upconv.cuda.pixels.implicit import IMPLICIT
-from upconv.cuda.pixels.phases import PHASES
-from upconv.cuda.pixels.streamed import PAIRS, SUBPIXEL
-from upconv.cuda.pixels.sweep import SWEEP
+from upconv.cuda.pixels.choice import TileChoice, cheapest
+from upconv.cuda.pixels.implicit import Implicit
+from upconv.cuda.pixels.phases import Phases
+from upconv.cuda.pixels.streamed import Pairs, Subpixel
+from upconv.cuda.pixels.sweep import Sweep
+from upconv.cuda.pixels.tile import Tile
+from upconv.cuda.rearrange import batches
 from upconv.problem import Problem
 
-MODES: dict[str, Chooser[TileChoice]] = {
-    "implicit": IMPLICIT,
-    "subpixel": SUBPIXEL,
-    "pairs": PAIRS,
-    "phases": PHASES,
-    "sweep": SWEEP,
-}
-_MODES = {
-    ("fwd", "nchw"): ("phases", "subpixel", "sweep"),
-    ("grad-input", "nchw"): ("pairs", "sweep"),
-    ("fwd", "channels_last"): ("implicit", "sweep"),
-    ("grad-input", "channels_last"): ("implicit", "sweep"),
-}
-"""Those for a problem's pass and layout."""
+MODES: dict[str, type[Tile]] = {mode.mode: mode for mode in (Phases, Subpixel, Pairs, Implicit, Sweep)}
+"""Of equals the first is taken."""
+
+
+@lru_cache(maxsize=4096)
+def choose(mode: str, p: Problem, gpu: Gpu) -> TileChoice | str:
+    """A mode's cheapest tile, or the sentence why it has none."""
+    kind = MODES[mode]
+    return kind.refusal(p, gpu) or cheapest(TileChoice, kind.candidates(p, gpu), p, gpu) or kind.none
 
 
 def candidate(p: Problem, gpu: Gpu, best: Choice | None = None, general: bool = False) -> Choice | str:
     """As `upconv.cuda.family` asks; of no mode the sentences why not."""
-    return answer_of({mode: MODES[mode].candidate(p, gpu, best, general) for mode in _MODES[p.pass_, p.layout]})
+    if general:
+        return "exported files have no host code for pixels as rows"
+    serving = [mode for mode, kind in MODES.items() if (p.pass_, p.layout) in kind.serves]
+    return batches.too_long(p) or answer_of({mode: choose(mode, p, gpu) for mode in serving})

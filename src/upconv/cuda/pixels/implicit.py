@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any, NamedTuple
@@ -25,21 +25,18 @@ from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
 from upconv.cuda.launches import Argument, Given, Map, Operand, Pointer, ints
 from upconv.cuda.packs import rows_of_taps
-from upconv.cuda.pixels import tile
-from upconv.cuda.pixels.choice import Chooser, TileChoice
 from upconv.cuda.pixels.tile import (
     CONSUMERS,
     MOST_COLUMNS,
     SPAN,
+    Tile,
     even_grid,
     fitted,
     moved,
-    of_axes,
     stores_wide,
     triple,
 )
-from upconv.cuda.pixels.tile import Tile as Base
-from upconv.derived import derived
+from upconv.derived import derived, derived_without, varied
 from upconv.problem import Problem
 
 _MOST_SUMS = 176  # of a consumer's thread, whose addresses and the like take 56 registers
@@ -56,9 +53,9 @@ _SQUARE = 64  # channels and columns of weights, which a block of `pack` turns
 class Phase(NamedTuple):
     """Results that see the same taps; triples are along D, H and W."""
 
-    first: tuple[int, int, int]
+    first: Triple
     """Its first result; the next ones are the strides apart."""
-    taps: tuple[tuple[int, tuple[int, int, int]], ...]
+    taps: tuple[tuple[int, Triple], ...]
     """Its taps' indices in the kernel, and each one's pixel of the source, less that of the tile's first."""
 
 
@@ -75,8 +72,8 @@ def phases(p: Problem) -> tuple[Phase, ...]:
 
 
 @dataclass(frozen=True)
-class Tile(Base):
-    """As `Base`; its box of pixels is a problem's own. A stage has a step's pixels and weights."""
+class Implicit(Tile):
+    """As `Tile`; its box of pixels is a problem's own. A stage has a step's pixels and weights."""
 
     columns: int
     """Of a matrix instruction: channels of the result, a multiple of 8."""
@@ -88,20 +85,71 @@ class Tile(Base):
     """Blocks that share a tile's steps and add up their sums."""
 
     mode = "implicit"
-    named = ("columns", "mb", "halves", "cluster", "forward", "turned", "wide_stores")
+    serves = ("fwd", "channels_last"), ("grad-input", "channels_last")
+    none = "no tile's stages fit in shared memory, or its tiles are too many to count"
     biased = True
     beside_pack = False
     """Blocks that begin one by one lose touch with those that read the same pixels and weights
     (docs/experiments.md)."""
 
-    @property
-    def chunk(self) -> int:
-        """Source channels of a step."""
-        return SPAN // self.element
+    @classmethod
+    def refused(cls, p: Problem) -> str | None:
+        if p.pass_ == "fwd" and p.out_channels < _FEWEST:
+            return f"of {p.out_channels} channels a matrix instruction waits for its pixels"
+        if p.pass_ != "fwd" and max(p.stride) > MAX_BOX_STEP:
+            return f"boxes take steps of at most {MAX_BOX_STEP} pixels"
+        if p.taps > _MOST_TAPS:
+            return f"{p.taps} taps are more than the {_MOST_TAPS} of the kernel's tables"
+        if p.pass_ == "fwd" and math.prod(p.stride) > _MOST_TAPS:
+            return f"{math.prod(p.stride)} phases are more than the {_MOST_TAPS} of the kernel's tables"
+        if source_shape(p)[1] * p.dtype.itemsize % 16:
+            return "boxes want pixels of whole 16 bytes"
+        if math.prod(p.weight_shape) * p.dtype.itemsize >= 2**35 or source_shape(p)[1] * p.taps >= 2**31:
+            return "units of the weight are counted in 32 bits, which 2^31 of 16 bytes are too many for"
+        return None
+
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu) -> Iterator[Implicit]:
+        """Those for all sizes, and those of clusters at the problem's own."""
+        every = (t for whole in alone(any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
+        return (t for t in every if t.tiles(p) < _MOST_TILES)
+
+    # --- the kernel --------------------------------------------------------------------------------------------------
+
+    def numbers(self, c: Any) -> None:
+        """See kernels/pixels_implicit.cuh."""
+        p, found = self.problem, phases(self.problem)
+        taps = [tap for phase in found for tap in phase.taps]
+        of_source, of_result = self.steps_between
+        c.columns, c.mb, c.halves = self.columns, self.mb, self.halves
+        c.forward, c.taps, c.phases = self.forward, p.taps, len(found)
+        # A forward's channels-last weights have channels of the result side by side.
+        c.turned = self.forward and self.element == 2 and self.columns % _TURNED == 0 and c.cout % 8 == 0
+        # Channels that lie side by side in packed weights, and other columns, that a block of `pack` turns.
+        c.pack_rows, c.pack_columns = _SQUARE, _SQUARE
+        if c.turned or not self.forward:  # all taps of a channel of the other side
+            c.pack_columns = p.taps
+            c.pack_rows = next(n for n in (64, 32, 16, 8) if n * p.taps <= _SQUARE**2)
+        c.of_axes("step", of_source)
+        for axis, name in enumerate("dhw"):
+            setattr(c, f"taps_{name}", tuple(offsets[axis] for _, offsets in taps))
+        if len(found) > 1:
+            c.kernel_taps = tuple(index for index, _ in taps)
+            c.first_taps = tuple(accumulate((len(phase.taps) for phase in found), initial=0))
+            c.of_axes("out_step", of_result)
+            for axis, name in enumerate("dhw"):
+                setattr(c, f"phases_{name}", tuple(phase.first[axis] for phase in found))
+        c.stage_bytes = (self.rows + self.columns) * SPAN
+        c.packed_words = math.prod(p.weight_shape) * self.element // 4
+
+    def constants(self) -> dict[str, jit.Constant]:
+        """Lanes of a cluster's blocks store as their sums lie, since these then have more to divide."""
+        wide = self.cluster == 1 and stores_wide(self.element, self.columns, self.c.cout)
+        return super().constants() | {"cluster": self.cluster, "wide_stores": wide}
 
     @property
-    def column_blocks(self) -> int:
-        return -(-self.channels[1] // self.columns)
+    def forward(self) -> bool:
+        return self.problem.pass_ == "fwd"
 
     @property
     def rows(self) -> int:
@@ -109,63 +157,13 @@ class Tile(Base):
         return 64 * self.mb * (CONSUMERS if self.halves else 1)
 
     @property
-    def forward(self) -> bool:
-        return self.problem.pass_ == "fwd"
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        return phases(self.problem)
-
-    @derived
-    def steps(self) -> tuple[int, ...]:
-        """Of each phase's tiles: a tap's chunk each."""
-        chunks = -(-self.channels[0] // self.chunk)
-        return tuple(len(phase.taps) * chunks for phase in self.phases)
-
-    @property
-    def stage_bytes(self) -> int:
-        return (self.rows + self.columns) * SPAN
-
-    @property
     def sums(self) -> int:
         """Of a consumer's thread."""
         return self.mb * self.columns // 2
 
     @property
-    def entry(self) -> str:
-        return "pixels_last_clusters" if self.cluster > 1 else "pixels_last"
-
-    @property
-    def turned(self) -> bool:
-        """Whether a forward's weights are channels-last, whose rows are channels of the result."""
-        return self.forward and self.element == 2 and self.columns % _TURNED == 0 and self.channels[1] % 8 == 0
-
-    @property
-    def in_place(self) -> bool:
-        """Other weights are packed to be channels-last."""
-        return self.turned or not self.forward
-
-    @property
-    def packed_as(self) -> tuple[Any, ...]:
-        return self.problem.precision, self.problem.pass_, self.in_place
-
-    @property
-    def packed_words(self) -> int:
-        return math.prod(self.problem.weight_shape) * self.element // 4
-
-    @property
-    def pack_square(self) -> tuple[int, int]:
-        """Channels that lie side by side in packed weights, and other columns, that a block of `pack` turns."""
-        if self.in_place:  # all taps of a channel of the other side
-            return next(n for n in (64, 32, 16, 8) if n * self.problem.taps <= _SQUARE**2), self.problem.taps
-        return _SQUARE, _SQUARE
-
-    @property
-    def pack_blocks(self) -> int:
-        (channels, columns), (side_by_side, other) = self.pack_square, self.channels
-        if self.turned:
-            side_by_side, other = other, side_by_side
-        return -(-other * self.problem.taps // columns) * -(-side_by_side // channels)
+    def fits(self) -> bool:
+        return super().fits and self.sums <= _MOST_SUMS
 
     @property
     def steps_between(self) -> tuple[Triple, Triple]:
@@ -174,49 +172,44 @@ class Tile(Base):
         return (one, self.strides) if self.forward else (self.strides, one)
 
     @property
-    def wide_stores(self) -> bool:
-        """As `stores_wide`; not of clusters, whose blocks then have more to divide."""
-        return stores_wide(self.element, self.columns, self.channels[1]) and self.cluster == 1
+    def entry(self) -> str:
+        return "pixels_last_clusters" if self.cluster > 1 else "pixels_last"
 
-    def faults(self) -> Iterator[str]:
-        if self.sums > _MOST_SUMS:
-            yield f"{self.mb} x 64 x {self.columns} sums are more than registers hold"
+    @property
+    def in_place(self) -> bool:
+        """Other weights are packed to be channels-last."""
+        return self.c.turned or not self.forward
 
-    def constants(self) -> dict[str, jit.Constant]:
-        """The kernel's, see kernels/pixels_implicit.cuh."""
-        found: dict[str, jit.Constant] = super().constants() | {
-            "taps": self.problem.taps,
-            "phases": len(self.phases),
-            "pack_rows": self.pack_square[0],
-            "pack_columns": self.pack_square[1],
-        }
-        taps = [tap for phase in self.phases for tap in phase.taps]
-        of_source, of_result = self.steps_between
-        found |= of_axes("step", of_source)
-        for axis, name in enumerate("dhw"):
-            found[f"taps_{name}"] = tuple(offsets[axis] for _, offsets in taps)
-        if len(self.phases) > 1:
-            found["kernel_taps"] = tuple(index for index, _ in taps)
-            found["first_taps"] = tuple(accumulate((len(phase.taps) for phase in self.phases), initial=0))
-            found |= of_axes("out_step", of_result)
-            for axis, name in enumerate("dhw"):
-                found[f"phases_{name}"] = tuple(phase.first[axis] for phase in self.phases)
-        return found
+    @property
+    def packed_as(self) -> tuple[Any, ...]:
+        return self.problem.precision, self.problem.pass_, self.in_place
+
+    @property
+    def pack_blocks(self) -> int:
+        side_by_side, other = self.channels[::-1] if self.c.turned else self.channels
+        return -(-other * self.problem.taps // self.c.pack_columns) * -(-side_by_side // self.c.pack_rows)
 
     # --- a size ------------------------------------------------------------------------------------------------------
 
-    def _fullest(self, p: Problem) -> tuple[int, tuple[int, int, int, int]]:
+    def fullest(self, p: Problem) -> tuple[int, tuple[int, int, int, int]]:
+        """Boxes of a phase's pixels, and images, D, H and W of one: the fewest that hold all."""
         of_source, of_result = (steps[3 - p.rank :] for steps in self.steps_between)
         size = tuple(-(-n // step) for n, step in zip(result_shape(p)[2:], of_result))
         return fullest(p.batch, size, of_source, self.rows)
 
-    def box_of(self, p: Problem) -> tuple[int, int, int, int]:
-        """Images, D, H and W of a problem's tiles: the fewest that hold all pixels of a phase."""
-        return self._fullest(p)[1]
+    @property
+    def column_blocks(self) -> int:
+        return -(-self.channels[1] // self.columns)
 
     def tiles(self, p: Problem) -> int:
         """Of all phases."""
-        return self._fullest(p)[0] * self.column_blocks * len(self.phases)
+        return self.fullest(p)[0] * self.column_blocks * len(self.steps)
+
+    @derived_without("cluster", "stages")
+    def steps(self) -> tuple[int, ...]:
+        """Of each phase's tiles: a tap's chunk each."""
+        chunks = -(-self.channels[0] * self.element // SPAN)
+        return tuple(len(phase.taps) * chunks for phase in phases(self.problem))
 
     @derived
     def even(self) -> bool:
@@ -228,7 +221,7 @@ class Tile(Base):
 
         From tile to tile its phase moves on by as much as the blocks leave beyond whole rounds, or by one.
         """
-        blocks, of = max(1, gpu.multiprocessors // self.column_blocks), len(self.phases)
+        blocks, of = max(1, gpu.multiprocessors // self.column_blocks), len(self.steps)
         return _MOST_TILES if math.gcd(blocks, of) == 1 else max(1, blocks // of)
 
     def grid(self, p: Problem, gpu: Gpu) -> int:
@@ -238,7 +231,7 @@ class Tile(Base):
         return even_grid(tiles, gpu) if self.even else min(tiles, gpu.multiprocessors)
 
     def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
-        count, box = self._fullest(p)
+        count, box = self.fullest(p)
         sides = (p.batch, *triple(result_shape(p)[2:]))
         steps = (1, *self.steps_between[1])
         counts = tuple(-(-n // (of * step)) for n, of, step in zip(sides, box, steps))
@@ -248,18 +241,18 @@ class Tile(Base):
     def source_map(self, p: Problem) -> Map:
         """Over the source with a problem's box, of channels, W, H, D and images."""
         channels, *size = source_shape(p)[1:]
-        images, *counts = self.box_of(p)
+        images, *counts = self.fullest(p)[1]
         tensor, (d, h, w) = channels_last(p.batch, channels, size, self.element), self.steps_between[0]
         of_d, of_h, of_w = ((count - 1) * step + 1 for count, step in zip(counts, (d, h, w)))
-        box = self.chunk, of_w, of_h, of_d, images
+        box = SPAN // self.element, of_w, of_h, of_d, images
         return Map("source", tensor, p.dtype, box, (1, w, h, d, 1), SPAN, p.precision == "tf32")
 
     def weight_map(self, p: Problem, operand: Operand) -> Map:
         """Over channels-last or packed weights, with a box of a tap's for a chunk."""
-        channels, columns = self.channels
-        if self.turned:
-            return Map(operand, rows_of_taps(p, channels, columns), p.dtype, (_TURNED, 1, self.chunk, 1, 1), span=SPAN)
-        tensor, box = rows_of_taps(p, columns, channels), (self.chunk, 1, self.columns, 1, 1)
+        (channels, columns), chunk = self.channels, SPAN // self.element
+        if self.c.turned:
+            return Map(operand, rows_of_taps(p, channels, columns), p.dtype, (_TURNED, 1, chunk, 1, 1), span=SPAN)
+        tensor, box = rows_of_taps(p, columns, channels), (chunk, 1, self.columns, 1, 1)
         return Map(operand, tensor, p.dtype, box, span=SPAN, rounded=p.precision == "tf32")
 
     def arguments(self, p: Problem, gpu: Gpu, given: Given, bias: Pointer, result: Pointer) -> tuple[Argument, ...]:
@@ -268,7 +261,7 @@ class Tile(Base):
 
     def waves(self, p: Problem, gpu: Gpu) -> tuple[int, int]:
         """(tiles of the block that has most, their steps)."""
-        tiles, of = self.tiles(p) * self.cluster, len(self.phases)
+        tiles, of = self.tiles(p) * self.cluster, len(self.steps)
         waves = -(-tiles // gpu.multiprocessors)
         if self.even or self.cluster > 1:
             return waves, waves * -(-self.steps[0] // self.cluster)
@@ -279,7 +272,8 @@ class Tile(Base):
         waves, every = self.waves(p, gpu)
         steps = every / waves
         instructions = SPAN // 32 * self.rows // 64 * steps
-        narrow = 2 if self.element == 4 and not self.wide_stores else 1
+        wide = self.cluster == 1 and stores_wide(self.element, self.columns, self.channels[1])
+        narrow = 2 if self.element == 4 and not wide else 1
         read = 1.0 if self.forward else math.prod(min(k, s) / s for k, s in zip(p.kernel, p.stride))
         return Work(
             instructions,
@@ -299,30 +293,10 @@ class Tile(Base):
     def text(self, p: Problem, gpu: Gpu) -> str:
         shared = f", steps shared by clusters of {self.cluster} that add up their sums" if self.cluster > 1 else ""
         return (
-            f"tile of {'x'.join(map(str, self.box_of(p)))} pixels (NxDxHxW) of {self.rows} x {self.columns} channels, "
-            f"{'halved' if self.halves else 'in turn'}, ring of {self.stages} of {self.chunk} channels of a tap{shared}"
+            f"tile of {'x'.join(map(str, self.fullest(p)[1]))} pixels (NxDxHxW) of {self.rows} x {self.columns} "
+            f"channels, {'halved' if self.halves else 'in turn'}, ring of {self.stages} of {SPAN // self.element} "
+            f"channels of a tap{shared}"
         )
-
-
-def refusal(p: Problem, gpu: Gpu) -> str | None:
-    """Why these kernels cannot serve a problem, in a sentence; None when one may."""
-    if refused := tile.refusal(p, gpu):
-        return refused
-    if p.layout != "channels_last":
-        return "the implicit GEMM is for channels_last"
-    if p.pass_ == "fwd" and p.out_channels < _FEWEST:
-        return f"of {p.out_channels} channels a matrix instruction waits for its pixels"
-    if p.pass_ != "fwd" and max(p.stride) > MAX_BOX_STEP:
-        return f"boxes take steps of at most {MAX_BOX_STEP} pixels"
-    if p.taps > _MOST_TAPS:
-        return f"{p.taps} taps are more than the {_MOST_TAPS} of the kernel's tables"
-    if p.pass_ == "fwd" and math.prod(p.stride) > _MOST_TAPS:
-        return f"{math.prod(p.stride)} phases are more than the {_MOST_TAPS} of the kernel's tables"
-    if source_shape(p)[1] * p.dtype.itemsize % 16:
-        return "boxes want pixels of whole 16 bytes"
-    if math.prod(p.weight_shape) * p.dtype.itemsize >= 2**35 or source_shape(p)[1] * p.taps >= 2**31:
-        return "units of the weight are counted in 32 bits, which 2^31 of 16 bytes are too many for"
-    return None
 
 
 def _widths(result: int) -> tuple[int, ...]:
@@ -333,30 +307,19 @@ def _widths(result: int) -> tuple[int, ...]:
     return tuple(sorted(fitting or {-(-result // (8 * blocks)) * 8}))
 
 
-def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
-    """Every tile worth a look for a layer, and those of clusters at its own size."""
-    every = (t for whole in alone(any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
-    return (t for t in every if t.tiles(p) < _MOST_TILES)
-
-
 @lru_cache(maxsize=256)
-def alone(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
+def alone(layer: Problem, gpu: Gpu) -> tuple[Implicit, ...]:
     """A layer's tiles for all sizes, without clusters."""
     shapes = product(_widths(result_shape(layer)[1]), (1, 2, 4), (True, False))
-    found = fitted((Tile(layer, *shape) for shape in shapes), gpu)
+    found = fitted((Implicit(layer, *shape) for shape in shapes), gpu)
     # Weights as they lie spare a training step their packing (docs/experiments.md).
-    return tuple(t for t in found if t.turned) or found
+    return tuple(t for t in found if t.c.turned) or found
 
 
-def _clustered(t: Tile, p: Problem, gpu: Gpu) -> Iterator[Tile]:
+def _clustered(t: Implicit, p: Problem, gpu: Gpu) -> Iterator[Implicit]:
     """With clusters that share its steps, where tiles leave multiprocessors idle and sums have room in the ring."""
     tiles, sums = t.tiles(p), CONSUMERS * 128 * t.sums * 4
     for cluster in _CLUSTERS:
-        fits = t.halves and sums <= t.stages * t.stage_bytes
+        fits = t.halves and sums <= t.stages * t.c.stage_bytes
         if fits and 2 * cluster <= t.steps[0] and tiles <= gpu.clusters(cluster):
-            yield replace(t, cluster=cluster)
-
-
-IMPLICIT = Chooser(
-    TileChoice, refusal, candidates, none="no tile's stages fit in shared memory, or its tiles are too many to count"
-)
+            yield varied(t, cluster=cluster)

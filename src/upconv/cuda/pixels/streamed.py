@@ -13,22 +13,17 @@ channels, K has each channel of the output once for every tap, and lanes read tw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 from upconv.cuda.axes import any_size
-from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, Tensor5
 from upconv.cuda.cost import Work
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Map
-from upconv.cuda.pixels import tile
-from upconv.cuda.pixels.choice import Chooser, TileChoice
-from upconv.cuda.pixels.tile import CONSUMERS, MOST_COUNTED, SPAN, Tile, fitted, moved, of_axes, triple
-from upconv.derived import derived
+from upconv.cuda.pixels.tile import CONSUMERS, MOST_COUNTED, SPAN, Tile, fitted, moved, triple
 from upconv.problem import Problem
 
 _PLACES = CONSUMERS * 64  # of a tile
@@ -50,83 +45,37 @@ class Streamed(Tile):
 
     rows = 1
     """Of a stage's weights."""
-    named: ClassVar[tuple[str, ...]] = (
-        "columns",
-        "all_columns",
-        "blocks",
-        "rows",
-        "stages_k",
-        "boxes",
-        "box_bytes",
-        "stage_bytes",
-    )
 
-    @property
-    def all_columns(self) -> int:
-        """The layer's."""
-        raise NotImplementedError
-
-    @property
-    def chunk(self) -> int:
-        """Channels of the source in a stage."""
-        raise NotImplementedError
-
-    @property
-    def stages_k(self) -> int:
-        """That a tile takes."""
-        return -(-self.channels[0] // self.chunk)
-
-    @property
-    def blocks(self) -> int:
-        """Tiles along the columns."""
-        return -(-self.all_columns // self.columns)
-
-    @property
-    def boxes(self) -> int:
-        """Of a stage's pixels."""
-        raise NotImplementedError
-
-    @property
-    def box_bytes(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of a stage."""
-        return self.rows * self.columns * SPAN
-
-    @property
-    def stage_bytes(self) -> int:
-        pixels = self.boxes * (-(-self.box_bytes // 128) * 128)  # boxes begin at whole 128 bytes
-        return -(-pixels // 1024) * 1024 + self.weight_bytes
-
-    @property
-    def packed_words(self) -> int:
-        return self.blocks * self.stages_k * self.weight_bytes // 4
+    def stage(self, c: Any, all_columns: int, stages_k: int, boxes: int, box_bytes: int) -> None:
+        """Fills what both modes have: the layer's columns, stages that a tile takes, boxes of a stage's pixels."""
+        c.columns, c.all_columns, c.blocks = self.columns, all_columns, -(-all_columns // self.columns)
+        c.rows, c.stages_k, c.boxes, c.box_bytes = self.rows, stages_k, boxes, box_bytes
+        weight_bytes = c.rows * c.columns * SPAN
+        pixels = boxes * (-(-box_bytes // 128) * 128)  # boxes begin at whole 128 bytes
+        c.stage_bytes = -(-pixels // 1024) * 1024 + weight_bytes
+        c.packed_words = c.blocks * stages_k * weight_bytes // 4
 
     def work_of(self, p: Problem, gpu: Gpu, box_lines: float, loaded: int, stored: float) -> Work:
         """`work`, of a box's lines, bytes that lanes load for an instruction, and clocks of a tile's stores."""
-        instructions = CONSUMERS * 4 * self.rows * self.stages_k
-        copied = (self.boxes * self.box_bytes + self.weight_bytes) * self.stages_k
+        c = self.c
+        instructions = CONSUMERS * 4 * c.rows * c.stages_k
+        copied = (c.boxes * c.box_bytes + c.rows * c.columns * SPAN) * c.stages_k
         return Work(
             instructions,
-            instructions * self.columns,
+            instructions * c.columns,
             waves=-(-self.tiles(p) // gpu.multiprocessors),
             moved=moved(p),
-            steps=self.stages_k,
+            steps=c.stages_k,
             stages=self.stages,
-            lines=self.stages_k * self.boxes * box_lines,
-            boxes=self.stages_k * self.boxes,
-            shared=instructions * self.columns * 32 + copied,
+            lines=c.stages_k * c.boxes * box_lines,
+            boxes=c.stages_k * c.boxes,
+            shared=instructions * c.columns * 32 + copied,
             fragments=instructions * loaded,
             stored=stored,
         )
 
     def text(self, p: Problem, gpu: Gpu) -> str:
-        return f"tile of {_PLACES} places x {self.columns} columns, {self.stages} stages of {self.chunk} channels"
-
-
-# --- subpixel --------------------------------------------------------------------------------------------------------
+        return f"tile of {_PLACES} places x {self.columns} columns, {self.stages} stages of {self.c.chunk} channels"
 
 
 @dataclass(frozen=True)
@@ -134,37 +83,38 @@ class Subpixel(Streamed):
     """As `Streamed`: places are pixels of an image, columns kernel rows, output channels and taps of W."""
 
     mode = "subpixel"
+    serves = (("fwd", "nchw"),)
+    none = "there are more tiles than the kernel counts in 32 bits"
 
-    @property
-    def chunk(self) -> int:
-        """Also pixels of a row in shared memory."""
-        return SPAN // self.element
+    @classmethod
+    def refused(cls, p: Problem) -> str | None:
+        lone = p.kernel == p.stride and all(d == 1 or k == 1 for k, d in zip(p.kernel, p.dilation))
+        if not lone or any(p.padding) or any(p.output_padding):
+            return "the kernel is for layers whose kernel is their stride, without padding"
+        if p.kernel[-1] % 2:
+            return "the kernel stores two taps of a row together"
+        if math.prod(p.size) * p.dtype.itemsize % 16:
+            return "channels begin at places off 16 bytes, where no box does"
+        if max(math.prod(p.out_size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= MOST_COUNTED:
+            return "the kernel counts a channel's outputs, and packed weights, in 32 bits"
+        return None
 
-    @property
-    def all_columns(self) -> int:
-        return self.problem.out_channels * self.problem.taps
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu) -> tuple[Subpixel, ...]:
+        return _subpixel_tiles(any_size(p), gpu)
 
-    @property
-    def boxes(self) -> int:
-        return _PLACES // self.chunk
-
-    @property
-    def box_bytes(self) -> int:
-        return self.chunk * SPAN
+    def numbers(self, c: Any) -> None:
+        """See kernels/pixels_subpixel.cuh."""
+        c.chunk = SPAN // self.element  # also pixels of a row in shared memory
+        c.of_axes("kernel", self.kernel)
+        self.stage(c, c.cout * self.problem.taps, -(-c.cin // c.chunk), _PLACES // c.chunk, c.chunk * SPAN)
 
     @property
     def packed_as(self) -> tuple[Any, ...]:
         return self.columns, self.problem.precision
 
-    def faults(self) -> Iterator[str]:
-        return iter(())
-
-    def constants(self) -> dict[str, jit.Constant]:
-        """The kernel's, see kernels/pixels_subpixel.cuh."""
-        return super().constants() | of_axes("kernel", self.kernel)
-
     def tiles(self, p: Problem) -> int:
-        return p.batch * -(-math.prod(p.size) // _PLACES) * self.blocks
+        return int(p.batch * -(-math.prod(p.size) // _PLACES) * self.c.blocks)
 
     def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         pixels = math.prod(p.size)
@@ -175,37 +125,19 @@ class Subpixel(Streamed):
         channel = math.prod(p.size) * self.element
         image = p.in_channels * channel
         tensor = Tensor5(0, (math.prod(p.size), p.in_channels, p.batch, 1, 1), (channel, image, image, image))
-        box = (self.chunk, self.chunk, 1, 1, 1)
+        box = (self.c.chunk, self.c.chunk, 1, 1, 1)
         return Map("source", tensor, p.dtype, box, (1,) * 5, SPAN, p.precision == "tf32")
 
     def work(self, p: Problem, gpu: Gpu) -> Work:
-        lines = self.chunk + self.columns / self.boxes  # those of weights count too
+        lines = self.c.chunk + self.columns / self.c.boxes  # those of weights count too
         return self.work_of(p, gpu, lines, 32 * 64, _PLACES * self.columns * self.element / 32 * _SECTOR)
-
-
-def _subpixel_refusal(p: Problem, gpu: Gpu) -> str | None:
-    if refused := tile.refusal(p, gpu):
-        return refused
-    lone = p.kernel == p.stride and all(d == 1 or k == 1 for k, d in zip(p.kernel, p.dilation))
-    if not lone or any(p.padding) or any(p.output_padding):
-        return "the kernel is for layers whose kernel is their stride, without padding"
-    if p.kernel[-1] % 2:
-        return "the kernel stores two taps of a row together"
-    if math.prod(p.size) * p.dtype.itemsize % 16:
-        return "channels begin at places off 16 bytes, where no box does"
-    if max(math.prod(p.out_size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= MOST_COUNTED:
-        return "the kernel counts a channel's outputs, and packed weights, in 32 bits"
-    return None
 
 
 @lru_cache(maxsize=256)
 def _subpixel_tiles(layer: Problem, gpu: Gpu) -> tuple[Subpixel, ...]:
     """A layer's tiles for all sizes."""
-    every = (Subpixel(layer, columns) for columns in _SUBPIXEL_COLUMNS)
-    return fitted((t for t in every if t.columns < 2 * t.all_columns or t.columns == _SUBPIXEL_COLUMNS[-1]), gpu)
-
-
-# --- pairs -----------------------------------------------------------------------------------------------------------
+    most, least = 2 * layer.out_channels * layer.taps, _SUBPIXEL_COLUMNS[-1]
+    return fitted((Subpixel(layer, n) for n in _SUBPIXEL_COLUMNS if n < most or n == least), gpu)
 
 
 @dataclass(frozen=True)
@@ -217,116 +149,93 @@ class Pairs(Streamed):
     rows: int
 
     mode = "pairs"
-    named = (*Streamed.named, "group", "chunk", "pitch", "first", "lead", "slot", "slots_lane")
+    serves = (("grad-input", "nchw"),)
+    none = "no tile fits a row of such strides, or the tiles are too many"
+
+    @classmethod
+    def refused(cls, p: Problem) -> str | None:
+        if p.dilation[-1] > 1:
+            return "the kernel is for layers without a dilation along the width"
+        if p.stride[-1] == 1:
+            return "the kernel is for strides along the width"
+        if p.out_size[-1] * p.dtype.itemsize % 16:
+            return "rows begin at places off 16 bytes, where no box does"
+        if max(math.prod(p.size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= MOST_COUNTED:
+            return "the kernel counts a channel's places, and packed weights, in 32 bits"
+        return None
+
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu) -> tuple[Pairs, ...]:
+        return _pairs_tiles(any_size(p), gpu)
+
+    def numbers(self, c: Any) -> None:
+        """See kernels/pixels_pairs.cuh."""
+        p, element, kernel = self.problem, self.element, self.kernel
+        step, pad, unit = p.stride[-1], p.padding[-1], 16 // element
+        c.group, c.chunk = self.group, self.rows * SPAN // (element * kernel[2])
+        # Taps that one load of a lane has: two neighbours, where they lie at even places of shared memory. And how many
+        # of these slots, of a step of K, are neighbours along W.
+        c.slot = 1 if kernel[2] % 2 or step % 2 or pad % 2 else 2
+        c.slots_lane = math.gcd(kernel[2] // c.slot, 32 // element // c.slot)
+        # A group's boxes begin at whole 16 bytes; where they have its first tap.
+        c.first = -pad // unit * unit
+        c.lead = -pad - c.first
+        need = c.lead + (self.group - 1) * step + kernel[2]
+        c.pitch = _fewest_conflicts(element, need, c.slot, c.slots_lane, step, c.lead)[0]
+        for name, values in (("kernel", kernel), ("step", self.strides), ("dilation", triple(p.dilation))):
+            c.of_axes(name, values)
+        c.of_axes("pad", triple(p.padding, 0))
+        stages_k = -(-c.cin // c.chunk) * kernel[0] * kernel[1]
+        self.stage(c, c.cout, stages_k, _PLACES // self.group, c.chunk * c.pitch * element)
 
     @property
-    def all_columns(self) -> int:
-        return self.problem.in_channels
-
-    @property
-    def chunk(self) -> int:
-        return self.rows * SPAN // (self.element * self.kernel[2])
-
-    @property
-    def stages_k(self) -> int:
-        return super().stages_k * math.prod(self.kernel[:2])
-
-    @property
-    def slot(self) -> int:
-        """Taps that one load of a lane has: two neighbours, where they lie at even places of shared memory."""
-        p = self.problem
-        return 1 if p.kernel[-1] % 2 or p.stride[-1] % 2 or p.padding[-1] % 2 else 2
-
-    @property
-    def slots_lane(self) -> int:
-        """Neighbours along W, of the slots of a step of K."""
-        return math.gcd(self.kernel[2] // self.slot, 32 // self.element // self.slot)
-
-    @property
-    def first(self) -> int:
-        """The first element of a group's boxes, from its first place's, at whole 16 bytes."""
-        unit = 16 // self.element
-        return -self.problem.padding[-1] // unit * unit
-
-    @property
-    def lead(self) -> int:
-        """Where a group's boxes have its first tap."""
-        return -self.problem.padding[-1] - self.first
-
-    @property
-    def pitch(self) -> int:
-        """A channel's elements in shared memory, whole 16 bytes."""
-        return self._banks[0]
+    def fits(self) -> bool:
+        """Rows of weights are whole channels of all taps, and a box has a row of each."""
+        of_tap = self.element * self.kernel[2]
+        return super().fits and self.rows * SPAN % of_tap == 0 and max(self.box) <= MAX_BOX
 
     @property
     def conflicts(self) -> int:
         """How often lanes that load together meet a bank, at most."""
-        return self._banks[1]
-
-    @derived
-    def _banks(self) -> tuple[int, int]:
-        p, unit = self.problem, 16 // self.element
-        need = self.lead + (self.group - 1) * p.stride[-1] + p.kernel[-1]
-        least = -(-need // unit) * unit
-        pitches = range(least, least + 128 // self.element, unit)
-        return _fewest_conflicts(self.element, pitches, self.slot, self.slots_lane, p.stride[-1], self.lead)
+        c = self.c
+        need = c.lead + (c.group - 1) * c.step_w + c.kernel_w
+        return _fewest_conflicts(self.element, need, c.slot, c.slots_lane, c.step_w, c.lead)[1]
 
     @property
     def box(self) -> Five:
-        return self.pitch, 1, 1, self.chunk, 1
-
-    @property
-    def box_bytes(self) -> int:
-        return self.chunk * self.pitch * self.element
-
-    @property
-    def boxes(self) -> int:
-        """One for each group of places."""
-        return _PLACES // self.group
+        return self.c.pitch, 1, 1, self.c.chunk, 1
 
     @property
     def packed_as(self) -> tuple[Any, ...]:
-        return self.columns, self.chunk, self.slot, self.slots_lane, self.problem.precision
+        return self.columns, self.c.chunk, self.c.slot, self.c.slots_lane, self.problem.precision
 
-    def faults(self) -> Iterator[str]:
-        if self.chunk * self.kernel[2] * self.element != self.rows * SPAN:
-            yield f"{self.rows} rows of weights are no whole channels of {self.kernel[2]} taps"
-        if max(self.box) > MAX_BOX:
-            yield f"{self.group} places have {self.pitch} elements of a row, more than a box"
-
-    def constants(self) -> dict[str, jit.Constant]:
-        """The kernel's, see kernels/pixels_pairs.cuh."""
-        p = self.problem
-        axes = of_axes("kernel", self.kernel) | of_axes("step", self.strides)
-        axes |= of_axes("pad", triple(p.padding, 0)) | of_axes("dilation", triple(p.dilation))
-        return super().constants() | axes
-
-    def all_groups(self, p: Problem) -> tuple[int, int]:
-        """Groups of a row of the gradient, and in all."""
+    def groups(self, p: Problem) -> tuple[int, int]:
+        """Of a row of the gradient, and in all."""
         of_row = -(-p.size[-1] // self.group)
         return of_row, p.batch * math.prod(p.size[:-1]) * of_row
 
     def tiles(self, p: Problem) -> int:
-        return -(-self.all_groups(p)[1] // self.boxes) * self.blocks
+        return int(-(-self.groups(p)[1] // self.c.boxes) * self.c.blocks)
 
     def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
-        return *triple(p.size), *self.all_groups(p), 0, self.tiles(p)
+        return *triple(p.size), *self.groups(p), 0, self.tiles(p)
 
     def work(self, p: Problem, gpu: Gpu) -> Work:
-        loads = 8 if self.element == 2 and self.slot == 1 else 4  # of a fragment, whose lanes have 128 bytes each time
-        row = -(-(self.pitch * self.element + self.first * self.element % 128) // 128)
+        c, element = self.c, self.element
+        loads = 8 if element == 2 and c.slot == 1 else 4  # of a fragment, whose lanes have 128 bytes each time
+        row = -(-(c.pitch * element + c.first * element % 128) // 128)
         loaded, stored = 4 * loads * self.conflicts * 128, _PLACES * self.columns / 8 * _STORE
-        return self.work_of(p, gpu, self.chunk * row, loaded, stored)
+        return self.work_of(p, gpu, c.chunk * row, loaded, stored)
 
 
-@lru_cache(maxsize=256)
-def _fewest_conflicts(
-    element: int, pitches: range, slot: int, slots_lane: int, stride: int, lead: int
-) -> tuple[int, int]:
-    """The smallest pitch of channels with which a warp's lanes meet banks seldom, and how often they meet one then."""
-    found = []
+@lru_cache(maxsize=1024)
+def _fewest_conflicts(element: int, need: int, slot: int, slots_lane: int, stride: int, lead: int) -> tuple[int, int]:
+    """The smallest pitch of channels of at least ``need`` elements, in whole 16 bytes, with which a warp's lanes meet
+    banks seldom, and how often they meet one then."""
+    found, unit = [], 16 // element
     wide = element == 4 and slot == 2  # 64 bits, which half a warp loads at a time
-    for pitch in pitches:
+    least = -(-need // unit) * unit
+    for pitch in range(least, least + 128 // element, unit):
         words = set()
         for lane in range(16 if wide else 32):
             row, index = lane // 4, lane % 4 * (2 if element == 2 and slot == 1 else 1)
@@ -338,37 +247,9 @@ def _fewest_conflicts(
     return pitch, conflicts
 
 
-def _pairs_refusal(p: Problem, gpu: Gpu) -> str | None:
-    if refused := tile.refusal(p, gpu):
-        return refused
-    if p.dilation[-1] > 1:
-        return "the kernel is for layers without a dilation along the width"
-    if p.stride[-1] == 1:
-        return "the kernel is for strides along the width"
-    if p.out_size[-1] * p.dtype.itemsize % 16:
-        return "rows begin at places off 16 bytes, where no box does"
-    if max(math.prod(p.size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= MOST_COUNTED:
-        return "the kernel counts a channel's places, and packed weights, in 32 bits"
-    return None
-
-
 @lru_cache(maxsize=256)
 def _pairs_tiles(layer: Problem, gpu: Gpu) -> tuple[Pairs, ...]:
     """A layer's tiles for all sizes."""
     few = layer.in_channels <= _PAIRS_COLUMNS[-1]
     columns = [n for n in _PAIRS_COLUMNS if few or n < 2 * layer.in_channels]
     return fitted((Pairs(layer, *shape) for shape in product(columns, _GROUPS, _ROWS)), gpu)
-
-
-SUBPIXEL = Chooser(
-    TileChoice,
-    _subpixel_refusal,
-    lambda p, gpu: _subpixel_tiles(any_size(p), gpu),
-    none="there are more tiles than the kernel counts in 32 bits",
-)
-PAIRS = Chooser(
-    TileChoice,
-    _pairs_refusal,
-    lambda p, gpu: _pairs_tiles(any_size(p), gpu),
-    none="no tile fits a row of such strides, or the tiles are too many",
-)

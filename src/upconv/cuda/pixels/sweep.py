@@ -8,7 +8,7 @@ sums move through the registers as a block walks along D (``kernels/sweep.cu``).
 a walk's ends and of the tile's borders.
 
 The pixels' side, a slice with its halo in shared memory and who brings it, is that of a `Tiling` of the layer without
-its taps along D (`Tile.slice`).
+its taps along D.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from itertools import product
 from typing import Any
 
 from upconv.cuda.axes import any_size, result_shape, source_shape
+from upconv.cuda.compile import jit
 from upconv.cuda.cost import Work
 from upconv.cuda.gemm import gather
-from upconv.cuda.gemm.gather_constants import Constants, pixel_constants, producer_registers
+from upconv.cuda.gemm.gather_constants import pixel_constants, producer_registers
 from upconv.cuda.gemm.gather_search import chunk_sizes
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Argument, Given, Pointer, ints
-from upconv.cuda.pixels import tile
-from upconv.cuda.pixels.choice import Chooser, TileChoice
-from upconv.cuda.pixels.tile import MOST_COLUMNS, moved, stores_wide
-from upconv.cuda.pixels.tile import Tile as Base
+from upconv.cuda.pixels.tile import MOST_COLUMNS, Tile, moved, stores_wide
 from upconv.derived import derived_from, varied
 from upconv.problem import Problem
 
@@ -54,8 +52,8 @@ _TURN = 1410.0  # clocks of a slice where consumers take turns
 
 
 @dataclass(frozen=True)
-class Tile(Base):
-    """As `Base`, whose stages are of the ring of pixels."""
+class Sweep(Tile):
+    """As `Tile`, whose stages are of the ring of pixels."""
 
     shape: tuple[int, int]
     """Outputs of a tile along H and W."""
@@ -72,106 +70,100 @@ class Tile(Base):
     of a slice's chunks and one more."""
 
     mode = file = "sweep"
-    named = ("slots", "first_slot", "slot_columns", "b_columns", "nb", "w_stage", "turns", "wide_stores")
+    serves = tuple(product(("fwd", "grad-input"), ("nchw", "channels_last")))
+    none = "no tile of this layer fits in registers, shared memory and one stretch of code"
     biased = True
     threads = 512
     """Of a block: `gather`'s producers and two consumers'."""
 
-    @property
-    def slots(self) -> int:
-        """Output slices whose sums a thread holds: those of a kernel's slices."""
-        return self.problem.kernel[0]
+    @classmethod
+    def refused(cls, p: Problem) -> str | None:
+        if p.rank != 3 or p.batch_as_width:
+            return "walks are for 3-D layers, whose images are not side by side"
+        if max(p.stride) > 1 or p.dilation[0] > 1:
+            return "the kernel walks without strides, or a dilation along the depth"
+        if p.kernel[0] == 1 or p.padding[0] >= p.kernel[0]:
+            return "there is no walk where each output slice has one of the input"
+        if (cout := result_shape(p)[1]) > MOST_COLUMNS:
+            return f"{cout} output channels are more than the {MOST_COLUMNS} columns of a matrix instruction"
+        if source_shape(p)[-1 if p.layout == "nchw" else 1] * p.dtype.itemsize % 16:
+            return "boxes want rows, or pixels, of whole 16 bytes"
+        return None
+
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu) -> Iterator[Sweep]:
+        h, w = result_shape(p)[3:]
+        widest = next((width for width in _WIDTHS if width >= w), _WIDTHS[-1])
+        for s in _tiles(any_size(p), gpu):
+            rows, width = s.shape
+            # In NCHW a second tile's boxes begin at 16 bytes, too.
+            aligned = s.channels_last or width >= w or width % s.pixels.vec == 0
+            fits = width <= widest and (s.nb == 1 or rows < h + 1)
+            if aligned and fits and s.sizes(p, gpu)[-1] <= _MOST_SLICES:
+                yield s
 
     @property
     def channels_last(self) -> bool:
         return self.problem.layout == "channels_last"
 
-    @property
-    def wide_stores(self) -> bool:
-        """Whether lanes exchange channels-last float32 results with a neighbour, to store 16 bytes each."""
-        t = self.pixels
-        return self.channels_last and stores_wide(t.element, self.slot_columns, t.cout_g)
-
-    @derived_from("problem")
-    def slice(self) -> Problem:
-        """The layer whose tiling is that of a tile's pixels."""
-        p = self.problem
-        return p.with_(
-            kernel=(1, *p.kernel[1:]), padding=(0, *p.padding[1:]), output_padding=(0, *p.output_padding[1:])
-        )
+    # --- the kernel --------------------------------------------------------------------------------------------------
 
     @derived_from("problem", "shape", "chunk", "stages", "stages_s")
     def pixels(self) -> Tiling:
-        """The tiling of a tile's pixels; its M means nothing."""
+        """The tiling of a tile's pixels, of the layer without its taps along D; its M means nothing."""
         return varied(self._chunk_pixels, stages_p=self.stages, stages_s=self.stages_s)
 
     @derived_from("problem", "shape", "chunk")
     def _chunk_pixels(self) -> Tiling:
         """`pixels` with whatever stages: what follows from the others is found here, once for all of them."""
-        t = Tiling(self.slice, (1, 64), (1, 1, *self.shape), 0, self.chunk)
+        p = self.problem
+        slice_ = p.with_(
+            kernel=(1, *p.kernel[1:]), padding=(0, *p.padding[1:]), output_padding=(0, *p.output_padding[1:])
+        )
+        t = Tiling(slice_, (1, 64), (1, 1, *self.shape), 0, self.chunk)
         _ = t.pixels, t.tensor_map, t.strided_box
         return t
 
-    @property
-    def slot_columns(self) -> int:
-        """Columns of a slot: the output channels, filled up to a multiple of 8."""
-        return -(-self.channels[1] // 8) * 8
+    def numbers(self, c: Any) -> None:
+        """See kernels/sweep.cu, and gather_tile.cuh for those of `pixels`."""
+        p, t = self.problem, self._chunk_pixels
+        c.grad_input, c.nb, c.taps = p.pass_ == "grad-input", self.nb, t.problem.taps
+        c.slots = p.kernel[0]  # output slices whose sums a thread holds
+        c.slot_columns = -(-c.cout // 8) * 8
+        c.b_columns = c.slots * c.slot_columns  # of a matrix instruction
+        # The output slice that an input slice reaches first, less the input slice.
+        c.first_slot = p.padding[0] - (c.slots - 1) if c.grad_input else -p.padding[0]
+        taps = [tap for blocks in t.entries for block in blocks for tap in block]
+        c.tap_entries = t.multiplied.most
+        c.tap_rows = tuple(t.shift(offsets) for offsets, _ in taps)
+        c.tap_indices = tuple(index for _, indices in taps for index in indices)
+        c.chunk_steps = c.tap_entries * t.k_steps  # of K
+        c.packed_words = t.chunks * c.chunk_steps * c.b_columns * 8
+        c.wide_stores = self.channels_last and stores_wide(self.element, c.slot_columns, t.cout_g)
+        c.producer_registers = producer_registers(t)
+        c.consumer_registers = 256 - c.producer_registers
+        # Bytes that instructions read behind the last tile, for positions that nobody stores; there the ring lies.
+        c.read_behind = (max(c.tap_rows) + self.nb * 128 - t.pixels) * t.row_bytes
 
-    @property
-    def b_columns(self) -> int:
-        """Columns of a matrix instruction."""
-        return self.slots * self.slot_columns
-
-    @property
-    def first_slot(self) -> int:
-        """The output slice that an input slice reaches first, less the input slice."""
-        pad = self.problem.padding[0]
-        return -pad if self.problem.pass_ == "fwd" else pad - (self.slots - 1)
-
-    @property
-    def entries(self) -> int:
-        """Taps of a chunk."""
-        return self.pixels.most_entries
-
-    @property
-    def chunk_steps(self) -> int:
-        """Steps of K of a chunk."""
-        return self.entries * self.pixels.k_steps
-
-    @property
-    def packed_as(self) -> tuple[Any, ...]:
-        p = self.problem
-        return self.chunk, p.precision, p.pass_, self.entries
-
-    @property
-    def aligned(self) -> bool:
-        return self.channels_last
-
-    @property
-    def packed_words(self) -> int:
-        return self.pixels.chunks * self.chunk_steps * self.b_columns * 8
-
-    @property
-    def _read_behind(self) -> int:
-        """Bytes that instructions read behind the last tile, for positions that nobody stores; there the ring lies."""
-        t = self.pixels
-        last = max(t.shift(offsets) for blocks in t.entries for block in blocks for offsets, _ in block)
-        return (last + self.nb * 128 - t.pixels) * t.row_bytes
+    def constants(self) -> dict[str, jit.Constant]:
+        rings = {"stages_w": self.ring_stages, "w_stage": self.w_stage, "turns": self.turns}
+        return pixel_constants(self.pixels) | super().constants() | rings
 
     @property
     def ring_stages(self) -> int:
+        """Of weights."""
         return self.pixels.chunks if self.turns else self.stages_w
 
     @property
-    def ring_bytes(self) -> int:
-        """Of weights."""
-        return self.ring_stages * self.w_stage * self.b_columns * 32
+    def weight_bytes(self) -> int:
+        """Of their ring."""
+        return int(self.ring_stages * self.w_stage * self.c.b_columns * 32)
 
     @property
     def shared_bytes(self) -> int:
         t = self.pixels
         part = -(-t.pixels * t.row_bytes // 1024) * 1024
-        rings = self.stages * (part + 16) + self.ring_bytes + 16 * self.ring_stages
+        rings = self.stages * (part + 16) + self.weight_bytes + 16 * self.ring_stages
         if self.channels_last:
             return rings
         units = (self.shape[1] + 2 * t.vec - 2) // t.vec
@@ -179,46 +171,35 @@ class Tile(Base):
         buffers = 2 * 8 * (-(-lines * units // 4) * 64 + 16)
         return rings + self.stages_s * (t.slot_bytes + 16) + buffers
 
-    def faults(self) -> Iterator[str]:
-        t, (h, w) = self.pixels, self.shape
-        if (h - 1) * t.pitch + w > self.nb * 128:
-            yield f"{h} rows of {t.pitch} pixels are more than {self.nb * 128}"
-        if self.b_columns > MOST_COLUMNS or self.nb * self.b_columns // 2 > _MOST_SUMS:
-            yield f"{self.nb} x 64 x {self.b_columns} sums are more than registers hold"
-        if self.chunk_steps * self.nb > _MOST_INSTRUCTIONS:
-            yield f"{self.chunk_steps} steps of {self.nb} instructions are too long a stretch"
-        if self.turns and (self.w_stage != self.chunk_steps or self.stages <= t.chunks):
-            yield "consumers in turn read all chunks before they give back any: each has a stage, and there is one more"
-        if not self.turns and min(self.stages, self.stages_w) < 2:
-            yield "a ring has at least two stages"
-        if self.w_stage % t.k_steps:
-            yield "a stage of the ring has parts of taps"
-        if t.pixels > MAX_PIXELS:
-            yield f"the tile has {t.pixels} pixels with its halo, more than {MAX_PIXELS}"
-        if not t.tensor_map or t.strided_box:
-            yield "a tile is several boxes" if self.channels_last else "boxes do not bring these rows"
-        if self.channels_last and self._read_behind > self.ring_bytes:
-            yield "what is read behind the last tile is not all of the kernel's shared memory"
+    @property
+    def fits(self) -> bool:
+        t, c, (h, w) = self.pixels, self.c, self.shape
+        if self.turns:
+            # A turn reads all of a slice's chunks before any is given back: with fewer stages it would wait for ever.
+            rings = self.w_stage == c.chunk_steps and self.stages > t.chunks
+        else:
+            rings = min(self.stages, self.stages_w) >= 2
+        return (
+            rings
+            and self.w_stage % t.k_steps == 0
+            and (h - 1) * t.pitch + w <= self.nb * 128
+            and c.b_columns <= MOST_COLUMNS
+            and self.nb * c.b_columns // 2 <= _MOST_SUMS
+            and c.chunk_steps * self.nb <= _MOST_INSTRUCTIONS
+            and t.pixels <= MAX_PIXELS
+            and t.tensor_map
+            and not t.strided_box  # of a tile's pixels there is one
+            and (not self.channels_last or c.read_behind <= self.weight_bytes)
+        )
 
-    def constants(self) -> Constants:
-        """The kernel's, see kernels/sweep.cu."""
-        t = self.pixels
-        taps = [tap for blocks in t.entries for block in blocks for tap in block]
-        producers = producer_registers(t)
-        found: Constants = {
-            "cout": self.channels[1],
-            "grad_input": self.problem.pass_ == "grad-input",
-            "taps": t.problem.taps,
-            "tap_entries": self.entries,
-            "tap_rows": tuple(t.shift(offsets) for offsets, _ in taps),
-            "tap_indices": tuple(index for _, indices in taps for index in indices),
-            "stages_w": self.ring_stages,
-            "producer_registers": producers,
-            "consumer_registers": 256 - producers,
-            "shared_bytes": self.shared_bytes,
-        }
-        found |= {name: getattr(self, name) for name in self.named}
-        return pixel_constants(t) | found
+    @property
+    def packed_as(self) -> tuple[Any, ...]:
+        p = self.problem
+        return self.chunk, p.precision, p.pass_, self.c.tap_entries
+
+    @property
+    def aligned(self) -> bool:
+        return self.channels_last
 
     # --- a size ------------------------------------------------------------------------------------------------------
 
@@ -226,7 +207,7 @@ class Tile(Base):
         """Images, segments of a walk along D, and tiles along H and W."""
         d, h, w = result_shape(p)[2:]
         rows, columns = -(-h // self.shape[0]), -(-w // self.shape[1])
-        return p.batch, _segments(p.batch * rows * columns, d, self.slots, gpu.multiprocessors), rows, columns
+        return p.batch, _segments(p.batch * rows * columns, d, self.c.slots, gpu.multiprocessors), rows, columns
 
     def walk(self, p: Problem, gpu: Gpu) -> int:
         """Result slices of a walk, which takes a step more for each slot but one."""
@@ -243,16 +224,9 @@ class Tile(Base):
 
     def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         n, segments, rows, columns = self.counts(p, gpu)
-        steps = self.walk(p, gpu) + self.slots - 1
-        return (
-            n,
-            *source_shape(p)[2:],
-            *result_shape(p)[2:],
-            segments,
-            rows,
-            columns,
-            n * segments * rows * columns * steps,
-        )
+        steps = self.walk(p, gpu) + self.c.slots - 1
+        shapes = *source_shape(p)[2:], *result_shape(p)[2:]
+        return n, *shapes, segments, rows, columns, n * segments * rows * columns * steps
 
     def arguments(self, p: Problem, gpu: Gpu, given: Given, bias: Pointer, result: Pointer) -> tuple[Argument, ...]:
         pointers = Pointer("source", alignment=16), Pointer("packed"), bias, result
@@ -262,20 +236,20 @@ class Tile(Base):
         """Slices are tiles here."""
         t, last, counts = self.pixels, self.channels_last, self.counts(p, gpu)
         # Slices that the input has not, at either end of its depth, cost nothing.
-        slices = self.walk(p, gpu) + (self.slots - 1) * (1 - 1 / counts[1])
+        slices = self.walk(p, gpu) + (self.c.slots - 1) * (1 - 1 / counts[1])
         streamed = 0 if self.turns else self.packed_words * 4
-        instructions = t.chunks * self.chunk_steps * 2 * self.nb
+        instructions = t.chunks * self.c.chunk_steps * 2 * self.nb
         if last:
             stored, shared = math.prod(self.shape) * t.cout_g * t.element / 32 * _STORE_LAST, 0
         else:
-            stored = self.slot_columns / 8 * self.nb * _STORE
-            shared = instructions * 32 * (64 + self.b_columns) + 3 * t.pixels * t.row_bytes * t.chunks + streamed
+            stored = self.c.slot_columns / 8 * self.nb * _STORE
+            shared = instructions * 32 * (64 + self.c.b_columns) + 3 * t.pixels * t.row_bytes * t.chunks + streamed
         return Work(
             instructions,
-            instructions * self.b_columns,
+            instructions * self.c.b_columns,
             waves=-(-math.prod(counts) // gpu.multiprocessors) * slices,
             moved=moved(p),
-            steps=0 if self.turns else t.chunks * -(-self.chunk_steps // self.w_stage),
+            steps=0 if self.turns else t.chunks * -(-self.c.chunk_steps // self.w_stage),
             stages=self.stages if last else self.stages_s,
             lines=t.chunks * t.pixels if last else 0,
             shared=shared,
@@ -291,7 +265,7 @@ class Tile(Base):
         weights = "resident" if self.turns else f"in a ring of {self.stages_w} x {self.w_stage} steps"
         return (
             f"tile {'x'.join(map(str, self.shape))} (HxW), walks of {self.walk(p, gpu)} slices, "
-            f"{self.b_columns} columns, chunk of {self.chunk} channels, weights {weights}"
+            f"{self.c.b_columns} columns, chunk of {self.chunk} channels, weights {weights}"
         )
 
 
@@ -305,46 +279,16 @@ def _segments(walks: int, slices: int, slots: int, multiprocessors: int) -> int:
     return min(range(1, min(slices, 256) + 1), key=lambda n: (steps(n), n))
 
 
-def refusal(p: Problem, gpu: Gpu) -> str | None:
-    """Why no sweep can serve a problem, in a sentence; None when one may."""
-    if refused := tile.refusal(p, gpu):
-        return refused
-    if p.rank != 3 or p.batch_as_width:
-        return "walks are for 3-D layers, whose images are not side by side"
-    if max(p.stride) > 1 or p.dilation[0] > 1:
-        return "the kernel walks without strides, or a dilation along the depth"
-    if p.kernel[0] == 1 or p.padding[0] >= p.kernel[0]:
-        return "there is no walk where each output slice has one of the input"
-    if result_shape(p)[1] > MOST_COLUMNS:
-        return f"{result_shape(p)[1]} output channels are more than the {MOST_COLUMNS} columns of a matrix instruction"
-    if source_shape(p)[-1 if p.layout == "nchw" else 1] * p.dtype.itemsize % 16:
-        return "boxes want rows, or pixels, of whole 16 bytes"
-    return None
-
-
-def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
-    """Every sweep worth a look for a layer at its own size."""
-    h, w = result_shape(p)[3:]
-    widest = next((width for width in _WIDTHS if width >= w), _WIDTHS[-1])
-    for s in _candidates(any_size(p), gpu):
-        rows, width = s.shape
-        # In NCHW a second tile's boxes begin at 16 bytes, too.
-        aligned = s.channels_last or width >= w or width % s.pixels.vec == 0
-        fits = width <= widest and (s.nb == 1 or rows < h + 1)
-        if aligned and fits and s.sizes(p, gpu)[-1] <= _MOST_SLICES:
-            yield s
-
-
 @lru_cache(maxsize=256)
-def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
+def _tiles(layer: Problem, gpu: Gpu) -> tuple[Sweep, ...]:
     """A layer's sweeps for all sizes: searched once, then one millisecond for each size."""
     chunks, found = chunk_sizes(layer), []
     for nb, width in product(_SUBTILES, _WIDTHS):
-        base = Tile(layer, (1, width), nb, chunks[0])
-        if nb * base.b_columns // 2 > _MOST_SUMS:
+        base = Sweep(layer, (1, width), nb, chunks[0])
+        if nb * base.c.b_columns // 2 > _MOST_SUMS:
             continue
-        # What `faults` would refuse, before there are tiles for it: two thirds of all.
-        short = [c for c in chunks if base.entries * (c * base.element // 32) * nb <= _MOST_INSTRUCTIONS]
+        # What `fits` would refuse, before there are tiles for it: two thirds of all.
+        short = [c for c in chunks if base.c.tap_entries * (c * base.element // 32) * nb <= _MOST_INSTRUCTIONS]
         rows = (nb * 128 - width) // base.pixels.pitch + 1 if short else 0
         for chunk in short if rows > 0 else ():
             one = varied(base, shape=(rows, width), chunk=chunk)
@@ -352,22 +296,14 @@ def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
     return tuple(found)
 
 
-def _fitted(s: Tile, gpu: Gpu) -> Tile | None:
+def _fitted(s: Sweep, gpu: Gpu) -> Sweep | None:
     """The sweep with as many stages as shared memory allows; None when it does not fit at all."""
     k_steps = s.pixels.k_steps
-    taps = max(1, min(s.entries, max(1, 24 // s.nb) // k_steps))  # of a stage of the ring: some 24 instructions
-    s = varied(s, w_stage=s.chunk_steps if s.turns else taps * k_steps)
+    taps = max(1, min(s.c.tap_entries, max(1, 24 // s.nb) // k_steps))  # of a stage of the ring: some 24 instructions
+    s = varied(s, w_stage=s.c.chunk_steps if s.turns else taps * k_steps)
     least = s.pixels.chunks + 1 if s.turns else 0
     for stages, slots, weights in _RINGS[s.channels_last]:
         fit = varied(s, stages=max(stages, least), stages_s=slots, stages_w=weights)
-        if fit.shared_bytes <= gpu.shared_bytes and not any(True for _ in fit.faults()):
+        if fit.shared_bytes <= gpu.shared_bytes and fit.fits:
             return fit
     return None
-
-
-SWEEP = Chooser(
-    TileChoice,
-    refusal,
-    candidates,
-    none="no tile of this layer fits in registers, shared memory and one stretch of code",
-)

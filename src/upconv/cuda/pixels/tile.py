@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 from upconv.cuda.axes import result_shape, source_shape
@@ -15,7 +16,7 @@ from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Argument, Given, Map, Pointer, ints
 from upconv.cuda.packs import PACK_THREADS
-from upconv.derived import varied
+from upconv.derived import derived_without, varied
 from upconv.problem import Problem
 
 PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
@@ -38,34 +39,26 @@ def triple(values: tuple[int, ...], lone: int = 1) -> Triple:
     return d, h, w
 
 
-def refusal(p: Problem, gpu: Gpu) -> str | None:
-    """Why no mode serves a problem, in a sentence; None when one may."""
-    if gpu.arch != "90a":
-        return "pixels as rows are multiplied by wgmma alone"
-    if p.precision not in PRECISIONS:
-        return f"precision {p.precision} is none of the kernel's"
-    if p.groups > 1:
-        return "the kernel knows no groups"
-    if 0 in source_shape(p) + result_shape(p):
-        return "there is nothing to sum"
-    return None
-
-
 def stores_wide(element: int, columns: int, channels: int) -> bool:
     """Whether lanes may exchange float32 results of so many columns and channels, to store 16 bytes each."""
     return element == 4 and columns % 16 == 0 and channels % 4 == 0
 
 
-def of_axes(name: str, values: tuple[int, ...]) -> dict[str, jit.Constant]:
-    """A kernel's constants of three axes."""
-    return {f"{name}_{axis}": value for axis, value in zip("dhw", values)}
+class Numbers(SimpleNamespace):
+    """A kernel's struct of constants: integers, booleans and arrays of them, by name."""
+
+    def of_axes(self, name: str, values: tuple[int, ...]) -> None:
+        """Constants of three axes."""
+        for axis, value in zip("dhw", values):
+            setattr(self, f"{name}_{axis}", value)
 
 
 @dataclass(frozen=True)
 class Tile:
     """A tile's shape and the kernel's constants for one layer at any size: all but the sizes of input and batch.
 
-    A mode is a subclass. What it says of a size has the problem as an argument.
+    A mode is a subclass. Its `numbers` are the kernel's constants. What it says of a size has the problem as an
+    argument.
     """
 
     problem: Problem
@@ -75,14 +68,42 @@ class Tile:
     family: ClassVar[str] = "pixels"
     mode: ClassVar[str]
     file: ClassVar[str] = "pixels"
-    named: ClassVar[tuple[str, ...]] = ()
-    """Properties that are constants of the kernel by the same name."""
+    rings: ClassVar[int] = 1
     threads: ClassVar[int] = 128 * (1 + CONSUMERS)
     """Of a block: a producer's warpgroup and the consumers'."""
     biased: ClassVar[bool] = False
     """Whether a gradient may have a bias."""
     beside_pack: ClassVar[bool] = True
     """Whether the kernel may begin while its weights are packed."""
+    serves: ClassVar[tuple[tuple[str, str], ...]]
+    """Passes and layouts."""
+    none: ClassVar[str]
+    """Why there is none where `candidates` has no tile."""
+
+    @classmethod
+    def refused(cls, p: Problem) -> str | None:
+        """Why the mode's kernel cannot serve a problem that `refusal` lets pass, in a sentence."""
+        raise NotImplementedError
+
+    @classmethod
+    def refusal(cls, p: Problem, gpu: Gpu) -> str | None:
+        """Why the mode's kernel cannot serve a problem, in a sentence; None when it may."""
+        if gpu.arch != "90a":
+            return "pixels as rows are multiplied by wgmma alone"
+        if (p.pass_, p.layout) not in cls.serves:
+            return f"{cls.mode} is for " + " and ".join(f"{pass_} in {layout}" for pass_, layout in cls.serves)
+        if p.precision not in PRECISIONS:
+            return f"precision {p.precision} is none of the kernel's"
+        if p.groups > 1:
+            return "the kernel knows no groups"
+        if 0 in source_shape(p) + result_shape(p):
+            return "there is nothing to sum"
+        return cls.refused(p)
+
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu) -> Iterable[Tile]:
+        """Every tile worth a look for a problem that the mode may serve."""
+        raise NotImplementedError
 
     @property
     def element(self) -> int:
@@ -102,7 +123,38 @@ class Tile:
     def strides(self) -> Triple:
         return triple(self.problem.stride)
 
-    # --- weights and shared memory -----------------------------------------------------------------------------------
+    # --- the kernel --------------------------------------------------------------------------------------------------
+
+    def numbers(self, c: Any) -> None:
+        """Fills the mode's part of `c`: with ``stage_bytes``, ``fixed_bytes`` of shared memory beside the rings, and
+        ``packed_words`` of 32 bits."""
+        raise NotImplementedError
+
+    @derived_without("cluster", "stages", "stages_s", "stages_w", "turns", "w_stage")
+    def c(self) -> Any:
+        """The kernel's constants, but for those that follow from these fields."""
+        cin, cout = self.channels
+        found = Numbers(precision=PRECISIONS[self.problem.precision], cin=cin, cout=cout, fixed_bytes=0)
+        self.numbers(found)
+        return found
+
+    def constants(self) -> dict[str, jit.Constant]:
+        """The kernel's struct."""
+        return vars(self.c) | {"stages": self.stages, "shared_bytes": self.shared_bytes}
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernel can run it on a GPU with enough shared memory."""
+        return self.stages >= 2
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of all rings' stages, for each of the `stages`."""
+        return int(self.rings * (self.c.stage_bytes + 16))
+
+    @property
+    def shared_bytes(self) -> int:
+        return int(self.c.fixed_bytes + self.stages * self.ring_bytes)
 
     @property
     def packed_as(self) -> tuple[Any, ...]:
@@ -112,30 +164,12 @@ class Tile:
     @property
     def packed_words(self) -> int:
         """32-bit words of the packed weights."""
-        raise NotImplementedError
+        return int(self.c.packed_words)
 
     @property
     def pack_blocks(self) -> int:
         """Blocks that pack, a unit of 16 bytes a thread."""
         return -(-self.packed_words // 4 // PACK_THREADS)
-
-    @property
-    def stage_bytes(self) -> int:
-        raise NotImplementedError
-
-    def shared_with(self, stages: int) -> int:
-        """`shared_bytes` of the tile with other stages."""
-        return stages * (self.stage_bytes + 16)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.shared_with(self.stages)
-
-    def faults(self) -> Iterator[str]:
-        """Why the kernel cannot run it on any GPU, whatever its stages."""
-        raise NotImplementedError
-
-    # --- the kernel --------------------------------------------------------------------------------------------------
 
     @property
     def entry(self) -> str:
@@ -165,12 +199,6 @@ class Tile:
     def aligned(self) -> bool:
         """Whether a result is stored by units of up to 16 bytes, at which it must begin."""
         return True
-
-    def constants(self) -> dict[str, jit.Constant]:
-        """The kernel's; here what all modes have."""
-        cin, cout = self.channels
-        own = {name: getattr(self, name) for name in ("stages", "shared_bytes", *self.named)}
-        return {"precision": PRECISIONS[self.problem.precision], "cin": cin, "cout": cout} | own
 
     # --- a size ------------------------------------------------------------------------------------------------------
 
@@ -220,7 +248,7 @@ def moved(p: Problem, written: float = 1.0, read: float = 1.0) -> float:
 
 
 def even_grid(tiles: int, gpu: Gpu) -> int:
-    """Blocks for so many tiles: at most one for each multiprocessor, no more than it takes to be done as soon.
+    """Blocks that have as many tiles each but for the last ones, which have one less.
 
     So the last tiles are those of many blocks, whose loads hide each other's latency.
     """
@@ -229,12 +257,8 @@ def even_grid(tiles: int, gpu: Gpu) -> int:
 
 def fitted(tiles: Iterable[T], gpu: Gpu) -> tuple[T, ...]:
     """Of tiles those that fit, each with as many stages as shared memory has room for."""
-    found = []
-    for t in tiles:
-        if any(True for _ in t.faults()):
-            continue
-        fixed = t.shared_with(0)
-        stages = (gpu.shared_bytes - fixed) // (t.shared_with(1) - fixed)
-        if stages >= 2:
-            found.append(varied(t, stages=min(stages, _MOST_STAGES)))
-    return tuple(found)
+
+    def stages(t: T) -> int:
+        return min(_MOST_STAGES, (gpu.shared_bytes - t.c.fixed_bytes) // t.ring_bytes)
+
+    return tuple(varied(t, stages=stages(t)) for t in tiles if t.fits and stages(t) >= 2)

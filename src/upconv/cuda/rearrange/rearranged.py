@@ -16,8 +16,8 @@ from upconv.cuda.family import weighed
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Launch, Operand, Scratch, renamed
+from upconv.cuda.pixels import family as pixels
 from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.pixels.implicit import IMPLICIT
 from upconv.cuda.rearrange import batches
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Problem
@@ -109,8 +109,10 @@ def choose(q: Problem, gpu: Gpu, others: bool = False) -> Inner | str:
 
     ``others``: or for one of the same bytes (`batches`), which the choice then has.
     """
-    inner: tuple[Any, ...] = (gather, IMPLICIT) if q.pass_ == "grad-input" else (wgrad,)
-    found = [one.candidate(q, gpu) if others else one.choose(q, gpu) for one in inner]
+    inner: Any = gather if q.pass_ == "grad-input" else wgrad
+    found = [inner.candidate(q, gpu) if others else inner.choose(q, gpu)]
+    if q.pass_ == "grad-input":
+        found.append(pixels.choose("implicit", q, gpu))
     choices: list[Inner] = [choice for choice in found if not isinstance(choice, str)]
     return min(choices, key=weighed) if choices else str(found[0])
 
