@@ -338,11 +338,6 @@ __device__ __forceinline__ void fence_async_shared() {
 
 // --- loads and stores -------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float load_shared_f32(u32 a) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(v) : "r"(a) : "memory");
-  return v;
-}
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -985,12 +980,6 @@ __device__ __forceinline__ u32 in_hand() const { return done; }
 template <class C>
 struct Shuffle {
 static constexpr int LAYER_TAPS = C::layer_kernel_d * C::layer_kernel_h * C::layer_kernel_w;
-
-struct Row {                                             // of M
-  bool exists;
-  int line, place;                                       // line of its slab, and which of the INNER
-  int channel, d, h, w;                                  // and phases
-};
 };
 
 // Taps of a weight: of the layer itself, or, SHUFFLED, of the one with its stride.
@@ -1629,6 +1618,13 @@ __device__ __forceinline__ void add_bias(float (&acc)[GatherWork<C>::MB][GatherW
       for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
 }
 
+// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
+// in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
+// are long and begin where sectors do. Tiles of their own would multiply nothing, and pass
+// through the buffer all the same.
+
+struct Run { int n, od, oh; long long before; int own; bool last; };  // of an image's rows a share: outputs before it and its own; whether none follows
+
 // Stores NCHW rows, by runs of eight channels.
 
 // Bytes of a row of a warp's buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
@@ -2035,6 +2031,7 @@ using Bits = typename Number::Bits;
 static constexpr int ELEMENT = Number::SIZE;
 static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
 static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
+static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
 static constexpr int SET_TAPS = C::taps_d * C::taps_h * C::taps_w;
 static constexpr int SETS = C::sets_d * C::sets_h * C::sets_w;
 static constexpr int COUT = C::groups * C::cout;
@@ -2684,9 +2681,37 @@ static __device__ __forceinline__ void add_by(const char* records, int count, co
   }
 }
 
+// Taps or output channels are innermost in the weight: of taps those of a row of the kernel, or of several whole ones.
 __device__ __forceinline__ void store(const Work& work, const Share& share, int thread) const {
-  if (stride_co == 1) store_quads(work, share, thread);
-  else store_taps(work, share, thread);
+  constexpr bool ROWS = C::taps_w == C::kernel_w;
+  constexpr int NEAR = ROWS ? C::taps_h * C::taps_w : C::taps_w, OF_KERNEL = ROWS ? C::kernel_h * C::kernel_w : C::kernel_w;
+  if (stride_co == 1) store_runs<false, C::cout % 4 ? 1 : 4>(work, share, thread);
+  else store_runs<true, NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1>(work, share, thread);
+}
+
+// By runs of V neighbours, which begin at V elements. A thread keeps its taps and output channels, so that a row of ci is an addition
+// away: a place computed for each takes three times as long.
+template <bool TAPS, int V>
+__device__ __forceinline__ void store_runs(const Work& work, const Share& share, int thread) const {
+  constexpr int OF_TAPS = S::SET_TAPS / (TAPS ? V : 1), OF_CO = C::block_co / (TAPS ? 1 : V), ITEMS = OF_TAPS * OF_CO;
+  constexpr int EACH = ITEMS < THREADS ? ITEMS : THREADS, AT_ONCE = THREADS / EACH;
+  if (thread >= AT_ONCE * EACH) return;
+#pragma unroll 1
+  for (int i = thread % EACH; i < ITEMS; i += EACH) {
+    const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
+    const int first = share.begin(co / 4), exist = C::cin - work.ci, end = share.end(co / 4) < exist ? share.end(co / 4) : exist;
+    const long long to = place_of(work, tap, first, co);
+    if (to < 0) continue;
+#pragma unroll 4
+    for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
+      u32 v[4];
+      if constexpr (!TAPS && V == 4) load_shared_128(v, share.place(tap, row, co));
+      else
+#pragma unroll
+        for (int e = 0; e < V; e++) v[e] = load_shared_u32(share.place(tap + (TAPS ? e : 0), row, co + (TAPS ? 0 : e)));
+      store_run<V>(to + (row - first) * stride_ci, v);
+    }
+  }
 }
 
 // Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
@@ -2697,68 +2722,17 @@ __device__ __forceinline__ long long place_of(const Work& work, int tap, int ci,
   return exists ? (work.group * C::cin + ci) * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
 }
 
-// V neighbours in memory, which begin at V elements.
+template <class E, int V>
+struct alignas(V * sizeof(E)) Run { E of[V]; };
+
 template <int V>
-__device__ __forceinline__ void store_some(long long to, const float* v) const {
-  float* single = (float*)out + to;
-  if constexpr (V == 4) *(float4*)single = make_float4(v[0], v[1], v[2], v[3]);
-  else *single = v[0];
-}
-
-// A thread keeps its taps and output channels, so that a row is an addition away: a place computed for each takes three times as long.
-
-// Of rows of ci up to `end` those that exist.
-static __device__ __forceinline__ int last_row(const Work& work, int end) { return end < C::cin - work.ci ? end : C::cin - work.ci; }
-
-// Output channels are innermost.
-__device__ __forceinline__ void store_quads(const Work& work, const Share& share, int thread) const {
-  constexpr int WIDTH = C::cout % 4 == 0 ? 4 : 1, ITEMS = S::SET_TAPS * QUADS, EACH = ITEMS < THREADS ? ITEMS : THREADS, AT_ONCE = THREADS / EACH;
-  if (thread >= AT_ONCE * EACH) return;
-#pragma unroll 1
-  for (int i = thread % EACH; i < ITEMS; i += EACH) {
-    const int quad = i % QUADS, co = quad * 4, tap = i / QUADS, first = share.begin(quad), end = last_row(work, share.end(quad));
-    const long long to = place_of(work, tap, first, co);
-    if (to < 0) continue;
-#pragma unroll 4
-    for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
-      float v[4];
-      load_quad(v, share.place(tap, row, co));
+__device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const {
+  Run<Bits, V> narrow;
+  Run<u32, V> single;
 #pragma unroll
-      for (int e = 0; e < 4; e += WIDTH)
-        if (WIDTH == 4 || work.co + co + e < C::cout) store_some<WIDTH>(to + (row - first) * stride_ci + e, v + e);
-    }
-  }
-}
-
-static __device__ __forceinline__ void load_quad(float (&v)[4], u32 from) {
-  u32 words[4];
-  load_shared_128(words, from);
-#pragma unroll
-  for (int e = 0; e < 4; e++) v[e] = __uint_as_float(words[e]);
-}
-
-// Taps are innermost. Those of a row of the kernel, or of several whole ones, lie side by side in contiguous weights.
-static constexpr int NEAR = C::taps_w == C::kernel_w ? C::taps_h * C::taps_w : C::taps_w;
-static constexpr int OF_KERNEL = C::taps_w == C::kernel_w ? C::kernel_h * C::kernel_w : C::kernel_w;
-static constexpr int NEAR_TAPS = NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1;
-
-__device__ __forceinline__ void store_taps(const Work& work, const Share& share, int thread) const {
-  constexpr int RUNS = S::SET_TAPS / NEAR_TAPS, ITEMS = RUNS * C::block_co;
-  constexpr int EACH = ITEMS < THREADS ? ITEMS : THREADS, AT_ONCE = THREADS / EACH;
-  if (thread >= AT_ONCE * EACH) return;
-#pragma unroll 1
-  for (int i = thread % EACH; i < ITEMS; i += EACH) {
-    const int tap = i % RUNS * NEAR_TAPS, co = i / RUNS, first = share.begin(co / 4), end = last_row(work, share.end(co / 4));
-    const long long to = place_of(work, tap, first, co);
-    if (to < 0) continue;
-#pragma unroll 4
-    for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
-      float v[NEAR_TAPS];
-#pragma unroll
-      for (int e = 0; e < NEAR_TAPS; e++) v[e] = load_shared_f32(share.place(tap + e, row, co));
-      store_some<NEAR_TAPS>(to + (row - first) * stride_ci, v);
-    }
-  }
+  for (int e = 0; e < V; e++) narrow.of[e] = (Bits)Number::bits(__uint_as_float(v[e])), single.of[e] = v[e];
+  if (S::NARROW && !wide) *(Run<Bits, V>*)((Bits*)out + to) = narrow;
+  else *(Run<u32, V>*)((u32*)out + to) = single;
 }
 };
 

@@ -27,7 +27,8 @@
 #include "wgrad_sums.cuh"
 
 // A block's sums as a record, in shared memory and at its place in global memory.
-template <class T>
+// WAITS: until it is there.
+template <class T, bool WAITS = false>
 struct WgradRecord {
 using C = typename T::C;
 using M = WgradMultiply<T>;
@@ -41,7 +42,8 @@ __device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBloc
   if (thread == 0) {
     store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.base);  // the index is read again: kept, it spills
     bulk_commit();
-    bulk_wait();
+    if constexpr (WAITS) bulk_wait();
+    else bulk_wait_read();                 // the launch's end waits
   }
 }
 
@@ -87,7 +89,7 @@ __device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBloc
   if constexpr (C::alone) {
     WgradRecord<T>::put_shared(acc, block.base, of);
   } else {
-    WgradRecord<T>{records}.put(acc, block, of, thread);
+    WgradRecord<T, true>{records}.put(acc, block, of, thread);
     const int index = block_index(), tile = index % T::TILES;
     rank = index / T::TILES, count = (int)gridDim.x / T::TILES;
     if (thread == 0) meet(counters + 2 * tile, count);

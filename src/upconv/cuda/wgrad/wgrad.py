@@ -43,7 +43,7 @@ from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Problem
 
 _ADDERS = 256  # threads of a block of the second step
-_MANY, _LANES = 16, 8  # records from which on so many of them add up a sum
+_LANES, _FEW = 8, 128  # that divide the records of a sum, where sums of so many shares are so few
 _ADDING = {
     "steps": "",
     "alone": " of blocks that write the weight",
@@ -203,9 +203,10 @@ def one_step(label: str, t: WarpgroupTiling, alone: bool) -> Unit:
 def adders(t: AnyTiling, slices: int) -> tuple[int, int]:
     """Blocks of the second step that share a tile, such that a thread of each has a sum; and their shared memory."""
     of_row = t.block[1] // 4
-    quads = -(-_ADDERS // (t.set_taps * (_LANES if slices >= _MANY else 1)))
-    shares = -(-t.block[0] * of_row // quads)
-    most = -(-t.block[0] * of_row // shares)
+    every = t.block[0] * of_row
+    lanes = _LANES if t.set_taps * -(-every // slices) <= _FEW else 1
+    shares = -(-every // -(-_ADDERS // (t.set_taps * lanes)))
+    most = -(-every // shares)
     return shares, t.set_taps * ((-(-most // of_row) + 1) * (t.block[1] + 4) + 8) * 4
 
 
