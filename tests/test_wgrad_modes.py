@@ -196,7 +196,7 @@ def ends() -> OfCase:
 def divided(case: Case) -> bool:
     """Whether lanes divide the records of a sum."""
     t, slices = case.choice.tiling, case.choice.splits * case.choice.tiling.k_slices
-    return bool(1 < slices and t.set_taps * -(-math.prod(t.block) // 4 // slices) <= 128)
+    return bool(slices > 1 and t.set_taps * -(-math.prod(t.block) // 4 // slices) <= 128)
 
 
 MODES = ends() | of_cases(
