@@ -16,7 +16,7 @@ long long stride_ci, stride_co, stride_tap;
 long long wide;                            // whether it is float32, whatever the operands are
 
 static constexpr int QUADS = C::block_co / 4;           // of a row of the block's [ci][co]
-static constexpr int BATCH = 16;                        // records whose loads are on their way at a time
+static constexpr int BATCH = 8;                         // records whose loads are on their way at a time
 static constexpr int LANES = 8, FEW = 128;              // that divide the records of a sum, where sums of so many shares are so few
 
 // Of a block's [ci][quad] those that are added and stored together, of all taps; and where its sums are in shared memory.
@@ -127,7 +127,7 @@ __device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const
 constexpr int WGRAD_ADDERS = 256;
 
 template <class C>
-__global__ void __launch_bounds__(WGRAD_ADDERS)
+__global__ void __launch_bounds__(WGRAD_ADDERS, 1)
 reduce(const char* __restrict__ records, char* __restrict__ out, int count, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
   extern __shared__ __align__(16) unsigned char memory[];
   using S = WgradShape<C>;
