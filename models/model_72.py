@@ -374,6 +374,11 @@ __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4],
 // The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
 // fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
 __device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+// An address in global memory, which stays in registers: else the compiler makes it anew from a kernel's arguments at every use.
+template <class T> __device__ __forceinline__ void opaque(T*& v) {
+  asm volatile("" : "+l"(v));
+  __builtin_assume(__isGlobal(v));
+}
 // Integers. Macros, since by references the compiler keeps variables in another order.
 #define OPAQUE(a) asm volatile("" : "+r"(a))
 // A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
@@ -2115,14 +2120,18 @@ static __device__ __forceinline__ void stage(Acc* tile, const T* source, const T
 #pragma unroll 1
         for (int i = 0; i < PASSES_H; i += BATCH_H, row += BATCH_H * ROWS_AT_ONCE, to += BATCH_H * ROWS_AT_ONCE * ROW_PITCH, place += BATCH_H * ROWS_AT_ONCE * line) {
           Loaded unit[BATCH_C][BATCH_H];   // all loads come first: a block waits for memory once in a batch
+          const T* of_plane = place;
 #pragma unroll
-          for (int j = 0; j < BATCH_C; j++)
+          for (int j = 0; j < BATCH_C; j++, of_plane += PLANES_AT_ONCE * pixels) {
+            const T* of_row = of_plane;
 #pragma unroll
-            for (int b = 0; b < BATCH_H; b++) {
+            for (int b = 0; b < BATCH_H; b++, of_row += ROWS_AT_ONCE * line) {
+              opaque(of_row);
               unit[j][b] = {};
               const bool exists = in_row.in && (PLANES == 1 || c + j * PLANES_AT_ONCE < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
-              if (exists) unit[j][b] = *(const Loaded*)(place + j * PLANES_AT_ONCE * pixels + b * ROWS_AT_ONCE * line);
+              if (exists) unit[j][b] = *(const Loaded*)of_row;
             }
+          }
 #pragma unroll
           for (int j = 0; j < BATCH_C; j++)
 #pragma unroll
@@ -2285,6 +2294,7 @@ static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* b
   constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
   const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
   T* to = out + (C::channels_last ? ((i64)t.n * s.d + t.d) * plane * TO + first : ((i64)t.n * TO + first) * channel_step + t.d * plane);
+  opaque(to);
   Acc start[CHANNELS];
 #pragma unroll
   for (int c = 0; c < CHANNELS; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
@@ -2937,7 +2947,7 @@ struct GradInput {
   static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 8, to_g = 8, tile_h = 8, tile_w = 16, rows = 4;
   static constexpr int channels = 8, chunk = 8, in_h = 2, in_w = 2, out_h = 1, out_w = 1, min_h = -2, min_w = -3;
   static constexpr int span_h = 19, span_w = 40, first_w = 1, plane_pitch = 21, vector = 4, batch = 20, threads = 32;
-  static constexpr int min_blocks = 6, unroll_h = 5, unroll_w = 1;
+  static constexpr int min_blocks = 4, unroll_h = 5, unroll_w = 1;
   static constexpr bool channels_last = false, forward = false, lanes_are_channels = false;
 };
 

@@ -23,7 +23,7 @@ Constraints:
 
 Kernels:
 - forward: tiles of 4x128 cells in 26 KB, lanes are columns, a thread takes 2 rows x 4 channels.
-- gradient for the input: tiles of 32x32 cells in 108 KB, lanes are columns, a thread takes 4 rows x 8 channels.
+- gradient for the input: tiles of 32x32 cells in 108 KB, lanes are columns, a thread takes 8 rows x 8 channels.
 - gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K
   in 132 slices, 171 KB shared.
 
@@ -273,6 +273,11 @@ __device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, fl
 
 // --- the compiler and registers ---------------------------------------------------------------------------------------
 
+// An address in global memory, which stays in registers: else the compiler makes it anew from a kernel's arguments at every use.
+template <class T> __device__ __forceinline__ void opaque(T*& v) {
+  asm volatile("" : "+l"(v));
+  __builtin_assume(__isGlobal(v));
+}
 // Integers. Macros, since by references the compiler keeps variables in another order.
 #define OPAQUE(a) asm volatile("" : "+r"(a))
 
@@ -496,14 +501,18 @@ static __device__ __forceinline__ void stage(Acc* tile, const T* source, const T
 #pragma unroll 1
         for (int i = 0; i < PASSES_H; i += BATCH_H, row += BATCH_H * ROWS_AT_ONCE, to += BATCH_H * ROWS_AT_ONCE * ROW_PITCH, place += BATCH_H * ROWS_AT_ONCE * line) {
           Loaded unit[BATCH_C][BATCH_H];   // all loads come first: a block waits for memory once in a batch
+          const T* of_plane = place;
 #pragma unroll
-          for (int j = 0; j < BATCH_C; j++)
+          for (int j = 0; j < BATCH_C; j++, of_plane += PLANES_AT_ONCE * pixels) {
+            const T* of_row = of_plane;
 #pragma unroll
-            for (int b = 0; b < BATCH_H; b++) {
+            for (int b = 0; b < BATCH_H; b++, of_row += ROWS_AT_ONCE * line) {
+              opaque(of_row);
               unit[j][b] = {};
               const bool exists = in_row.in && (PLANES == 1 || c + j * PLANES_AT_ONCE < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
-              if (exists) unit[j][b] = *(const Loaded*)(place + j * PLANES_AT_ONCE * pixels + b * ROWS_AT_ONCE * line);
+              if (exists) unit[j][b] = *(const Loaded*)of_row;
             }
+          }
 #pragma unroll
           for (int j = 0; j < BATCH_C; j++)
 #pragma unroll
@@ -694,6 +703,7 @@ static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* b
   constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
   const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
   T* to = out + (C::channels_last ? ((i64)t.n * s.d + t.d) * plane * TO + first : ((i64)t.n * TO + first) * channel_step + t.d * plane);
+  opaque(to);
   Acc start[CHANNELS];
 #pragma unroll
   for (int c = 0; c < CHANNELS; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
@@ -1341,15 +1351,15 @@ struct Forward {
 };
 
 // =====================================================================================================================
-// Gradient for the input: tiles of 32x32 cells in 108 KB, lanes are columns, a thread takes 4 rows x 8 channels.
+// Gradient for the input: tiles of 32x32 cells in 108 KB, lanes are columns, a thread takes 8 rows x 8 channels.
 // =====================================================================================================================
 
 struct GradInput {
   static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_d = 1, stride_h = 2, stride_w = 3;
   static constexpr int dilation_d = 1, dilation_h = 2, dilation_w = 1, padding_d = 0, padding_h = 1, padding_w = 2;
-  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 16, to_g = 8, tile_h = 32, tile_w = 32, rows = 4;
+  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 16, to_g = 8, tile_h = 32, tile_w = 32, rows = 8;
   static constexpr int channels = 8, chunk = 4, in_h = 2, in_w = 3, out_h = 1, out_w = 1, min_h = -1, min_w = -2;
-  static constexpr int span_h = 67, span_w = 98, first_w = 0, plane_pitch = 34, vector = 2, batch = 17, threads = 256;
+  static constexpr int span_h = 67, span_w = 98, first_w = 0, plane_pitch = 34, vector = 2, batch = 20, threads = 128;
   static constexpr int min_blocks = 2, unroll_h = 3, unroll_w = 1;
   static constexpr bool channels_last = false, forward = false, lanes_are_channels = false;
 };
@@ -1405,7 +1415,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
                 int blocks, const std::array<int, 10>& sizes) {
   const c10::cuda::CUDAGuard guard(grad.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  kernels::direct<kernels::GradInput><<<blocks, 256, shared(kernels::direct<kernels::GradInput>, 111264), stream>>>(
+  kernels::direct<kernels::GradInput><<<blocks, 128, shared(kernels::direct<kernels::GradInput>, 111264), stream>>>(
       of(grad), of(weight), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
       sizes[6], sizes[7], sizes[8], sizes[9]);
   C10_CUDA_KERNEL_LAUNCH_CHECK();

@@ -339,7 +339,7 @@ def modes(choice: Any) -> set[tuple[str, str, str]]:
     """What a choice's kernels are: their constants that are flags or small numbers, the pass, the layout, the dtype."""
     p = choice.problem
     found = {("", "pass", f"{p.pass_} {p.layout}"), ("", "precision", p.precision)}
-    for unit in (*choice.sources(), *choice.packing_sources):
+    for unit in choice.sources():
         struct, file = jit.parts_of(unit.source)
         found |= {(file, name, value) for name, value in FLAG.findall(struct)}
     return found

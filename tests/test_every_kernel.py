@@ -62,7 +62,6 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     # Around a tile's stores.
     ("pixels", "90a", "grad-input", "nchw", 16): 112,  # pix; unet1 8
     # Why is not known.
-    ("direct", "120", "fwd", "nchw", 32): 144,  # kb58
     ("direct", "80", "grad-weight", "nchw", 32): 16,  # fsrcnn
     ("direct", "86", "grad-weight", "nchw", 32): 16,
     ("direct", "80", "grad-weight", "channels_last", 16): 48,  # fsrcnn

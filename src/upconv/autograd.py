@@ -141,9 +141,6 @@ class Transposed(Bilinear):
     def inference(self) -> Transposed:
         return self
 
-    def loaded(self, index: int) -> bool:
-        return engine.loaded(self.plan, index).has("fwd")
-
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.plan.choice is not None:
             return engine.forward(self.plan, x, weight, bias)

@@ -344,9 +344,6 @@ class Convolution(Bilinear):
         """Of a result, and of its gradient as it is recorded."""
         return cpu.dense_strides(self.result, self._format)
 
-    def loaded(self, index: int) -> bool:
-        return not self.for_output or engine.loaded(self.plan, index).has("grad-input")
-
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if engine.ready(self, x.get_device(), bias is not None) and self.for_output:
             return engine.convolution(self.plan, x, weight, bias)

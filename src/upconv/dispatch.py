@@ -20,7 +20,7 @@ from torch.utils._device import DeviceContext
 from upconv import cpu, planner
 from upconv.planner import Plan
 from upconv.problem import PRECISIONS, Layout, Precision, Problem, is_channels_last
-from upconv.replay import calls, replays
+from upconv.replay import calls
 
 TORCH: tuple[Any, ...] = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 """PyTorch's own operators by their rank."""
@@ -139,7 +139,6 @@ def _keeps_channels_last(p: Problem, input: Tensor, weight: Tensor) -> bool:
 def forget_plans() -> None:
     """Drops what is remembered of calls: each finds its plan anew."""
     calls.forget()
-    replays.forget()
     resolve.cache_clear()
 
 

@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 
 from upconv import modules
 from upconv.cuda import weights
-from upconv.replay import replays
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -78,7 +77,6 @@ def _freeze(model: nn.Module, report: Callable[[str], object] | None = None) -> 
     if model.training:
         raise ValueError("freeze needs a model in eval mode, got one in training mode; call model.eval() first")
     _watch_training()
-    replays.forget()  # what is replayed asks nobody whether a weight is frozen
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, _ConvNd)]
     own: list[nn.Module] = []
     done = 0

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from upconv import autograd, dispatch, refusals
-from upconv.cuda import engine, weights
 from upconv.dispatch import PLAIN, TORCH, IntOrInts, forget_plans
 from upconv.refusals import strict
 from upconv.replay import calls, replays
@@ -111,33 +110,19 @@ def repeated(
 
     ``plain``: whether it is a plain convolution.
     """
-    host = replays.host
-    # Whoever computes a frozen weight's gradient ends the promise, of which a replay knows nothing.
-    frozen = weights.frozen and type(weight) in PLAIN and weights.is_frozen(weight)
-    if host is not None and not engine._collectors and not frozen:
-        out: Tensor | None = host.replay(
-            plain, input, weight, bias, rank, stride, padding, output_padding, groups, dilation
+    if type(input) not in PLAIN or type(weight) not in PLAIN or input.is_nested or weight.is_nested:
+        return None
+    known = calls.known(plain, input, weight, bias, (rank, stride, padding, output_padding, groups, dilation))
+    if known is None:
+        return None
+    if not known.differentiable or not torch.is_grad_enabled():
+        return known.inference.forward(input if known.autocast is None else input.to(known.autocast), weight, bias)
+    out = replays.replayed(known, input, weight, bias) if replays.hoped else None
+    if out is None:
+        out = autograd.apply(
+            input if known.autocast is None else input.to(known.autocast), weight, bias, known.operation
         )
-        if out is not None:
-            return out
-    noted = (calls.seen_plain if plain else calls.seen).get(id(weight))
-    if noted is None or input.is_nested or weight.is_nested:  # PyTorch's guards end the process on a nested tensor
-        return None
-    for known in noted.calls:
-        if known.is_this(rank, input, weight, bias, stride, padding, output_padding, groups, dilation):
-            break
-    else:
-        return None
-    recorded = known.differentiable and torch.is_grad_enabled()
-    if recorded and replays.hoped:
-        arguments = rank, stride, padding, output_padding, groups, dilation
-        replays.offer(known.operation, (input, weight, bias), arguments)
-    if known.autocast is not None:
-        input = input.to(known.autocast)
-    if not recorded:
-        return known.inference.forward(input, weight, bias)
-    found: Tensor = autograd.apply(input, weight, bias, known.operation)
-    return found
+    return out
 
 
 def computed(
@@ -159,7 +144,5 @@ def computed(
         calls.remember(by, given, cast[0].dtype, arguments)
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in cast):
         return by.forward(*cast)
-    if arguments is not None and replays.hoped:
-        replays.offer(by, given, arguments)
     out: Tensor = autograd.apply(*(t if t is None else calls.unwrapped(t) for t in cast), by)
     return out

@@ -7,6 +7,7 @@ nothing that outlives a call, since the memory pool of a captured graph does not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -33,18 +34,23 @@ def compute(plan: Plan, mask: Mask | None, operands: Operands) -> Results:
         # A recording packs; the pass in Python reads the copy.
         return _run(plan, mask, *operands)
     key = (mask, a.stride(), b.stride(), b.dtype, c if c is None else (c.stride(), c.dtype), a.get_device())
-    held = replays.recorded(plan).get(key, 0)
+    known = _known(plan)
+    held = known.get(key, 0)
     if type(held) is not int and held is not replays.NEVER:
         may_copy = -1 if mask is None else 0  # an output's gradient, to be dense
         found: Results | None = native.module().play(held, a, b, c, may_copy)
         if found is not None:
             return found
     result = _run(plan, mask, *operands)
-    if type(held) is int and replays.hoped and not engine._collectors:
-        module = replays.recorder()
-        if module is not None:
-            replays.counted(plan, key, lambda: _layer(module, plan, mask, operands))
+    if type(held) is int and replays.hoped and not engine._collectors and (module := replays.recorder()) is not None:
+        known[key] = held + 1 if held < replays.CALLS - 1 else _layer(module, plan, mask, operands) or replays.NEVER
     return result
+
+
+@lru_cache(maxsize=4096)
+def _known(plan: Plan) -> dict[Any, Any]:
+    """Of the plans used last how many calls like each there were, or what replays them."""
+    return {}
 
 
 def _run(plan: Plan, mask: Mask | None, a: Tensor, b: Tensor, c: Any) -> Results:

@@ -10,6 +10,7 @@ tracing, and negated, sparse or wrapped tensors are a difference too. What keys 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -49,9 +50,6 @@ class Operation(Protocol):
     def inference(self) -> Operation:
         """What computes the same call where no gradient is recorded."""
 
-    def loaded(self, index: int) -> bool:
-        """Whether the forward was computed on a device."""
-
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """By our kernels, keeping nothing: on the current stream, without autograd."""
 
@@ -63,11 +61,11 @@ class Operation(Protocol):
 
 
 MOST = 4096
-"""Weights that are remembered."""
-MOST_CALLS = 3
-"""Of a weight: an image size each for training and validation, say, and a last batch."""
-MOST_GUARDS = 16
-"""Made for one plan of a weight: where what requires a gradient alternates, calls do without."""
+"""Shapes of operands that are remembered."""
+MOST_CALLS = 8
+"""Of the same shapes: layers that differ by their padding, say, and operands with and without a gradient."""
+MOST_GUARDS = 32
+"""Made for the same shapes: where they alternate more, calls do without."""
 
 _function_stack: Callable[[], int] = torch._C._len_torch_function_stack
 _cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
@@ -96,24 +94,21 @@ def float32_precision() -> Precision:
 
 
 class Call:
-    """A call as it was made before, and the operation that it led to.
-
-    ``dtype`` is what it computes in, whatever the input's; ``made`` how many guards were made for the operation.
-    """
+    """A call as it was made before, and the operation that it led to. ``dtype`` is what it computes in."""
 
     __slots__ = (
         "_arguments", "_check", "_kind", "_last", "_precision", "_unbiased", "autocast", "differentiable", "inference",
-        "made", "operation",
+        "operation", "replay",
     )  # fmt: skip
 
-    def __init__(
-        self, operation: Operation, given: Operands, dtype: torch.dtype, arguments: Arguments, made: int = 1
-    ) -> None:
+    def __init__(self, operation: Operation, given: Operands, dtype: torch.dtype, arguments: Arguments) -> None:
         input, weight, bias = given
         tensors = (input, weight) if bias is None else (input, weight, bias)
-        self.operation, self.inference, self.made = operation, operation.inference, made
+        self.operation, self.inference = operation, operation.inference
         self.differentiable = any(t.requires_grad for t in tensors)
         """Whether an operand requires a gradient."""
+        self.replay: Any = None
+        """What replays it (`upconv.replay.replays`), once it is recorded."""
         self._kind = "cuda" if input.is_cuda else "cpu"
         self.autocast = dtype if torch.is_autocast_enabled(self._kind) else None
         """What autocast turns the input into; None where it is off."""
@@ -125,27 +120,12 @@ class Call:
         assert _GUARDS is not None
         self._check = _GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
-    def is_this(
-        self,
-        rank: int,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: Any,
-        padding: Any,
-        output_padding: Any,
-        groups: Any,
-        dilation: Any,
-    ) -> bool:
-        """Whether a call leads to the same plan. Of equal arguments that are other objects it does not say so."""
-        known = self._arguments  # a layer's own attributes
+    def is_this(self, input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> bool:
+        """Whether a call leads to the same plan."""
         return (
-            known[1] is stride
-            and known[2] is padding
-            and known[3] is output_padding
-            and known[4] is groups
-            and known[5] is dilation
-            and known[0] == rank
+            self._arguments == arguments
+            # A layer's own attributes are the same objects, and a copy's are integers.
+            and (all(map(is_, self._arguments, arguments)) or all(map(integral, arguments)))
             and self._unbiased is (bias is None)
             and (self._check(input, weight) if bias is None else self._check(input, weight, bias))
             and forward_ad._current_level < 0
@@ -156,35 +136,49 @@ class Call:
         )
 
 
-class Seen:
-    """What is remembered of a weight: the calls that led to one operation twice in turn, and the last call's."""
+_INTEGERS = frozenset((int,))
 
-    __slots__ = ("calls", "last")
+
+def integral(value: Any) -> bool:
+    """Whether an argument is an integer, or a tuple of some. True and 1.0 equal 1, and PyTorch takes neither."""
+    return type(value) is int or (type(value) is tuple and _INTEGERS.issuperset(map(type, value)))
+
+
+class Seen:
+    """What is remembered of operands of some shapes: the calls that led to one operation twice in turn, the latest
+    first, and the last call's operation.
+    """
+
+    __slots__ = ("calls", "last", "made")
 
     def __init__(self, last: Operation) -> None:
         self.calls: tuple[Call, ...] = ()
         self.last = last
+        self.made = 0
+        """How many calls were remembered."""
 
 
-seen: dict[int, Seen] = {}
-"""Transposed convolutions, by the weight's `id`; of a weight that has the same by chance, `Call.is_this` knows that it
-is another."""
-seen_plain: dict[int, Seen] = {}
-"""Plain convolutions."""
+Key = tuple[bool, torch.Size, torch.Size]
+"""Whether a call is a plain convolution, and the shapes of its input and weight."""
+seen: dict[Key, Seen] = {}
 
 
 def forget() -> None:
-    """Drops what is remembered."""
+    """Drops what is remembered, and what replays it."""
     seen.clear()
-    seen_plain.clear()
 
 
-_IMMUTABLE = (int, tuple)
+def known(plain: bool, input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
+    """The remembered call that a call is; None for another.
 
-
-def lasting(arguments: Arguments) -> bool:
-    """Whether arguments that are the same objects are the same numbers; a list may hold others by now."""
-    return all(type(a) in _IMMUTABLE for a in arguments)
+    Input and weight must be of PyTorch's own types, and not nested: these have no shapes, and guards no answer.
+    """
+    noted = seen.get((plain, input.shape, weight.shape))
+    if noted is not None:
+        for call in noted.calls:
+            if call.is_this(input, weight, bias, arguments):
+                return call
+    return None
 
 
 def remember(operation: Operation, given: Operands, dtype: torch.dtype, arguments: Arguments) -> None:
@@ -192,22 +186,16 @@ def remember(operation: Operation, given: Operands, dtype: torch.dtype, argument
 
     ``dtype`` is what the call computes in.
     """
-    if _GUARDS is None or _function_stack() or not lasting(arguments):
+    if _GUARDS is None or _function_stack() or not all(map(integral, arguments)):
         return
-    among, weight = seen_plain if operation.plain else seen, given[1]
-    known = among.get(id(weight))
-    if known is None or known.last is not operation:  # not every size of an image is seen again
-        if known is None:
-            if len(among) >= MOST:
-                among.clear()
-            among[id(weight)] = Seen(operation)
-        else:
-            known.last = operation
-        return
-    if any(unwrapped(t) is not t for t in given if t is not None):
-        return  # left over from a functorch transform
-    made = sum(call.made for call in known.calls if call.operation is operation)
-    if made >= MOST_GUARDS:
-        return
-    others = tuple(call for call in known.calls if call.operation is not operation)[: MOST_CALLS - 1]
-    known.calls = (Call(operation, given, dtype, arguments, made + 1), *others)
+    key = operation.plain, given[0].shape, given[1].shape
+    noted = seen.get(key)
+    if noted is None:  # not every size of an image is seen again
+        if len(seen) >= MOST:
+            seen.clear()
+        seen[key] = Seen(operation)
+    elif noted.last is not operation:
+        noted.last = operation
+    elif noted.made < MOST_GUARDS and not any(unwrapped(t) is not t for t in given if t is not None):
+        noted.calls = (Call(operation, given, dtype, arguments), *noted.calls[: MOST_CALLS - 1])
+        noted.made += 1  # none of what a functorch transform left over

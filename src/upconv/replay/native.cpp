@@ -1,9 +1,10 @@
 // The host's part of a layer whose passes are known: it replays what upconv.cuda.recording has, without Python.
 //
 // A recording names the memory that a pass allocates, the operators of PyTorch that it calls and the kernels that it
-// launches. Where an argument of a kernel is an address, it says of which buffer. A Layer has the recordings of a call's forward and of its gradients, and is one
-// autograd function. Whatever a recording does not fit (tensors of other layouts, a graph's capture, gradients that are
-// recorded themselves) is Python's: the forward answers None, the backward calls back.
+// launches. Where an argument of a kernel is an address, it says of which buffer. A Layer has the recordings of a call's
+// forward and of its gradients, and is one autograd function. Python recognises the call. Whatever a recording does not
+// fit (tensors of other layouts, a graph's capture, gradients that are recorded themselves) is Python's: the forward
+// answers None, the backward calls back.
 
 #if __cplusplus < 202002L
 #error "this is C++20"
@@ -13,19 +14,15 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided.h>
@@ -365,10 +362,7 @@ class Layer {
   // The results of a recording on operands; nothing where it does not fit them.
   std::optional<std::vector<Tensor>> replay(Recording& recording, c10::ArrayRef<Tensor> given, int64_t may_copy) {
     const auto at = stream();
-    if (!at || left_ > 0) {
-      if (at) left_--;
-      return std::nullopt;
-    }
+    if (!at) return std::nullopt;
     c10::SmallVector<Tensor, 4> operands;
     for (size_t i = 0; i < given.size(); i++) {
       if (!given[i].defined()) {
@@ -381,17 +375,10 @@ class Layer {
     }
     c10::OptionalDeviceGuard guard;
     if (device >= 0) guard.reset_device(c10::Device(c10::kCUDA, device));
-    auto found = recording.replay(operands, device, *at, context);
-    refused_ = found ? 0 : std::min(2 * refused_ + 1, MOST_LEFT);
-    left_ = std::max(refused_ - 1, 0);
-    return found;
+    return recording.replay(operands, device, *at, context);
   }
 
  private:
-  // Where the driver refuses a launch, Python makes the call; where it refuses again, the next calls too, each time twice
-  // as many. On some streams it refuses a kernel's grid whenever it is asked, on others it does not.
-  static constexpr int MOST_LEFT = 255;
-  std::atomic<int> refused_{0}, left_{0};
   std::mutex mutex_;
   std::array<std::shared_ptr<Recording>, 8> backward_;
   std::array<bool, 8> asked_{};
@@ -477,144 +464,6 @@ struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
   }
 };
 
-// --- calls -----------------------------------------------------------------------------------------------------------
-
-// What tells whether a tensor is as it was: what upconv.replay.calls compares by PyTorch's guards.
-struct Guard {
-  Guard(const Tensor& t)
-      : keys(seen(t)), dtype(t.scalar_type()), device(t.device()), requires_grad(t.requires_grad()),
-        sizes(t.sizes().begin(), t.sizes().end()), strides(t.strides().begin(), t.strides().end()) {}
-  // As the dispatcher sees it: autocast, inference mode, transforms, modes and tracing are a difference too.
-  static c10::DispatchKeySet seen(const Tensor& t) {
-    const auto local = c10::impl::tls_local_dispatch_key_set();
-    return (t.key_set() | local.included_) - local.excluded_;
-  }
-  bool fits(const Tensor& t) const {
-    return seen(t) == keys && t.scalar_type() == dtype && t.device() == device && t.requires_grad() == requires_grad &&
-        t.sizes() == c10::IntArrayRef(sizes) && t.strides() == c10::IntArrayRef(strides);
-  }
-
- private:
-  c10::DispatchKeySet keys;
-  at::ScalarType dtype;
-  c10::Device device;
-  bool requires_grad;
-  c10::SmallVector<int64_t, 5> sizes, strides;
-};
-
-// Of PyTorch's Python: torch._C's getter of precisions and its two arguments, and the names of torch.autograd.forward_ad.
-static PyObject *precision_of, *backend_name, *operation_name, *forward_ad, *level_name;
-static constexpr int ANY = 0, IEEE = 1, TF32 = 2;
-
-static int float32_precision() {  // upconv.replay.calls.float32_precision
-  if (!at::globalContext().userEnabledCuDNN()) return IEEE;
-  PyObject* arguments[] = {backend_name, operation_name};
-  PyObject* found = PyObject_Vectorcall(precision_of, arguments, 2, nullptr);
-  if (!found) throw python_error();
-  const bool tf32 = PyUnicode_Check(found) && !PyUnicode_CompareWithASCIIString(found, "tf32");
-  Py_DECREF(found);
-  return tf32 ? TF32 : IEEE;
-}
-
-constexpr int ARGUMENTS = 6;  // rank, stride, padding, output_padding, groups, dilation
-
-static bool equal(PyObject* a, PyObject* b) {
-  if (a == b) return true;
-  if (Py_TYPE(a) != Py_TYPE(b) || !(PyLong_CheckExact(a) || PyTuple_CheckExact(a))) return false;
-  const int found = PyObject_RichCompareBool(a, b, Py_EQ);
-  if (found < 0) throw python_error();
-  return found;
-}
-
-// A call as it was made before. Made, asked and destroyed by threads that may call Python.
-struct Call {
-  Call(Handle layer, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-       PyObject* const* given, int precision)
-      : layer(std::move(layer)), input(input), weight(weight), precision(precision) {
-    if (bias) this->bias.emplace(*bias);
-    for (int i = 0; i < ARGUMENTS; i++) Py_INCREF(arguments[i] = given[i]);
-  }
-  ~Call() {
-    for (auto each : arguments) Py_DECREF(each);
-  }
-  bool is_this(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, PyObject* const* given) const {
-    const Layer& of = layer_of(layer);
-    if (b.has_value() != bias.has_value() || !input.fits(x) || !weight.fits(w) || (b && !bias->fits(*b))) return false;
-    for (int i = 0; i < ARGUMENTS; i++)
-      if (!equal(arguments[i], given[i])) return false;
-    return (of.autocast < 0 ||
-            at::autocast::get_autocast_dtype(of.device < 0 ? at::kCPU : at::kCUDA) == at::ScalarType(of.autocast)) &&
-        (!of.last || of.device < 0 || at::globalContext().userEnabledCuDNN()) &&
-        (precision == ANY || precision == float32_precision());
-  }
-
-  const Handle layer;
-
- private:
-  Guard input, weight;
-  std::optional<Guard> bias;
-  int precision;
-  PyObject* arguments[ARGUMENTS];
-};
-
-// Calls by their operands' sizes: a recording is of a layer's plan, and any weight of the first one's layout may come
-// with it. It needs no lock of Python's. Within its own nothing is done that may call Python, as asking or destroying a call may.
-class Known {
- public:
-  using Calls = std::vector<std::shared_ptr<Call>>;
-  static constexpr size_t MOST = 4096;
-
-  Calls of(size_t key) const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = calls_.find(key);
-    return found == calls_.end() ? Calls() : found->second;
-  }
-  void add(size_t key, std::shared_ptr<Call> call) {
-    std::unordered_map<size_t, Calls> old;  // destroyed behind the lock
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (count_ >= MOST) {
-      std::swap(old, calls_);
-      count_ = 0;
-    }
-    count_ += 1;
-    calls_[key].push_back(std::move(call));
-  }
-  void forget() {
-    std::unordered_map<size_t, Calls> old;
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::swap(old, calls_);
-    count_ = 0;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::unordered_map<size_t, Calls> calls_;
-  size_t count_ = 0;
-};
-static Known& known = *new Known;  // never destroyed: Python's objects may not be when the process ends
-
-static size_t key_of(bool plain, const Tensor& input, const Tensor& weight) {
-  size_t found = plain + 2 * input.requires_grad();
-  for (const auto* of : {&input, &weight})
-    for (auto n : of->sizes()) found = (found ^ static_cast<size_t>(n)) * 0x9E3779B97F4A7C15u;
-  return found;
-}
-
-// Whether a level of forward-mode differentiation is entered, as torch.autograd.forward_ad has it.
-static bool in_forward_mode() {
-#if PY_VERSION_HEX >= 0x030d0000
-  PyObject* level = nullptr;
-  if (PyDict_GetItemRef(forward_ad, level_name, &level) < 0) throw python_error();
-#else
-  PyObject* level = PyDict_GetItemWithError(forward_ad, level_name);
-  if (!level && PyErr_Occurred()) throw python_error();
-  Py_XINCREF(level);
-#endif
-  const bool found = !level || PyLong_AsLong(level) >= 0;
-  Py_XDECREF(level);
-  return found;
-}
-
 // --- for Python ------------------------------------------------------------------------------------------------------
 
 struct Object {
@@ -647,68 +496,35 @@ static void destroy(PyObject* self) {
   Py_DECREF(type);
 }
 
-struct Operands {
-  Tensor input, weight;
-  std::optional<Tensor> bias;
-  bool plain;  // of PyTorch's own classes, and not nested
+// Three operands, of which each may be None.
+static std::array<Tensor, 3> operands_of(PyObject* const* of) {
+  std::array<Tensor, 3> found;
+  for (int i = 0; i < 3; i++)
+    if (of[i] != Py_None) {
+      TORCH_CHECK_TYPE(THPVariable_Check(of[i]), "the operands must be tensors");
+      found[i] = THPVariable_Unpack(of[i]);
+    }
+  return found;
+}
 
-  explicit Operands(PyObject* const* of) {
-    plain = THPVariable_CheckExact(of[0]) && THPVariable_CheckExact(of[1]) &&
-        (of[2] == Py_None || THPVariable_CheckExact(of[2]));
-    if (!plain) return;
-    input = THPVariable_Unpack(of[0]), weight = THPVariable_Unpack(of[1]);
-    if (of[2] != Py_None) bias = THPVariable_Unpack(of[2]);
-    plain = !input.is_nested() && !weight.is_nested() && !(bias && bias->is_nested());  // which have no sizes
-  }
-};
-
-// The recorded result; none where Python must compute it. Called with Python's lock held.
-static std::optional<Tensor> run(Handle of, const Operands& on) {
-  Handed handed{std::move(of), Tensor()};
+// run(layer, input, weight, bias): the recorded result, with a layer's gradients; None where Python must compute it.
+static PyObject* run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 4, "run takes four arguments");
+  Handed handed{reinterpret_cast<Object*>(arguments[0])->layer, Tensor()};
+  const auto [x, weight, bias] = operands_of(arguments + 1);
   Layer& layer = layer_of(handed.layer);
-  NoGil released;
-  const auto& x = on.input;
-  const Tensor input = layer.autocast >= 0 ? x.to(static_cast<at::ScalarType>(layer.autocast)) : x;
-  auto found = layer.replay(*layer.forward, {input, on.weight, on.bias.value_or(Tensor())}, -1);
-  if (!found) return std::nullopt;
-  handed.out = std::move((*found)[0]);
-  return ConvTranspose::apply(input, on.weight, on.bias, &handed);
-}
-
-// replay(kind, input, weight, bias, rank, stride, padding, output_padding, groups, dilation): the recorded result of a
-// call that was noted; None for another, or where Python must compute it.
-static PyObject* replay(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 4 + ARGUMENTS, "replay takes ten arguments");
-  if (!c10::GradMode::is_enabled() || at::impl::PythonTorchFunctionTLS::stack_len()) Py_RETURN_NONE;
-  const Operands on(arguments + 1);
-  if (!on.plain) Py_RETURN_NONE;
-  const auto calls = known.of(key_of(arguments[0] == Py_True, on.input, on.weight));
-  if (calls.empty() || in_forward_mode()) Py_RETURN_NONE;
-  for (const auto& call : calls) {
-    if (!call->is_this(on.input, on.weight, on.bias, arguments + 4)) continue;
-    const auto out = run(call->layer, on);
-    if (!out) break;
-    return THPVariable_Wrap(*out);
+  Tensor out;
+  {
+    NoGil released;
+    const Tensor input = layer.autocast >= 0 ? x.to(static_cast<at::ScalarType>(layer.autocast)) : x;
+    auto found = layer.replay(*layer.forward, {input, weight, bias}, -1);
+    if (found) {
+      handed.out = std::move((*found)[0]);
+      out = ConvTranspose::apply(input, weight, bias.defined() ? std::optional<Tensor>(bias) : std::nullopt, &handed);
+    }
   }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// note(kind, layer, precision, input, weight, bias, rank, ..., dilation): from now on `replay` knows the call; kind is
-// True for a plain convolution, precision 1 for IEEE and 2 for TF32, of float32, else 0.
-static PyObject* note(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 6 + ARGUMENTS, "note takes twelve arguments");
-  const Operands on(arguments + 3);
-  TORCH_CHECK_TYPE(on.plain, "the operands must be plain tensors");
-  const size_t key = key_of(arguments[0] == Py_True, on.input, on.weight);
-  for (const auto& call : known.of(key))
-    if (call->is_this(on.input, on.weight, on.bias, arguments + 6)) Py_RETURN_NONE;  // refused this time
-  known.add(key, std::make_shared<Call>(
-      reinterpret_cast<Object*>(arguments[1])->layer, on.input, on.weight, on.bias, arguments + 6,
-      static_cast<int>(PyLong_AsLong(arguments[2]))));
-  Py_RETURN_NONE;
+  return THPVariable_Wrap(out);  // None where undefined
   END_HANDLE_TH_ERRORS
 }
 
@@ -719,12 +535,7 @@ static PyObject* play(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   TORCH_CHECK_TYPE(count == 5, "play takes five arguments");
   const Handle holder = reinterpret_cast<Object*>(arguments[0])->layer;
   Layer& layer = layer_of(holder);
-  std::array<Tensor, 3> given;
-  for (int i = 0; i < 3; i++)
-    if (arguments[1 + i] != Py_None) {
-      TORCH_CHECK_TYPE(THPVariable_Check(arguments[1 + i]), "the operands must be tensors");
-      given[i] = THPVariable_Unpack(arguments[1 + i]);
-    }
+  const auto given = operands_of(arguments + 1);
   const int64_t may_copy = PyLong_AsLong(arguments[4]);
   std::optional<std::vector<Tensor>> found;
   {
@@ -741,23 +552,10 @@ static PyObject* play(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// forget(): no call is known any more.
-static PyObject* forget(PyObject*, PyObject*) {
-  known.forget();
-  Py_RETURN_NONE;
-}
-
-// set_python(getter, names, promises): of torch._C a setting's getter, the names of torch.autograd.forward_ad, and the
-// address of the count of promises.
-static PyObject* set_python(PyObject*, PyObject* arguments) {
-  unsigned long long at;
-  if (!PyArg_ParseTuple(arguments, "OO!K", &precision_of, &PyDict_Type, &forward_ad, &at)) return nullptr;
-  promises = reinterpret_cast<const int64_t*>(at);
-  Py_INCREF(precision_of);
-  Py_INCREF(forward_ad);
-  backend_name = PyUnicode_InternFromString("cuda");
-  operation_name = PyUnicode_InternFromString("conv");
-  level_name = PyUnicode_InternFromString("_current_level");
+// set_promises(address): of the count of promises.
+static PyObject* set_promises(PyObject*, PyObject* at) {
+  promises = reinterpret_cast<const int64_t*>(PyLong_AsUnsignedLongLong(at));
+  if (PyErr_Occurred()) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -785,12 +583,10 @@ static PyType_Slot SLOTS[] = {
     {0, nullptr}};
 static PyType_Spec LAYER = {"upconv_native.Layer", sizeof(upconv::Object), 0, Py_TPFLAGS_DEFAULT, SLOTS};
 static PyMethodDef METHODS[] = {
-    method("replay", upconv::replay, METH_FASTCALL),
-    method("note", upconv::note, METH_FASTCALL),
+    method("run", upconv::run, METH_FASTCALL),
     method("play", upconv::play, METH_FASTCALL),
-    method("forget", upconv::forget, METH_NOARGS),
     method("set_driver", upconv::set_driver, METH_VARARGS),
-    method("set_python", upconv::set_python, METH_VARARGS),
+    method("set_promises", upconv::set_promises, METH_O),
     {nullptr, nullptr, 0, nullptr}};
 static PyModuleDef MODULE = {
     PyModuleDef_HEAD_INIT, "upconv_native", nullptr, -1, METHODS, nullptr, nullptr, nullptr, nullptr};

@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from torch.autograd import forward_ad
 
 from upconv import forks
 from upconv.cuda import weights
@@ -269,7 +268,7 @@ def _load(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     loaded = module_from_spec(spec)
     spec.loader.exec_module(loaded)
-    loaded.set_python(torch._C._get_fp32_precision_getter, vars(forward_ad), ctypes.addressof(weights.promises))
+    loaded.set_promises(ctypes.addressof(weights.promises))
     with contextlib.suppress(OSError):  # no driver: a test's
         driver = ctypes.CDLL("libcuda.so.1")
         loaded.set_driver(*(ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for name in _FUNCTIONS))

@@ -1,10 +1,9 @@
 """Calls of training that are replayed without Python once their passes are recorded.
 
-A layer's call under autograd that is made again and again is first computed in Python. When the module of
-`upconv.replay.native` is there, its forward is recorded (`upconv.cuda.recording`), and from the next call on the module
-recognises it and does what it did, as one autograd function in C++; its gradients are recorded when they are first
-asked for. Most of a small layer's host time in a training step is the Function in Python and the Python around its
-launches.
+A training call that is recognised (`upconv.replay.calls`) is computed in Python once more, and its forward is recorded
+meanwhile (`upconv.cuda.recording`), if the module of `upconv.replay.native` is there. From then on the module does what
+the pass did, as one autograd function in C++; its gradients are recorded when they are first asked for. Most of a small
+layer's host time in a training step is the Function in Python and the Python around its launches.
 
 A call that a recording does not fit (``native.cpp``) stays in Python. A recording does what the pass in Python did,
 kernel by kernel, so that results are the same to the last bit.
@@ -13,7 +12,6 @@ kernel by kernel, so that results are the same to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,66 +23,35 @@ from upconv.cuda.gpu import capturing
 from upconv.cuda.recording import Recording, Unrecorded
 from upconv.planner import Plan
 from upconv.replay import calls, native
-from upconv.replay.calls import Arguments, Operands, Operation
+from upconv.replay.calls import Call, Operands, Operation
 
 Results = Sequence["Tensor | None"]
 
 CALLS = 3
-"""Of a training call, which is recorded with the last of them."""
-
-host: Any = None
-"""The module, once a call is recorded. Its ``replay`` is asked before anything else, but where a graph is compiled or
-`engine.collecting` wants to know of calls: it gives the recorded result of a call that it knows."""
+"""Of a call, which is recorded with the last of them: the first two are noted (`calls.remember`)."""
 hoped = True
 """Whether there may be a module in this process."""
+NEVER = object()
+"""In the place of what replays a pass that cannot be replayed."""
 
 
-def forget() -> None:
-    """Drops what is known of calls; Python computes each once more. What is `recorded` stays."""
-    if host is not None:
-        host.forget()
+def replayed(known: Call, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The result of a training call that is known; None where Python must compute it, which the first time records it.
 
-
-@lru_cache(maxsize=4096)
-def recorded(holder: Any) -> dict[Any, Any]:
-    """What is known of the calls of a plan or a convolution, by what tells them apart; of those used last.
-
-    A value is the number of calls like it, or what replays them, or `NEVER`.
+    Whoever computes a frozen weight's gradient ends the promise, of which a replay knows nothing.
     """
-    return {}
-
-
-def offer(operation: Operation, given: Operands, arguments: Arguments) -> None:
-    """Told of each training call that Python computes; the third like it is recorded, if the module is there.
-
-    Args:
-        operation: what computes it, hashable.
-        given: input, weight and bias as the caller gave them.
-        arguments: the call's others, as the caller gave them.
-    """
-    global host
-    input, weight, bias = given
-    if not weight.requires_grad or not calls.lasting(arguments):
-        return  # only layers that are trained are recorded
+    layer = known.replay
+    if layer is NEVER or engine._collectors or (weights.frozen and weights.is_frozen(weight)):
+        return None
+    if layer is not None:
+        out: Tensor | None = native.module().run(layer, input, weight, bias)
+        return out
     tensors = (input, weight) if bias is None else (input, weight, bias)
-    if engine._collectors or any(calls.unwrapped(t) is not t for t in tensors) or weights.is_frozen(weight):
-        return
-    if any(t.data_ptr() % 16 for t in tensors):
-        return  # which no replay takes
-    kind = "cuda" if input.is_cuda else "cpu"
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    if autocast is not None and input.dtype is torch.float64:
-        return  # which autocast leaves as it is
-    module = recorder()
-    if module is None:
-        return
-    key = (autocast, weight.dtype, arguments, *((t.stride(), t.requires_grad) for t in tensors), input.get_device())
-    found = counted(operation, key, lambda: _recorded(module, operation, given, autocast))
-    if found is not None:
-        p = operation.plan.problem
-        precision = _PRECISIONS[p.precision] if p.dtype is torch.float32 and input.is_cuda else 0
-        module.note(operation.plain, found, precision, input, weight, bias, *arguments)
-        host = module
+    trained = weight.requires_grad and not any(calls.unwrapped(t) is not t or t.data_ptr() % 16 for t in tensors)
+    # Autocast leaves float64 as it is.
+    if trained and not (known.autocast and input.dtype is torch.float64) and (module := recorder()) is not None:
+        known.replay = _recorded(module, known, (input, weight, bias)) or NEVER
+    return None
 
 
 def recorder() -> Any:
@@ -97,33 +64,18 @@ def recorder() -> Any:
     return None if capturing() else module  # what is captured does without what outlives it
 
 
-def counted(holder: Any, key: Any, record: Callable[[], Any]) -> Any:
-    """Counts a call, and records the last of `CALLS`; what replays calls like it, None while there is nothing."""
-    known = recorded(holder)
-    found = known.get(key, 0)
-    if type(found) is int:
-        found = known[key] = found + 1 if found < CALLS - 1 else record() or NEVER
-    return None if type(found) is int or found is NEVER else found
-
-
-NEVER = object()
-"""In the place of what replays calls that cannot be replayed."""
-_PRECISIONS = {"ieee": 1, "tf32": 2}
-
-
-def _recorded(module: Any, operation: Operation, given: Operands, autocast: torch.dtype | None) -> Any:
+def _recorded(module: Any, known: Call, given: Operands) -> Any:
     """A ``Layer`` for a call that is made with these operands; None where its forward cannot be repeated."""
     input, weight, bias = given
-    if not operation.loaded(input.get_device()):
-        return None
-    x = input if autocast is None else input.to(autocast)
-    plan, call_back = operation.plan, _Gradients(operation)
-    what, operands = f"the forward of {plan.problem}", (x, weight, bias)
+    operation, x = known.operation, input if known.autocast is None else input.to(known.autocast)
+    what, operands = f"the forward of {operation.plan.problem}", (x, weight, bias)
 
     def compute() -> Results:
         return (operation.forward(x, weight, bias),)
 
-    return layer(module, plan, what, operands, compute, autocast, bias is not None, call_back)
+    return layer(
+        module, operation.plan, what, operands, compute, known.autocast, bias is not None, _Gradients(operation)
+    )
 
 
 def layer(

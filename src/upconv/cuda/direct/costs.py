@@ -13,6 +13,7 @@ from upconv.cuda.gpu import CORES, Gpu, fma_lanes, threads_per_sm
 from upconv.problem import Problem
 
 _SECTOR = 32  # bytes that memory brings at a time
+_SCHEDULERS = 4  # of a multiprocessor, each of which issues some of its warps' instructions
 _RANGES = 512  # of tiles at most; their partial sums are added in a second step
 _MAX_BYTES = 64 << 20  # of partial sums
 
@@ -119,8 +120,11 @@ def cost(p: Problem, tile: Tile, gpu: Gpu) -> tuple[Cost, int]:
     waves = work / gpu.multiprocessors
     busy = min(float(held), max(1.0, waves))
     full = -(-waves // busy) * busy if waves < 8 * busy else waves + busy / 2  # of the fullest multiprocessor
-    clocks = max(loads, issue) + CORES.mix * min(loads, issue)
-    compute = full * max(clocks, (clocks + waits) / busy) / gpu.clock
+    clocks = _mixed(loads, issue)
+    alone = (
+        _mixed(loads, issue * max(1.0, _SCHEDULERS / tile.warps)) + waits
+    )  # of a block, whose warps issue on one each
+    compute = full * max(clocks, alone / busy) / gpu.clock
     dram = (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize / gpu.bandwidth
     l2 = count * blocks * brought * p.dtype.itemsize / min(CORES.l2, 2 * gpu.bandwidth)
     *_, second, first = sorted((compute, dram, l2))
@@ -130,11 +134,15 @@ def cost(p: Problem, tile: Tile, gpu: Gpu) -> tuple[Cost, int]:
         issue=per_clock * issue,
         shared=per_clock * loads,
         l2=l2,
-        latency=per_clock * (clocks + waits) / busy,
+        latency=per_clock * alone / busy,
         store=tail,
         dram=dram,
         launch=CORES.launch,
     ), ranges
+
+
+def _mixed(loads: float, issue: float) -> float:
+    return max(loads, issue) + CORES.mix * min(loads, issue)
 
 
 def _depth_taps(tile: Tile) -> float:

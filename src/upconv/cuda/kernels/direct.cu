@@ -175,6 +175,7 @@ static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* b
   constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
   const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
   T* to = out + (C::channels_last ? ((i64)t.n * s.d + t.d) * plane * TO + first : ((i64)t.n * TO + first) * channel_step + t.d * plane);
+  opaque(to);
   Acc start[CHANNELS];
 #pragma unroll
   for (int c = 0; c < CHANNELS; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);

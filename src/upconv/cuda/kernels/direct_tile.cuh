@@ -168,14 +168,18 @@ static __device__ __forceinline__ void stage(Acc* tile, const T* source, const T
 #pragma unroll 1
         for (int i = 0; i < PASSES_H; i += BATCH_H, row += BATCH_H * ROWS_AT_ONCE, to += BATCH_H * ROWS_AT_ONCE * ROW_PITCH, place += BATCH_H * ROWS_AT_ONCE * line) {
           Loaded unit[BATCH_C][BATCH_H];   // all loads come first: a block waits for memory once in a batch
+          const T* of_plane = place;
 #pragma unroll
-          for (int j = 0; j < BATCH_C; j++)
+          for (int j = 0; j < BATCH_C; j++, of_plane += PLANES_AT_ONCE * pixels) {
+            const T* of_row = of_plane;
 #pragma unroll
-            for (int b = 0; b < BATCH_H; b++) {
+            for (int b = 0; b < BATCH_H; b++, of_row += ROWS_AT_ONCE * line) {
+              opaque(of_row);
               unit[j][b] = {};
               const bool exists = in_row.in && (PLANES == 1 || c + j * PLANES_AT_ONCE < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
-              if (exists) unit[j][b] = *(const Loaded*)(place + j * PLANES_AT_ONCE * pixels + b * ROWS_AT_ONCE * line);
+              if (exists) unit[j][b] = *(const Loaded*)of_row;
             }
+          }
 #pragma unroll
           for (int j = 0; j < BATCH_C; j++)
 #pragma unroll

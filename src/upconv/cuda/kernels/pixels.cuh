@@ -89,7 +89,7 @@ __device__ __forceinline__ void consume(const Work<M>& work, const typename M::R
 template <class M>
 __device__ __forceinline__ void run(const Work<M>& work) {
   const typename M::Ring ring = M::ring_of(work.memory, 0);
-  run_block<1, M::CONSUMERS, M::PRODUCER_REGISTERS, M::CONSUMER_REGISTERS>(
+  run_block<1, M::CONSUMERS, M::C::producer_registers, M::C::consumer_registers>(
       [&] {
         for (int i = 0; i < M::RINGS; i++) M::ring_of(work.memory, i).init(1, 4 * M::READERS);
         M::init(work.memory);

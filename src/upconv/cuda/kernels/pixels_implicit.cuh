@@ -37,7 +37,6 @@ static constexpr int PIXEL_BYTES = ROWS * ROW_BYTES;
 static constexpr int STAGE_BYTES = PIXEL_BYTES + COLUMNS * ROW_BYTES;
 static constexpr int SUMS_OF_M = COLUMNS / 2;           // a thread's of 64 pixels
 static constexpr int ALL_COLUMNS = C::cout;
-static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static constexpr int RINGS = 1, READERS = C::halves ? CONSUMERS : 1;
 static constexpr bool HOLDS = C::stages > 3, TURNS = !C::halves, ALIKE = false;
 using Sums = float[MB][SUMS_OF_M];

@@ -30,7 +30,6 @@ static constexpr int STAGE_BYTES = C::rows_d * C::rows_h * ROW_BYTES;  // rows a
 static constexpr int PAIR_COLUMNS = STEP_W * CO_COLUMNS;  // of a pair's sums
 static constexpr int STEP_BYTES = C::users * C::shift_columns * 32;  // of a chunk's weights: a matrix instruction takes 32 bytes of K
 static constexpr int WEIGHT_BYTES = CHUNKS * STEP_BYTES;
-static constexpr int PRODUCER_REGISTERS = 64, CONSUMER_REGISTERS = 216;
 static constexpr bool HOLDS = false;
 static constexpr int RINGS = CONSUMERS, READERS = 1;
 using Sums = float[PAIRS][MB][PAIR_COLUMNS / 2];

@@ -18,7 +18,6 @@ static constexpr int PLACES = 128, COLUMNS = C::columns, ALL_COLUMNS = C::all_co
 static constexpr int BOX_PLACE = (C::box_bytes + 127) / 128 * 128;  // where boxes may begin
 static constexpr int WEIGHT_BYTES = C::rows * COLUMNS * 128, WEIGHTS_AT = C::stage_bytes - WEIGHT_BYTES;
 static constexpr int K_STEPS = 4;                       // of a row of weights: a matrix instruction takes 32 bytes of K
-static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static constexpr bool HOLDS = true;
 using Sums = float[COLUMNS / 2];
 using Maps = TensorMap;

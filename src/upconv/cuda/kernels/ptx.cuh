@@ -260,6 +260,11 @@ __device__ __forceinline__ u32 load_acquire(const u32* from) {
 // fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
 __device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
 __device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// An address in global memory, which stays in registers: else the compiler makes it anew from a kernel's arguments at every use.
+template <class T> __device__ __forceinline__ void opaque(T*& v) {
+  asm volatile("" : "+l"(v));
+  __builtin_assume(__isGlobal(v));
+}
 // Integers. Macros, since by references the compiler keeps variables in another order.
 #define OPAQUE(a) asm volatile("" : "+r"(a))
 #define OPAQUE_2(a, b) asm volatile("" : "+r"(a), "+r"(b))

@@ -28,6 +28,7 @@ from upconv.cuda.packs import rows_of_taps
 from upconv.cuda.pixels.tile import (
     CONSUMERS,
     MOST_COLUMNS,
+    MOST_COUNTED,
     SPAN,
     Tile,
     even_grid,
@@ -39,13 +40,10 @@ from upconv.cuda.pixels.tile import (
 from upconv.derived import derived, derived_without, varied
 from upconv.problem import Problem
 
-_MOST_SUMS = 176  # of a consumer's thread, whose addresses and the like take 56 registers
 _MOST_TAPS = 512  # and phases
-_MOST_TILES = 2**30  # which the kernel counts in 32 bits, a grid beyond the last
 _CLUSTERS = 2, 4, 8
 _FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
-_TURNED = 64  # channels of the result in a box of a forward's channels-last weights
 _STORE = {"fwd": 1.19, "grad-input": 0.3}  # clocks for 8 results, by pass; twice as many where lanes store 8 bytes
 _SQUARE = 64  # channels and columns of weights, which a block of `pack` turns
 
@@ -112,7 +110,7 @@ class Implicit(Tile):
     def candidates(cls, p: Problem, gpu: Gpu) -> Iterator[Implicit]:
         """Those for all sizes, and those of clusters at the problem's own."""
         every = (t for whole in alone(any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
-        return (t for t in every if t.tiles(p) < _MOST_TILES)
+        return (t for t in every if t.tiles(p) < MOST_COUNTED // 2)
 
     # --- the kernel --------------------------------------------------------------------------------------------------
 
@@ -124,7 +122,7 @@ class Implicit(Tile):
         c.columns, c.mb, c.halves = self.columns, self.mb, self.halves
         c.forward, c.taps, c.phases = self.forward, p.taps, len(found)
         # A forward's channels-last weights have channels of the result side by side.
-        c.turned = self.forward and self.element == 2 and self.columns % _TURNED == 0 and c.cout % 8 == 0
+        c.turned = self.forward and self.element == 2 and self.columns % self.chunk == 0 and c.cout % 8 == 0
         # Channels that lie side by side in packed weights, and other columns, that a block of `pack` turns.
         c.pack_rows, c.pack_columns = _SQUARE, _SQUARE
         if c.turned or not self.forward:  # all taps of a channel of the other side
@@ -157,13 +155,13 @@ class Implicit(Tile):
         return 64 * self.mb * (CONSUMERS if self.halves else 1)
 
     @property
-    def sums(self) -> int:
-        """Of a consumer's thread."""
-        return self.mb * self.columns // 2
+    def chunk(self) -> int:
+        """Channels of a step: of the source, and of the result in a box of a forward's channels-last weights."""
+        return SPAN // self.element
 
     @property
-    def fits(self) -> bool:
-        return super().fits and self.sums <= _MOST_SUMS
+    def sums(self) -> int:
+        return self.mb * self.columns // 2
 
     @property
     def steps_between(self) -> tuple[Triple, Triple]:
@@ -208,7 +206,7 @@ class Implicit(Tile):
     @derived_without("cluster", "stages")
     def steps(self) -> tuple[int, ...]:
         """Of each phase's tiles: a tap's chunk each."""
-        chunks = -(-self.channels[0] * self.element // SPAN)
+        chunks = -(-self.channels[0] // self.chunk)
         return tuple(len(phase.taps) * chunks for phase in phases(self.problem))
 
     @derived
@@ -222,7 +220,7 @@ class Implicit(Tile):
         From tile to tile its phase moves on by as much as the blocks leave beyond whole rounds, or by one.
         """
         blocks, of = max(1, gpu.multiprocessors // self.column_blocks), len(self.steps)
-        return _MOST_TILES if math.gcd(blocks, of) == 1 else max(1, blocks // of)
+        return MOST_COUNTED // 2 if math.gcd(blocks, of) == 1 else max(1, blocks // of)
 
     def grid(self, p: Problem, gpu: Gpu) -> int:
         tiles = self.tiles(p)
@@ -244,14 +242,14 @@ class Implicit(Tile):
         images, *counts = self.fullest(p)[1]
         tensor, (d, h, w) = channels_last(p.batch, channels, size, self.element), self.steps_between[0]
         of_d, of_h, of_w = ((count - 1) * step + 1 for count, step in zip(counts, (d, h, w)))
-        box = SPAN // self.element, of_w, of_h, of_d, images
+        box = self.chunk, of_w, of_h, of_d, images
         return Map("source", tensor, p.dtype, box, (1, w, h, d, 1), SPAN, p.precision == "tf32")
 
     def weight_map(self, p: Problem, operand: Operand) -> Map:
         """Over channels-last or packed weights, with a box of a tap's for a chunk."""
-        (channels, columns), chunk = self.channels, SPAN // self.element
+        (channels, columns), chunk = self.channels, self.chunk
         if self.c.turned:
-            return Map(operand, rows_of_taps(p, channels, columns), p.dtype, (_TURNED, 1, chunk, 1, 1), span=SPAN)
+            return Map(operand, rows_of_taps(p, channels, columns), p.dtype, (chunk, 1, chunk, 1, 1), span=SPAN)
         tensor, box = rows_of_taps(p, columns, channels), (chunk, 1, self.columns, 1, 1)
         return Map(operand, tensor, p.dtype, box, span=SPAN, rounded=p.precision == "tf32")
 
@@ -294,8 +292,8 @@ class Implicit(Tile):
         shared = f", steps shared by clusters of {self.cluster} that add up their sums" if self.cluster > 1 else ""
         return (
             f"tile of {'x'.join(map(str, self.fullest(p)[1]))} pixels (NxDxHxW) of {self.rows} x {self.columns} "
-            f"channels, {'halved' if self.halves else 'in turn'}, ring of {self.stages} of {SPAN // self.element} "
-            f"channels of a tap{shared}"
+            f"channels, {'halved' if self.halves else 'in turn'}, ring of {self.stages} of {self.chunk} channels of "
+            f"a tap{shared}"
         )
 
 

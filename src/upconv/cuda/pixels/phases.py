@@ -23,7 +23,6 @@ from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.pixels.tile import CONSUMERS, MOST_COLUMNS, MOST_COUNTED, Tile, even_grid, fitted, moved, triple
 from upconv.problem import Problem
 
-_MOST_REGISTERS = 168  # of a consumer's thread for sums and fragments; addresses and the like take 48
 _MOST_PHASES = 5
 """Of W: their order is found by trying all."""
 _RUN = 51.7  # clocks of a consumer for a row of outputs on its way through the buffer
@@ -94,6 +93,7 @@ class Phases(Tile):
     serves = (("fwd", "nchw"),)
     none = "no tile of this layer fits this input's axes, shared memory and registers"
     rings = CONSUMERS
+    registers = 64, 216
 
     @classmethod
     def refused(cls, p: Problem) -> str | None:
@@ -170,11 +170,14 @@ class Phases(Tile):
         c.places_of_phases = tuple(order.index(u) for u in range(c.step_w))
 
     @property
-    def fits(self) -> bool:
-        """A consumer's thread has sums and two sets of fragments; a box has its row."""
+    def sums(self) -> int:
+        """And two sets of fragments."""
         c = self.c
-        sums = c.pairs * c.mb * c.step_w * c.co_columns // 2
-        return super().fits and sums + 2 * 4 * c.shifts * c.mb <= _MOST_REGISTERS and max(self.box) <= MAX_BOX
+        return int(c.pairs * c.mb * c.step_w * c.co_columns // 2 + 2 * 4 * c.shifts * c.mb)
+
+    @property
+    def fits(self) -> bool:
+        return super().fits and max(self.box) <= MAX_BOX
 
     @property
     def box(self) -> Five:

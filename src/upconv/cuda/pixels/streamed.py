@@ -55,6 +55,10 @@ class Streamed(Tile):
         c.stage_bytes = -(-pixels // 1024) * 1024 + weight_bytes
         c.packed_words = c.blocks * stages_k * weight_bytes // 4
 
+    @property
+    def sums(self) -> int:
+        return self.columns // 2 + 16
+
     def work_of(self, p: Problem, gpu: Gpu, box_lines: float, loaded: int, stored: float) -> Work:
         """`work`, of a box's lines, bytes that lanes load for an instruction, and clocks of a tile's stores."""
         c = self.c

@@ -30,11 +30,10 @@ from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Argument, Given, Pointer, ints
-from upconv.cuda.pixels.tile import MOST_COLUMNS, Tile, moved, stores_wide
+from upconv.cuda.pixels.tile import MOST_COLUMNS, MOST_COUNTED, Tile, moved, stores_wide
 from upconv.derived import derived_from, varied
 from upconv.problem import Problem
 
-_MOST_SUMS = 144  # of a consumer's thread, of whose 200 registers descriptors and addresses take the rest
 _MOST_INSTRUCTIONS = 192  # of a consumer for a chunk: they are one stretch of code
 _WIDTHS = (16, 32, 48, 64, 72, 96, 100, 128)
 """Columns of tiles: few, since each is a kernel."""
@@ -45,7 +44,6 @@ _RINGS = {
     True: ((6, 2, 6), (4, 2, 6), (4, 2, 4), (3, 2, 4), (3, 2, 3), (2, 2, 3)),
     False: ((3, 4, 6), (3, 4, 4), (3, 3, 4), (3, 3, 3), (3, 2, 3), (2, 2, 3)),
 }
-_MOST_SLICES = 2**30 - 1  # of all walks: the kernel counts them in 32 bits
 # Clocks of a consumer: 8 channels of 64 positions in NCDHW, and 32 bytes of stores in channels_last.
 _STORE, _STORE_LAST = 28.0 * 16, 1.44
 _TURN = 1410.0  # clocks of a slice where consumers take turns
@@ -70,9 +68,11 @@ class Sweep(Tile):
     of a slice's chunks and one more."""
 
     mode = file = "sweep"
-    serves = tuple(product(("fwd", "grad-input"), ("nchw", "channels_last")))
+    # In channels_last `gather` is the faster one for gradients (docs/experiments.md).
+    serves = ("fwd", "nchw"), ("fwd", "channels_last"), ("grad-input", "nchw")
     none = "no tile of this layer fits in registers, shared memory and one stretch of code"
     biased = True
+    registers = 56, 200
     threads = 512
     """Of a block: `gather`'s producers and two consumers'."""
 
@@ -99,7 +99,7 @@ class Sweep(Tile):
             # In NCHW a second tile's boxes begin at 16 bytes, too.
             aligned = s.channels_last or width >= w or width % s.pixels.vec == 0
             fits = width <= widest and (s.nb == 1 or rows < h + 1)
-            if aligned and fits and s.sizes(p, gpu)[-1] <= _MOST_SLICES:
+            if aligned and fits and s.sizes(p, gpu)[-1] < MOST_COUNTED // 2:
                 yield s
 
     @property
@@ -172,19 +172,23 @@ class Sweep(Tile):
         return rings + self.stages_s * (t.slot_bytes + 16) + buffers
 
     @property
+    def sums(self) -> int:
+        return int(self.nb * self.c.b_columns // 2)
+
+    @property
     def fits(self) -> bool:
         t, c, (h, w) = self.pixels, self.c, self.shape
         if self.turns:
             # A turn reads all of a slice's chunks before any is given back: with fewer stages it would wait for ever.
             rings = self.w_stage == c.chunk_steps and self.stages > t.chunks
         else:
-            rings = min(self.stages, self.stages_w) >= 2
+            rings = self.stages_w >= 2
         return (
             rings
+            and super().fits
             and self.w_stage % t.k_steps == 0
             and (h - 1) * t.pitch + w <= self.nb * 128
             and c.b_columns <= MOST_COLUMNS
-            and self.nb * c.b_columns // 2 <= _MOST_SUMS
             and c.chunk_steps * self.nb <= _MOST_INSTRUCTIONS
             and t.pixels <= MAX_PIXELS
             and t.tensor_map
@@ -285,7 +289,7 @@ def _tiles(layer: Problem, gpu: Gpu) -> tuple[Sweep, ...]:
     chunks, found = chunk_sizes(layer), []
     for nb, width in product(_SUBTILES, _WIDTHS):
         base = Sweep(layer, (1, width), nb, chunks[0])
-        if nb * base.c.b_columns // 2 > _MOST_SUMS:
+        if not base.holds:
             continue
         # What `fits` would refuse, before there are tiles for it: two thirds of all.
         short = [c for c in chunks if base.c.tap_entries * (c * base.element // 32) * nb <= _MOST_INSTRUCTIONS]

@@ -29,6 +29,7 @@ MOST_COLUMNS = 256
 SPAN = 128
 """Bytes of a row of weights in shared memory, and of a swizzled row of pixels."""
 _MOST_STAGES = 8
+_OTHER_REGISTERS = 56  # of a consumer's thread, beside its sums and fragments: addresses and the like
 
 T = TypeVar("T", bound="Tile")
 
@@ -69,6 +70,8 @@ class Tile:
     mode: ClassVar[str]
     file: ClassVar[str] = "pixels"
     rings: ClassVar[int] = 1
+    registers: ClassVar[tuple[int, int]] = 40, 232
+    """Of a producer's thread and of a consumer's."""
     threads: ClassVar[int] = 128 * (1 + CONSUMERS)
     """Of a block: a producer's warpgroup and the consumers'."""
     biased: ClassVar[bool] = False
@@ -135,6 +138,7 @@ class Tile:
         """The kernel's constants, but for those that follow from these fields."""
         cin, cout = self.channels
         found = Numbers(precision=PRECISIONS[self.problem.precision], cin=cin, cout=cout, fixed_bytes=0)
+        found.producer_registers, found.consumer_registers = self.registers
         self.numbers(found)
         return found
 
@@ -143,9 +147,19 @@ class Tile:
         return vars(self.c) | {"stages": self.stages, "shared_bytes": self.shared_bytes}
 
     @property
+    def sums(self) -> int:
+        """Of a consumer's thread, with fragments that it keeps beside."""
+        raise NotImplementedError
+
+    @property
+    def holds(self) -> bool:
+        """Whether a consumer's registers hold its sums."""
+        return self.sums <= self.registers[1] - _OTHER_REGISTERS
+
+    @property
     def fits(self) -> bool:
         """Whether the kernel can run it on a GPU with enough shared memory."""
-        return self.stages >= 2
+        return self.holds and self.stages >= 2
 
     @property
     def ring_bytes(self) -> int:
