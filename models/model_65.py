@@ -330,7 +330,8 @@ __device__ __forceinline__ void store_bulk(void* to, u32 from) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to), "r"(from), "n"(BYTES) : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
-__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
+// Until all groups have left shared memory, or are in global memory.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
 // What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
@@ -2660,7 +2661,7 @@ long long wide;                            // whether it is float32, whatever th
 
 static constexpr int QUADS = C::block_co / 4;           // of a row of the block's [ci][co]
 static constexpr int BATCH = 8;                         // records whose loads are on their way at a time
-static constexpr int MANY = 16, LANES = 8;              // so many records are divided by lanes of a warp
+static constexpr int LANES = 8, FEW = 128;              // that divide the records of a sum, where sums of so many shares are so few
 
 // Of a block's [ci][quad] those that are added and stored together, of all taps; and where its sums are in shared memory.
 struct Share {
@@ -2682,7 +2683,7 @@ static __device__ __forceinline__ Share share_of(int rank, int count, u32 shared
 
 // A share's sums of `count` records, S::TILES apart.
 static __device__ __forceinline__ void add(const char* records, int count, const Share& share, int thread) {
-  if (count < MANY) add_by<1>(records, count, share, thread);
+  if (S::SET_TAPS * ((C::block_ci * QUADS + count - 1) / count) > FEW) add_by<1>(records, count, share, thread);
   else add_by<LANES>(records, count, share, thread);
 }
 
@@ -2770,7 +2771,7 @@ __device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const
 constexpr int WGRAD_ADDERS = 256;
 
 template <class C>
-__global__ void __launch_bounds__(WGRAD_ADDERS)
+__global__ void __launch_bounds__(WGRAD_ADDERS, 1)
 reduce(const char* __restrict__ records, char* __restrict__ out, int count, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
   extern __shared__ __align__(16) unsigned char memory[];
   using S = WgradShape<C>;
@@ -2814,7 +2815,8 @@ reduce(const char* __restrict__ records, char* __restrict__ out, int count, long
 // instructions), wgrad_sums.cuh (how records become the weight's gradient).
 
 // A block's sums as a record, in shared memory and at its place in global memory.
-template <class T>
+// WAITS: until it is there.
+template <class T, bool WAITS = false>
 struct WgradRecord {
 using C = typename T::C;
 using M = WgradMultiply<T>;
@@ -2828,7 +2830,7 @@ __device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBloc
   if (thread == 0) {
     store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.base);  // the index is read again: kept, it spills
     bulk_commit();
-    bulk_wait();
+    bulk_wait_read();                 // the launch's end waits
   }
 }
 
@@ -3123,7 +3125,7 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
       sizes[8], sizes[9], sizes[10], sizes[11],
       {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{32, 64, 4, 1, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
-  kernels::reduce<kernels::GradWeight><<<768, 256, 5184, stream>>>(of(sums), of(out), slices, 1344, 21, 1, 1);
+  kernels::reduce<kernels::GradWeight><<<108, 256, 7632, stream>>>(of(sums), of(out), slices, 1344, 21, 1, 1);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 """

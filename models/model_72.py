@@ -2540,7 +2540,7 @@ long long wide;                            // whether it is float32, whatever th
 
 static constexpr int QUADS = C::block_co / 4;           // of a row of the block's [ci][co]
 static constexpr int BATCH = 8;                         // records whose loads are on their way at a time
-static constexpr int MANY = 16, LANES = 8;              // so many records are divided by lanes of a warp
+static constexpr int LANES = 8, FEW = 128;              // that divide the records of a sum, where sums of so many shares are so few
 
 // Of a block's [ci][quad] those that are added and stored together, of all taps; and where its sums are in shared memory.
 struct Share {
@@ -2562,7 +2562,7 @@ static __device__ __forceinline__ Share share_of(int rank, int count, u32 shared
 
 // A share's sums of `count` records, S::TILES apart.
 static __device__ __forceinline__ void add(const char* records, int count, const Share& share, int thread) {
-  if (count < MANY) add_by<1>(records, count, share, thread);
+  if (S::SET_TAPS * ((C::block_ci * QUADS + count - 1) / count) > FEW) add_by<1>(records, count, share, thread);
   else add_by<LANES>(records, count, share, thread);
 }
 
@@ -2650,7 +2650,7 @@ __device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const
 constexpr int WGRAD_ADDERS = 256;
 
 template <class C>
-__global__ void __launch_bounds__(WGRAD_ADDERS)
+__global__ void __launch_bounds__(WGRAD_ADDERS, 1)
 reduce(const char* __restrict__ records, char* __restrict__ out, int count, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
   extern __shared__ __align__(16) unsigned char memory[];
   using S = WgradShape<C>;
