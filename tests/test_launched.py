@@ -157,14 +157,16 @@ def test_where_no_cluster_fits_blocks_have_tiles_of_their_own(
     """As on a part of a device; decided before the first call, with either form of the weights."""
     chosen = gather.choose(p, H200)
     assert isinstance(chosen, gather.Choice)
-    alone = replace(chosen, tiling=replace(chosen.tiling, cluster=1))
+    alone = replace(chosen, tile=replace(chosen.tiling, cluster=1))
     assert alone.grid < chosen.grid
     x, out = torch.empty(source_shape(p), dtype=p.dtype), torch.empty(result_shape(p), dtype=p.dtype)
     weight = torch.empty(p.weight_shape, dtype=p.dtype)
     last = weight.contiguous(memory_format=torch.channels_last) if chosen.boxable else weight
     for fits, grid in ((True, chosen.grid), (False, alone.grid)):
         asked: list[tuple[int, int]] = []
-        monkeypatch.setattr(gather, "cluster_fits", lambda *given, a=asked, fits=fits: a.append(given) or fits)
+        monkeypatch.setattr(
+            "upconv.cuda.pixels.choice.cluster_fits", lambda *given, a=asked, fits=fits: a.append(given) or fits
+        )
         prepared = chosen.prepare(0)
         assert asked == [(0, chosen.tiling.cluster)]
         before = prepared.choice
