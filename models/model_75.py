@@ -27,7 +27,7 @@ Kernels:
 - gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K
   in 132 slices, 171 KB shared.
 
-Measured by `upconv bench --suite kernelbench --exported models`.
+Measured by `upconv bench --suite kernelbench --as-exported`.
 """
 
 from __future__ import annotations
@@ -273,6 +273,10 @@ __device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, fl
 
 // --- the compiler and registers ---------------------------------------------------------------------------------------
 
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
 // An address in global memory, which stays in registers: else the compiler makes it anew from a kernel's arguments at every use.
 template <class T> __device__ __forceinline__ void opaque(T*& v) {
   asm volatile("" : "+l"(v));
@@ -297,36 +301,19 @@ __device__ __forceinline__ u32 to_tf32_quick(float v) {
 __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
-// Two by one instruction, the first in the low half.
-__device__ __forceinline__ u32 half_pair(float low, float high) {
-  u32 r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-__device__ __forceinline__ u32 bfloat_pair(float low, float high) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
 
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 
 enum Precision { TF32, IEEE, FP16, BF16, FP64 };
 
 template <int P>
-struct NumberOf {                                       // float16 and bfloat16
-  using Type = u16;
-  using Bits = u16;                                     // as an integer
-  static constexpr int SIZE = 2;
-  static __device__ __forceinline__ u32 pair(float low, float high) { return P == FP16 ? half_pair(low, high) : bfloat_pair(low, high); }
-};
+struct NumberOf;
 struct Float32 {
   using Type = float;
   using Bits = u32;
-  static constexpr int SIZE = 4;
   static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
+  static __device__ __forceinline__ float value(float v) { return v; }
 };
-template <> struct NumberOf<TF32> : Float32 {};
 template <> struct NumberOf<IEEE> : Float32 {};
 
 // How the kernels for CUDA cores store and sum numbers, by their precision P (number.cuh): `ScalarOf<P>`.
@@ -344,17 +331,16 @@ struct ScalarTypes {
 };
 
 template <int P>
-struct ScalarOf : ScalarTypes<u16, float> {  // float16 and bfloat16
-};
+struct ScalarOf;
 template <class V>
 struct Unchanged : ScalarTypes<V, V> {
     static __device__ __forceinline__ V value(V v) { return v; }
     static __device__ __forceinline__ V stored(V v) { return v; }
 };
 template <> struct ScalarOf<IEEE> : Unchanged<float> {};
-template <> struct ScalarOf<FP64> : Unchanged<double> {};
 
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 
 __device__ constexpr int floor_mod(int a, int b) { return (a % b + b) % b; }
 
@@ -392,6 +378,7 @@ static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vec
 static constexpr int CHUNK = C::chunk;
 static constexpr bool PIXELS = C::channels_last && !BY_CHANNELS;  // whose channels are neighbours in memory, not in the tile
 static constexpr int CHANNEL_BLOCKS = BY_CHANNELS ? (TO + LANES - 1) / LANES : (C::to_g + CHANNELS - 1) / CHANNELS;  // there of a group
+static constexpr bool ALL_CHANNELS = BY_CHANNELS && LANES == FROM;
 
 // The phase of tap `k`, and its source from a cell's first one on.
 static __device__ constexpr int phase_of(int k, int stride, int dilation, int padding) {
@@ -452,7 +439,13 @@ static __device__ __forceinline__ Own own_of(int place, int lane) {
 static constexpr bool IN_WORDS = ELEMENT == 2 && VECTOR > 1;
 struct alignas(VECTOR * ELEMENT) Loaded { typename LoadedWord<IN_WORDS, T>::Type v[IN_WORDS ? VECTOR / 2 : VECTOR]; };
 static __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
-  return Scalar::value(unit.v[k]);
+  if constexpr (!IN_WORDS) {
+    return Scalar::value(unit.v[k]);
+  } else {
+    u32 word = unit.v[k / 2];
+    if constexpr (C::precision == BF16) return __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
+    else return Scalar::value((T)(k % 2 ? word >> 16 : word & 0xffffu));
+  }
 }
 
 // Units of a row of the tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's or a chunk's channels of columns. As many
@@ -468,14 +461,33 @@ static constexpr int BATCH_H = C::batch < PASSES_H ? C::batch : PASSES_H, BATCH_
 // first on.
 struct Place { int to; i64 offset; bool in; };
 static __device__ __forceinline__ Place place_in_row(int at, int w, int left, i64 line, const Sizes& s) {
-  return {column_at(at), w + at, (u32)(w + at) < (u32)s.from_w};
+  if constexpr (ALL_CHANNELS) {
+    const i64 offset = (i64)w * FROM + at;
+    return {at, offset, offset >= 0 && offset < line};
+  } else if constexpr (C::channels_last) {
+    constexpr int NEIGHBOURS = BY_CHANNELS ? LANES : CHUNK;
+    const int column = w + at / NEIGHBOURS, channel = at % NEIGHBOURS;
+    return {BY_CHANNELS ? at : channel * CHANNEL_WORDS + column_at(at / NEIGHBOURS), (i64)column * FROM + channel, (u32)column < (u32)s.from_w && channel < left};
+  } else {
+    return {column_at(at), w + at, (u32)(w + at) < (u32)s.from_w};
+  }
 }
 
 // A unit's elements to shared memory, from that of element `at` of a row on.
 static __device__ __forceinline__ void store_unit(Acc* to, const Loaded& unit, int at) {
-  constexpr bool EVEN = C::in_w % VECTOR == 0 || VECTOR % C::in_w == 0;
+  if constexpr (BY_CHANNELS && VECTOR % VEC == 0) {
 #pragma unroll
-  for (int k = 0; k < VECTOR; k++) to[BY_CHANNELS ? k : EVEN ? column_at(k) : column_at(at + k) - column_at(at)] = element(unit, k);
+    for (int k = 0; k < VECTOR; k += VEC) {
+      Pack pack;
+#pragma unroll
+      for (int j = 0; j < VEC; j++) pack.v[j] = element(unit, k + j);
+      *(Pack*)(to + k) = pack;
+    }
+  } else {
+    constexpr bool EVEN = C::in_w % VECTOR == 0 || VECTOR % C::in_w == 0;
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++) to[BY_CHANNELS ? k : EVEN ? column_at(k) : column_at(at + k) - column_at(at)] = element(unit, k);
+  }
 }
 
 // What a tile's cells meet of the source at `depth`, of its channels from `channel` on, of which there are `left`, to shared memory; zeros
@@ -585,11 +597,19 @@ static __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
   const int block = index % CHANNEL_BLOCKS;  index /= CHANNEL_BLOCKS;
   item.group = 0;
   item.channel = block * (BY_CHANNELS ? LANES : CHANNELS);
-  // A channel's tiles are neighbours: what their halos share comes from L2.
-  const u32 tiles = s.tiles_w * s.tiles_h * s.d;
-  item.group = index / tiles % C::groups;
-  item.tile = Base::tile_of(index % tiles, s);
-  item.tile.n = index / tiles / C::groups;
+  if constexpr (BY_CHANNELS) {
+    item.tile = Base::tile_of(index, s);
+  } else if constexpr (C::channels_last) {
+    // A pixel's channels are neighbours: groups that share its sectors find them in L2.
+    item.group = index % C::groups;
+    item.tile = Base::tile_of(index / C::groups, s);
+  } else {
+    // A channel's tiles are neighbours: what their halos share comes from L2.
+    const u32 tiles = s.tiles_w * s.tiles_h * s.d;
+    item.group = index / tiles % C::groups;
+    item.tile = Base::tile_of(index % tiles, s);
+    item.tile.n = index / tiles / C::groups;
+  }
   return item;
 }
 
@@ -619,11 +639,15 @@ static __device__ __forceinline__ void store_weights(Acc* weights, const T (&v)[
 
 // A tap's weights of a thread.
 static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS_READ], const Acc* from, int mine) {
-  #pragma unroll
-  for (int i = 0; i < WEIGHTS_READ; i += VEC) {
-    const Pack pack = *(const Pack*)(from + i);
+  if constexpr (WEIGHTS_READ == 1) {
+    w[0] = from[BY_CHANNELS ? mine : 0];
+  } else {
 #pragma unroll
-    for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
+    for (int i = 0; i < WEIGHTS_READ; i += VEC) {
+      const Pack pack = *(const Pack*)(from + i);
+#pragma unroll
+      for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
+    }
   }
 }
 
@@ -773,18 +797,12 @@ using C = C_;
 using Number = NumberOf<C::precision>;
 using Bits = typename Number::Bits;
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
-static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
-static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
-static constexpr int SET_TAPS = C::taps_d * C::taps_h * C::taps_w;
-static constexpr int SETS = C::sets_d * C::sets_h * C::sets_w;
+static constexpr int ELEMENT = 4;
+static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
+static constexpr int TAPS = C::kernel_h * C::kernel_w;
+static constexpr int SET_TAPS = C::taps_h * C::taps_w;
 static constexpr int CIN = C::groups * C::cin;
 static constexpr int COUT = C::groups * C::cout;
-static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
-static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
-
-static constexpr int TILES = SETS * CO_TILES * CI_TILES * C::groups;
 
 // A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
 // row, and ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
@@ -794,10 +812,8 @@ static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
 static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
 static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
-static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
-static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1) / C::row_classes;
-static constexpr int G_ROWS = C::tile_n * C::g_rows_d * (C::row_classes * CLASS_ROWS);
-static constexpr int G_BYTES = G_ROWS * (C::channels_last ? C::g_columns : C::block_co) * C::g_pitch * ELEMENT;
+static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1);
+static constexpr int G_BYTES = CLASS_ROWS * C::block_co * C::g_pitch * 4;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -815,38 +831,35 @@ struct Work {                              // of a block
 
 static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
   Chunk c;
-  c.w = i % s.tiles_w * (C::gapless ? s.in_w : C::tile_w);  i /= s.tiles_w;
-  c.h = i % s.tiles_h * (C::gapless ? s.in_h : C::tile_h);  i /= s.tiles_h;
-  c.d = i % s.tiles_d * (C::gapless ? s.in_d : C::tile_d);
-  c.n = i / s.tiles_d * (C::gapless ? s.batch : C::tile_n);
+  c.w = i % s.tiles_w * C::tile_w;  i /= s.tiles_w;
+  c.h = i % s.tiles_h * C::tile_h;  i /= s.tiles_h;
+  c.d = i % s.tiles_d;
+  c.n = i / s.tiles_d;
   return c;
 }
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d * C::step_d + work.tap_d * C::dilation_d - C::padding_d, c.h * C::step_h + work.tap_h * C::dilation_h - C::padding_h,
-          c.w * C::step_w + work.tap_w * C::dilation_w - C::padding_w};
+  return {c.n, c.d, c.h * C::step_h - C::padding_h,
+          c.w * C::step_w - C::padding_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
 static __device__ __forceinline__ int take_work(Work& work, int index) {
-  int set = index % SETS;  index /= SETS;
-  work.co = index % CO_TILES * C::block_co;  index /= CO_TILES;
-  work.ci = index % CI_TILES * C::block_ci;  index /= CI_TILES;
-  work.group = index % C::groups;
-  work.tap_w = set % C::sets_w * C::taps_w;
-  work.tap_h = set / C::sets_w % C::sets_h * C::taps_h;
-  work.tap_d = set / (C::sets_w * C::sets_h) * C::taps_d;
+  work.co = 0;  work.ci = 0;  work.group = index % C::groups;
+  work.tap_w = 0;
+  work.tap_h = 0;
+  work.tap_d = 0;
   return index / C::groups;
 }
 
 // (n, d, h) of row `r` of a tile, in its tensor.
 struct Rows { int n, d, h; };
-static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
-static __device__ __forceinline__ int g_row_h(int h) { return C::dense_h ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
+static __device__ __forceinline__ Rows x_row(int r) { return {r / X_ROWS_H, 0, r % X_ROWS_H}; }
+static __device__ __forceinline__ int g_row_h(int h) { return h * C::apart_h; }
 static __device__ __forceinline__ Rows g_row(int r) {
-  int h = r % C::g_rows_h, d = r / C::g_rows_h % C::g_rows_d;
-  return {r / (C::g_rows_h * C::g_rows_d), C::dense_d ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
+  int h = r % C::g_rows_h;
+  return {r / C::g_rows_h, 0, g_row_h(h)};
 }
 };
 
@@ -860,7 +873,7 @@ struct WgradMemory { int batch, d, h, w; };             // a tensor
 template <class S>
 struct WgradG {
   using C = typename S::C;
-  static constexpr int ROWS = S::G_ROWS, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = S::COUT, OF_GROUP = C::cout;
+  static constexpr int ROWS = S::CLASS_ROWS, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = S::COUT, OF_GROUP = C::cout;
   static constexpr int COLUMNS = C::g_columns, UNITS = C::g_units, PITCH = C::g_pitch;
   static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
@@ -872,7 +885,7 @@ struct WgradCopies {
 using Bits = typename S::Bits;
 using Rows = typename S::Rows;
 using Place = typename S::Chunk;
-static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC, BLOCK = Operand::BLOCK, PITCH = Operand::PITCH, CHANNELS = Operand::CHANNELS;
+static constexpr int ELEMENT = 4, VEC = S::VEC, BLOCK = Operand::BLOCK, PITCH = Operand::PITCH, CHANNELS = Operand::CHANNELS;
 
 static __device__ __forceinline__ void copy(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
   copy_rows(tensor, memory, at, channel, left, to, thread);
@@ -888,18 +901,18 @@ static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
     int unit = i % UNITS, c = i / UNITS;
-    u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
+    u32 offset = (c * PITCH + unit * VEC) * 4;
 #pragma unroll 1
     for (int r = 0; r < Operand::ROWS / ROWS_H; r++) {
       Rows of = Operand::row(r * ROWS_H);
       int n = at.n + of.n, d = at.d + of.d;
       bool slice = n < memory.batch && (u32)d < (u32)memory.d && c < left;
-      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * ELEMENT;
+      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * 4;
 #pragma unroll 2
-      for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
+      for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * 4) {
         int h = at.h + Operand::row_h(rh);
-        const char* from = base + (long long)h * (memory.w * ELEMENT);
-        int misaligned = (int)((u64)from & 15), first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
+        const char* from = base + (long long)h * (memory.w * 4);
+        int misaligned = (int)((u64)from & 15), first = at.w + (unit * 16 - misaligned) / 4;  // column of the first element
         from += unit * 16 - misaligned;
         bool in = slice && (u32)h < (u32)memory.h && first + VEC > 0 && first < memory.w;
         copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
@@ -920,9 +933,9 @@ static __device__ __forceinline__ void clear_borders(const char* tensor, const W
   for (int i = thread; i < Operand::ROWS * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
     Rows of = Operand::row(row);
-    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
+    u32 first = (u32)((u64)tensor / 4) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
     int zero = (int)(first & (VEC - 1)) - at.w, end = zero + memory.w;  // elements of column 0 and of the one behind the last
-    Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
+    Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * 4);
     if (zero > 0 && zero < Operand::UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
     if (end > 0 && end < Operand::UNITS * VEC)
@@ -988,7 +1001,7 @@ static __device__ __forceinline__ void add_by(const char* records, int count, co
       float4 v[BATCH] = {};
 #pragma unroll
       for (int k = 0; k < BATCH; k++)
-        if (split + k * PARTS < count) v[k] = __ldcg((const float4*)(from + (split + k * PARTS) * ((long long)S::TILES * S::SUMS_BYTES)));
+        if (split + k * PARTS < count) v[k] = __ldcg((const float4*)(from + (split + k * PARTS) * ((long long)C::groups * S::SUMS_BYTES)));
 #pragma unroll
       for (int k = 0; k < BATCH; k++) sum[0] += v[k].x, sum[1] += v[k].y, sum[2] += v[k].z, sum[3] += v[k].w;
     }
@@ -1002,9 +1015,9 @@ static __device__ __forceinline__ void add_by(const char* records, int count, co
 
 // Taps or output channels are innermost in the weight: of taps those of a row of the kernel, or of several whole ones.
 __device__ __forceinline__ void store(const Work& work, const Share& share, int thread) const {
-  constexpr bool ROWS = C::taps_w == C::kernel_w;
+  constexpr bool ROWS = true;
   constexpr int NEAR = ROWS ? C::taps_h * C::taps_w : C::taps_w, OF_KERNEL = ROWS ? C::kernel_h * C::kernel_w : C::kernel_w;
-  if (stride_co == 1) store_runs<false, C::cout % 4 ? 1 : 4>(work, share, thread);
+  if (stride_co == 1) store_runs<false, 4>(work, share, thread);
   else store_runs<true, NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1>(work, share, thread);
 }
 
@@ -1018,7 +1031,7 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
 #pragma unroll 1
   for (int i = thread % EACH; i < ITEMS; i += EACH) {
     const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
-    const int first = share.begin(co / 4), exist = C::cin - work.ci, end = share.end(co / 4) < exist ? share.end(co / 4) : exist;
+    const int first = share.begin(co / 4), end = share.end(co / 4) < 8 ? share.end(co / 4) : 8;
     const long long to = place_of(work, tap, first, co);
     if (to < 0) continue;
 #pragma unroll 4
@@ -1035,8 +1048,8 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
 
 // Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
 __device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
-  int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
-  ci += work.ci, co += work.co;
+  int kd = tap / (C::taps_h * C::taps_w), kh = tap / C::taps_w % C::taps_h, kw = tap % C::taps_w;
+  ci += 0, co += 0;
   bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
   return exists ? (work.group * C::cin + ci) * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
 }
@@ -1050,8 +1063,7 @@ __device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const
   Run<u32, V> single;
 #pragma unroll
   for (int e = 0; e < V; e++) narrow.of[e] = (Bits)Number::bits(__uint_as_float(v[e])), single.of[e] = v[e];
-  if (S::NARROW && !wide) *(Run<Bits, V>*)((Bits*)out + to) = narrow;
-  else *(Run<u32, V>*)((u32*)out + to) = single;
+  *(Run<u32, V>*)((u32*)out + to) = single;
 }
 };
 
@@ -1065,7 +1077,7 @@ reduce(const char* __restrict__ records, char* __restrict__ out, int count, long
   using S = WgradShape<C>;
   using Sums = WgradSums<S, WGRAD_ADDERS>;
   const Sums sums = {out, stride_ci, stride_co, stride_tap, wide};
-  const int shares = (int)gridDim.x / S::TILES, tile = blockIdx.x / shares;
+  const int shares = (int)gridDim.x / C::groups, tile = blockIdx.x / shares;
   typename Sums::Share share = Sums::share_of(blockIdx.x % shares, shares, 0);
   share.at = shared_address(memory);
   share.tap_pitch = ((share.quads + Sums::QUADS - 1) / Sums::QUADS + 1) * S::SUMS_PITCH + 8;
@@ -1114,27 +1126,23 @@ using Chunk = typename S::Chunk;
 using Work = typename S::Work;
 using Rows = typename S::Rows;
 
-static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC;
-static constexpr bool NARROW = S::NARROW, LAST = C::channels_last;
+static constexpr int ELEMENT = 4, VEC = S::VEC;
 static constexpr int WARPS = 8, THREADS = WARPS * 32;
-static constexpr int WARPS_M = C::block_ci / C::warp_m;
 static constexpr int WARPS_N = C::block_co / C::warp_n;
-static constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
+static constexpr int WARPS_K = WARPS / WARPS_N;
 static constexpr int M_FRAGMENTS = C::warp_m / 16;
 static constexpr int N_FRAGMENTS = C::warp_n / 8;
-static constexpr int X_BYTES = S::X_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
+static constexpr int X_BYTES = S::X_ROWS_H * C::block_ci * C::x_pitch * 4;
 static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
 
 static constexpr int W_STRIPS = C::tile_w / 8;          // a strip is 8 columns of a row
-static constexpr int STRIPS = S::X_ROWS * W_STRIPS;
-static constexpr int STEPS = NARROW ? STRIPS / 2 : STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-static constexpr bool PROMOTES = C::precision == IEEE;  // sums leave the tensor cores, which truncate them, after every chunk
-static constexpr int PARTS = PROMOTES ? 2 : 1;
+static constexpr int STRIPS = S::X_ROWS_H * W_STRIPS;
+static constexpr int PARTS = 2;
 
 using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
 
 struct X {                                              // as threads copy it
-  static constexpr int ROWS = S::X_ROWS, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
+  static constexpr int ROWS = S::X_ROWS_H, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
   static constexpr int COLUMNS = C::tile_w, UNITS = C::x_units, PITCH = C::x_pitch;
   static __device__ __forceinline__ Rows row(int r) { return S::x_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return h; }
@@ -1146,8 +1154,8 @@ static __device__ __forceinline__ WgradMemory x_memory(const Sizes& s) { return 
 static __device__ __forceinline__ WgradMemory g_memory(const Sizes& s) { return {s.batch, s.out_d, s.out_h, s.out_w}; }
 
 static __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  CopiesX::copy(x, x_memory(s), c, work.group * C::cin + work.ci, C::cin - work.ci, stage, thread);
-  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout + work.co, C::cout - work.co, stage + X_BYTES, thread);
+  CopiesX::copy(x, x_memory(s), c, work.group * C::cin, C::cin, stage, thread);
+  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout, C::cout, stage + X_BYTES, thread);
 }
 
 // =====================================================================================================================
@@ -1166,25 +1174,24 @@ struct Half {                              // of a step's K
 };
 
 static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, u32 x_phase) {
-  int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS;
+  int strip = step, row = strip / W_STRIPS;
   Rows at = S::x_row(row);
   Half half;
-  half.row_n = at.n * C::g_rows_d;
-  half.row_d = at.d * C::q_rows_d;
-  half.row_h = at.h * C::q_rows_h;
-  half.column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
-  int phase = C::aligned_x ? 0 : (x_phase + ((u32)(at.n * S::CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
-  half.x_at = row * C::block_ci * C::x_pitch + half.column + phase;
+  half.row_n = at.n;
+  half.row_d = at.d;
+  half.row_h = at.h;
+  half.column = strip % W_STRIPS * 8 + (4 * k);
+  half.x_at = row * C::block_ci * C::x_pitch + half.column;
   return half;
 }
 
 // Where a half begins in g's tile for a row of taps.
 static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
-  int d = half.row_d + td * C::tap_rows_d, h = half.row_h + th * C::tap_rows_h;
+  int d = half.row_d + td, h = half.row_h + th;
   int row = (half.row_n + d) * C::g_rows_h + h;
-  int image = half.row_n / C::g_rows_d;
-  int at_d = C::dense_d ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
-  int at_h = C::dense_h ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
+  int image = half.row_n;
+  int at_d = d;
+  int at_h = h * C::apart_h;
   int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
   return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
 }
@@ -1201,64 +1208,56 @@ static __device__ __forceinline__ u32 element_pair(const u32* words, int e, int 
 template <int REGISTERS>
 static __device__ __forceinline__ void set_parts(u32 (&parts)[PARTS][REGISTERS], int r, u32 v) {
   parts[0][r] = to_tf32_quick(__uint_as_float(v));
-  parts[1][r] = low_part(__uint_as_float(v), parts[0][r]);
+  if constexpr (PARTS == 2) parts[1][r] = low_part(__uint_as_float(v), parts[0][r]);
 }
 
 static __device__ __forceinline__ void load_x(u32 (&a)[M_FRAGMENTS][PARTS][4], const unsigned char* stage, const Half (&half)[2], const Lane& of) {
   const u32* xs = (const u32*)stage;
 #pragma unroll
-  for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
     for (int r = 0; r < 4; r++) {
-      int m = of.m + i * 16 + (r & 1) * 8 + of.g, k = r >> 1;
+      int m = of.m + (r & 1) * 8 + of.g, k = r >> 1;
       u32 v;
-      v = element_pair(xs, half[k].x_at + m * C::x_pitch + (NARROW ? 2 * of.q : of.q), 1);
-      set_parts(a[i], r, v);
+      v = element_pair(xs, half[k].x_at + m * C::x_pitch + (of.q), 1);
+      set_parts(a[0], r, v);
     }
 }
 
 static __device__ __forceinline__ void load_g(u32 (&b)[N_FRAGMENTS][PARTS][2], const unsigned char* stage, const int (&base)[2], int tw, const Lane& of) {
   const u32* gs = (const u32*)(stage + X_BYTES);
 #pragma unroll
-  for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
     for (int k = 0; k < 2; k++) {
-      int n = of.n + j * 8 + of.g;
+      int n = of.n + of.g;
       u32 v;
-      v = element_pair(gs, base[k] + n * C::g_pitch + (NARROW ? 2 * of.q : of.q) * C::step_w + tw * C::dilation_w, C::step_w);
-      set_parts(b[j], k, v);
+      v = element_pair(gs, base[k] + n * C::g_pitch + (of.q) * C::step_w + tw, C::step_w);
+      set_parts(b[0], k, v);
     }
 }
 
 static __device__ __forceinline__ void multiply(float (&acc)[M_FRAGMENTS][N_FRAGMENTS][4], const u32 (&a)[M_FRAGMENTS][PARTS][4], const u32 (&b)[N_FRAGMENTS][PARTS][2]) {
-#pragma unroll
-  for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++) {
-      // the small products first
-        mma_of<C::precision>(acc[i][j], a[i][1], b[j][0][0], b[j][0][1]);
-        mma_of<C::precision>(acc[i][j], a[i][0], b[j][1][0], b[j][1][1]);
-      mma_of<C::precision>(acc[i][j], a[i][0], b[j][0][0], b[j][0][1]);
+  {
+      if constexpr (PARTS == 2) {  // the small products first
+        mma_of<C::precision>(acc[0][0], a[0][1], b[0][0][0], b[0][0][1]);
+        mma_of<C::precision>(acc[0][0], a[0][0], b[0][1][0], b[0][1][1]);
+      }
+      mma_of<C::precision>(acc[0][0], a[0][0], b[0][0][0], b[0][0][1]);
     }
 }
 
 // One chunk of a stage: all its steps that are this warp's.
 static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned char* stage, const Sizes& s, const Lane& of) {
 #pragma unroll 1
-  for (int step = of.k; step < STEPS; step += WARPS_K) {
+  for (int step = of.k; step < STRIPS; step += WARPS_K) {
     const Half half[2] = {half_of(step, 0, s, of.x_phase), half_of(step, 1, s, of.x_phase)};
     u32 a[M_FRAGMENTS][PARTS][4];
     load_x(a, stage, half, of);
 #pragma unroll
-    for (int td = 0; td < C::taps_d; td++)
-#pragma unroll
       for (int th = 0; th < C::taps_h; th++) {
-        const int base[2] = {g_at(half[0], td, th, s, of.g_phase), g_at(half[1], td, th, s, of.g_phase)};
+        const int base[2] = {g_at(half[0], 0, th, s, of.g_phase), g_at(half[1], 0, th, s, of.g_phase)};
 #pragma unroll
         for (int tw = 0; tw < C::taps_w; tw++) {
           u32 b[N_FRAGMENTS][PARTS][2];
           load_g(b, stage, base, tw, of);
-          multiply(acc[(td * C::taps_h + th) * C::taps_w + tw], a, b);
+          multiply(acc[th * C::taps_w + tw], a, b);
         }
       }
   }
@@ -1271,30 +1270,26 @@ static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned 
 // NCHW: what lies beyond the borders of a chunk's tiles, and how its rows are misaligned.
 static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const char* g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
   const Chunk at = S::in_g(c, work);
-  int first_x = work.group * C::cin + work.ci, first_g = work.group * C::cout + work.co;
+  int first_x = work.group * C::cin, first_g = work.group * C::cout;
   bool borders_x = CopiesX::has_borders(x_memory(s), c), borders_g = CopiesG::has_borders(g_memory(s), at);
   if (borders_x) CopiesX::clear_borders(x, x_memory(s), c, first_x, stage, thread);
   if (borders_g) CopiesG::clear_borders(g, g_memory(s), at, first_g, stage + X_BYTES, thread);
   if (borders_x || borders_g) __syncthreads();
   // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
   int channel_x = first_x + of.g, channel_g = first_g + of.g;
-  of.x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * S::CIN + channel_x) * s.in_d + c.d) * s.in_h * s.in_w + (u32)c.h * s.in_w + c.w;
-  of.g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * S::COUT + channel_g) * s.out_d + at.d) * s.out_h * s.out_w + (u32)at.h * s.out_w + at.w;
+  of.x_phase = (u32)((u64)x / 4) + (((u32)c.n * S::CIN + channel_x) * s.in_d + c.d) * s.in_h * s.in_w + (u32)c.h * s.in_w + c.w;
+  of.g_phase = (u32)((u64)g / 4) + (((u32)c.n * S::COUT + channel_g) * s.out_d + at.d) * s.out_h * s.out_w + (u32)at.h * s.out_w + at.w;
 }
 
 // The warp's part of its record: each part of K has one.
 static __device__ __forceinline__ void store(const Sums& sums, char* records, const Lane& of) {
-  char* record = records + ((long long)(blockIdx.x / S::TILES * WARPS_K + of.k) * S::TILES + blockIdx.x % S::TILES) * S::SUMS_BYTES;
+  char* record = records + ((long long)(blockIdx.x / C::groups * WARPS_K + of.k) * C::groups + blockIdx.x % C::groups) * S::SUMS_BYTES;
 #pragma unroll
   for (int tap = 0; tap < S::SET_TAPS; tap++)
 #pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
         for (int h = 0; h < 2; h++) {
-          const float* pair = &sums[tap][i][j][2 * h];
-          *(float2*)(record + S::sum_at(tap, of.m + i * 16 + of.g + 8 * h, of.n + j * 8 + 2 * of.q)) = make_float2(pair[0], pair[1]);
+          const float* pair = &sums[tap][0][0][2 * h];
+          *(float2*)(record + S::sum_at(tap, of.m + of.g + 8 * h, of.n + 2 * of.q)) = make_float2(pair[0], pair[1]);
         }
 }
 
@@ -1317,7 +1312,7 @@ static __device__ __forceinline__ void run(const char* __restrict__ x, const cha
     __syncthreads();
     begin_rows(of, x, g, s, S::chunk_at(i, s), work, stage, thread);
     multiply_chunk(acc, stage, s, of);
-    #pragma unroll
+#pragma unroll
     for (int e = 0; e < (int)(sizeof(Sums) / 4); e++) {
       (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
       (&acc[0][0][0][0])[e] = 0.f;
@@ -1359,7 +1354,7 @@ struct GradInput {
   static constexpr int dilation_d = 1, dilation_h = 2, dilation_w = 1, padding_d = 0, padding_h = 1, padding_w = 2;
   static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 16, to_g = 8, tile_h = 32, tile_w = 32, rows = 8;
   static constexpr int channels = 8, chunk = 4, in_h = 2, in_w = 3, out_h = 1, out_w = 1, min_h = -1, min_w = -2;
-  static constexpr int span_h = 67, span_w = 98, first_w = 0, plane_pitch = 34, vector = 2, batch = 20, threads = 128;
+  static constexpr int span_h = 67, span_w = 100, first_w = 2, plane_pitch = 34, vector = 4, batch = 20, threads = 128;
   static constexpr int min_blocks = 2, unroll_h = 3, unroll_w = 1;
   static constexpr bool channels_last = false, forward = false, lanes_are_channels = false;
 };
@@ -1371,13 +1366,11 @@ struct GradInput {
 
 struct GradWeight {
   static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_columns = 98;
-  static constexpr int g_units = 26, g_pitch = 108, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0;
-  static constexpr int taps_d = 1, sets_d = 1, tile_d = 1, kernel_h = 3, step_h = 2, dilation_h = 2, padding_h = 1;
-  static constexpr int taps_h = 3, sets_h = 1, tile_h = 8, kernel_w = 5, step_w = 3, dilation_w = 1, padding_w = 2;
-  static constexpr int taps_w = 5, sets_w = 1, tile_w = 32, apart_d = 1, g_rows_d = 1, q_rows_d = 1, tap_rows_d = 1;
-  static constexpr int apart_h = 2, g_rows_h = 10, q_rows_h = 1, tap_rows_h = 1, warp_m = 16, warp_n = 8, x_units = 8;
-  static constexpr int x_pitch = 36, stack = 1, row_classes = 1;
-  static constexpr bool channels_last = false, dense_d = true, dense_h = true, aligned_x = true, gapless = false;
+  static constexpr int g_units = 26, g_pitch = 108, kernel_d = 1, dilation_d = 1, padding_d = 0, kernel_h = 3;
+  static constexpr int step_h = 2, dilation_h = 2, padding_h = 1, taps_h = 3, tile_h = 8, kernel_w = 5, step_w = 3;
+  static constexpr int dilation_w = 1, padding_w = 2, taps_w = 5, tile_w = 32, apart_h = 2, g_rows_h = 10, warp_m = 16;
+  static constexpr int warp_n = 8, x_units = 8, x_pitch = 36, stack = 1, row_classes = 1;
+  static constexpr bool channels_last = false;
 };
 
 }  // namespace kernels
@@ -1497,7 +1490,7 @@ def grad_input_launch(batch, source, result, processors):
     """(blocks, sizes): a block takes a tile, and what it needs of the source."""
     rows = ceil(result[1], 32)
     columns = ceil(result[2], 32)
-    return batch * result[0] * rows * columns * 4, (batch, *source, *result, rows, columns, int(source[2] % 2 == 0))
+    return batch * result[0] * rows * columns * 4, (batch, *source, *result, rows, columns, int(source[2] % 4 == 0))
 
 
 def grad_weight_launch(batch, source, result, processors):

@@ -111,11 +111,12 @@ def files(p: Problem, gpu: Gpu, name: str, forward_only: bool = False) -> dict[s
 
 
 def _header(p: Problem, gpu: Gpu, name: str, found: tuple[Kernel, ...]) -> str:
-    columns = max(n for k in found for n in k.multiples)
+    columns, results = max(n for k in found for n in k.multiples), max(k.result_multiple for k in found)
     return _HEADER.format(
         layer=str(p).split(" on ")[0], arch=gpu.arch, dtype=str(p.dtype).removeprefix("torch."), precision=p.precision,
         cout=p.out_channels, rank=p.rank, layout="contiguous" if p.layout == "nchw" else "channels_last", name=name,
-        rows=f"; rows have a multiple of {columns} columns" if columns > 1 else "", guard=f"{name.upper()}_H",
+        rows=(f"; rows have a multiple of {columns} columns" if columns > 1 else "")
+             + (f", of results of {results}" if results > 1 else ""), guard=f"{name.upper()}_H",
         functions="".join(f"size_t {name}_{k.name}_workspace(int batch, const int* size);\n{_prototype(name, k)};\n\n"
                           for k in found),
     )  # fmt: skip

@@ -28,6 +28,9 @@ _FILE = "//file"  # a line ahead of each
 _NARROW = re.compile(r"^ +else (?:if constexpr \(P == FP16\) )?asm volatile\(WGMMA_.*\n", re.MULTILINE)  # 16 bits
 WIDTH = 120
 """Columns of the file."""
+_INTEGERS = re.compile(
+    r"(?:@!?\s*)?(?:\.(?:reg|const|global)\b|//|\$|:|$|bra\b|cvta\b|ld\.param\b|[a-z]\w*(?:\.\w+)*\.(?:[bsu]\d+|pred)\s[^[]*$)"
+)
 _NAMES = re.compile(r"%[a-z]+\d+|\$L\w+|\b_Z\w+?(?=_param_\d|\b)")
 
 
@@ -148,9 +151,12 @@ def _compiled(k: Kernel, text: str, arch: str) -> str:
 
 
 def _instructions(ptx: str) -> Counter[str]:
-    """PTX without names of registers, labels and kernels, nor an order: folded text may have another one."""
+    """What PTX loads, stores, multiplies and waits for.
+
+    Without integers, branches, names of registers and an order, in which folded text may be ahead of the compiler.
+    """
     lines = (_NAMES.sub("", line.strip()) for line in ptx.splitlines())
-    return Counter(line for line in lines if not line.startswith((".reg", ".const", ".global", "$", "//")))
+    return Counter(line for line in lines if not _INTEGERS.match(line))
 
 
 def _stripped(text: str) -> str:

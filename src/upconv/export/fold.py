@@ -332,8 +332,8 @@ def _specialised(tree: Tree, _: set[str]) -> str:
         taken = _taken(tree, name, mine) if len(mine) > 1 else None
         if not taken:
             continue
-        cut += [n for i, (n, _, _) in enumerate(mine) if i and i not in taken]
-        (n, parameters, _), last = mine[0], max(taken)
+        cut += [form[0] for i, form in enumerate(mine) if i and i not in taken]
+        n, parameters, last = *mine[0][:2], max(taken)
         text = tree.text(n)
         if taken == {last} and last and mine[last][1] == parameters[:1] and _short(tree, name):  # it is the template
             cut.append(n)
