@@ -218,9 +218,9 @@ HALVES: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "bf16"}
 ], ids=str)  # fmt: skip
 def test_the_memory_for_copies_is_stated(p: Problem) -> None:
     """As many bytes as its launches have for them, and in the summary."""
-    inner = rearranged.choose(relayout._wider(p.lifted).with_(layout="channels_last"), H200, others=True)
+    inner = rearranged.choose(relayout.rearranged(p), H200)
     assert not isinstance(inner, str)
-    choice = relayout.Choice(inner, p, 0.0)
+    choice = rearranged.Choice(relayout, inner, p, 0.0)
     arguments = [a for launch in choice.launches(Given("contiguous")) for a in launch.arguments]
     scratch = {a.operand for a in arguments if isinstance(a, Pointer | Map) and isinstance(a.operand, Scratch)}
     copies = sum(one.bytes for one in scratch if one.name.endswith("channels_last"))
