@@ -292,7 +292,8 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
         rearranged_choice(unshuffle),
     ),
     "relayout": (
-        Layers(GRADIENTS, WGMMA, inputs=(8, 16, 24, 30), outputs=(8, 16, 17, 32), groups=(1,)), rearranged_choice(relayout),
+        Layers(GRADIENTS, WGMMA, inputs=(8, 16, 24, 30), outputs=(8, 16, 17, 32), groups=(1,)),
+        rearranged_choice(relayout),
     ),
     "batches": (
         Layers((*FORWARD_LIKE, "grad-weight"), WGMMA, ranks=(2, 2, 3), inputs=(8, 16, 40), outputs=(8, 24, 40),
@@ -340,7 +341,7 @@ def modes(choice: Any) -> set[tuple[str, str, str]]:
     """What a choice's kernels are: their constants that are flags or small numbers, the pass, the layout, the dtype."""
     p = choice.problem
     found = {("", "pass", f"{p.pass_} {p.layout}"), ("", "precision", p.precision)}
-    for unit in (*choice.sources(), *choice.packing_sources):
+    for unit in choice.sources():
         struct, file = jit.parts_of(unit.source)
         found |= {(file, name, value) for name, value in FLAG.findall(struct)}
     return found

@@ -18,7 +18,7 @@ from rich.console import Console
 from measured import CPU, SHORT, TINY, ceilings, plans_fixture  # noqa: F401
 from strategies import gradient_problems
 from upconv import cpu, reference
-from upconv.bench import check, files, latency, plots, report, roofline, run, suites, tables, timing
+from upconv.bench import check, files, latency, report, roofline, run, suites, tables, timing
 from upconv.bench.report import Row
 from upconv.bench.run import How, Job
 from upconv.bench.suites import SUITES
@@ -46,16 +46,6 @@ def test_quick_sizes_keep_the_layer_and_the_budget(name: str) -> None:
         assert all(n >= min(whole, suites.QUICK_SIZE) for n, whole in zip(small.size, p.size))
 
 
-def test_the_scale_is_the_share_of_the_multiplications() -> None:
-    ways, cases = run.ways(CPU), SUITES["founding"][-1:]
-    (small,) = run.jobs("kernelbench", cases, ways, small=True, bias=None)
-    assert small.problem.size == (128, 256) and small.scale == 128 * 256 / (8 * 1024 * 1024)
-    (full,) = run.jobs("kernelbench", cases, ways, small=False, bias=True)
-    assert full.scale == 1 and full.problem == whole("kb57").with_(bias=True)
-    for kept in ("custom", "cpu"):
-        assert all(job.scale == 1 for job in run.jobs(kept, cases, ways, small=True, bias=None))
-
-
 def test_ways_are_every_combination_that_exists() -> None:
     ways = run.ways(CPU, list(PRECISIONS), (), LAYOUTS, PASSES)
     found = run.jobs("models", suites.choose(SUITES["models"], ["hifigan", "PIX"]), ways, small=True, bias=None)
@@ -79,29 +69,6 @@ def test_a_layer_is_read_in_torch_order() -> None:
     assert suites.parse_layer("3,4,5", "1x3x9").bias and suites.parse_layer("3,4,[5]", "1x3x9x9x9").kernel == (5, 5, 5)
 
 
-@pytest.mark.parametrize(
-    ("layer", "input", "sentence"),
-    [
-        (
-            "64,64,3", "8x64",
-            "--input must be batch, channels and 1 to 3 spatial sizes joined by x, like 8x64x512x512; got '8x64'",
-        ),
-        ("64,64,3", "8x32x9x9", "--input must have the layer's 64 channels; got '8x32x9x9' with 32"),
-        ("64,64,exit()", "8x64x9", "{}; got '64,64,exit()'"),
-        ("64,64", "8x64x9", "{}; got '64,64': "),
-        ("64,64,(3,3,3)", "8x64x9x9", "{}; got '64,64,(3,3,3)': kernel must"),
-        ("64,64,3,groups=7", "8x64x9", "{}; got '64,64,3,groups=7': in_channels must"),
-        ("64,64,3.5", "8x64x9", "{}; got '64,64,3.5': "),
-        ("64,64,3,stride=0", "8x64x9", "{}; got '64,64,3,stride=0': stride must"),
-    ],
-)  # fmt: skip
-def test_a_bad_layer_is_one_sentence(layer: str, input: str, sentence: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        suites.parse_layer(layer, input)
-    assert sentence.format('like "64,64,(3,7),stride=2,padding=1"') in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 # --- timing ----------------------------------------------------------------------------------------------------------
 
 
@@ -122,11 +89,6 @@ def test_sides_alternate_and_inputs_rotate() -> None:
     assert timed == ["a0", "b0", "b1", "a1", "a2", "b2", "b0", "a0"]
     assert len(taken["a"]) == len(taken["b"]) == 4
     assert all((calls[i - 1] == "set") == (c[0] == "a") for i, c in enumerate(calls) if c != "set")
-
-
-@pytest.mark.parametrize(("repeats", "rounds"), [(Repeats(60.0, 1, 7), 7), (Repeats(0.0, 5, 50), 5)])
-def test_rounds_stop_at_the_most_and_at_the_seconds(repeats: Repeats, rounds: int) -> None:
-    assert len(timing.interleave({"a": [int]}, lambda work: 0.0, repeats)["a"]) == rounds
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -156,18 +118,6 @@ def test_precision_flags_are_set_and_restored() -> None:
             assert now() == (wanted, wanted)
             raise KeyError
     assert now() == before
-
-
-def test_ceilings_are_rates_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock 20 times too fast, to which small products are long enough: the large ones take 1 to 9 s."""
-    monkeypatch.setattr(roofline, "clock", lambda *a, **k: lambda run: 20 * timing.clock(*a, **k)(run))
-    low = roofline.measure(["ieee", "bf16"], CPU, seconds=0.0)
-    # A loaded microcontroller to a large server.
-    assert 1e7 < low["copy_bytes_per_s"] < 1e13 and 1e7 < low["matmul_flops_per_s"]["ieee"] < 1e15
-    other = roofline.Ceilings(copy_bytes_per_s=1.0, matmul_flops_per_s={"ieee": 1e16, "bf16": 1.0})
-    best = roofline.better(low, other)
-    assert best["copy_bytes_per_s"] == low["copy_bytes_per_s"]
-    assert best["matmul_flops_per_s"] == {"ieee": 1e16, "bf16": low["matmul_flops_per_s"]["bf16"]}
 
 
 def test_what_runs_with_cudnn_benchmark_on_runs_in_one_other_thread() -> None:
@@ -373,25 +323,6 @@ def test_a_failing_write_leaves_the_old_file(sample: report.Report, tmp_path: Pa
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["r.json"]
 
 
-def test_plots_are_pictures(sample: report.Report, tmp_path: Path) -> None:
-    """A panel for each dtype, layout and pass; the same file types as the option's."""
-    from matplotlib.image import imread
-
-    several = {**sample, "rows": [*ROWS, row("A", 2.0, dtype="bfloat16"), row("D", 1.5, layout="channels_last")]}
-    sizes = []
-    for found in (sample, several):
-        plots.plot([found], tmp_path / "r.png")
-        picture = imread(tmp_path / "r.png")
-        sizes.append(picture.shape)
-        assert picture.shape[0] > 500 and picture[..., :3].std() > 0.05
-    assert sizes[1][1] == 3 * sizes[0][1]
-    plots.plot([sample, sample], tmp_path / "r.svg")
-    text = (tmp_path / "r.svg").read_text()
-    assert "<svg" in text and "FSR-s3" in text and "8.00x" in text and "PyTorch's own" in text
-    with pytest.raises(ValueError, match="a plot needs at least one row with a speed"):
-        plots.plot([{**sample, "rows": [ROWS[2]]}], tmp_path / "r.png")
-
-
 # --- latency ---------------------------------------------------------------------------------------------------------
 
 
@@ -413,15 +344,6 @@ def test_host_time_is_ours_and_torchs_on_the_same_layer(tmp_path: Path) -> None:
             assert 1 < row[f"{side}_lower_us"] <= row[f"{side}_us"] <= row[f"{side}_upper_us"]
         assert row["added_us"] == pytest.approx(row["ours_us"] - row["torch_us"])
     kept(found, tmp_path / "h.json")
-
-
-def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
-    found = latency.shapes(CPU, print, ((5, 6), (7, 9)))
-    assert [row["shape"] for row in found["rows"]] == ["4x64x5x6", "4x64x7x9"]
-    for row in found["rows"]:
-        assert "torch_benchmark_ms" not in row and row["ours_compiled"] is None
-        assert all(row[key] > 0 for key in ("ours_ms", "torch_ms", "torch_again_ms"))
-    kept(found, tmp_path / "s.json")
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import nn
 import upconv
 from measured import CPU, LAYER, SHORT, TINY, command, fast_fixture, plans_fixture  # noqa: F401
 from upconv import modules
-from upconv.bench import files, models, report, run, tables, timing, training
+from upconv.bench import files, models, report, run, tables, training
 from upconv.bench.run import How, Job
 
 SIDES = (*training.EAGER, *training.COMPILED)
@@ -35,22 +35,6 @@ def shown(found: report.Report, path: Path) -> str:
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
-
-
-def test_training_steps(tmp_path: Path) -> None:
-    """Every model in both precisions, ours beside PyTorch's; a report that is kept and shown."""
-    heard: list[str] = []
-    todo = models.cases(16)
-    found = training.measure(CPU, training.runs(todo), lambda text, *_: heard.append(text), SHORT, compiled=False)
-    assert [row["case"] for row in found["rows"]] == [f"{c.name} {t}" for c in todo for t in ("fp32", "bf16")]
-    for row in found["rows"]:
-        assert row["failure"] is None
-        for ratio, side in (("ratio", "ours"), ("convolutions_ratio", "convolutions")):
-            assert row[ratio] == pytest.approx(row["torch_ms"] / row[f"{side}_ms"])
-        assert "compile_ms" not in row and row["ours_peak_bytes"] is None
-    assert heard[:4] == ["dcgan fp32 ours", "dcgan fp32 convolutions", "dcgan fp32 torch", "dcgan fp32 times"]
-    text = shown(found, tmp_path / "t.json")
-    assert "hifigan bf16" in text and "Adam" in text
 
 
 def test_inference_has_no_gradients_and_trains_nothing() -> None:
@@ -138,29 +122,6 @@ class Kept:
 
 def row(pass_: Any = "fwd", frozen: bool = True) -> report.Row:
     return run.row(Job("custom", "x", TINY.with_(pass_=pass_)), CPU, How(SHORT, frozen=frozen))
-
-
-def test_a_row_is_timed_three_ways(ours: None, plans: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    freeze = Kept()
-    monkeypatch.setattr(upconv, "freeze", freeze)
-    taken = {"ours": (2.0, 3.0, 4.0), "frozen": (1.0, 2.0, 3.0), "torch": (6.0, 6.0, 6.0)}
-    monkeypatch.setattr(
-        timing, "interleave", lambda runs, take, repeats: {name: [1e-3 * v for v in taken[name]] for name in runs}
-    )
-    found = row()
-    assert found["failure"] is None
-    assert [found[key] for key in ("ours_ms", "frozen_ms", "torch_ms", "ratio", "frozen_ratio")] == pytest.approx(
-        [3, 2, 6, 2, 3]
-    )
-    assert (found["frozen_lower_ms"], found["frozen_upper_ms"]) == (pytest.approx(1.5), pytest.approx(2.5))
-    addresses = {module.weight.data_ptr() for module in freeze.modules}
-    assert len(freeze.modules) == 1 + 4 == len(addresses), "the check's and one for each set of inputs"
-    plain, gradient = row(frozen=False), row("grad-input")
-    assert gradient["failure"] is None and not {"frozen_ms", "frozen_ratio"} & {*plain, *gradient}
-    assert len(freeze.modules) == 5
-    plans("native")
-    native = row()
-    assert native["frozen_ratio"] == native["ratio"] == 1.0 and native["frozen_ms"] == native["torch_ms"]
 
 
 def test_frozen_weights_that_compute_wrongly_have_no_speed(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:

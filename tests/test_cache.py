@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import BARE
 from measured import command
 from situations.processes import in_threads
-from upconv import cli, env, modules
+from upconv import env
 from upconv.cuda.compile import cache, jit, nvrtc
 
 compiles = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
@@ -261,7 +260,7 @@ def test_a_relative_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
     assert shown(command("cache")[1])["in use"] == f"no: {message}"
     found = env.report()
-    assert found["system"]["kernels"] == found["system"]["native_host"] == message
+    assert found["system"]["kernels"] == message
     monkeypatch.setenv("UPCONV_CACHE", "off")
     assert cache.directory() is None
 
@@ -359,16 +358,6 @@ def test_switched_off_it_is_silent_and_writes_nothing(
     assert asked == ["80", "80"] and not folder.exists()
 
 
-@compiles
-def test_one_warning_per_process_whatever_the_filters_say(folder: Path) -> None:
-    folder.mkdir(mode=0o700)
-    folder.chmod(0o777)
-    done = python(
-        "import warnings\nwarnings.simplefilter('always')\nfor i in range(4):\n    jit.cubin(SOURCE + '//' * i, '80')\n"
-    )
-    assert done.stderr.count("RuntimeWarning") == 1 and str(folder) in done.stderr and done.stdout == ""
-
-
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -379,25 +368,6 @@ def shown(text: str) -> dict[str, str]:
 def fill(folder: Path) -> None:
     for n, arch in enumerate(("80", "120", "90a", "90a")):
         cache.write(f"sm_{arch}-{n:064x}.cubin", bytes(1000))
-
-
-def test_cache_shows_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out = command("cache")
-    assert code == 0 and not folder.exists()
-    assert shown(out) == {
-        "directory": str(folder), "in use": "yes", "kernels": "0", "size": "0 B", "targets": "-", "newest": "-"
-    }  # fmt: skip
-    fill(folder)
-    (folder / "notes.txt").write_text("of the user")
-    found = shown(command("cache")[1])
-    assert (found["kernels"], found["targets"]) == ("4", "sm_80, sm_90a, sm_120")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", found["newest"])
-    size = sum(p.stat().st_size for p in folder.iterdir() if p.name != "notes.txt")
-    assert found["size"] == f"{size / 1e3:.3g} kB"
-    folder.chmod(0o777)
-    assert shown(command("cache")[1])["in use"] == "no: others may write to it (mode 0777)"
-    monkeypatch.setenv("UPCONV_CACHE", "off")
-    assert shown(command("cache")[1])["in use"] == "no: UPCONV_CACHE is off"
 
 
 def test_cache_clear_removes_what_is_ours_and_nothing_else(folder: Path) -> None:
@@ -415,48 +385,3 @@ def test_cache_clear_removes_what_is_ours_and_nothing_else(folder: Path) -> None
     assert {p.name for p in folder.iterdir()} == others
     fill(folder)
     assert command("cache", "clear", input="y\n")[0] == 0 and len(entries(folder)) == 1
-
-
-MODEL = """
-from dataclasses import dataclass
-from torch import nn
-@dataclass
-class Settings:
-    width: int = 4
-def net():
-    return nn.Sequential(nn.ConvTranspose2d(Settings().width, 2, 3), nn.ReLU())
-made = net()
-number = 3
-def broken():
-    raise KeyError("weights")
-"""
-
-
-@pytest.mark.parametrize("name", ["net", "made"])
-def test_cache_warm_hands_the_model_to_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    (tmp_path / "nets.py").write_text(MODEL)
-    seen: list[tuple[torch.nn.Module, torch.Tensor]] = []
-
-    def warmup(model: torch.nn.Module, example: torch.Tensor, training: bool, progress: Any = None) -> list[str]:
-        assert training is (name == "made")
-        progress("gather 64x256", 1, 2)
-        seen.append((model, example))
-        return ["gather 64x256", "pack"]
-
-    class Device:  # a CUDA device as the command sees it, on the CPU
-        type = "cuda"
-
-    monkeypatch.setattr(cli.machine, "warmup", warmup)
-    monkeypatch.setattr(cli.machine, "device_of", lambda text: Device())
-    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device, dtype: self)
-    real = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda shape, device, dtype: real(shape, dtype=dtype))
-    code, out = command(
-        "cache", "warm", "--model", f"{tmp_path / 'nets.py'}:{name}", "--input", "2x4x5x6", "--dtype", "bfloat16",
-        "--layout", "channels_last", *(["--training"] if name == "made" else []),
-    )  # fmt: skip
-    assert (code, out) == (0, "gather 64x256\npack\n2 kernels are ready\n")
-    ((model, example),) = seen
-    assert modules.is_ours(model[0])  # type: ignore[index]
-    assert (example.shape, example.dtype) == ((2, 4, 5, 6), torch.bfloat16)
-    assert example.is_contiguous(memory_format=torch.channels_last)

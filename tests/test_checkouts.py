@@ -6,8 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -36,27 +34,6 @@ def test_code_and_constants_count_and_text_does_not() -> None:
     assert [line.split()[0] for line in tables] == [".nv.constant3"]
     with pytest.raises(ValueError, match="64-bit little-endian ELF"):
         checkouts.sections(b"PTX")
-
-
-class Side(SimpleNamespace):
-    """A checkout with these plans and codes by row."""
-
-    def describe(self, p: str) -> list[str]:
-        return [self.plans[p]]
-
-    def compile(self, p: str) -> list[str]:
-        return [f".text.k {self.codes[p]}"]
-
-
-@pytest.mark.parametrize(("codes", "timed"), [(False, "b"), (True, "bc")])
-def test_rows_that_differ_are_timed(codes: bool, timed: str) -> None:
-    rows: Any = [SimpleNamespace(name=name, problem=name) for name in "abc"]
-    old = Side(name="old", plans={"a": "x", "b": "x", "c": "x"}, codes={"a": 1, "b": 1, "c": 1})
-    new = Side(name="new", plans={"a": "x", "b": "y", "c": "x"}, codes={"a": 1, "b": 1, "c": 2})
-    found = checkouts.find(rows, old, new, 0, codes)  # type: ignore[arg-type]
-    assert [one["row"] for one in found if one["time"]] == list(timed)
-    assert [one.get("code") for one in found] == [None, None, [".text.k"] if codes else None]
-    assert all(one["time"] for one in checkouts.find(rows, old, new, 3, codes))  # type: ignore[arg-type]
 
 
 def test_a_checkout_is_the_same_as_itself(tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ import torch
 
 import upconv
 from measured import LAYER, command, fast_fixture, plans_fixture  # noqa: F401
-from upconv import cpu, env
+from upconv import cpu
 from upconv.bench.suites import parse_layer
-from upconv.explain import kernel_drawing
-from upconv.problem import Problem
 
 # --- bench -----------------------------------------------------------------------------------------------------------
 
@@ -161,41 +159,3 @@ def test_explain_says_sizes_taps_roof_and_plan(fast: None, plans) -> None:
         f"upconv's plan cpu:shuffle computes the forward pass; its roof is {1e3 * p.bytes / 1e10:.3g} ms, and nothing "
         "estimates its time here."
     )
-
-
-def test_a_kernels_drawing_marks_each_tap_with_its_phase() -> None:
-    p = Problem.make(1, 1, 1, (4, 4), 4, 2, 1)
-    assert kernel_drawing(p) == ["a b a b", "c d c d", "a b a b", "c d c d"]
-    assert kernel_drawing(Problem.make(1, 1, 1, (4,), 3, 1)) == ["a a a"]
-    assert kernel_drawing(Problem.make(1, 1, 1, (4, 4, 4), 2, 2)) == ["a b   e f", "c d   g h"]
-    long = kernel_drawing(Problem.make(1, 1, 1, (4, 4), (30, 30), 10))
-    assert len(long) == 25 and long[0].endswith("d …") and "*" in long[9] and long[-1] == "…"
-
-
-# --- env -------------------------------------------------------------------------------------------------------------
-
-
-def test_env_tells_versions_devices_and_flags() -> None:
-    code, out = command("env", "--json")
-    found = json.loads(out)
-    assert code == 0 and set(found) == {"versions", "system", "devices", "flags"}
-    assert found["versions"]["torch"] == torch.__version__ and found["versions"]["onednn"].count(".") >= 1
-    assert found["devices"]["cpu"]["threads"] == torch.get_num_threads()
-    assert found["flags"]["mkldnn.enabled"] == torch.backends.mkldnn.enabled
-    code, text = command("env")
-    assert code == 0 and str(torch.__version__) in text and found["devices"]["cpu"]["name"] in text
-
-
-def test_a_failing_probe_becomes_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: object) -> str:
-        raise RuntimeError("torn\nin two")
-
-    monkeypatch.setattr(torch.__config__, "show", broken)
-    monkeypatch.setattr(env, "_cpu_name", broken)
-    monkeypatch.setattr(torch.cuda, "device_count", broken)
-    code, out = command("env", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["versions"]["onednn"] == "unavailable: RuntimeError: torn"
-    assert found["devices"]["cpu"]["name"] == "unavailable: RuntimeError: torn"
-    assert found["devices"]["cpu"]["threads"] == torch.get_num_threads()
-    assert command("env")[0] == 0

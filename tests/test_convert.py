@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 import upconv
-from conftest import assert_close, assert_equal, forced_plans
+from conftest import assert_equal, forced_plans
 from situations import differences, step
-from twins import RANKS, assert_computed, image, lines_of
+from twins import RANKS, image, lines_of
 from upconv import modules
 
 
@@ -62,28 +62,6 @@ def test_accelerates_restores_and_says_so() -> None:
     upconv.accelerate(model.block)
     assert marked(model) == [False, True, False]
     assert lines_of(upconv.restore, model) == ["block.2: restored"]
-
-
-def test_all_but_the_mark_stays() -> None:
-    model = Net()
-    model.block.eval()
-    model.up.weight.requires_grad_(False)
-    model.up.register_forward_hook(lambda m, args, out: None)
-
-    def described(marks: bool) -> Any:
-        each = {
-            name: (id(m), m.training, {k: v for k, v in vars(m).items() if marks or k != modules.MARK})
-            for name, m in model.named_modules()
-        }
-        tensors = {n: (id(t), t.data_ptr(), t._version) for n, t in model.state_dict(keep_vars=True).items()}
-        return each, tensors, repr(model)
-
-    before = described(True)
-    upconv.accelerate(model)
-    assert described(False) == before
-    upconv.restore(model)
-    assert described(True) == before
-    assert all(type(m).__module__.startswith(("torch.nn", __name__)) for m in model.modules())
 
 
 @pytest.mark.parametrize("plan", ("native", "shuffle"))
@@ -137,30 +115,6 @@ def test_what_is_left_and_why() -> None:
     assert [modules.MARK in vars(m) for m in model.values()] == [False, True, *[False] * 5]
     assert lines_of(upconv.restore, model) == ["b: restored"]  # what was built as upconv's stays
     assert type(model["d"]) is upconv.ConvTranspose2d
-
-
-def test_shared_modules_are_named_once_and_stay_shared() -> None:
-    shared = nn.ConvTranspose2d(4, 4, 3, padding=1)
-    model = nn.Sequential(shared, nn.ReLU(), shared)
-    wanted = model(image(2))
-    assert accelerated(model) == ["0 = 2: accelerated"]
-    assert model[0] is model[2] is shared and marked(shared) == [True]
-    assert_close(model(image(2)), wanted, length=512)
-    assert lines_of(upconv.restore, model) == ["0 = 2: restored"]
-
-
-@RANKS
-def test_lazy_layers(rank: int) -> None:
-    model = nn.Sequential(getattr(nn, f"LazyConvTranspose{rank}d")(4, 3, stride=2))
-    lines = lines_of(upconv.accelerate, model)
-    assert lines[0] == "0: accelerated: its first input decides whose operator computes it"
-    assert "upconv computes 0 of 1, PyTorch's operator 0; of 1 the input decides" in lines[1]
-    assert model[0].has_uninitialized_params()
-    out = model(image(rank))
-    assert type(model[0]) is getattr(nn, f"ConvTranspose{rank}d") and marked(model) == [True]
-    assert_computed(model, image(rank), out)
-    assert lines_of(upconv.restore, model) == ["0: restored"]
-    assert_close(model(image(rank)), out, length=512)
 
 
 # --- fold_batchnorm --------------------------------------------------------------------------------------------------

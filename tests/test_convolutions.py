@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
@@ -29,7 +28,7 @@ from conftest import HOPPER, assert_accurate, assert_close, tf32_magnitude
 from situations import differences, error
 from standins import H200, Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
 from twins import lines_of
-from upconv import convolutions, modules, ops, planner, reference
+from upconv import convolutions, modules, planner, reference
 from upconv.cuda import bias, engine, families, gpu
 from upconv.cuda.compile import jit
 from upconv.planner import Device
@@ -259,25 +258,6 @@ def test_tracers_see_pytorchs_operator(stand_ins: Kernels, padding: Any) -> None
     torch.testing.assert_close(traced(x), wanted)
 
 
-@pytest.mark.parametrize("large", (False, True))
-def test_graphs_do_not_depend_on_earlier_calls(large: bool, stand_ins: Kernels, monkeypatch: Any) -> None:
-    monkeypatch.setattr(modules, "small", lambda *shapes: not large)
-    x = image()
-    net = nn.Sequential(*(layer(2, 4, 4, 3, padding=1)[0] for _ in range(12)))
-    net(x)
-    frames = CompileCounter()
-    for block in net:
-        block.compile(backend=frames, dynamic=True)
-    for size in (8, 6, 5):
-        net(x[..., :size])
-    assert frames.frame_count <= 4, "of square images and others, with and without gradients"
-    single, _ = layer(2, 4, 4, 3, padding=1)
-    single(x)
-    dims = {0: torch.export.Dim("batch"), 2: torch.export.Dim("height")}
-    exported = torch.export.export(single, (x,), dynamic_shapes=(dims,)).module()
-    torch.testing.assert_close(exported(x[:1, :, :5]), single(x[:1, :, :5]))
-
-
 @pytest.mark.parametrize("changed", (
     {"padding": "same"}, {"padding": "valid"}, {"padding": "bogus"}, {"padding": [1, 1]}, {"padding": 1}, {"stride": 1},
     {"stride": 2}, {"stride": [2, 2]}, {"stride": [2]}, {"stride": (0, 1)}, {"stride": (-1, 1)}, {"stride": None},
@@ -327,19 +307,6 @@ def test_who_replaces_what_a_layer_calls_sees_it(stand_ins: Kernels, monkeypatch
         assert len(seen) == 2 and stand_ins.ran() == []
 
 
-def test_without_cudnn_channels_last_is_pytorchs(stand_ins: Kernels) -> None:
-    """Whose result is in NCHW then; also of calls that were recognised before."""
-    ours, _ = layer(2, 4, 6, 3)
-    x = image().contiguous(memory_format=torch.channels_last)
-    for _ in range(3):
-        ours(x)
-    assert stand_ins.ran() == ["grad-input"] * 3
-    with torch.backends.cudnn.flags(enabled=False):
-        ours(x)
-        layer(2, 4, 6, 3)[0](x)
-    assert stand_ins.ran() == []
-
-
 # --- what is computed ------------------------------------------------------------------------------------------------
 
 
@@ -356,38 +323,6 @@ def test_steps_are_pytorchs(stand_ins: Kernels, rank: int, mask: tuple[int, ...]
             with without():
                 torch.testing.assert_close(ours(image(rank)), theirs(image(rank)))
             assert stand_ins.ran() == ["grad-input"]
-
-
-def test_a_weight_of_both_kinds_of_layers(stand_ins: Kernels) -> None:
-    w, x = torch.randn(4, 4, 3, 3, dtype=torch.float64, requires_grad=True), image()
-    arguments: tuple[Any, ...] = ((1, 1), (1, 1))
-    for _ in range(4):
-        plain = convolutions.convolution(2, x, w, None, *arguments, (1, 1))
-        across = ops.conv_transpose(2, x, w, None, *arguments, 0, 1, (1, 1))
-        assert plain is not None
-        torch.testing.assert_close(plain, F.conv2d(x, w, None, *arguments))
-        torch.testing.assert_close(across, F.conv_transpose2d(x, w, None, *arguments))
-
-
-@pytest.mark.parametrize("rank", (2, 3))
-@pytest.mark.parametrize("which", ((1, 0), (0, 1), (1, 1)), ids=("input", "weight", "both"))
-def test_channels_last(stand_ins: Kernels, which: tuple[int, int], rank: int) -> None:
-    """The results are channels_last where input or weight are, as cuDNN's."""
-    last: Any = (torch.channels_last, torch.channels_last_3d)[rank - 2]
-    ours, theirs = layer(rank, 4, 6, 3, 2, 1)
-    if which[1]:
-        ours.to(memory_format=last)
-    x = image(rank)
-    given_ = x.contiguous(memory_format=last) if which[0] else x
-    for _ in range(4):
-        found = step(ours, given_)
-        for a, b in zip(found, step(theirs, x)):
-            torch.testing.assert_close(a, b)
-        for t, asked in zip(found, (True, *which)):  # a leaf's gradient is kept as the leaf lies
-            assert t is not None and t.is_contiguous(memory_format=last) == asked
-        assert stand_ins.ran() == ["fwd", "grad-input", "grad-weight"]
-    with torch.no_grad():
-        assert ours(given_).is_contiguous(memory_format=last)
 
 
 @pytest.mark.parametrize("lacking", PASSES)

@@ -25,7 +25,7 @@ from upconv import dispatch, planner, reference
 from upconv.compiler.arguments import text_of
 from upconv.cuda import engine, families, gpu
 from upconv.cuda import weights as packed
-from upconv.cuda.compile import jit, nvrtc
+from upconv.cuda.compile import jit
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 from upconv.replay import calls
@@ -170,20 +170,6 @@ def test_a_kernel_may_begin_beside_its_own_packing_alone(weights: Weights, machi
         assert choice.fresh[-1] is expected
 
 
-def test_which_calls_may_leave_something_behind(weights: Weights, machine: Machine) -> None:
-    """Not in a capture, whose replays may run at once; a weight that is negated lazily is resolved first."""
-    choice = weights.plan.choice
-    assert isinstance(choice, StandIn)
-    for lasting, capturing, expected in (
-        (True, False, True), (True, True, False), (False, False, False), (False, True, False),
-    ):  # fmt: skip
-        machine.capturing = capturing
-        weights.packs(lasting=lasting)
-        assert choice.lasting[-1] is expected
-    machine.capturing = False
-    weights.packs(torch.complex(weights.weight, -weights.weight).detach().conj().imag)
-
-
 def test_compiled_graphs_allocate_nothing_that_outlives_them(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph's pool refuses what a kernel keeps for its next launch."""
     told: list[bool] = []
@@ -255,13 +241,6 @@ def test_calls_read_the_weights_as_they_are(change: str, kernels: Kernels) -> No
         assert_close(found, expected)
         (COUNTED | UNCOUNTED)[change](layer.weight)
     assert "fwd" in kernels.ran()
-
-
-def test_frozen_weights_are_packed_once(frozen: Weights) -> None:
-    assert [frozen.packs() for _ in range(4)] == [1, 0, 0, 0]
-    assert frozen.packs(weight=frozen.weight.detach()) == 0  # the same storage through another tensor
-    packed.thaw(frozen.weight)
-    assert [frozen.packs(), frozen.packs()] == [1, 1]
 
 
 @pytest.mark.parametrize("change", COUNTED)
@@ -338,16 +317,6 @@ def test_a_weight_has_few_copies(frozen: Weights) -> None:
     assert frozen.packs() == 1
 
 
-def test_inference_tensors_are_packed_at_every_call(machine: Machine) -> None:
-    with torch.inference_mode():
-        weights = Weights(torch.randn(P.weight_shape))
-        assert weights.packs() == 1
-        weights.weight.mul_(2)  # nothing counts it
-        assert weights.packs() == 1
-        with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
-            packed.freeze(weights.weight)
-
-
 def test_captured_graphs_pack_for_themselves(machine: Machine, frozen: Weights) -> None:
     """A graph lives longer than a promise may, and must find its packed weights where they were."""
     assert frozen.packs() == 1
@@ -360,23 +329,6 @@ def test_captured_graphs_pack_for_themselves(machine: Machine, frozen: Weights) 
 def test_compiled_graphs_read_copies_and_make_none(frozen: Weights) -> None:
     assert [frozen.packs(lasting=False), frozen.packs(lasting=False)] == [1, 1]
     assert [frozen.packs(), frozen.packs(lasting=False)] == [1, 0]
-
-
-def test_another_stream_waits_for_the_packing_once(machine: Machine, frozen: Weights) -> None:
-    assert frozen.packs() == 1
-    machine.stream = 7
-    assert [frozen.packs(), frozen.packs()] == [0, 0]
-    assert machine.waits == [0]
-    machine.stream = 0
-    assert frozen.packs() == 0
-    assert machine.waits == [0]
-    COUNTED["in place"](frozen.weight)
-    packed.freeze(frozen.weight)
-    machine.stream = 7
-    assert frozen.packs() == 1
-    machine.stream = 0
-    assert frozen.packs() == 0
-    assert machine.waits == [0, 7]
 
 
 # --- precision and memory format -------------------------------------------------------------------------------------
@@ -450,15 +402,6 @@ def cuda_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Proble
     _forget_plans()
 
 
-def test_the_precision_is_part_of_the_problem(cuda_plans: Any, settings_of_precision: Any) -> None:
-    x, w = torch.randn(2, 4, 5, 5), torch.randn(4, 3, 3, 3)
-    for value in ("tf32", "ieee", "tf32"):
-        settings_of_precision.cudnn.conv.fp32_precision = value
-        assert cuda_plans(x, w).precision == value
-        assert cuda_plans(x.bfloat16(), w.bfloat16()).precision == "bf16"
-        assert cuda_plans(x.double(), w.double()).precision == "fp64"
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("rank", (1, 2, 3))
 def test_memory_format_rule(rank: int, dtype: torch.dtype, cuda_plans: Any) -> None:
@@ -473,16 +416,6 @@ def test_memory_format_rule(rank: int, dtype: torch.dtype, cuda_plans: Any) -> N
             p = cuda_plans(x.contiguous(memory_format=x_format), w.contiguous(memory_format=w_format))
             either = torch.contiguous_format is not x_format or torch.contiguous_format is not w_format
             assert p.layout == ("channels_last" if either and dtype is not torch.float64 else "nchw")
-
-
-def test_memory_format_of_ambiguous_operands(cuda_plans: Any) -> None:
-    """As PyTorch reads strides: a single pixel can be both, a single channel is what its strides say."""
-    w = torch.randn(8, 4, 3, 3)
-    last = torch.channels_last
-    assert cuda_plans(torch.randn(2, 8, 1, 1).to(memory_format=last), w).layout == "channels_last"
-    assert cuda_plans(torch.randn(2, 8, 1, 1), w).layout == "nchw"
-    one = torch.empty(2, 1, 4, 5, memory_format=last)
-    assert cuda_plans(one, torch.randn(1, 4, 3, 3)).layout == "channels_last"
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
@@ -546,15 +479,6 @@ class Mine(Tensor):
     pass
 
 
-def test_strict_as_a_function_holds_in_all_threads() -> None:
-    call = make_call((2, 4, 5, 6), (4, 3, 3, 3), False, stride=2)
-    upconv.strict(True)
-    refused = [*in_threads([lambda: call.run(OURS)]), error(lambda: call.run(OURS))]
-    upconv.strict(False)
-    call.run(OURS)
-    assert all("upconv.strict" in str(one) for one in refused)
-
-
 def test_strict_lets_pass_what_an_engine_serves(kernels: Kernels) -> None:
     with upconv.strict():
         make_call((2, 4, 5, 6), (4, 3, 3, 3), stride=2).check()
@@ -604,22 +528,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return found
 
 
-def test_warmup_loads_what_calls_left_out(
-    kernels: Kernels, compiled: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A layer has no kernel yet for weights that lie otherwise than those which it has met."""
-    monkeypatch.setattr(Data, "loaded", False)
-    monkeypatch.setattr(Data, "load", lambda self: self.choice.log.append(("load", "fwd")))
-    layer = upconv.ConvTranspose1d(2, 3, 3)
-    layer(torch.randn(1, 2, 4))
-    kernels.log.clear()
-    assert upconv.warmup(layer, torch.randn(1, 2, 4)) == ["fwd (3,) for sm_90a"]
-    assert names(kernels.log) == ["load"]
-    monkeypatch.setattr(Data, "loaded", True)
-    kernels.log.clear()
-    assert upconv.warmup(layer, torch.randn(1, 2, 4)) == [] and "load" not in names(kernels.log)
-
-
 def test_warmup_compiles_and_loads_everything(kernels: Kernels, compiled: list[tuple[str, str]]) -> None:
     model = Net().train()
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -637,34 +545,6 @@ def test_warmup_compiles_and_loads_everything(kernels: Kernels, compiled: list[t
     with torch.no_grad():
         model(torch.randn(2, 4, 5, 5))
     assert "prepare" not in names(kernels.log)
-
-
-@pytest.mark.parametrize(
-    "example",
-    [
-        ((2, 4, 5, 5),),
-        (torch.Size((2, 4, 5, 5)), torch.ones(1)),
-        ([(2, 4, 5, 5), torch.ones(1)],),
-        ({"x": (2, 4, 5, 5), "scale": torch.ones(1)},),
-        ({"x": torch.ones(2, 4, 5, 5)},),
-    ],
-    ids=("shape", "shape and tensor", "list", "dict of both", "dict"),
-)
-def test_warmup_takes_shapes_and_arguments(
-    example: tuple[Any, ...], kernels: Kernels, compiled: list[tuple[str, str]]
-) -> None:
-    assert len(upconv.warmup(Net(), *example)) == 2
-
-
-def test_warmup_says_what_cannot_be_compiled(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cubin(source: str, arch: str, label: str = "") -> bytes:
-        raise nvrtc.CompileError("a brace is missing")
-
-    monkeypatch.setattr(jit, "cubin", cubin)
-    model = Net()
-    with pytest.raises(RuntimeError, match=r"(?s)4->6 k3 s2 .*a brace is missing"):
-        upconv.warmup(nn.Sequential(model.up), (2, 4, 5, 5))
-    assert model.training
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -688,18 +568,6 @@ def _theirs(layer: upconv.ConvTranspose2d, x: Tensor) -> Tensor:
 
 def near(out: Tensor, truth: Tensor) -> bool:
     return reference.relative_error(out, truth) < 1e-3
-
-
-@CUDA
-def test_gpu_first_call_inside_a_capture() -> None:
-    layer = upconv.ConvTranspose2d(5, 7, 3, stride=2, dilation=3).cuda()  # no other test's kernel
-    x = torch.randn(2, 5, 9, 9, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        out = layer(x)
-    graph.replay()
-    truth = torch.conv_transpose2d(x.double(), layer.weight.double(), layer.bias.double(), 2, dilation=3)  # type: ignore[union-attr]
-    assert near(out, truth)
 
 
 @CUDA

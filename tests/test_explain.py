@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-import upconv
 from measured import command, fast_fixture  # noqa: F401
 from upconv import planner
 from upconv.bench.suites import parse_layer
 from upconv.cuda import gpu
 from upconv.explain import estimated_ceilings, verdict
-from upconv.model_layers import calls
 from upconv.planner import Device
 from upconv.problem import Problem
 
@@ -201,16 +197,6 @@ def test_a_model_has_a_line_a_layer(name: str, net: str) -> None:
     )
 
 
-def test_several_inputs_and_other_layers(fast: None, net: str) -> None:
-    given = ("--device", "cpu")
-    code, out = explain("--model", f"{net}:Two", "--input", "2x3x32x32", "--input", "7x5", *given)
-    assert code == 0 and [line.split()[0] for line in out.splitlines()[2:4]] == ["up.0", "again"]
-    assert "nothing estimates their time here" in out.splitlines()[-1]
-    assert explain("--model", f"{net}:Plain", "--input", "2x3", *given)[1].splitlines()[1:] == [
-        "The model calls no transposed convolution on this input, so upconv has nothing to compute."
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -226,37 +212,6 @@ def test_a_model_that_cannot_be_explained_is_one_sentence(net: str, arguments: t
     model, size = (text.replace("NET", net) for text in arguments)
     code, out = explain("--model", model, "--input", size, "--gpu", "L4")
     assert (code, out) == (2, f"upconv: {sentence.replace('NET', net)}\n")
-
-
-def test_calls_are_those_that_the_model_makes() -> None:
-    """On the meta device, on a CPU, in channels_last and of an accelerated model."""
-
-    class Values(nn.Module):
-        def __init__(self, needs: bool) -> None:
-            super().__init__()
-            self.needs = needs
-            self.up = nn.ConvTranspose2d(3, 6, (3, 4), (2, 1), (1, 0), (1, 0), 3, dilation=(1, 2))
-            self.flat = upconv.ConvTranspose1d(6, 2, 5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.up(x if not self.needs or x.sum().item() == 0 else x[:1])
-            out: torch.Tensor = self.flat(self.flat(x.mean(2)).repeat(1, 3, 1))
-            return out
-
-    for needs, accelerated in product((False, True), repeat=2):
-        made = Values(needs)
-        if accelerated:
-            upconv.accelerate(made)
-        weights = made.up.weight.clone()
-        found = calls(lambda made=made: made, [(2, 3, 9, 11)], torch.float32, "channels_last")
-        middle = made.up(torch.zeros(2, 3, 9, 11))
-        assert torch.equal(made.up.weight, weights), "the caller's model stays as it is"
-        up = Problem.make(
-            2, 3, 6, (9, 11), (3, 4), (2, 1), (1, 0), (1, 0), (1, 2), 3, bias=True, layout="channels_last"
-        )
-        assert up.output_shape == tuple(middle.shape)
-        flat = Problem.make(2, 6, 2, (middle.shape[3],), 5, bias=True)
-        assert found == [("up", up, 1), ("flat", flat, 1), ("flat", flat.with_(size=flat.out_size), 1)]
 
 
 def test_an_output_size_becomes_the_padding_of_the_output(net: str) -> None:

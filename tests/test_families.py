@@ -210,4 +210,4 @@ def test_joined_rows_have_room_for_every_width_of_their_class(precision: Precisi
                 assert t in list(joined.candidates(narrow, H200))
                 pitch = narrow.out_size[-1]
                 reach = t.places + t.halo(pitch)
-                assert reach <= t.span and (pitch - 1 + reach - 1) // pitch < t.rows
+                assert reach <= t.c.span and (pitch - 1 + reach - 1) // pitch < t.c.rows

@@ -21,10 +21,10 @@ from conftest import EVERY, OURS, THEIRS, Call, assert_equal, make_call
 from situations import BF16, differences
 from standins import H200, Data, Kernels, Weight, kernels_fixture  # noqa: F401
 from strategies import excess, gradient_excess, operands, problems
-from upconv import cpu, dispatch, planner, reference
+from upconv import cpu, dispatch, reference
 from upconv.cuda import weights as packed
 from upconv.cuda.compile import jit
-from upconv.problem import Pass, Problem
+from upconv.problem import Problem
 
 CUDA = pytest.mark.gpu
 MASKS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
@@ -85,32 +85,6 @@ def test_only_what_autograd_grad_asks_for_is_computed(kernels: Kernels, mask: tu
     outs[0].sum().backward(inputs=[t for t, m in zip((x, w, b), mask) if m])
     assert kernels.ran() == asked
     assert [t.grad is not None for t in (x, w, b)] == [bool(m) for m in mask]
-
-
-@pytest.mark.parametrize("lacking", ("grad-input", "grad-weight"))
-def test_a_gradient_without_a_kernel_is_pytorchs_alone(
-    kernels: Kernels, lacking: Pass, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels.lacking[lacking] = "too odd for tiles"
-    masks: list[tuple[bool, ...]] = []
-    right = cpu.gradients
-
-    def spy(p: Problem, plan: str, *args: Any) -> Any:
-        assert plan == "native"
-        masks.append(args[-1])
-        return right(p, plan, *args)
-
-    monkeypatch.setattr(cpu, "gradients", spy)
-    x, w, b = leaves(P)
-    assert b is not None
-    grad = operands(P)[3]
-    grads = torch.autograd.grad(call(P, x, w, b), (x, w, b), grad)
-    assert gradient_excess(P, grads, grad, x, w) <= 1
-    first = lacking == "grad-input"
-    assert masks == [(first, not first, False)]
-    assert kernels.ran() == ["fwd", "grad-weight" if first else "grad-input"]
-    plan = planner.plan(P, H200)
-    assert plan.engine(lacking) == "torch" and plan.engine("step") == "cuda:stand-in"
 
 
 def test_strict_names_the_gradient_that_has_no_kernel(kernels: Kernels) -> None:
@@ -272,20 +246,6 @@ def test_a_gradient_penalty_under_autocast(dtype: torch.dtype, rounding: Kernels
         second = torch.autograd.grad(penalty, (x, w))
         found.append([t.detach().contiguous() for t in (*first, *second)])
     assert not differences(*found, BF16)
-
-
-def test_second_derivatives_are_taken_outside_of_autocast(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU it casts what PyTorch's operator takes of them."""
-    states: list[bool] = []
-    right = Data.run
-    monkeypatch.setattr(Data, "run", lambda *given: states.append(torch.is_autocast_enabled("cpu")) or right(*given))
-    x, w, b = leaves(P)
-    out, seed = call(P, x, w, b), operands(P)[3].requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        (first,) = torch.autograd.grad(out, x, seed, create_graph=True)
-        states.clear()
-        torch.autograd.grad(first.square().sum(), (w, seed))
-    assert states == [False]
 
 
 def test_warmup_for_training_has_the_gradients_too(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

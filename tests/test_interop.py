@@ -6,7 +6,6 @@ Each is compared with the same done to torch.nn's layer.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import permutations
@@ -21,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 import upconv
-from conftest import assert_close, assert_equal, forced_plans
+from conftest import assert_close, assert_equal
 from situations import differences, error
 from twins import RANKS, WAYS, assert_computed, image, lines_of, twins
 from upconv import modules
@@ -200,18 +199,6 @@ def test_a_patched_functional_sees_the_call(rank: int, way: str) -> None:
     assert_computed(ours, x, theirs(x))
 
 
-@RANKS
-@WAYS
-def test_upconvs_functional_may_take_torchs_place(rank: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not call itself."""
-    ours, theirs = twins(way, rank, 4, 3, 3, 2)
-    x = image(rank)
-    wanted = theirs(x)
-    monkeypatch.setattr(F, f"conv_transpose{rank}d", getattr(upconv, f"conv_transpose{rank}d"))
-    for layer in (ours, theirs):
-        assert_computed(layer, x, wanted)
-
-
 @WAYS
 def test_a_patched_forward_sees_the_call(way: str) -> None:
     """Whatever the order in which people patch and accelerate, undo and restore."""
@@ -263,20 +250,6 @@ def test_a_patched_output_padding_is_used(rank: int, way: str, where: str, monke
             monkeypatch.setattr(layer, "_output_padding", lambda *args, **kwargs: [1] * rank)
     assert theirs(x).shape != plain.shape
     assert_computed(ours, x, theirs(x))
-
-
-def test_stock_layers_stay_stocks() -> None:
-    """Beside accelerated ones in the same process: by their forward, in a graph, and as a script."""
-    ours, theirs = twins("accelerated", 2, 4, 3, 3, 2)
-    x = image(2)
-    with forced_plans("any") as forced:
-        theirs(x)
-        graph = _graph_of(theirs, x)
-    assert forced == [] and graph == [torch.conv_transpose2d]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripts = [torch.jit.script(layer).code for layer in (ours, theirs)]
-    assert scripts[0] == scripts[1]
 
 
 # --- settings changed after construction -----------------------------------------------------------------------------
@@ -352,14 +325,6 @@ def test_wrappers_that_derive_a_class_stay_accelerated() -> None:
 
 
 # --- torch.compile and torch.export ----------------------------------------------------------------------------------
-
-
-def _graph_of(layer: nn.Module, x: Tensor) -> list[Any]:
-    """What the one graph of a compiled layer calls."""
-    graphs: list[list[Any]] = []
-    torch.compile(layer, backend=_noting(graphs), fullgraph=True)(x)
-    (graph,) = graphs
-    return graph
 
 
 def _noting(graphs: list[list[Any]]) -> Any:

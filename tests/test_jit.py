@@ -172,38 +172,7 @@ def test_threads_that_want_the_same_compile_it_once(compilations: list[str], mon
     assert len(compilations) == 1 and all(code is found[0] for code in found)
 
 
-@compiles
-def test_a_failed_compilation_leaves_the_next_one_free(compilations: list[str]) -> None:
-    for _ in range(2):
-        with pytest.raises(nvrtc.CompileError):
-            jit.cubin("wrong", "80")
-    assert len(compilations) == 2 and jit._cubins == {}
-
-
 # --- sources ---------------------------------------------------------------------------------------------------------
-
-
-@compiles
-def test_lines_in_messages_are_those_of_the_files(kernels: Path) -> None:
-    (kernels / "a.cuh").write_text("\n\nint a = UNKNOWN_A;\n")
-    (kernels / "k.cu").write_text('// 1\n#include "a.cuh"\n// 3\n#include "a.cuh"\nint k = UNKNOWN_K;\n')
-    with pytest.raises(nvrtc.CompileError) as caught:
-        jit.cubin(jit.instance("k.cu", {"N": 3}, []), "80")
-    assert "a.cuh(3): error" in str(caught.value) and "k.cu(5): error" in str(caught.value)
-
-
-@compiles
-def test_a_changed_include_or_constant_changes_the_key(kernels: Path) -> None:
-    (kernels / "a.cuh").write_text("#define A 1\n")
-    (kernels / "k.cu").write_text('#include "a.cuh"\n')
-    keys = {nvrtc.key(jit.instance("k.cu", {"N": 3}, []), "80")}
-    keys.add(nvrtc.key(jit.instance("k.cu", {"N": 4}, []), "80"))
-    keys.add(nvrtc.key(jit.instance("k.cu", {"N": 3}, []), "86"))
-    (kernels / "a.cuh").write_text("#define A 2\n")
-    keys.add(nvrtc.key(jit.instance("k.cu", {"N": 3}, []), "80"))
-    assert len(keys) == 4
-    (kernels / "a.cuh").write_text("#define A 1\n")
-    assert nvrtc.key(jit.instance("k.cu", {"N": 3}, []), "80") in keys
 
 
 @compiles
@@ -249,46 +218,7 @@ def test_constants_must_have_names(constants: dict[str, int]) -> None:
         jit.struct_of("Config", constants)
 
 
-def test_a_missing_file_is_named(kernels: Path) -> None:
-    (kernels / "k.cu").write_text('#include "absent.cuh"\n')
-    with pytest.raises(FileNotFoundError, match=r"absent\.cuh"):
-        jit.instance("k.cu", {}, [])
-
-
 # --- descriptions of GPUs --------------------------------------------------------------------------------------------
-
-
-class Properties:
-    """What ``torch.cuda.get_device_properties`` tells, or less."""
-
-    def __init__(self, **values: object) -> None:
-        self.__dict__.update(values)
-
-
-@pytest.mark.parametrize(
-    ("name", "bandwidth"),
-    [("NVIDIA H200", 4.2e12), ("NVIDIA H100 80GB HBM3", 3.0e12), ("NVIDIA H100 PCIe", 1.8e12),
-     ("NVIDIA H100 NVL", 3.4e12), ("NVIDIA A100-SXM4-80GB", 1.7e12), ("NVIDIA GeForce RTX 4090", 0.92e12),
-     ("NVIDIA L4", 0.27e12), ("NVIDIA L40S", 0.78e12), ("NVIDIA A100-SXM4-40GB", 1.35e12),
-     ("NVIDIA GeForce RTX 3080 Ti", 0.82e12), ("NVIDIA GeForce RTX 3080", 0.68e12), ("NVIDIA A10G", 0.54e12),
-     ("NVIDIA RTX A6000", 0.69e12), ("NVIDIA RTX A4000", 0.9 * 448e9),
-     ("NVIDIA GeForce RTX 4090 Laptop GPU", 0.9 * 448e9)],  # a smaller chip of the same name
-)  # fmt: skip
-def test_bandwidth_goes_by_the_name_or_else_by_what_the_driver_tells(
-    monkeypatch: pytest.MonkeyPatch, name: str, bandwidth: float
-) -> None:
-    told = Properties(
-        name=name, major=8, minor=6, multi_processor_count=48, shared_memory_per_block_optin=101376,
-        shared_memory_per_multiprocessor=102400, memory_clock_rate=7_000_000, memory_bus_width=256,
-        clock_rate=1_560_000,
-    )  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told)
-    gpu.cache_clear()
-    found = gpu(0)
-    gpu.cache_clear()
-    assert found.bandwidth == pytest.approx(bandwidth)
-    assert (found.name, found.arch, found.multiprocessors, found.shared_bytes) == (name, "86", 48, 101376)
-    assert found.clock == 1.56e9 or name != "NVIDIA RTX A4000"
 
 
 @pytest.mark.gpu

@@ -18,46 +18,13 @@ from upconv.cuda import launches, recording
 from upconv.cuda import prepared as prepared_module
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import launch
-from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import H200
-from upconv.cuda.launches import Given, Map, Pointer, Scratch, Zeros
-from upconv.cuda.rearrange import rearranged, relayout
+from upconv.cuda.launches import Map, Pointer, Zeros
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Problem
 
-
-def test_frozen_weights_are_packed_once_for_all_sizes(stubs: Stubs) -> None:
-    """In TF32 boxes bring weights where the estimate is short, but what is kept is packed alike."""
-    p = Problem.make(128, 512, 256, (8, 8), 4, 2, 1, layout="channels_last").with_(precision="tf32")
-    choice = gather.choose(p, H200)
-    assert isinstance(choice, gather.Choice)
-    short, long = replace(choice, cost=Cost(1e-5)), replace(choice, cost=Cost(1e-2))
-    assert short.boxable and not long.boxable
-    assert short.prepare(0).packing == long.prepare(0).packing
-
-
 WIDE = Problem.make(16, 32, 64, (256, 320), 3, 1, 1).with_(precision="tf32")  # many tiles for a multiprocessor
-
-
-def test_a_thread_may_load_kernels_while_another_asks_whether_all_are(stubs: Stubs) -> None:
-    choice = gather.choose(WIDE, H200)
-    assert isinstance(choice, gather.Choice)
-    prepared = choice.prepare(0)
-    prepared.load()
-    before = dict(prepared._launchers)
-
-    class Key(tuple[Any, ...]):
-        """Another thread's turn comes when it is looked into."""
-
-        def __iter__(self) -> Any:
-            prepared._launchers.update(before)
-            return super().__iter__()
-
-    prepared._launchers = {Key(key): value for key, value in list(before.items())[:1]}
-    prepared._launchers["other", "entry", "", False] = before[next(iter(before))]
-    _ = prepared.loaded  # while they are loaded
-    assert len(prepared._launchers) == len(before) + 1 and prepared.loaded
 
 
 # --- calls of every form ---------------------------------------------------------------------------------------------
@@ -190,14 +157,16 @@ def test_where_no_cluster_fits_blocks_have_tiles_of_their_own(
     """As on a part of a device; decided before the first call, with either form of the weights."""
     chosen = gather.choose(p, H200)
     assert isinstance(chosen, gather.Choice)
-    alone = replace(chosen, tiling=replace(chosen.tiling, cluster=1))
+    alone = replace(chosen, tile=replace(chosen.tiling, cluster=1))
     assert alone.grid < chosen.grid
     x, out = torch.empty(source_shape(p), dtype=p.dtype), torch.empty(result_shape(p), dtype=p.dtype)
     weight = torch.empty(p.weight_shape, dtype=p.dtype)
     last = weight.contiguous(memory_format=torch.channels_last) if chosen.boxable else weight
     for fits, grid in ((True, chosen.grid), (False, alone.grid)):
         asked: list[tuple[int, int]] = []
-        monkeypatch.setattr(gather, "cluster_fits", lambda *given, a=asked, fits=fits: a.append(given) or fits)
+        monkeypatch.setattr(
+            "upconv.cuda.pixels.choice.cluster_fits", lambda *given, a=asked, fits=fits: a.append(given) or fits
+        )
         prepared = chosen.prepare(0)
         assert asked == [(0, chosen.tiling.cluster)]
         before = prepared.choice
@@ -206,26 +175,6 @@ def test_where_no_cluster_fits_blocks_have_tiles_of_their_own(
             assert stubs.launched[-1][:2] == ("gather", grid)
         assert prepared.choice is before, "nothing changes in the middle of a call"
         assert before == (chosen if fits else alone) and len(asked) == 1
-
-
-HALVES: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "bf16"}
-
-
-@pytest.mark.parametrize("p", [
-    Problem.make(4, 32, 32, (32, 64, 128), 3, 2, 1, pass_="grad-input", **HALVES),
-    Problem.make(128, 512, 256, (4, 4), 4, 2, 1, pass_="grad-weight", **HALVES),
-    Problem.make(100, 512, 17, (14, 14), 4, 2, 1, layout="channels_last", pass_="grad-weight", **HALVES),
-], ids=str)  # fmt: skip
-def test_the_memory_for_copies_is_stated(p: Problem) -> None:
-    """As many bytes as its launches have for them, and in the summary."""
-    inner = rearranged.choose(relayout.rearranged(p), H200)
-    assert not isinstance(inner, str)
-    choice = rearranged.Choice(relayout, inner, p, 0.0)
-    arguments = [a for launch in choice.launches(Given("contiguous")) for a in launch.arguments]
-    scratch = {a.operand for a in arguments if isinstance(a, Pointer | Map) and isinstance(a.operand, Scratch)}
-    copies = sum(one.bytes for one in scratch if one.name.endswith("channels_last"))
-    assert choice.temporary_bytes == copies > 0
-    assert f"{copies / 1e6:.3g} MB of temporaries" in choice.summary
 
 
 NAMES = {

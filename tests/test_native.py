@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 import upconv
 from conftest import arguments_of, assert_equal, needs_gxx
-from situations.observers import Listing as Dispatch
-from situations.observers import Names as Function
+from situations import differences
 from situations.processes import in_threads
 from standins import H200, Kernels, StandIn, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
-from upconv import autograd, convolutions, dispatch, freezing, modules, ops, reference
+from test_calls import OTHERS, WITHIN, called, changed
+from upconv import convolutions, dispatch, freezing, modules, ops, reference
 from upconv.cuda import launches, prepared, recording, weights
 from upconv.cuda.compile import cache
 from upconv.cuda.compile import driver as driver_module
@@ -330,27 +332,6 @@ def test_what_cannot_be_repeated_is_computed_all_the_same(machine: Machine, monk
     assert len(machine.launched) == 1
 
 
-@needs_gxx
-@pytest.mark.parametrize("what", ("input", "weight", "bias"))
-def test_a_pass_that_copies_an_operand_is_replayed_too(what: str, machine: Machine, kernels: Kernels) -> None:
-    x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 3, 3, 3), torch.randn(3)
-    if what == "input":
-        x = x.mT
-    elif what == "weight":
-        weight = weight.mT
-    else:
-        bias = torch.randn(6)[::2]
-    given = x, weight.requires_grad_(), bias
-    for times in range(6):
-        kernels.log.clear()
-        out = upconv.conv_transpose2d(*given)
-        assert is_replayed(out) == (kernels.log == []) == (times > 2)
-        assert_equal(out.detach(), upconv.conv_transpose2d(*(t.detach() for t in given)))
-        (found,) = torch.autograd.grad(out.pow(2).sum(), weight)
-        (wanted,) = torch.autograd.grad(torch.conv_transpose2d(*given).pow(2).sum(), weight)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-
-
 # --- replayed calls ---------------------------------------------------------------------------------------------------
 
 
@@ -386,26 +367,27 @@ def test_replayed_calls_are_what_they_were(
 
 
 @needs_gxx
-def test_autocast_and_its_weights_in_float32(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_random_calls_are_what_python_computes(seed: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain calls, which are replayed in the end, and any others in between; also autocast's, with float32 weights."""
     monkeypatch.setattr(dispatch, "ROUNDING", ("cpu",))
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
-    layers = Layers(CASES[0], monkeypatch)
-    x = torch.randn(SIZES[0])
-    for _ in range(4):
-        layers.alike(x, autocast=True)
-    x.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = layers.replayed(x)
-    assert is_replayed(out) and out.dtype is torch.bfloat16
-    found = torch.autograd.grad(out.float().sum(), list(layers.replayed.parameters()))
-    assert [g.dtype for g in found] == [torch.float32] * 2
-    assert not is_replayed(layers.replayed(x)), "without autocast it is another call"
-    double, noted = CASES[0]().double(), []
-    monkeypatch.setattr(replays.native, "module", lambda: noted.append(1))
-    for _ in range(4):
-        with torch.autocast("cpu", torch.bfloat16):
-            assert double(x.detach().double()).dtype is torch.float64
-    assert not noted, "what autocast leaves as it is is Python's"
+    rng, replayed = random.Random(seed), 0
+    layers = [upconv.ConvTranspose2d(4, 6, 3, stride, 1, bias=bias) for stride, bias in ((1, True), (2, False))]
+    for _ in range(120):
+        layer = rng.choice(layers)
+        x: Any = torch.randn(2, 4, 5, 6)
+        x = rng.choice(OTHERS)(x) if rng.random() < 0.2 else x.requires_grad_(rng.random() < 0.5)
+        if rng.random() < 0.02:
+            changed(layer, rng)
+        with rng.choice(WITHIN)() if rng.random() < 0.3 else nullcontext():
+            found = called(layer, x, None)
+            with monkeypatch.context() as m:
+                for owner, name, value in ((replays, "hoped", False), (calls, "seen", {})):
+                    m.setattr(owner, name, value)
+                wanted = called(layer, x, None)
+        replayed += isinstance(found, list) and is_replayed(found[0])
+        assert not differences(found, wanted, 0)
+    assert replayed > 10
 
 
 @needs_gxx
@@ -424,71 +406,6 @@ def test_only_what_is_asked_is_computed(machine: Machine, mask: int, monkeypatch
     for a, b in zip(found, truth):
         assert_equal(a, b)
     assert len(machine.launched) - forward == 2 * (mask & 1) + (mask >> 1 & 1)
-
-
-@needs_gxx
-def test_a_call_that_does_not_fit_is_pythons(machine: Machine, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = CASES[0]()
-    x = torch.randn(SIZES[0])
-    warm(layer, x)
-    assert is_replayed(layer(x))
-    truth = layer(x).detach()
-    beside = torch.randn(x.numel() + 1)[1:].view(x.shape).copy_(x)  # begins off 16 bytes
-    assert beside.data_ptr() % 16
-    others = {
-        "address": lambda: layer(beside),
-        "function mode": lambda: _under(Function(), lambda: layer(x)),
-        "dispatch mode": lambda: _under(Dispatch(), lambda: layer(x)),
-    }
-    for name, other in others.items():
-        out = other()
-        assert not is_replayed(out), name
-        torch.testing.assert_close(out.detach(), truth)  # PyTorch's operator, which modes see, rounds otherwise
-    for other in (
-        lambda: layer(x[:1]), lambda: layer(x.double().float().transpose(2, 3).contiguous().transpose(2, 3)),
-        lambda: layer(x.requires_grad_()), lambda: layer(x.detach(), output_size=(7, 13)),
-    ):  # fmt: skip
-        assert not is_replayed(other())
-    x = x.detach()
-    with torch.no_grad():
-        assert layer(x).grad_fn is None
-    with torch.inference_mode():
-        assert layer(x).grad_fn is None
-    machine.answer = 1  # what the driver refuses Python tries, and raises
-    with pytest.raises(RuntimeError, match="could not compute"):
-        layer(x)
-    machine.answer = 201  # a thread without a context gets it
-    assert is_replayed(layer(x)) and machine.context_bound == 77
-    layer.weight.requires_grad_(False)
-    assert not is_replayed(layer(x))
-    layer.weight.requires_grad_()
-    assert is_replayed(layer(x))
-    layer.stride = (1, 1)
-    assert layer(x).shape != truth.shape
-    layer.stride = (2, 2)
-    ops.forget_plans()
-    for _ in range(replays.CALLS):
-        assert not is_replayed(layer(x))
-    assert is_replayed(layer(x))
-
-
-def _under(mode: Any, call: Callable[[], Tensor]) -> Tensor:
-    with mode:
-        return call()
-
-
-@needs_gxx
-def test_gradients_of_gradients(machine: Machine) -> None:
-    layer = CASES[0]().double()
-    x = torch.randn(SIZES[0], dtype=torch.float64, requires_grad=True)
-    warm(layer, x)
-    assert is_replayed(layer(x))
-    theirs, found = nn.ConvTranspose2d(5, 6, 3, 2, 1).double(), []
-    theirs.load_state_dict(layer.state_dict())
-    for each in (layer, theirs):
-        (first,) = torch.autograd.grad(each(x).pow(2).sum(), x, create_graph=True)
-        found.append(torch.autograd.grad(first.pow(2).sum(), [x, *each.parameters()]))
-    torch.testing.assert_close(*found)
 
 
 @needs_gxx
@@ -528,22 +445,6 @@ def test_graphs_behave_as_pytorchs(machine: Machine) -> None:
         torch.testing.assert_close(each, torch.autograd.grad(out, x, g, retain_graph=True)[0])
     out = layer(x)
     assert torch.autograd.grad(out, x, torch.ones_like(out).requires_grad_(), create_graph=True)[0].requires_grad
-
-
-@needs_gxx
-def test_computed_weights_and_layers_that_are_alike(machine: Machine) -> None:
-    """A call is known by how its operands lie: a weight that is new at each call is replayed, and a twin's is."""
-    layer, twin = (torch.nn.utils.parametrizations.weight_norm(CASES[0]()) for _ in range(2))
-    x = torch.randn(SIZES[0])
-    for _ in range(4):
-        out = layer(x)
-        out.sum().backward()
-    assert is_replayed(layer(x)) and is_replayed(twin(x))
-    theirs = torch.nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(5, 6, 3, 2, 1))
-    theirs.load_state_dict(layer.state_dict())
-    grads = [torch.autograd.grad(each(x).pow(2).sum(), list(each.parameters())) for each in (layer, theirs)]
-    for a, b in zip(*grads):
-        torch.testing.assert_close(a, b)
 
 
 @needs_gxx
@@ -594,23 +495,6 @@ def test_pytorchs_compiler_of_backwards(machine: Machine) -> None:
 
 
 @needs_gxx
-def test_an_error_in_a_backward_is_that_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = CASES[0]()
-    x = torch.randn(SIZES[0])
-    for _ in range(3):
-        layer(x)
-    out = layer(x)
-    assert is_replayed(out)
-
-    def fail(*given: Any, **named: Any) -> Any:
-        raise KeyError("of a backward")
-
-    monkeypatch.setattr(autograd.Transposed, "gradients", fail)
-    with pytest.raises(KeyError, match="of a backward"):
-        out.sum().backward()
-
-
-@needs_gxx
 def test_threads_replay_at_once(machine: Machine) -> None:
     layer = CASES[3]()
     x = torch.randn(SIZES[3])
@@ -655,48 +539,6 @@ def test_plain_convolutions_are_replayed_with_pytorchs_passes_too(
 # --- the library ------------------------------------------------------------------------------------------------------
 
 
-@needs_gxx
-def test_the_library_is_kept_whole_or_made_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
-    compiled = []
-
-    def stand_in() -> bytes:
-        compiled.append(1)
-        return b"\x7fELF" + b"library" * 100
-
-    monkeypatch.setattr(native, "_compiled", stand_in)
-    monkeypatch.setattr(native, "_load", lambda path: path.read_bytes()[:11])
-    assert native.found() == native.found() == b"\x7fELFlibrary" and len(compiled) == 1
-    (path,) = (tmp_path / "cache").glob("*.so")
-    data = path.read_bytes()
-    for bad in (data[:-1], data[:40], b"", data[:50] + b"x" + data[51:]):
-        path.write_bytes(bad)
-        compiled.clear()
-        assert native.found() == b"\x7fELFlibrary" and compiled == [1] and path.read_bytes() == data
-    assert cache.clear() == 2 and not list((tmp_path / "cache").iterdir()), "the library and its lock"
-
-
-@needs_gxx
-def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
-    loaded = []
-
-    def load(path: Any) -> Any:
-        loaded.append(path)
-        if path.read_bytes().startswith(b"old") or path.parent == tmp_path / "noexec":
-            raise ImportError("another machine's")
-        return "module"
-
-    monkeypatch.setattr(native, "_compiled", lambda: b"new" * 99)
-    monkeypatch.setattr(native, "_load", load)
-    cache.write(native._name(), b"old" * 99)
-    assert native.found() == "module" and len(loaded) == 2
-    assert native.found() == "module" and len(loaded) == 3, "the new one was kept"
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "noexec"))
-    loaded.clear()
-    assert native.found() == "module" and [path.parent == tmp_path / "noexec" for path in loaded] == [True, False]
-
-
 def test_a_process_waits_for_another_that_compiles_the_library(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not for ever."""
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
@@ -717,26 +559,6 @@ def test_a_process_waits_for_another_that_compiles_the_library(tmp_path: Any, mo
         assert native.found() == b"library" and 0.3 < time.monotonic() - begin < 30
 
 
-def test_where_there_is_no_library_a_sentence_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("UPCONV_NATIVE", "off")
-    assert native.off() == "UPCONV_NATIVE is off"
-    monkeypatch.undo()
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
-    with monkeypatch.context() as m:
-        m.setattr(native, "compiler", lambda: None)
-        assert native.off() == "there is no C++ compiler (CXX, c++, g++ or clang++)"
-        cache.write(native._name(), b"compiled before")
-        assert native.off() is None, "a library that is there needs no compiler"
-        cache.clear()
-    monkeypatch.setattr(native, "compiler", lambda: "/usr/bin/c++")
-    with monkeypatch.context() as m:
-        m.setattr(native, "_python_headers", lambda: tmp_path)
-        assert native.off() == f"Python's headers are not in {tmp_path}"
-    with monkeypatch.context() as m:
-        m.setenv("UPCONV_CACHE", "off")
-        assert native.off() == "there is no cache directory to keep it in"
-
-
 @needs_gxx
 def test_a_refused_launch_leaves_no_layer_to_python_for_ever(machine: Machine) -> None:
     layer = CASES[0]()
@@ -749,6 +571,10 @@ def test_a_refused_launch_leaves_no_layer_to_python_for_ever(machine: Machine) -
             layer(x)
     machine.answer = 0
     assert is_replayed(layer(x))
+    machine.answer = 201  # a thread without a context gets it
+    assert is_replayed(layer(x)) and machine.context_bound == 77
+    ops.forget_plans()
+    assert [is_replayed(layer(x)) for _ in range(replays.CALLS + 1)] == [False] * replays.CALLS + [True]
 
 
 @pytest.fixture

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_utils import noncontiguous_like
 
-from conftest import OURS, THEIRS, Call, assert_close, assert_equal, by_turns
+from conftest import OURS, Call, by_turns
 from upconv.problem import Problem
 
 RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-EXACT = (torch.complex64, torch.complex128, torch.int64)
 
 
 @cache
@@ -37,56 +35,6 @@ def samples(rank: int, device: str, dtype: torch.dtype) -> list[Call]:
         )
     assert len(found) >= 10
     return found
-
-
-def _dtypes(rank: int, device: str) -> set[torch.dtype]:
-    supported: set[torch.dtype] = set(_opinfo(rank).supported_dtypes(device))
-    return supported
-
-
-def _expanded(t: Tensor) -> Tensor:
-    """The first entry of every dimension, repeated by a stride of 0."""
-    return t[(slice(0, 1),) * t.dim()].expand(t.shape)
-
-
-# --- as the planner chooses ------------------------------------------------------------------------------------------
-
-
-@RANKS
-def test_dtypes_of_the_samples_are_all_tested(rank: int) -> None:
-    assert _dtypes(rank, "cpu") == {*FLOATING, *EXACT}
-
-
-@RANKS
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_samples(rank: int, dtype: torch.dtype, device: str) -> None:
-    for call in samples(rank, device, dtype):
-        call.check()
-
-
-@RANKS
-@pytest.mark.parametrize("dtype", EXACT, ids=str)
-def test_samples_of_delegated_dtypes_equal_torchs(rank: int, dtype: torch.dtype, device: str) -> None:
-    if dtype not in _dtypes(rank, device):
-        pytest.skip(f"PyTorch has no {dtype} on {device}")
-    for call in samples(rank, device, dtype):
-        if not dtype.is_complex:
-            assert_equal(call.run(OURS), call.run(THEIRS))
-            continue
-        grad = torch.randn_like(call.run(THEIRS))
-        for ours, theirs in zip(call.gradients(OURS, grad), call.gradients(THEIRS, grad)):
-            # The same operator twice; on a GPU two runs of it differ in the order of their sums.
-            (assert_equal if device == "cpu" else assert_close)(ours, theirs)
-
-
-@RANKS
-@pytest.mark.parametrize("change", (noncontiguous_like, _expanded), ids=("noncontiguous", "expanded"))
-def test_samples_with_odd_strides(rank: int, change: Any, device: str) -> None:
-    for call in samples(rank, device, torch.float32):
-        changed = call.map(change)
-        changed.check()
-        Call(changed.input, call.weight, call.bias, call.kwargs).check()
-        Call(call.input, changed.weight, call.bias, call.kwargs).check()
 
 
 # --- with each plan forced -------------------------------------------------------------------------------------------

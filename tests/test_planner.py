@@ -143,13 +143,6 @@ def test_strides_of_thousands_are_computed() -> None:
         assert said[0] == said[1] and time.perf_counter() - start < 2
 
 
-def test_without_onednn_everything_is_pytorchs() -> None:
-    bare = Device("cpu", 2)
-    for p in LAYERS.values():
-        plan = planner.plan(p, bare)
-        assert plan.delegates and plan.engine("step") == "torch"
-
-
 # --- CUDA ------------------------------------------------------------------------------------------------------------
 
 
@@ -178,26 +171,6 @@ def test_many_products_are_never_left_to_cuda_cores(seed: int) -> None:
 @settings(max_examples=100 if EVERY else 50, deadline=None)
 def test_every_problem_has_a_kernel(p: Problem) -> None:
     assert planner.plan(p, Device("cuda", gpu=gpu.H200)).forward in families.FAMILIES
-
-
-def test_the_cheaper_family_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = LAYERS["C"]
-
-    def fixed(family: str, seconds: float) -> SimpleNamespace:
-        return _fixed(family, seconds)
-
-    for times in ({"gather": 2.0, "direct": 1.0}, {"gather": 1.0, "direct": 2.0}, {"gather": 3.0, "direct": 3.0}):
-        answers = {name: fixed(name, seconds) for name, seconds in times.items()}
-        monkeypatch.setattr(families, "choose", lambda p, g, general=False, answers=answers: answers)
-        plan = planner._plan_cuda(p, Device("cuda", gpu=gpu.H200))
-        best = min(times, key=times.__getitem__)
-        assert plan.forward == best and plan.choice is not None and plan.choice.seconds == times[best]
-        (other,) = (c for c in plan.candidates if c.name in times and c.name != best)
-        assert other.reason.startswith("slower: ") and not other.chosen
-    monkeypatch.setattr(families, "choose", lambda p, g, general=False: {"gather": "too odd", "direct": "far too odd"})
-    plan = planner._plan_cuda(p, Device("cuda", gpu=gpu.H200))
-    assert plan.delegates and plan.choice is None
-    assert [c.reason for c in plan.candidates] == ["none of upconv's kernels fits", "too odd", "far too odd"]
 
 
 def test_packing_counts_where_another_kernel_reads_the_weights_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,22 +209,3 @@ def _fixed(family: str, seconds: float, packing_seconds: float = 0.0) -> SimpleN
         family=family, problem=LAYERS["C"], seconds=seconds, summary="a tile", bound="bytes", terms="", margin=1.0,
         packing_seconds=packing_seconds,
     )  # fmt: skip
-
-
-def test_without_a_gpu_cuda_devices_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    planner.cuda_device.cache_clear()
-    try:
-        assert planner.device_of(torch.device("cuda")).unavailable == "PyTorch finds no CUDA device"
-    finally:
-        planner.cuda_device.cache_clear()
-
-
-# --- explain for a GPU that is not there -----------------------------------------------------------------------------
-
-
-def test_small_outputs_are_left_alone() -> None:
-    p = layer("dilation2-s2", torch.bfloat16, batch=1, in_channels=8, size=(8, 8))
-    plan = planner.plan(p, ONEDNN)
-    assert plan.forward == "native"
-    assert plan.candidates[0].reason == "the output is small, so the call is bound by its overhead"

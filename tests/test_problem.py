@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from itertools import product
 
@@ -43,29 +42,6 @@ def test_phases_cover_each_tap_and_input_pair_exactly_once(p: Problem) -> None:
     assert walked == Counter(expected)
 
 
-@given(p=problems())
-@settings(max_examples=300, deadline=None)
-def test_phases_partition_outputs_and_taps(p: Problem) -> None:
-    outputs: Counter[tuple[int, ...]] = Counter()
-    taps: Counter[tuple[int, ...]] = Counter()
-    for phase in p.phases:
-        taps.update(phase.taps)
-        outputs.update(product(*(range(a.start, a.start + a.count * s, s) for a, s in zip(phase.axes, p.stride))))
-        assert phase.output_count == len(list(product(*(range(a.count) for a in phase.axes))))
-    reached = [
-        {(o + pad) % s for o in range(n)} & {k * d % s for k in range(kernel)}
-        for n, pad, s, d, kernel in zip(p.out_size, p.padding, p.stride, p.dilation, p.kernel)
-    ]
-    some_tap = [
-        [o for o in range(n) if (o + pad) % s in found]
-        for n, pad, s, found in zip(p.out_size, p.padding, p.stride, reached)
-    ]
-    assert outputs == Counter(product(*some_tap))
-    assert taps == Counter(product(*(range(k) for k in p.kernel)))
-    assert sum(phase.tap_count for phase in p.phases) == p.taps
-    assert len(p.phases) == p.phase_count == math.prod(p.stride) - p.tapless_phases
-
-
 @pytest.mark.parametrize("stride", [3, 1000, 200_000, 2**63 - 1])
 def test_phases_do_not_grow_with_the_stride(stride: int) -> None:
     """A listing of all residues would never end."""
@@ -102,19 +78,6 @@ def test_images_of_one_pixel_are_a_matrix(kernel: tuple[int, ...], stride: int) 
     assert torch.equal(out.permute(0, 2, 3, 1).reshape(p.output_shape), reference.forward(p, x, w, None))
 
 
-def test_kb75_by_hand() -> None:
-    """32->64 k(3,5) s(2,3) p(1,2) d(2,1) g4: along height only one phase of two has taps, along width three have."""
-    p = Problem.make(16, 32, 64, (128, 256), (3, 5), (2, 3), (1, 2), 0, (2, 1), 4)
-    assert p.out_size == (257, 766)
-    height, width = p.axis_phases
-    assert [a.taps for a in height] == [(0, 1, 2)]
-    assert [a.taps for a in width] == [(0, 3), (1, 4), (2,)]
-    assert [a.offsets for a in width] == [(0, 1), (0, 1), (0,)]
-    assert height[0].offsets == (0, 1, 2)
-    assert [(a.start, a.count) for a in height] == [(1, 128)]
-    assert [phase.tap_count for phase in p.phases] == [6, 6, 3] and p.tapless_phases == 3
-
-
 # problems.md of the founding models: GFLOP, and the roof in ms at 4.27 TB/s and 411 TFLOP/s in TF32.
 @pytest.mark.parametrize(
     ("p", "gflop", "roof"),
@@ -146,17 +109,10 @@ def test_bytes_count_each_tensor_once() -> None:
     ("changes", "message"),
     [
         ({"size": (1, 2, 3, 4)}, "size must have 1 to 3 spatial dimensions, got (1, 2, 3, 4)"),
-        ({"kernel": (3,)}, "kernel must have 2 values like size (5, 7), got (3,)"),
         ({"stride": (0, 1)}, "stride must be at least 1 in every dimension, got (0, 1)"),
-        ({"padding": (0, -1)}, "padding must be at least 0 in every dimension, got (0, -1)"),
-        ({"groups": 0}, "groups must be at least 1, got 0"),
         ({"groups": 4}, "out_channels must be a positive multiple of groups=4, got 6"),
-        ({"in_channels": 0}, "in_channels must be a positive multiple of groups=1, got 0"),
-        ({"batch": -1}, "batch must be at least 0, got -1"),
         ({"layout": "nhwc"}, "layout must be one of ('nchw', 'channels_last'), got 'nhwc'"),
         ({"precision": "bf16"}, "precision must be one of ('ieee', 'tf32') for torch.float32, got 'bf16'"),
-        ({"dtype": torch.int64}, "dtype must be one of float32, bfloat16, float16 and float64, got torch.int64"),
-        ({"pass_": "backward"}, "pass must be one of ('fwd', 'grad-input', 'grad-weight', 'step'), got 'backward'"),
         ({"padding": (4, 0)}, "padding=(4, 0) leaves no output: input size (5, 7) gives (-1, 9)"),
         (
             {"output_padding": (1, 0)},

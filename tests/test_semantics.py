@@ -105,17 +105,6 @@ def autocast(functions: Functions, call: Call) -> Any:
 
 
 @case()
-def without_gradients(functions: Functions, call: Call) -> Any:
-    x, *others = call.input.detach().clone().requires_grad_(), *call.operands[1:]
-    found = [call.run(functions), run(functions, call, x, *others)]
-    with torch.no_grad():
-        found.append(run(functions, call, x, *others))
-    with torch.inference_mode():
-        found += [run(functions, call, x, *others), run(functions, call, torch.ones_like(x), *others)]
-    return [t.detach().clone() for t in found], [(t.requires_grad, t.is_inference()) for t in found]
-
-
-@case()
 def saved_tensors(functions: Functions, call: Call) -> Any:
     """Input and weight are saved, and nothing beside."""
     tensors, packed = leaves(call), []
@@ -123,37 +112,6 @@ def saved_tensors(functions: Functions, call: Call) -> Any:
         out = run(functions, call, *tensors)
     kept = [{t.data_ptr() for t in packed} == {t.data_ptr() for t in tensors[:2]}]
     return kept, torch.autograd.grad(out, tensors, seeded(out))
-
-
-@case()
-def forward_mode(functions: Functions, call: Call) -> Any:
-    torch.manual_seed(1)
-    call.run(functions)
-    with torch.autograd.forward_ad.dual_level():
-        duals = [torch.autograd.forward_ad.make_dual(t, torch.randn_like(t)) for t in call.operands]
-        return list(torch.autograd.forward_ad.unpack_dual(run(functions, call, *duals)))
-
-
-@case()
-def vmap(functions: Functions, call: Call) -> Any:
-    found = [call.run(functions)]
-    for in_dims in ((0, None, None), (None, 0, None), (0, 0, 0), (1, None, 0), (None, None, 0)):
-        operands = [t if d is None else seeded(torch.stack([t] * 3, d)) for t, d in zip(call.operands, in_dims)]
-        found.append(torch.vmap(lambda *t: run(functions, call, *t), in_dims)(*operands))
-    return found
-
-
-@case()
-def jacobians_and_hessians(functions: Functions, call: Call) -> Any:
-    wide = call.map(Tensor.double)
-    wide.run(functions)
-
-    def function(some: Tensor) -> Tensor:
-        weight = torch.cat((some, wide.weight[:, 1:]), 1)
-        return run(functions, wide, wide.input, weight, *wide.operands[2:]).sin().flatten(2).sum((0, 2))
-
-    transforms = torch.func.jacfwd, torch.func.jacrev, torch.func.hessian
-    return [transform(function)(wide.weight[:, :1]) for transform in transforms]
 
 
 @case()

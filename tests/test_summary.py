@@ -16,7 +16,6 @@ import upconv
 from conftest import assert_equal, forced_plans
 from twins import lines_of
 from upconv import planner
-from upconv.cuda import gpu
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 
@@ -175,57 +174,6 @@ def test_why_a_call_is_passed_over() -> None:
     assert why(layer, x) == "its forward was replaced on the instance"
 
 
-class Each(nn.ConvTranspose2d):
-    """Takes several images of different sizes, in a nested tensor or a list."""
-
-    def forward(self, input: Any, output_size: Any = None) -> Any:
-        return [
-            super(Each, self).forward(x, output_size) for x in (input.unbind() if isinstance(input, Tensor) else input)
-        ]
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
-def test_calls_without_a_plain_tensor_are_rows() -> None:
-    model = upconv.accelerate(nn.Sequential(Each(3, 4, 3)))
-    images = [torch.randn(3, 5, 5), torch.randn(3, 6, 6)]
-    (row,) = upconv.summary(model, torch.nested.nested_tensor(images)).rows
-    assert (row.input, row.forward, row.calls, row.why) == ("nested", "PyTorch", 1, "nested tensors are PyTorch's")
-    (row,) = upconv.summary(model, {"input": images}).rows
-    assert (row.input, row.forward, row.why) == ("list", "PyTorch", "the input is a list, not a tensor")
-
-
-UNLISTED = "The model has no transposed convolution module to list; calls of functions are not listed."
-
-
-class Replacing(nn.Module):
-    """Writes one buffer in place and replaces another; TorchScript takes no other shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(3))
-        self.register_buffer("last", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
-        self.last = x.mean((0, 2, 3))
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_scripted_modules_are_pytorchs() -> None:
-    scripted = torch.jit.script(nn.Sequential(nn.ConvTranspose2d(3, 3, 3), Replacing()))
-    before = copy.deepcopy(scripted.state_dict())
-    assert str(upconv.summary(scripted, (1, 3, 8, 8))) == f"{UNLISTED} Its scripted modules are PyTorch's."
-    mixed = upconv.summary(nn.Sequential(scripted, nn.ConvTranspose2d(3, 3, 3)), (1, 3, 8, 8))
-    assert [row.name for row in mixed.rows] == ["1"] and mixed.closing.endswith(" Its scripted modules are PyTorch's.")
-    for name, value in scripted.state_dict().items():
-        assert_equal(value, before[name])
-    lines = reported(scripted)
-    assert lines == [
-        "nothing to accelerate: the model has no transposed convolution module; its scripted modules are PyTorch's"
-    ]
-
-
 def test_the_report_counts_by_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some sizes upconv's, all, none; and what no size changes."""
 
@@ -285,22 +233,3 @@ def test_the_report_knows_who_must_see_the_call(home: Any, monkeypatch: pytest.M
     assert lines[0] == f"(the model itself): accelerated, but PyTorch's operator computes it on a CPU: {row.why}"
     assert "torch.nn.functional.conv_transpose2d was replaced" in row.why
     assert "upconv computes 0 of 1, PyTorch's operator 1 (" in lines[1]
-
-
-@pytest.mark.parametrize(
-    ("known", "line"),
-    [
-        (Device("cuda", gpu=gpu.H200), "accelerated: upconv computes it on NVIDIA H200"),
-        (
-            Device("cuda", gpu=gpu.H200, unavailable="NVRTC is missing"),
-            "accelerated, but PyTorch's operator computes it on NVIDIA H200: NVRTC is missing",
-        ),
-        (Device("cuda", unavailable="no device"), "accelerated, but PyTorch's operator computes it on cuda: no device"),
-    ],
-)
-def test_the_report_on_a_gpu(known: Device, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what is known of the GPU: a plan is not looked for."""
-    monkeypatch.setattr(planner, "device_of", lambda device: known)
-    monkeypatch.setattr(planner, "plan", None)
-    lines = reported(nn.ConvTranspose2d(4, 4, 3))
-    assert lines[0] == f"(the model itself): {line}"

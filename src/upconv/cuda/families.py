@@ -28,7 +28,7 @@ _MODULES = {
     "joined": "gemm.joined",
     "pixels": "pixels.family",
     "wgrad": "wgrad.wgrad",
-    "direct": "direct.family",
+    "direct": "direct.direct",
     "rearrange": "rearrange.family",
 }
 WEIGHT_FAMILIES = ("wgrad", "direct", "rearrange")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
+from upconv.cuda.direct import plain
 from upconv.cuda.direct.costs import cost, least_seconds
 from upconv.cuda.direct.tiles import Tile, fitting, weight_blocks, whole_units
 from upconv.cuda.gpu import Gpu
@@ -105,24 +106,11 @@ def _full(values: tuple[int, ...]) -> tuple[int, ...]:
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
 def choose(p: Problem, gpu: Gpu) -> Choice | str:
     """The tile that the model expects to be fastest, or the sentence why these kernels cannot serve the problem."""
     if p.batch == 0 or 0 in p.size:
         return "an empty input has no work"
-    return _choose(p, gpu)
-
-
-def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
-    """As `upconv.cuda.family` asks; of what CUDA cores cannot do as fast no tile is looked for."""
-    if too_long := batches.too_long(p):
-        return too_long
-    if best is not None and (least := least_seconds(p, gpu)) > family.weighed(best):
-        return f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
-    return choose(p, gpu)
-
-
-@lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     best: Choice | None = None
     for tile in fitting(p, gpu):
         found, ranges = cost(p, tile, gpu)
@@ -131,3 +119,24 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
         if best is None or found.seconds < best.seconds:
             best = Choice(p, tile, ranges, found)
     return best or "no tile of positions and taps fits these kernels"
+
+
+def _tiled(p: Problem, gpu: Gpu, best: family.Choice | None) -> Choice | str:
+    """`choose`, but of what CUDA cores cannot do as fast no tile is looked for."""
+    if too_long := batches.too_long(p):
+        return too_long
+    if best is not None and (least := least_seconds(p, gpu)) > family.weighed(best):
+        return f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
+    return choose(p, gpu)
+
+
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Any:
+    """As `upconv.cuda.family` asks: the faster of a tile and `plain`, which serves every layer.
+
+    The sentence why not, where `plain` alone has a choice, and is no faster.
+    """
+    tiled: Any = _tiled(p, gpu, best)
+    slow: Any = plain.candidate(p, gpu)
+    if not isinstance(tiled, str):
+        return min(tiled, slow, key=family.weighed)
+    return slow if best is None or family.weighed(slow) < family.weighed(best) else tiled

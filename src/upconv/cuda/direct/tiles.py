@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
 import torch
 
-from upconv.cuda.axes import Axis, Unfit, any_size, gather_axes, source_shape
+from upconv.cuda.axes import Axis, any_size, gather_axes, source_shape
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.scalars import PRECISIONS, geometry
 from upconv.derived import derived
@@ -33,10 +32,7 @@ _POSITIONS = 256, 4096  # of a tile, at least and at most, where lanes are colum
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block computes at a time, for a layer; all constants of the kernels but sizes.
-
-    Raises (from `checked`): Unfit.
-    """
+    """What a block computes at a time, for a layer; all constants of the kernels but sizes."""
 
     problem: Problem
     """The layer; of its sizes nothing is used."""
@@ -185,14 +181,12 @@ class Tile:
         words = -(-self.chunk * self.span[0] * self.row_pitch // 4) * 4
         if self.weight:
             words += max(self.channels, self.lanes) * self.h * self.w
-            return self._in_units(max(words, self.warps * self.sums * self.lanes) * self.accumulator)
-        words += self.chunk * -(-self.taps_h * self.weights // 4) * 4 * self.geometry["kernel_w"]
-        run, line = self.run
-        stored = 0 if run == line else self.threads * run * self.problem.dtype.itemsize
-        return self._in_units(max(words * self.accumulator, stored))
-
-    def _in_units(self, size: int) -> int:
-        return -(-size // _UNIT) * _UNIT
+            at_end = self.warps * self.sums * self.lanes * self.accumulator
+        else:
+            words += self.chunk * -(-self.taps_h * self.weights // 4) * 4 * self.geometry["kernel_w"]
+            run, line = self.run
+            at_end = 0 if run == line else self.threads * run * self.problem.dtype.itemsize
+        return -(-max(words * self.accumulator, at_end) // _UNIT) * _UNIT
 
     @property
     def channel_blocks(self) -> int:
@@ -201,25 +195,21 @@ class Tile:
             return -(-self.problem.groups // self.lanes)
         return self.problem.groups * -(-self.groups_of[1] // self.channels)
 
-    def checked(self, shared_limit: int) -> Tile:
-        """This tile, when the kernels can run it."""
-        if self.shared_bytes > shared_limit:
-            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
-        if self.sums > _SUMS:
-            raise Unfit(f"{self.sums} sums of a thread are too many")
-        if not 1 <= self.warps <= _MOST_WARPS or (self.weight and self.tap_groups > self.warps):
-            raise Unfit(f"{self.warps} warps cannot share {self.tap_groups} groups of taps")
-        if self.unrolled > _MOST_UNROLLED:
-            raise Unfit(f"{self.unrolled} multiply-adds are too many to unroll")
-        if self.h * self.axes[1].out_step >= _MOST_ROWS:
-            raise Unfit(f"{self.h} cells have {self.h * self.axes[1].out_step} rows")
-        if self._registers + 16 > min(255, 65536 // self.threads):
-            raise Unfit(f"a thread wants {self._registers} registers")
+    def fits(self, shared_limit: int) -> bool:
+        """Whether the kernels can run it, within so many bytes of shared memory."""
         lanes = 1 if self.lanes_are_channels else 32
-        units = self.h * self.w // self.rows
-        if self.h % self.rows or units % lanes or (not self.weight and units != self.warps * lanes):
-            raise Unfit(f"{self.h} x {self.w} cells by {self.rows} are not those of {self.warps} warps")
-        return self
+        strips = self.h * self.w // self.rows  # columns of `rows` cells
+        of_warps = self.tap_groups <= self.warps if self.weight else strips == self.warps * lanes
+        return (
+            self.shared_bytes <= shared_limit
+            and self.sums <= _SUMS
+            and self.warps <= _MOST_WARPS
+            and self.unrolled <= _MOST_UNROLLED
+            and self.h * self.axes[1].out_step < _MOST_ROWS
+            and self._registers + 16 <= min(255, 65536 // self.threads)
+            and self.h % self.rows == strips % lanes == 0
+            and of_warps
+        )
 
     @property
     def unrolled(self) -> int:
@@ -386,16 +376,16 @@ def weight_blocks(tile: Tile) -> int:
 def fitting(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """The tiles that a GPU can run; of a weight's gradient with few positions, tiles larger than the image."""
     layer = any_size(p)
-    found = False
-    tried = _weight_tiles(layer, p) if p.pass_ == "grad-weight" else _tiles(layer, p)
-    for tile in tried:
-        with suppress(Unfit):
-            yield replace(tile, vector=unit_of(p, tile)).checked(gpu.shared_bytes)
-            found = True
-    if not found and p.pass_ == "grad-weight":
-        for tile in _weight_tiles(layer, p, beyond=True):
-            with suppress(Unfit):
-                yield replace(tile, vector=unit_of(p, tile)).checked(gpu.shared_bytes)
+    if p.pass_ != "grad-weight":
+        yield from _fitting(_tiles(layer, p), p, gpu)
+        return
+    found = list(_fitting(_weight_tiles(layer, p), p, gpu))
+    yield from found or _fitting(_weight_tiles(layer, p, beyond=True), p, gpu)
+
+
+def _fitting(tried: Iterable[Tile], p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    units = (replace(tile, vector=unit_of(p, tile)) for tile in tried)
+    return (tile for tile in units if tile.fits(gpu.shared_bytes))
 
 
 def _shapes(probe: Tile, p: Problem) -> tuple[list[int], list[int]]:

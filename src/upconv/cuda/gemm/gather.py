@@ -7,7 +7,7 @@ The tiling's arithmetic is in `tiling`, candidates in `gather_search`, what they
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -16,7 +16,6 @@ from upconv.cuda import family
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Tensor5, channels_last, dense, of_class
-from upconv.cuda.compile.launch import cluster_fits
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gemm.gather_cost import alignment_of
@@ -24,7 +23,8 @@ from upconv.cuda.gemm.gather_search import considered, refusal
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import NULL, Given, Launch, Map, Pointer, Unit, WeightForm, Zeros, ints
-from upconv.cuda.packs import PACK_THREADS, PackingLaunch, layer_text, packing_entries, weight_map
+from upconv.cuda.packs import PACK_THREADS, layer_text, packing_entries, weight_map
+from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.rearrange import batches
 from upconv.derived import derived
 from upconv.problem import Problem
@@ -43,40 +43,21 @@ _LINES_CLAIMED = 0.95
 
 
 @dataclass(frozen=True)
-class Choice(PackingLaunch):
+class Choice(TileChoice):
     """A tiling for a problem on a GPU, and what the model thinks of it."""
 
-    tiling: Tiling
-    """Of the layer at any size; its own problem's size and batch mean nothing."""
-    problem: Problem
-    gpu: Gpu
     cost: Cost = field(default_factory=Cost)
-    """The model's estimate."""
     flat: bool = False
     """Whether the problem is another's `Problem.flat`."""
     general: bool = False
     """Whether its kernel serves every size of the input, beginnings of rows included."""
     biased = True
+    family = "gather"
 
     @property
-    def family(self) -> str:
-        return "gather"
-
-    @property
-    def seconds(self) -> float:
-        return self.cost.seconds
-
-    @property
-    def bound(self) -> str:
-        return self.cost.bound
-
-    @property
-    def terms(self) -> str:
-        return self.cost.text
-
-    @property
-    def packing_seconds(self) -> float:
-        return 0.0 if self.in_place else family.packing_seconds(self.problem, self.gpu)
+    def tiling(self) -> Tiling:
+        found: Tiling = self.tile
+        return found
 
     @property
     def margin(self) -> float:
@@ -151,7 +132,6 @@ class Choice(PackingLaunch):
 
     @property
     def in_place(self) -> bool:
-        """As `columns.TileChoice.in_place`."""
         return self.boxable and self.problem.layout == "channels_last"
 
     def sources(self) -> tuple[Unit, ...]:
@@ -171,14 +151,6 @@ class Choice(PackingLaunch):
             return (packed,)
         boxed = source(t, boxed=True, store_unit=unit, claimed=self.claimed)
         return packed, Unit(f"{label} unpacked", boxed, ("gather",))
-
-    def on(self, device: int) -> Choice:
-        """Where no cluster fits on it (on a small part of one), tiles have a block each, whose sums round otherwise. So
-        the device decides, always alike. Errors: those of `cluster_fits`.
-        """
-        t = self.tiling
-        fits = t.cluster == 1 or cluster_fits(device, t.cluster)
-        return self if fits else replace(self, tiling=replace(t, cluster=1))
 
     # --- launches -----------------------------------------------------------------------------------------------------
 

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from upconv.cuda import family
-from upconv.cuda.axes import Unfit, result_shape, source_shape
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, dense
 from upconv.cuda.cost import Work
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choice import TileChoice, cheapest
-from upconv.cuda.pixels.tile import MOST_COUNTED, PRECISIONS, moved, triple
+from upconv.cuda.pixels.tile import MOST_COUNTED, moved, triple
 from upconv.cuda.pixels.tile import Tile as Base
 from upconv.cuda.rearrange import batches
 from upconv.problem import Problem
@@ -63,172 +62,103 @@ class Tile(Base):
 
     family = mode = file = "joined"
     biased = True
-
-    @property
-    def struct(self) -> str:
-        return f"Joined<{jit.CONFIG}>"
+    serves = (("fwd", "nchw"), ("grad-input", "nchw"))
 
     @property
     def instance(self) -> str:
         return f"joined<{jit.CONFIG}>"
 
-    @property
-    def line(self) -> bool:
-        """Whether there is one row."""
-        return self.problem.rank == 1
-
-    @property
-    def chunk(self) -> int:
-        """Source channels of a chunk."""
-        return _ROW_BYTES // self.element
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.channels[0] // self.chunk)
-
-    @property
-    def blocks(self) -> int:
-        """Tiles along the result's channels."""
-        return -(-self.channels[1] // _ROWS_M)
-
-    @property
-    def dilation(self) -> tuple[int, int, int]:
-        """Along D, H, W."""
-        return triple(self.problem.dilation)
-
-    @property
-    def taps(self) -> int:
-        """Of a slice."""
-        return self.kernel[1] * self.kernel[2]
-
-    @property
-    def taps_of_stage(self) -> int:
-        """Of weights: as many as leave the fewest stages, evenly."""
-        stages = -(-self.taps // _MOST_TAPS_OF_STAGE)
-        return -(-self.taps // stages)
+    @classmethod
+    def refused(cls, p: Problem) -> str | None:
+        width, reach = source_shape(p)[-1], (p.kernel[-1] - 1) * p.dilation[-1]
+        if max(p.stride) > 1:
+            return "rows are joined without strides"
+        if max(p.kernel[-2:]) == 1:
+            return "slices of one tap have no halo, and tiles of any shape"
+        if p.rank > 1:
+            if ahead(p)[-1] or gap(p) < reach:
+                return "between joined rows are zeros, which padding takes away"
+            if min(ahead(p)) < 0:
+                return "more padding than a kernel reaches is for 1-D layers"
+            if width > _MOST_COLUMNS:
+                return f"rows of {width} columns are too long to be joined: a tile's halo is whole rows"
+        if math.prod(p.kernel[-2:]) > _MOST_TAPS:
+            return f"the kernel has straight code for {_MOST_TAPS} taps of a slice at most"
+        if width * p.dtype.itemsize % 16:
+            return f"rows of {width} columns begin off 16 bytes, where no box does"
+        if plane(p) % 2:
+            return "slices of the result of an odd number begin off pairs, which the kernel stores together"
+        if max(math.prod(result_shape(p)[2:]) + 2**12, math.prod(p.weight_shape) * 4, p.batch) >= MOST_COUNTED:
+            return "the kernel counts a channel's results, and packed weights, in 32 bits"
+        return None
 
     def halo(self, pitch: int) -> int:
         """Places ahead of a tile that its taps reach, where rows of results are so long."""
-        (_, kh, kw), (_, dh, dw) = self.kernel, self.dilation
+        (_, kh, kw), (_, dh, dw) = self.kernel, triple(self.problem.dilation)
         return (kh - 1) * dh * pitch + (kw - 1) * dw
 
-    @property
-    def source_columns(self) -> tuple[int, int]:
-        """Of the source's rows, at least and at most, that the tile serves; for 1-D it is any number."""
-        return max(self.width - _WIDTHS + 1, 16 // self.element), self.width
+    def rows_at(self, pitch: int) -> int:
+        """Rows of the source that a tile with its halo may touch, where those of results are so long: it begins in a
+        row's last place at worst. 1-D layers have one."""
+        return 1 if self.problem.rank == 1 else (pitch + self.places + self.halo(pitch) - 2) // pitch + 1
 
     @property
     def pitches(self) -> range:
         """Lengths of rows of results that the tile serves; of 1-D layers one for all."""
-        if self.line:
+        if self.problem.rank == 1:
             return range(1)
-        (least, most), longer = self.source_columns, gap(self.problem)
-        return range(least + longer, most + longer + 1)
+        longer = gap(self.problem)
+        return range(max(self.width - _WIDTHS + 1, 16 // self.element) + longer, self.width + longer + 1)
+
+    def numbers(self, c: Any) -> None:
+        """See kernels/joined.cu."""
+        p, kernel = self.problem, self.kernel
+        c.flipped, c.line, c.places = p.pass_ == "grad-input", p.rank == 1, self.places
+        c.of_axes("kernel", kernel)
+        c.of_axes("dilation", triple(p.dilation))
+        c.of_axes("padding", triple(ahead(p), 0))
+        c.slots, c.weight_stages = self.slots, self.weight_stages
+        c.warps_of_stage = 2 if self.slots < 4 else 1  # of two, that turn a stage together: of few slots both
+        c.chunk = _ROW_BYTES // self.element  # channels
+        c.chunks, c.blocks = -(-c.cin // c.chunk), -(-c.cout // _ROWS_M)  # tiles along the result's channels
+        # Of a slice; of a stage as many as leave the fewest stages, evenly.
+        c.taps = kernel[1] * kernel[2]
+        c.taps_of_stage = -(-c.taps // -(-c.taps // _MOST_TAPS_OF_STAGE))
+        c.packed_words = c.blocks * c.chunks * kernel[0] * c.taps * _TAP_BYTES // 4
+        # Of a stage the places of a tile with its halo; of a slot the rows of the source that it may touch.
+        c.span = -(-(self.places + self.halo(self.pitches[-1])) // 8) * 8
+        c.rows = max(map(self.rows_at, self.pitches))
+        # In 16 bits whole boxes of 128 bytes, which are swizzled. That of a line begins at 16 bytes.
+        columns = self.places + self.halo(0) + 16 // self.element - 1 if c.line else self.width
+        unit = _SPAN if self.element == 2 else _WIDTHS * -(-columns // MAX_BOX)
+        c.box_w = -(-columns // unit) * unit
+        c.boxes = c.box_w // _SPAN if self.element == 2 else -(-c.box_w // MAX_BOX)  # side by side
+        c.stage_bytes, c.slot_bytes = c.span * _ROW_BYTES, c.rows * c.box_w * _ROW_BYTES
+        c.weight_bytes = c.taps_of_stage * _TAP_BYTES  # of a stage
+        c.fixed_bytes = self.slots * (c.slot_bytes + 16) + self.weight_stages * (c.weight_bytes + 16)
+        c.fixed_bytes += _BUFFERS[self.element] + 32
 
     @property
-    def span(self) -> int:
-        """Rows of channels of a stage: the places of a tile with its halo."""
-        return -(-(self.places + self.halo(self.pitches[-1])) // 8) * 8
-
-    @property
-    def rows(self) -> int:
-        """Of the source, of a slot: as many as a tile with its halo may touch."""
-        return 1 if self.line else max(_rows(self, p) for p in self.pitches)
-
-    @property
-    def boxes(self) -> int:
-        """Of a slot, side by side."""
-        return self.columns // _SPAN if self.element == 2 else -(-self.columns // MAX_BOX)
-
-    @property
-    def columns(self) -> int:
-        """Of a slot: in 16 bits whole boxes of 128 bytes, which are swizzled. That of a line begins at 16 bytes."""
-        most = self.places + self.halo(0) + 16 // self.element - 1 if self.line else self.width
-        unit = _SPAN if self.element == 2 else _WIDTHS * -(-most // MAX_BOX)
-        return -(-most // unit) * unit
+    def fits(self) -> bool:
+        # Of two warps that turn every second stage each has slots and stages of its own.
+        even = self.c.warps_of_stage == 2 or self.slots % 2 == self.stages % 2 == 0
+        return even and min(self.stages, self.slots, self.weight_stages) >= 2 and self.c.rows <= MAX_BOX
 
     @property
     def box(self) -> Five:
         """Of a slot, as the copy engine takes it: W, H, D, channels, images; in 16 bits W, channels, H, D, images."""
-        if self.element == 4:
-            return self.columns // self.boxes, self.rows, 1, self.chunk, 1
-        return _SPAN, self.chunk, self.rows, 1, 1
+        c = self.c
+        return (c.box_w // c.boxes, c.rows, 1, c.chunk, 1) if self.element == 4 else (_SPAN, c.chunk, c.rows, 1, 1)
 
     @property
     def packed_as(self) -> tuple[Any, ...]:
         return self.problem.pass_, self.problem.precision
 
-    @property
-    def packed_words(self) -> int:
-        """32-bit words of the packed weights."""
-        return self.blocks * self.chunks * self.kernel[0] * self.taps * _TAP_BYTES // 4
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.span * _ROW_BYTES
-
-    @property
-    def warps_of_stage(self) -> int:
-        """Of two, that turn a stage together: of few slots both."""
-        return 2 if self.slots < 4 else 1
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.rows * _ROW_BYTES * self.columns
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of a stage of weights."""
-        return self.taps_of_stage * _TAP_BYTES
-
-    @property
-    def shared_bytes(self) -> int:
-        rings = self.stages * (self.stage_bytes + 16) + self.weight_stages * (self.weight_bytes + 16)
-        return rings + self.slots * (self.slot_bytes + 16) + _BUFFERS[self.element] + 32
-
-    def checked(self, shared_limit: int) -> Tile:
-        """This, when the kernel can run it."""
-        if (self.slots % 2 or self.stages % 2) and self.warps_of_stage == 1:
-            raise Unfit("two warps that turn every second stage need even numbers of stages and slots")
-        if min(self.stages, self.slots, self.weight_stages) < 2:
-            raise Unfit("a ring needs a stage to fill and one to read")
-        if self.rows > MAX_BOX:
-            raise Unfit(f"a box of {self.rows} rows is more than the copy engine has")
-        if self.shared_bytes > shared_limit:
-            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
-        return self
-
-    def constants(self) -> dict[str, jit.Constant]:
-        """The kernel's, see kernels/joined.cu."""
-        p = self.problem
-        found: dict[str, jit.Constant] = {
-            "precision": PRECISIONS[p.precision],
-            "cin": self.channels[0],
-            "cout": self.channels[1],
-            "flipped": p.pass_ == "grad-input",
-            "line": self.line,
-            "places": self.places,
-            "span": self.span,
-            "rows": self.rows,
-            "box_w": self.columns,
-            "boxes": self.boxes,
-            "stages": self.stages,
-            "slots": self.slots,
-            "weight_stages": self.weight_stages,
-            "warps_of_stage": self.warps_of_stage,
-            "taps_of_stage": self.taps_of_stage,
-            "shared_bytes": self.shared_bytes,
-        }
-        paddings = (0,) * (3 - p.rank) + ahead(p)
-        for name, kernel, dilation, padding in zip("dhw", self.kernel, self.dilation, paddings):
-            found |= {f"kernel_{name}": kernel, f"dilation_{name}": dilation, f"padding_{name}": padding}
-        return found
-
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
     def tiles(self, p: Problem) -> int:
         """Of a problem of this layer."""
-        return p.batch * slices(p)[1] * -(-plane(p) // self.places) * self.blocks
+        return int(p.batch * slices(p)[1] * -(-plane(p) // self.places) * self.c.blocks)
 
     def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         return *slices(p), result_shape(p)[-1], plane(p), -(-plane(p) // self.places), self.tiles(p)
@@ -238,27 +168,30 @@ class Tile(Base):
         if self.element == 4:
             return super().source_map(p)
         channels, *size = source_shape(p)[1:]
-        d, h, w = (1,) * (3 - p.rank) + tuple(size)
+        d, h, w = triple(tuple(size))
         tensor = dense((w, h, d, channels, p.batch), self.element).channels_second()
         return Map("source", tensor, p.dtype, self.box, (1,) * 5, 128)
 
     def work(self, p: Problem, gpu: Gpu) -> Work:
-        pitch, stages = result_shape(p)[-1], self.chunks * self.kernel[0]
-        span = self.places + self.halo(pitch)
-        arriving = (1 if self.line else _rows(self, pitch)) * self.columns
+        c, pitch = self.c, result_shape(p)[-1]
+        stages, span, arriving = (
+            c.chunks * self.kernel[0],
+            self.places + self.halo(pitch),
+            self.rows_at(pitch) * c.box_w,
+        )
         turned = 2 * (arriving if self.element == 2 else span)  # read, and written
-        warps = 1 if self.line else self.warps_of_stage
-        off_sectors = self.line and plane(p) * self.element % _SECTOR > 0
+        warps = 1 if c.line else c.warps_of_stage
+        off_sectors = c.line and plane(p) * self.element % _SECTOR > 0
+        # What instructions read, weights as they come, and pixels.
+        shared = c.taps * (self.places * _ROW_BYTES + 2 * _TAP_BYTES) + (arriving + turned) * _ROW_BYTES
         return Work(
-            stages * self.taps,
-            stages * self.taps * self.places,
+            stages * c.taps,
+            stages * c.taps * self.places,
             waves=-(-self.tiles(p) // gpu.multiprocessors),
             moved=moved(p, written=_OFF_SECTORS if off_sectors else 1.0),
             steps=stages,
             stages=self.stages,
-            # What instructions read, weights as they come, and pixels.
-            shared=stages
-            * (self.taps * (self.places * _ROW_BYTES + 2 * _TAP_BYTES) + (arriving + turned) * _ROW_BYTES),
+            shared=stages * shared,
             chunks_turned=stages * warps,
             turned=stages * warps * span / _TURNED,
             stored=_ROWS_M * self.places * self.element / 32 * _STORE,
@@ -266,10 +199,11 @@ class Tile(Base):
         )
 
     def summary(self, p: Problem, gpu: Gpu) -> str:
+        c = self.c
         return (
             f"rows joined to one: wgmma {p.precision}, tile of {self.places} places x {_ROWS_M} channels, "
-            f"{self.stages} stages of {self.span} places x {self.chunk} channels, {self.slots} of {self.rows} x "
-            f"{self.columns} pixels, {self.weight_stages} of {self.taps_of_stage} taps"
+            f"{self.stages} stages of {c.span} places x {c.chunk} channels, {self.slots} of {c.rows} x "
+            f"{c.box_w} pixels, {self.weight_stages} of {c.taps_of_stage} taps"
         )
 
 
@@ -295,49 +229,13 @@ def ahead(p: Problem) -> tuple[int, ...]:
     return tuple((k - 1) * d - padding for k, d, padding in zip(p.kernel, p.dilation, p.padding))
 
 
-def _rows(t: Tile, pitch: int) -> int:
-    """That a tile with its halo may touch, where they are so long: it begins in a row's last place at worst."""
-    return (pitch + t.places + t.halo(pitch) - 2) // pitch + 1
-
-
 class Choice(TileChoice):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
 
-
-def refusal(p: Problem, gpu: Gpu) -> str | None:
-    """Why these kernels cannot serve a problem, in a sentence; None when they may."""
-    if gpu.arch != "90a":
-        return "joined rows are multiplied by wgmma alone"
-    if p.pass_ not in ("fwd", "grad-input") or p.layout != "nchw":
-        return "rows are joined for forwards and gradients for the input in NCHW"
-    if p.precision not in PRECISIONS:
-        return f"precision {p.precision} is none of the kernel's"
-    if max(p.stride) > 1 or p.groups > 1:
-        return "rows are joined without strides or groups"
-    width, reach = source_shape(p)[-1], (p.kernel[-1] - 1) * p.dilation[-1]
-    if 0 in source_shape(p) + result_shape(p):
-        return "there is nothing to sum"
-    if max(p.kernel[-2:]) == 1:
-        return "slices of one tap have no halo, and tiles of any shape"
-    if p.rank > 1:
-        if ahead(p)[-1] or gap(p) < reach:
-            return "between joined rows are zeros, which padding takes away"
-        if min(ahead(p)) < 0:
-            return "more padding than a kernel reaches is for 1-D layers"
-        if width > _MOST_COLUMNS:
-            return f"rows of {width} columns are too long to be joined: a tile's halo is whole rows"
-    if math.prod(p.kernel[-2:]) > _MOST_TAPS:
-        return f"the kernel has straight code for {_MOST_TAPS} taps of a slice at most"
-    if width * p.dtype.itemsize % 16:
-        return f"rows of {width} columns begin off 16 bytes, where no box does"
-    if plane(p) % 2:
-        return "slices of the result of an odd number begin off pairs, which the kernel stores together"
-    if max(math.prod(result_shape(p)[2:]) + 2**12, math.prod(p.weight_shape) * 4, p.batch) >= MOST_COUNTED:
-        return "the kernel counts a channel's results, and packed weights, in 32 bits"
-    return None
+refusal = Tile.refusal
 
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
@@ -355,14 +253,12 @@ def _candidates(layer: Problem, width: int, gpu: Gpu) -> tuple[Tile, ...]:
     found = []
     for places in _PLACES:
         for stages, slots in _RINGS:
-            t = Tile(layer, width, places, slots, stages=stages)
-            room = gpu.shared_bytes - replace(t, weight_stages=0).shared_bytes
-            weights = min(room // (t.weight_bytes + 16), _MOST_WEIGHT_STAGES)
+            t = Tile(layer, width, places, slots, weight_stages=0, stages=stages)
+            weights = min((gpu.shared_bytes - t.shared_bytes) // (t.c.weight_bytes + 16), _MOST_WEIGHT_STAGES)
             if weights >= 3 or (stages, slots) == _RINGS[-1]:
-                with suppress(Unfit):
-                    found.append(replace(t, weight_stages=weights).checked(gpu.shared_bytes))
+                found.append(replace(t, weight_stages=weights))
                 break
-    return tuple(found)
+    return tuple(t for t in found if t.fits)
 
 
 @lru_cache(maxsize=4096)

@@ -64,7 +64,9 @@ class TileChoice(PackingLaunch):
         return int(self.tile.grid(self.problem, self.gpu))
 
     def on(self, device: int) -> Any:
-        """As `gather.Choice.on`."""
+        """Where no cluster fits on it (on a small part of one), tiles have a block each, whose sums round otherwise. So
+        the device decides, always alike. Errors: those of `cluster_fits`.
+        """
         fits = self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster)
         return self if fits else replace(self, tile=replace(self.tile, cluster=1))
 

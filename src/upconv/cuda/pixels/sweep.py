@@ -68,7 +68,8 @@ class Sweep(Tile):
     of a slice's chunks and one more."""
 
     mode = file = "sweep"
-    serves = tuple(product(("fwd", "grad-input"), ("nchw", "channels_last")))
+    # In channels_last `gather` is the faster one for gradients (docs/experiments.md).
+    serves = ("fwd", "nchw"), ("fwd", "channels_last"), ("grad-input", "nchw")
     none = "no tile of this layer fits in registers, shared memory and one stretch of code"
     biased = True
     registers = 56, 200

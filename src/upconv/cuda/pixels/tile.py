@@ -92,7 +92,7 @@ class Tile:
     def refusal(cls, p: Problem, gpu: Gpu) -> str | None:
         """Why the mode's kernel cannot serve a problem, in a sentence; None when it may."""
         if gpu.arch != "90a":
-            return "pixels as rows are multiplied by wgmma alone"
+            return "the kernel multiplies by wgmma alone"
         if (p.pass_, p.layout) not in cls.serves:
             return f"{cls.mode} is for " + " and ".join(f"{pass_} in {layout}" for pass_, layout in cls.serves)
         if p.precision not in PRECISIONS:
