@@ -104,10 +104,6 @@ class Choice(family.Defaults):
         return self.inner.casts
 
     @property
-    def flat(self) -> bool:
-        return self._writes_result and self.inner.flat
-
-    @property
     def result_shape(self) -> tuple[int, ...]:
         p, q = self.problem, self.mode.rearranged(self.problem)
         return (*q.weight_shape[:2], *p.kernel) if self._writes_result else p.weight_shape
