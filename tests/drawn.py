@@ -214,7 +214,7 @@ def of_the_same_bytes(rng: random.Random, p: Problem, other: str) -> Problem:
 
 def batches_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     """Of another problem whose tensors are the same bytes (`batches`): with the layer's own."""
-    other = "flat" if p.pass_ == "grad-weight" else rng.choice(("abreast", "flat"))
+    other = rng.choice(("abreast", "flat"))
     try:
         p = of_the_same_bytes(rng, p, other)
     except ValueError:  # no output
@@ -222,8 +222,7 @@ def batches_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     q: Problem | None = getattr(p, other)
     if q is None:
         return None
-    kind = WarpgroupTiling if gpu.arch == "90a" else SyncTiling
-    choice = gather_choice(rng, q, gpu) if p.pass_ != "grad-weight" else wgrad_choice(rng, q, gpu, kind)
+    choice = gather_choice(rng, q, gpu)
     if choice is not None and other == "flat":
         choice = replace(choice, flat=True)
     return choice and (choice, p)
@@ -295,7 +294,7 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
         Layers(GRADIENTS, WGMMA, inputs=(8, 16, 24, 30), outputs=(8, 16, 17, 32), groups=(1,)), relayout_choice,
     ),
     "batches": (
-        Layers((*FORWARD_LIKE, "grad-weight"), WGMMA, ranks=(2, 2, 3), inputs=(8, 16, 40), outputs=(8, 24, 40),
+        Layers(FORWARD_LIKE, WGMMA, ranks=(2, 2, 3), inputs=(8, 16, 40), outputs=(8, 24, 40),
                groups=(1, 1, 2), widths=(2, 4, 7, 8), kernels=(2, 3, 4)),
         batches_choice,
     ),

@@ -143,8 +143,7 @@ DEEP = any_size(parsed("16,16,3", "1x16x8x8x8"))
 UNFIT: list[tuple[Any, dict[str, Any]]] = [
     (implicit.Implicit(SMALL.with_(layout="channels_last"), 256, 4, True), {"mb": 1}),
     (implicit.Implicit(SMALL.with_(layout="channels_last"), 64, 1, True, stages=1), {"stages": 2}),
-    (Pairs(SMALL_BACK.with_(kernel=(3, 3)), 64, 32, 1), {"rows": 3}),  # no whole channels of 3 taps
-    (Pairs(SMALL_BACK.with_(kernel=(2, 16), stride=(2, 8)), 64, 64, 1), {"group": 16}),  # more than a box
+    (Pairs(SMALL_BACK.with_(kernel=(2, 16), stride=(2, 8)), 64, 64), {"group": 16}),  # more than a box
     (phases.Phases(any_size(layer_of("kb73")), 128), {"tile_w": 64}),  # sums and fragments
     (phases.Phases(FEW, 256), {"tile_w": 64}),  # more than a box
     (sweep.Sweep(DEEP, (9, 16), 1, 8), {"shape": (5, 16)}),  # more pixels than subtiles have

@@ -97,34 +97,33 @@ def _stores(tile: Tile) -> _Block:
 
 def cost(p: Problem, tile: Tile, gpu: Gpu) -> tuple[Cost, int]:
     """The model's time of a tile, and ranges of tiles (grad-weight)."""
-    one, count = _slice(tile, gpu), tile.blocks_of(p)[2]
-    slices = 1.0 if tile.weight else _depth_taps(tile) * -(-tile.groups_of[0] // tile.chunk)
-    loads, issue = (slices * n for n in one.clocks())
-    if not tile.weight:
-        stores = _stores(tile).clocks()
-        loads, issue = loads + stores[0], issue + stores[1]
-    waits = slices * (one.rounds * CORES.latency + CORES.barriers)
-    held = resident(tile, gpu)
-    blocks = weight_blocks(tile) if tile.weight else tile.channel_blocks
-    brought = slices * tile.chunk * tile.span[0] * tile.span[1] * tile.lanes * _overread(p, tile)
+    one, count, held = _slice(tile, gpu), tile.blocks_of(p)[2], resident(tile, gpu)
+    loads, issue = one.clocks()
+    waits = one.rounds * CORES.latency + CORES.barriers
+    brought = tile.chunk * tile.span[0] * tile.span[1] * tile.lanes * _overread(p, tile)
+    ranges, tail = 1, 0.0
     if tile.weight:
-        brought += tile.h * tile.w * max(tile.channels, tile.lanes)
-    ranges, work, tail = 1, count * blocks, 0.0
-    if tile.weight:
+        blocks = weight_blocks(tile)
         ranges = ranges_of(count, blocks, most_ranges(p, tile), gpu.multiprocessors * held)
-        each = -(-count // ranges)
+        each = -(-count // ranges)  # of a block's tiles, a slice each
         work = blocks * ranges
-        loads, issue = loads * each, issue * each
-        waits = waits * each + tile.sums * 12 * tile.warps + CORES.latency
+        loads, issue, waits = loads * each, issue * each, waits * each
+        waits += tile.sums * 12 * tile.warps + CORES.latency
+        brought += tile.h * tile.w * max(tile.channels, tile.lanes)
         tail = 2 * ranges * math.prod(p.weight_shape) * tile.accumulator / gpu.bandwidth + ranges * 20e-9 + 2e-6
+    else:
+        blocks = tile.channel_blocks
+        slices = _depth_taps(tile) * -(-tile.groups_of[0] // tile.chunk)
+        work = blocks * count
+        of_stores = _stores(tile).clocks()
+        loads, issue = slices * loads + of_stores[0], slices * issue + of_stores[1]
+        waits, brought = waits * slices, brought * slices
     waves = work / gpu.multiprocessors
     busy = min(float(held), max(1.0, waves))
     full = -(-waves // busy) * busy if waves < 8 * busy else waves + busy / 2  # of the fullest multiprocessor
-    clocks = _mixed(loads, issue)
-    alone = (
-        _mixed(loads, issue * max(1.0, _SCHEDULERS / tile.warps)) + waits
-    )  # of a block, whose warps issue on one each
-    compute = full * max(clocks, alone / busy) / gpu.clock
+    # A block alone issues on as many schedulers as it has warps.
+    alone = _mixed(loads, issue * max(1.0, _SCHEDULERS / tile.warps)) + waits
+    compute = full * max(_mixed(loads, issue), alone / busy) / gpu.clock
     dram = (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize / gpu.bandwidth
     l2 = count * blocks * brought * p.dtype.itemsize / min(CORES.l2, 2 * gpu.bandwidth)
     *_, second, first = sorted((compute, dram, l2))

@@ -19,16 +19,12 @@ from upconv.cuda.launches import NULL, Given, Launch, Long, Pointer, Unit, Weigh
 from upconv.cuda.scalars import PRECISIONS
 from upconv.problem import Pass, Problem
 
-_ENTRIES: dict[Pass, str] = {
-    "fwd": "plain_forward",
-    "grad-input": "plain_grad_input",
-    "grad-weight": "plain_grad_weight",
+_KERNELS: dict[Pass, tuple[str, tuple[str, ...]]] = {
+    "fwd": ("plain_forward", ("source", "weight", "bias", "result")),
+    "grad-input": ("plain_grad_input", ("source", "weight", "result")),
+    "grad-weight": ("plain_grad_weight", ("input", "gradient", "result")),
 }
-_OPERANDS: dict[Pass, tuple[str, ...]] = {
-    "fwd": ("source", "weight", "bias", "result"),
-    "grad-input": ("source", "weight", "result"),
-    "grad-weight": ("input", "gradient", "result"),
-}
+"""Entries and operands."""
 _THREADS = 256
 _MOST_BLOCKS = 2**20  # which take the results in turn
 _LAUNCH = 5e-6  # seconds
@@ -67,18 +63,15 @@ class Choice(family.Defaults):
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile, the same for all layers of a dtype."""
         constants = {"precision": PRECISIONS[self.problem.dtype], "threads": _THREADS}
-        source = jit.instance("plain.cu", constants, (f"{self.entry}<{jit.CONFIG}>",))
-        return (Unit(f"{self.entry} of {self.problem.dtype}", source, (self.entry,)),)
-
-    @property
-    def entry(self) -> str:
-        return _ENTRIES[self.problem.pass_]
+        entry, _ = _KERNELS[self.problem.pass_]
+        source = jit.instance("plain.cu", constants, (f"{entry}<{jit.CONFIG}>",))
+        return (Unit(f"{entry} of {self.problem.dtype}", source, (entry,)),)
 
     def launches(self, given: Given) -> tuple[Launch, ...]:
         p, (unit,) = self.problem, self.sources()
-        operands = [NULL if name == "bias" and given.bias == "none" else Pointer(name) for name in _OPERANDS[p.pass_]]
-        arguments = (*operands, *_layer(p, given))
-        return (Launch(unit, self.entry, blocks(p), _THREADS, 0, arguments),)
+        entry, names = _KERNELS[p.pass_]
+        operands = [NULL if name == "bias" and given.bias == "none" else Pointer(name) for name in names]
+        return (Launch(unit, entry, blocks(p), _THREADS, 0, (*operands, *_layer(p, given))),)
 
 
 def _layer(p: Problem, given: Given) -> tuple[Long, ...]:

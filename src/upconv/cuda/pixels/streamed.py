@@ -31,7 +31,7 @@ _SUBPIXEL_COLUMNS = (256, 192, 128, 96, 64, 32)
 _PAIRS_COLUMNS = (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 104, 96, 88, 80, 64, 48, 32)
 """Many, since such a layer has so few places that a GPU's last wave of tiles is often half empty."""
 _GROUPS = (64, 32, 16, 8)
-_ROWS = 1, 2, 3
+_MOST_ROWS = 3
 _SECTOR = 1.74  # clocks of a consumer for 32 bytes of stores, of two taps a lane
 _STORE = 1.3  # clocks of a consumer for 8 neighbouring results
 
@@ -43,8 +43,10 @@ class Streamed(Tile):
     columns: int
     """Of a tile."""
 
-    rows = 1
-    """Of a stage's weights."""
+    @property
+    def rows(self) -> int:
+        """Of a stage's weights."""
+        return 1
 
     def stage(self, c: Any, all_columns: int, stages_k: int, boxes: int, box_bytes: int) -> None:
         """Fills what both modes have: the layer's columns, stages that a tile takes, boxes of a stage's pixels."""
@@ -60,7 +62,8 @@ class Streamed(Tile):
         return self.columns // 2 + 16
 
     def work_of(self, p: Problem, gpu: Gpu, box_lines: float, loaded: int, stored: float) -> Work:
-        """`work`, of a box's lines, bytes that lanes load for an instruction, and clocks of a tile's stores."""
+        """`work`, of a box's lines, bytes that lanes load for an instruction, and clocks of a tile's stores. Of weights
+        each row is a line."""
         c = self.c
         instructions = CONSUMERS * 4 * c.rows * c.stages_k
         copied = (c.boxes * c.box_bytes + c.rows * c.columns * SPAN) * c.stages_k
@@ -71,7 +74,7 @@ class Streamed(Tile):
             moved=moved(p),
             steps=c.stages_k,
             stages=self.stages,
-            lines=c.stages_k * c.boxes * box_lines,
+            lines=c.stages_k * (c.boxes * box_lines + c.rows * c.columns),
             boxes=c.stages_k * c.boxes,
             shared=instructions * c.columns * 32 + copied,
             fragments=instructions * loaded,
@@ -133,8 +136,7 @@ class Subpixel(Streamed):
         return Map("source", tensor, p.dtype, box, (1,) * 5, SPAN, p.precision == "tf32")
 
     def work(self, p: Problem, gpu: Gpu) -> Work:
-        lines = self.c.chunk + self.columns / self.c.boxes  # those of weights count too
-        return self.work_of(p, gpu, lines, 32 * 64, _PLACES * self.columns * self.element / 32 * _SECTOR)
+        return self.work_of(p, gpu, self.c.chunk, 32 * 64, _PLACES * self.columns * self.element / 32 * _SECTOR)
 
 
 @lru_cache(maxsize=256)
@@ -150,7 +152,6 @@ class Pairs(Streamed):
 
     group: int
     """Neighbouring places of a row that a box serves."""
-    rows: int
 
     mode = "pairs"
     serves = (("grad-input", "nchw"),)
@@ -171,6 +172,12 @@ class Pairs(Streamed):
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu) -> tuple[Pairs, ...]:
         return _pairs_tiles(any_size(p), gpu)
+
+    @property
+    def rows(self) -> int:
+        """The fewest that have whole channels: more of them are slower, since the ring then has fewer stages."""
+        of_channel = self.element * self.kernel[2]
+        return of_channel // math.gcd(SPAN, of_channel)
 
     def numbers(self, c: Any) -> None:
         """See kernels/pixels_pairs.cuh."""
@@ -194,9 +201,7 @@ class Pairs(Streamed):
 
     @property
     def fits(self) -> bool:
-        """Rows of weights are whole channels of all taps, and a box has a row of each."""
-        of_tap = self.element * self.kernel[2]
-        return super().fits and self.rows * SPAN % of_tap == 0 and max(self.box) <= MAX_BOX
+        return super().fits and self.rows <= _MOST_ROWS and max(self.box) <= MAX_BOX
 
     @property
     def conflicts(self) -> int:
@@ -256,4 +261,4 @@ def _pairs_tiles(layer: Problem, gpu: Gpu) -> tuple[Pairs, ...]:
     """A layer's tiles for all sizes."""
     few = layer.in_channels <= _PAIRS_COLUMNS[-1]
     columns = [n for n in _PAIRS_COLUMNS if few or n < 2 * layer.in_channels]
-    return fitted((Pairs(layer, *shape) for shape in product(columns, _GROUPS, _ROWS)), gpu)
+    return fitted((Pairs(layer, *shape) for shape in product(columns, _GROUPS)), gpu)

@@ -69,10 +69,6 @@ class Choice(family.Defaults, ABC):
     def casts(self) -> bool:
         return self.inner.casts
 
-    @property
-    def flat(self) -> bool:
-        return self.problem.pass_ == "grad-weight" and self.inner.flat
-
     def on(self, device: int) -> Any:
         return replace(self, inner=self.inner.on(device))
 

@@ -87,10 +87,6 @@ class Choice(rearranged.Choice):
         )
 
     @property
-    def flat(self) -> bool:
-        return False
-
-    @property
     def _unshuffled(self) -> Scratch:
         """The output's gradient with its phases as channels."""
         q = self.inner.problem
