@@ -48,13 +48,13 @@ def found(request: pytest.FixtureRequest) -> tuple[Kernel, ...]:
 @needs_nvrtc
 def test_kernels_compile_to_what_the_librarys_do(found: tuple[Kernel, ...]) -> None:
     """Registers and local memory of each; all kernels of the file in one program."""
-    wanted = [entry for k in found for entry in k.entries[-len(k.compiled) :]]  # weights are packed by the file's own
+    wanted = [entry for k in found for entry in k.entries]
     text = f"// entries: {'; '.join(wanted)}\n{text_of(found)}"
     needs = sorted(each[:2] for each in ptxas.needs(text, "90a").values())
     alone = []
     for k in found:
         of_source = ptxas.needs(k.unit.source, "90a")
-        alone += [of_source[entry][:2] for entry in k.unit.entries if entry != "pack"]
+        alone += [of_source[entry][:2] for entry in k.unit.entries]
     assert needs == sorted(alone)
 
 
