@@ -256,6 +256,21 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
 
+// --- loads and stores -------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 load_shared_u32(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+}
+// (Of bits: then sums that matrix instructions add to would be integers between them, and be moved behind their fence, C7519.)
+__device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, float v2, float v3) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "f"(v0), "f"(v1), "f"(v2), "f"(v3) : "memory");
+}
+
 // --- the compiler and registers ---------------------------------------------------------------------------------------
 
 // An address in global memory, which stays in registers: else the compiler makes it anew from a kernel's arguments at every use.
@@ -282,6 +297,17 @@ __device__ __forceinline__ u32 to_tf32_quick(float v) {
 __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
+// Two by one instruction, the first in the low half.
+__device__ __forceinline__ u32 half_pair(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ u32 bfloat_pair(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
 
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 
@@ -292,6 +318,7 @@ struct NumberOf {                                       // float16 and bfloat16
   using Type = u16;
   using Bits = u16;                                     // as an integer
   static constexpr int SIZE = 2;
+  static __device__ __forceinline__ u32 pair(float low, float high) { return P == FP16 ? half_pair(low, high) : bfloat_pair(low, high); }
 };
 struct Float32 {
   using Type = float;
@@ -734,7 +761,7 @@ direct(const typename Direct<C>::T* __restrict__ source, const typename Direct<C
   Direct<C>::run(memory, source, weight, bias, out, {batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w}, whole_units);
 }
 
-// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
+// What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
 //
 // Rows of x and g in a chunk follow from tile, taps, step (the stride) and dilation; the sets of taps differ only in where their
 // chunks begin.
@@ -756,6 +783,15 @@ static constexpr int CIN = C::groups * C::cin;
 static constexpr int COUT = C::groups * C::cout;
 static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
 static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
+
+static constexpr int TILES = SETS * CO_TILES * CI_TILES * C::groups;
+
+// A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
+// row, and ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
+static constexpr int SUMS_PITCH = C::block_co + 4;
+static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
+static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
+static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
 static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
 static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
@@ -895,89 +931,149 @@ static __device__ __forceinline__ void clear_borders(const char* tensor, const W
 }
 };
 
-// =====================================================================================================================
-// Slices of partial sums, [slice][tap][COUT][cin]
-// =====================================================================================================================
+// How sums become the weight's gradient. A block leaves those of its tile and its split of K as a record, [tap][ci][co] (WgradShape), at
+// [split][tile]. Records of a tile are added and stored by shares, quads of four output channels of an input channel at all taps: by
+// blocks of a second launch, `reduce`; or by those that left the records, where all of these run at once. The order of a sum follows
+// from the number of splits alone.
 
-// The second step: slices are added in the order of their index. A block takes 32 input channels of some rows of a slice. Of large
-// weights these are 64 rows (reduce_rows), turned through shared memory, so that slices are read and the weight is written in whole
-// sectors; of small ones it is one row, and the block's warps divide the slices, since more rows leave blocks idle.
-constexpr int WGRAD_RUNS = 8;              // warps of a block
-
-template <class C>
-struct WgradReduce {
-using S = WgradShape<C>;
+// The weight's gradient, stored by so many threads.
+template <class S, int THREADS>
+struct WgradSums {
+using C = typename S::C;
+using Number = typename S::Number;
 using Bits = typename S::Bits;
-static constexpr int RUNS = WGRAD_RUNS, ROWS = S::COUT * S::TAPS;
-static constexpr int OF_BLOCK = C::reduce_rows, ROWS_EACH = OF_BLOCK < RUNS ? 1 : OF_BLOCK / RUNS;
-static constexpr int AT_ONCE = OF_BLOCK == 1 ? 8 : 2;   // slices
+using Work = typename S::Work;
+char* out;
+long long stride_ci, stride_co, stride_tap;
+long long wide;                            // whether it is float32, whatever the operands are
 
-struct Weight {
-  char* at;
-  long long ci, co, tap;                   // strides
-  long long wide;                          // whether it is float32, whatever the operands are
+static constexpr int QUADS = C::block_co / 4;           // of a row of the block's [ci][co]
+static constexpr int BATCH = 8;                         // records whose loads are on their way at a time
+static constexpr int LANES = 8, FEW = 128;              // that divide the records of a sum, where sums of so many shares are so few
 
-  __device__ __forceinline__ void store(long long to, float v) const {
-    if (S::NARROW && !wide) ((Bits*)at)[to] = (Bits)S::Number::bits(v);
-    else ((float*)at)[to] = v;
-  }
+// Of a block's [ci][quad] those that are added and stored together, of all taps; and where its sums are in shared memory.
+struct Share {
+  int first, quads;
+  u32 at;                                  // of the rows from that of the first quad on
+  int tap_pitch;
+  __device__ __forceinline__ int row() const { return first / QUADS; }
+  __device__ __forceinline__ u32 place(int tap, int ci, int co) const { return at + (tap * tap_pitch + (ci - row()) * S::SUMS_PITCH + co) * 4; }
+  // Rows of ci that it has of quad `q` of a row.
+  __device__ __forceinline__ int begin(int q) const { return (first + QUADS - 1 - q) / QUADS; }
+  __device__ __forceinline__ int end(int q) const { return (first + quads + QUADS - 1 - q) / QUADS; }
 };
 
-struct Row {
-  long long from, to;                      // first element in a slice, and in the weight
-};
-
-// Rows are counted as the weight has them.
-static __device__ __forceinline__ Row row_at(int row, const Weight& weight) {
-  int group = row / (C::cout * S::TAPS), j = row % (C::cout * S::TAPS);
-  bool taps_inside = weight.tap <= weight.co;
-  int co = taps_inside ? j / S::TAPS : j % C::cout, tap = taps_inside ? j % S::TAPS : j / C::cout;
-  return {((long long)tap * S::COUT + group * C::cout + co) * C::cin, group * C::cin * weight.ci + co * weight.co + tap * weight.tap};
+// The share of one of `count` blocks; `shared`: where a record fits, in the place that it would have there.
+static __device__ __forceinline__ Share share_of(int rank, int count, u32 shared) {
+  const int most = (C::block_ci * QUADS + count - 1) / count, first = rank * most, left = C::block_ci * QUADS - first;
+  return {first, left < most ? left : most, shared + first / QUADS * (S::SUMS_PITCH * 4), S::SUMS_OF_TAP};
 }
 
-static __device__ __forceinline__ void add(const float* __restrict__ partial, int slices, const Weight& weight) {
-  __shared__ float sums[OF_BLOCK < RUNS ? RUNS : OF_BLOCK][33];
-  const long long total = (long long)S::TAPS * S::COUT * C::cin;
-  constexpr int COLUMNS_OF_BLOCKS = (C::cin + 31) / 32;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * OF_BLOCK;
-  int share = OF_BLOCK == 1 ? (slices + RUNS - 1) / RUNS : slices, begin = OF_BLOCK == 1 ? warp * share : 0, end = begin + share < slices ? begin + share : slices;
-  long long from[ROWS_EACH];
-  float sum[ROWS_EACH];
-#pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) {
-    int row = OF_BLOCK == 1 ? first : first + warp + k * RUNS;
-    from[k] = row < ROWS && c < C::cin ? row_at(row, weight).from + c : -1;
-    sum[k] = 0.f;
-  }
-#pragma unroll AT_ONCE
-  for (int i = begin; i < end; i++)
-#pragma unroll
-    for (int k = 0; k < ROWS_EACH; k++)
-      if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
-#pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
-  __syncthreads();
-  if (OF_BLOCK == 1) {
-    if (warp) return;
-#pragma unroll
-    for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
-    sums[0][lane] = sum[0];
-    __syncwarp();
-  }
-  c -= lane;
+// A share's sums of `count` records, S::TILES apart.
+static __device__ __forceinline__ void add(const char* records, int count, const Share& share, int thread) {
+  if (S::SET_TAPS * ((C::block_ci * QUADS + count - 1) / count) > FEW) add_by<1>(records, count, share, thread);
+  else add_by<LANES>(records, count, share, thread);
+}
+
+template <int PARTS>
+static __device__ __forceinline__ void add_by(const char* records, int count, const Share& share, int thread) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < OF_BLOCK * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = weight.ci == 1 ? i / 32 : i % OF_BLOCK, column = weight.ci == 1 ? i % 32 : i / OF_BLOCK;
-    if (first + row < ROWS && c + column < C::cin) weight.store(row_at(first + row, weight).to + (c + column) * weight.ci, sums[row][column]);
+  for (int i = thread; i < S::SET_TAPS * share.quads * PARTS; i += THREADS) {
+    const int part = i % PARTS, quad = share.first + i / PARTS % share.quads, tap = i / (PARTS * share.quads);
+    const int ci = quad / QUADS, co = quad % QUADS * 4;
+    const char* from = records + S::sum_at(tap, ci, co);
+    float sum[4] = {};
+#pragma unroll 1
+    for (int split = part; split < count; split += PARTS * BATCH) {
+      float4 v[BATCH] = {};
+#pragma unroll
+      for (int k = 0; k < BATCH; k++)
+        if (split + k * PARTS < count) v[k] = __ldcg((const float4*)(from + (split + k * PARTS) * ((long long)S::TILES * S::SUMS_BYTES)));
+#pragma unroll
+      for (int k = 0; k < BATCH; k++) sum[0] += v[k].x, sum[1] += v[k].y, sum[2] += v[k].z, sum[3] += v[k].w;
+    }
+#pragma unroll
+    for (int lanes = PARTS / 2; lanes; lanes /= 2)
+#pragma unroll
+      for (int e = 0; e < 4; e++) sum[e] += __shfl_xor_sync(((1u << PARTS) - 1) << (threadIdx.x & 32 - PARTS), sum[e], lanes);
+    if (part == 0) store_shared_f32x4(share.place(tap, ci, co), sum[0], sum[1], sum[2], sum[3]);
   }
 }
+
+// Taps or output channels are innermost in the weight: of taps those of a row of the kernel, or of several whole ones.
+__device__ __forceinline__ void store(const Work& work, const Share& share, int thread) const {
+  constexpr bool ROWS = C::taps_w == C::kernel_w;
+  constexpr int NEAR = ROWS ? C::taps_h * C::taps_w : C::taps_w, OF_KERNEL = ROWS ? C::kernel_h * C::kernel_w : C::kernel_w;
+  if (stride_co == 1) store_runs<false, C::cout % 4 ? 1 : 4>(work, share, thread);
+  else store_runs<true, NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1>(work, share, thread);
+}
+
+// By runs of V neighbours, which begin at V elements. A thread keeps its taps and output channels, so that a row of ci is an addition
+// away: a place computed for each takes three times as long.
+template <bool TAPS, int V>
+__device__ __forceinline__ void store_runs(const Work& work, const Share& share, int thread) const {
+  constexpr int OF_TAPS = S::SET_TAPS / (TAPS ? V : 1), OF_CO = C::block_co / (TAPS ? 1 : V), ITEMS = OF_TAPS * OF_CO;
+  constexpr int EACH = ITEMS < THREADS ? ITEMS : THREADS, AT_ONCE = THREADS / EACH;
+  if (thread >= AT_ONCE * EACH) return;
+#pragma unroll 1
+  for (int i = thread % EACH; i < ITEMS; i += EACH) {
+    const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
+    const int first = share.begin(co / 4), exist = C::cin - work.ci, end = share.end(co / 4) < exist ? share.end(co / 4) : exist;
+    const long long to = place_of(work, tap, first, co);
+    if (to < 0) continue;
+#pragma unroll 4
+    for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
+      u32 v[4];
+      if constexpr (!TAPS && V == 4) load_shared_128(v, share.place(tap, row, co));
+      else
+#pragma unroll
+        for (int e = 0; e < V; e++) v[e] = load_shared_u32(share.place(tap + (TAPS ? e : 0), row, co + (TAPS ? 0 : e)));
+      store_run<V>(to + (row - first) * stride_ci, v);
+    }
+  }
+}
+
+// Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
+__device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
+  int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
+  ci += work.ci, co += work.co;
+  bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
+  return exists ? (work.group * C::cin + ci) * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
+}
+
+template <class E, int V>
+struct alignas(V * sizeof(E)) Run { E of[V]; };
+
+template <int V>
+__device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const {
+  Run<Bits, V> narrow;
+  Run<u32, V> single;
+#pragma unroll
+  for (int e = 0; e < V; e++) narrow.of[e] = (Bits)Number::bits(__uint_as_float(v[e])), single.of[e] = v[e];
+  if (S::NARROW && !wide) *(Run<Bits, V>*)((Bits*)out + to) = narrow;
+  else *(Run<u32, V>*)((u32*)out + to) = single;
+}
 };
+
+// The second step. Blocks of a tile, as many as it has shares, are neighbours.
+constexpr int WGRAD_ADDERS = 256;
 
 template <class C>
-__global__ void __launch_bounds__(32 * WGRAD_RUNS)
-reduce(const float* __restrict__ partial, char* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
-  WgradReduce<C>::add(partial, slices, {out, stride_ci, stride_co, stride_tap, wide});
+__global__ void __launch_bounds__(WGRAD_ADDERS, 1)
+reduce(const char* __restrict__ records, char* __restrict__ out, int count, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  using S = WgradShape<C>;
+  using Sums = WgradSums<S, WGRAD_ADDERS>;
+  const Sums sums = {out, stride_ci, stride_co, stride_tap, wide};
+  const int shares = (int)gridDim.x / S::TILES, tile = blockIdx.x / shares;
+  typename Sums::Share share = Sums::share_of(blockIdx.x % shares, shares, 0);
+  share.at = shared_address(memory);
+  share.tap_pitch = ((share.quads + Sums::QUADS - 1) / Sums::QUADS + 1) * S::SUMS_PITCH + 8;
+  typename S::Work work;
+  S::take_work(work, tile);
+  Sums::add(records + (long long)tile * S::SUMS_BYTES, count, share, threadIdx.x);
+  __syncthreads();
+  sums.store(work, share, threadIdx.x);
 }
 
 // Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
@@ -1006,8 +1102,7 @@ __device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 
 // different banks. Copies of 16 bytes (cp.async), two stages. NCHW rows of any alignment: the 16-byte units of memory that
 // hold them are copied, and a row then begins (address % 16) bytes into its place.
 //
-// K is split over ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
-// their index: the same bits in every run, without atomics.
+// K is split over ranges of chunks and WARPS_K warps; each leaves a record of its sums, which `reduce` adds (wgrad_sums.cuh).
 
 template <class C_>
 struct WgradSync {
@@ -1187,26 +1282,23 @@ static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const
   of.g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * S::COUT + channel_g) * s.out_d + at.d) * s.out_h * s.out_w + (u32)at.h * s.out_w + at.w;
 }
 
-static __device__ __forceinline__ void store(const Sums& sums, float* __restrict__ partial, const Work& work, int split, const Lane& of) {
-  long long slice = ((long long)split * WARPS_K + of.k) * (S::TAPS * S::COUT * (long long)C::cin);
+// The warp's part of its record: each part of K has one.
+static __device__ __forceinline__ void store(const Sums& sums, char* records, const Lane& of) {
+  char* record = records + ((long long)(blockIdx.x / S::TILES * WARPS_K + of.k) * S::TILES + blockIdx.x % S::TILES) * S::SUMS_BYTES;
 #pragma unroll
-  for (int tap = 0; tap < S::SET_TAPS; tap++) {
-    int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
-    if (kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) continue;
-    float* to = partial + slice + ((long long)((kd * C::kernel_h + kh) * C::kernel_w + kw) * S::COUT + work.group * C::cout) * C::cin;
+  for (int tap = 0; tap < S::SET_TAPS; tap++)
 #pragma unroll
     for (int i = 0; i < M_FRAGMENTS; i++)
 #pragma unroll
       for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          int m = work.ci + of.m + i * 16 + of.g + e / 2 * 8, n = work.co + of.n + j * 8 + 2 * of.q + e % 2;
-          if (m < C::cin && n < C::cout) to[(long long)n * C::cin + m] = sums[tap][i][j][e];
+        for (int h = 0; h < 2; h++) {
+          const float* pair = &sums[tap][i][j][2 * h];
+          *(float2*)(record + S::sum_at(tap, of.m + i * 16 + of.g + 8 * h, of.n + j * 8 + 2 * of.q)) = make_float2(pair[0], pair[1]);
         }
-  }
 }
 
-static __device__ __forceinline__ void run(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, const Sizes& s, unsigned char* memory) {
+static __device__ __forceinline__ void run(const char* __restrict__ x, const char* __restrict__ g, char* __restrict__ records, const Sizes& s, unsigned char* memory) {
   Work work;
   int split = S::take_work(work, blockIdx.x);
   int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
@@ -1232,17 +1324,16 @@ static __device__ __forceinline__ void run(const char* __restrict__ x, const cha
     }
     __syncthreads();
   }
-  store(sum, partial, work, split, of);
+  store(sum, records, of);
 }
 };
 
-// partial: [splits * WARPS_K][TAPS][COUT][cin] float32.
 template <class C>
 __global__ void __launch_bounds__(WgradSync<C>::THREADS, 1)
-wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,
+wgrad(const char* __restrict__ x, const char* __restrict__ g, char* __restrict__ records, int batch, int in_d, int in_h, int in_w,
       int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  WgradSync<C>::run(x, g, partial, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, memory);
+  WgradSync<C>::run(x, g, records, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, memory);
 }
 
 // =====================================================================================================================
@@ -1280,12 +1371,12 @@ struct GradInput {
 
 struct GradWeight {
   static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_columns = 98;
-  static constexpr int g_units = 26, g_pitch = 108, reduce_rows = 1, tile_n = 1, kernel_d = 1, step_d = 1;
-  static constexpr int dilation_d = 1, padding_d = 0, taps_d = 1, sets_d = 1, tile_d = 1, kernel_h = 3, step_h = 2;
-  static constexpr int dilation_h = 2, padding_h = 1, taps_h = 3, sets_h = 1, tile_h = 8, kernel_w = 5, step_w = 3;
-  static constexpr int dilation_w = 1, padding_w = 2, taps_w = 5, sets_w = 1, tile_w = 32, apart_d = 1, g_rows_d = 1;
-  static constexpr int q_rows_d = 1, tap_rows_d = 1, apart_h = 2, g_rows_h = 10, q_rows_h = 1, tap_rows_h = 1;
-  static constexpr int warp_m = 16, warp_n = 8, x_units = 8, x_pitch = 36, stack = 1, row_classes = 1;
+  static constexpr int g_units = 26, g_pitch = 108, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0;
+  static constexpr int taps_d = 1, sets_d = 1, tile_d = 1, kernel_h = 3, step_h = 2, dilation_h = 2, padding_h = 1;
+  static constexpr int taps_h = 3, sets_h = 1, tile_h = 8, kernel_w = 5, step_w = 3, dilation_w = 1, padding_w = 2;
+  static constexpr int taps_w = 5, sets_w = 1, tile_w = 32, apart_d = 1, g_rows_d = 1, q_rows_d = 1, tap_rows_d = 1;
+  static constexpr int apart_h = 2, g_rows_h = 10, q_rows_h = 1, tap_rows_h = 1, warp_m = 16, warp_n = 8, x_units = 8;
+  static constexpr int x_pitch = 36, stack = 1, row_classes = 1;
   static constexpr bool channels_last = false, dense_d = true, dense_h = true, aligned_x = true, gapless = false;
 };
 
@@ -1334,11 +1425,11 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
                  int blocks, int slices, const std::array<int, 12>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor sums = at::empty({int64_t(slices) * 30720}, x.options().dtype(at::kByte));
+  const at::Tensor sums = at::empty({int64_t(slices) * 78720}, x.options().dtype(at::kByte));
   kernels::wgrad<kernels::GradWeight><<<blocks, 256, shared(kernels::wgrad<kernels::GradWeight>, 175104), stream>>>(
       of(x), of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11]);
-  kernels::reduce<kernels::GradWeight><<<960, 256, 0, stream>>>(of(sums), of(out), slices, 240, 15, 1, 1);
+  kernels::reduce<kernels::GradWeight><<<88, 256, 2880, stream>>>(of(sums), of(out), slices, 240, 15, 1, 1);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 """
@@ -1415,7 +1506,7 @@ def grad_weight_launch(batch, source, result, processors):
     tiles_h = ceil(source[1], 8)
     tiles_w = ceil(source[2], 32)
     chunks = batch * tiles_d * tiles_h * tiles_w
-    each = ceil(chunks, max(1, min(min(chunks, 819), processors // 4)))
+    each = ceil(chunks, max(1, min(chunks, processors // 4)))
     shares = ceil(chunks, each)
     return shares * 4, shares * 4, (batch, *source, *result, tiles_d, tiles_h, tiles_w, chunks, each)
 

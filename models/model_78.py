@@ -310,6 +310,13 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int a, in
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
       ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
 }
+template <int BYTES>
+__device__ __forceinline__ void store_bulk(void* to, u32 from) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to), "r"(from), "n"(BYTES) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+// Until all groups have left shared memory, or are in global memory.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
 // What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
@@ -343,6 +350,10 @@ __device__ __forceinline__ void store_shared_f32(u32 a, float v) {
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
+// (Of bits: then sums that matrix instructions add to would be integers between them, and be moved behind their fence, C7519.)
+__device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, float v2, float v3) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "f"(v0), "f"(v1), "f"(v2), "f"(v3) : "memory");
+}
 
 // Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
@@ -362,6 +373,12 @@ __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4],
 __device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
 // Integers. Macros, since by references the compiler keeps variables in another order.
 #define OPAQUE(a) asm volatile("" : "+r"(a))
+// `blockIdx.x`, read again rather than kept.
+__device__ __forceinline__ int block_index() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(block));
+  return block;
+}
 // A warpgroup's registers for each thread (sm_90a): some are given back, or more taken.
 template <int REGISTERS>
 __device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
@@ -930,12 +947,6 @@ __device__ __forceinline__ u32 in_hand() const { return done; }
 template <class C>
 struct Shuffle {
 static constexpr int LAYER_TAPS = C::layer_kernel_d * C::layer_kernel_h * C::layer_kernel_w;
-
-struct Row {                                             // of M
-  bool exists;
-  int line, place;                                       // line of its slab, and which of the INNER
-  int channel, d, h, w;                                  // and phases
-};
 };
 
 // Taps of a weight: of the layer itself, or, SHUFFLED, of the one with its stride.
@@ -1488,6 +1499,13 @@ __device__ __forceinline__ void add_bias(float (&acc)[GatherWork<C>::MB][GatherW
       for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
 }
 
+// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
+// in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
+// are long and begin where sectors do. Tiles of their own would multiply nothing, and pass
+// through the buffer all the same.
+
+struct Run { int n, od, oh; long long before; int own; bool last; };  // of an image's rows a share: outputs before it and its own; whether none follows
+
 // Stores NCHW rows, by runs of eight channels.
 
 // Bytes of a row of a warp's buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
@@ -1870,7 +1888,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
   Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
 }
 
-// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
+// What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
 //
 // Rows of x and g in a chunk follow from tile, taps, step (the stride) and dilation; the sets of taps differ only in where their
 // chunks begin.
@@ -1888,9 +1906,17 @@ static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte
 static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
 static constexpr int SET_TAPS = C::taps_d * C::taps_h * C::taps_w;
 static constexpr int SETS = C::sets_d * C::sets_h * C::sets_w;
-static constexpr int COUT = C::groups * C::cout;
 static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
 static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
+
+static constexpr int TILES = SETS * CO_TILES * CI_TILES * C::groups;
+
+// A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
+// row, and ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
+static constexpr int SUMS_PITCH = C::block_co + 4;
+static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
+static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
+static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
 static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
 static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
@@ -1942,97 +1968,6 @@ static __device__ __forceinline__ int take_work(Work& work, int index) {
 // (n, d, h) of row `r` of a tile, in its tensor.
 struct Rows { int n, d, h; };
 };
-
-// =====================================================================================================================
-// Slices of partial sums, [slice][tap][COUT][cin]
-// =====================================================================================================================
-
-// Two neighbours of a slice, channels `c` and `c + 1` of so many.
-template <int CHANNELS>
-__device__ __forceinline__ void wgrad_put_pair(float* at, int c, const float* sums) {
-  if (c < CHANNELS) *(float2*)at = make_float2(sums[0], sums[1]);
-}
-
-// The second step: slices are added in the order of their index. A block takes 32 input channels of some rows of a slice. Of large
-// weights these are 64 rows (reduce_rows), turned through shared memory, so that slices are read and the weight is written in whole
-// sectors; of small ones it is one row, and the block's warps divide the slices, since more rows leave blocks idle.
-constexpr int WGRAD_RUNS = 8;              // warps of a block
-
-template <class C>
-struct WgradReduce {
-using S = WgradShape<C>;
-using Bits = typename S::Bits;
-static constexpr int RUNS = WGRAD_RUNS, ROWS = S::COUT * S::TAPS;
-static constexpr int OF_BLOCK = C::reduce_rows, ROWS_EACH = OF_BLOCK < RUNS ? 1 : OF_BLOCK / RUNS;
-static constexpr int AT_ONCE = OF_BLOCK == 1 ? 8 : 2;   // slices
-
-struct Weight {
-  char* at;
-  long long ci, co, tap;                   // strides
-  long long wide;                          // whether it is float32, whatever the operands are
-
-  __device__ __forceinline__ void store(long long to, float v) const {
-    if (S::NARROW && !wide) ((Bits*)at)[to] = (Bits)S::Number::bits(v);
-    else ((float*)at)[to] = v;
-  }
-};
-
-struct Row {
-  long long from, to;                      // first element in a slice, and in the weight
-};
-
-// Rows are counted as the weight has them.
-static __device__ __forceinline__ Row row_at(int row, const Weight& weight) {
-  int group = row / (C::cout * S::TAPS), j = row % (C::cout * S::TAPS);
-  bool taps_inside = weight.tap <= weight.co;
-  int co = taps_inside ? j / S::TAPS : j % C::cout, tap = taps_inside ? j % S::TAPS : j / C::cout;
-  return {((long long)tap * S::COUT + group * C::cout + co) * C::cin, group * C::cin * weight.ci + co * weight.co + tap * weight.tap};
-}
-
-static __device__ __forceinline__ void add(const float* __restrict__ partial, int slices, const Weight& weight) {
-  __shared__ float sums[OF_BLOCK < RUNS ? RUNS : OF_BLOCK][33];
-  const long long total = (long long)S::TAPS * S::COUT * C::cin;
-  constexpr int COLUMNS_OF_BLOCKS = (C::cin + 31) / 32;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * OF_BLOCK;
-  int share = OF_BLOCK == 1 ? (slices + RUNS - 1) / RUNS : slices, begin = OF_BLOCK == 1 ? warp * share : 0, end = begin + share < slices ? begin + share : slices;
-  long long from[ROWS_EACH];
-  float sum[ROWS_EACH];
-#pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) {
-    int row = OF_BLOCK == 1 ? first : first + warp + k * RUNS;
-    from[k] = row < ROWS && c < C::cin ? row_at(row, weight).from + c : -1;
-    sum[k] = 0.f;
-  }
-#pragma unroll AT_ONCE
-  for (int i = begin; i < end; i++)
-#pragma unroll
-    for (int k = 0; k < ROWS_EACH; k++)
-      if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
-#pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
-  __syncthreads();
-  if (OF_BLOCK == 1) {
-    if (warp) return;
-#pragma unroll
-    for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
-    sums[0][lane] = sum[0];
-    __syncwarp();
-  }
-  c -= lane;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < OF_BLOCK * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = weight.ci == 1 ? i / 32 : i % OF_BLOCK, column = weight.ci == 1 ? i % 32 : i / OF_BLOCK;
-    if (first + row < ROWS && c + column < C::cin) weight.store(row_at(first + row, weight).to + (c + column) * weight.ci, sums[row][column]);
-  }
-}
-};
-
-template <class C>
-__global__ void __launch_bounds__(32 * WGRAD_RUNS)
-reduce(const float* __restrict__ partial, char* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
-  WgradReduce<C>::add(partial, slices, {out, stride_ci, stride_co, stride_tap, wide});
-}
 
 // A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_warpgroups.py counts it: how x and g lie, stages, sums, steps of K.
 
@@ -2097,7 +2032,8 @@ static constexpr int G_STEP_W = C::parted ? 1 : C::step_w;           // in pixel
 static constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
 static constexpr int RAW_AT = C::stages * STAGE_BYTES;               // x's pixels before they are turned
 static constexpr int RAW_BYTES = TURN_X ? PIXELS * C::block_ci * SIZE : 0;
-static constexpr int BARRIERS_AT = RAW_AT + RAW_BYTES;
+static constexpr int RING_BYTES = RAW_AT + RAW_BYTES;
+static constexpr int BARRIERS_AT = RING_BYTES > S::SUMS_BYTES ? RING_BYTES : S::SUMS_BYTES;  // a block's sums are where its stages were
 
 // The output channel of a block's row of M: classes follow each other.
 static __device__ __forceinline__ int channel_of(int m) { return LAST ? m : m % G_CHANNELS * C::channel_classes + m / G_CHANNELS; }
@@ -2449,44 +2385,150 @@ static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const
 }
 };
 
-// How sums leave a block of wgrad_wgmma.cu: as a slice for `reduce`; or the blocks that have all splits of a tile between them write the
-// weight's gradient from their shared memory. These run at once, and add their sums through global memory in the order of `reduce`, to
-// the same bits. A block that has the only split (alone) has nothing to add.
+// How sums become the weight's gradient. A block leaves those of its tile and its split of K as a record, [tap][ci][co] (WgradShape), at
+// [split][tile]. Records of a tile are added and stored by shares, quads of four output channels of an input channel at all taps: by
+// blocks of a second launch, `reduce`; or by those that left the records, where all of these run at once. The order of a sum follows
+// from the number of splits alone.
 
-// A slice of partial sums, [split][taps][COUT][cin].
-template <class T>
-struct WgradSlice {
-using C = typename T::C;
-using M = WgradMultiply<T>;
-float* __restrict__ partial;
+// The weight's gradient, stored by so many threads.
+template <class S, int THREADS>
+struct WgradSums {
+using C = typename S::C;
+using Number = typename S::Number;
+using Bits = typename S::Bits;
+using Work = typename S::Work;
+char* out;
+long long stride_ci, stride_co, stride_tap;
+long long wide;                            // whether it is float32, whatever the operands are
 
-__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const typename M::F::Lane& of, int) const {
-  const typename T::Work& work = block.work;
-  long long slice = (long long)block.split * (T::TAPS * T::COUT * (long long)C::cin);
+static constexpr int QUADS = C::block_co / 4;           // of a row of the block's [ci][co]
+static constexpr int BATCH = 8;                         // records whose loads are on their way at a time
+static constexpr int LANES = 8, FEW = 128;              // that divide the records of a sum, where sums of so many shares are so few
+
+// Of a block's [ci][quad] those that are added and stored together, of all taps; and where its sums are in shared memory.
+struct Share {
+  int first, quads;
+  u32 at;                                  // of the rows from that of the first quad on
+  int tap_pitch;
+  __device__ __forceinline__ int row() const { return first / QUADS; }
+  __device__ __forceinline__ u32 place(int tap, int ci, int co) const { return at + (tap * tap_pitch + (ci - row()) * S::SUMS_PITCH + co) * 4; }
+  // Rows of ci that it has of quad `q` of a row.
+  __device__ __forceinline__ int begin(int q) const { return (first + QUADS - 1 - q) / QUADS; }
+  __device__ __forceinline__ int end(int q) const { return (first + quads + QUADS - 1 - q) / QUADS; }
+};
+
+// The share of one of `count` blocks; `shared`: where a record fits, in the place that it would have there.
+static __device__ __forceinline__ Share share_of(int rank, int count, u32 shared) {
+  const int most = (C::block_ci * QUADS + count - 1) / count, first = rank * most, left = C::block_ci * QUADS - first;
+  return {first, left < most ? left : most, shared + first / QUADS * (S::SUMS_PITCH * 4), S::SUMS_OF_TAP};
+}
+
+// A share's sums of `count` records, S::TILES apart.
+static __device__ __forceinline__ void add(const char* records, int count, const Share& share, int thread) {
+  if (S::SET_TAPS * ((C::block_ci * QUADS + count - 1) / count) > FEW) add_by<1>(records, count, share, thread);
+  else add_by<LANES>(records, count, share, thread);
+}
+
+template <int PARTS>
+static __device__ __forceinline__ void add_by(const char* records, int count, const Share& share, int thread) {
+#pragma unroll 1
+  for (int i = thread; i < S::SET_TAPS * share.quads * PARTS; i += THREADS) {
+    const int part = i % PARTS, quad = share.first + i / PARTS % share.quads, tap = i / (PARTS * share.quads);
+    const int ci = quad / QUADS, co = quad % QUADS * 4;
+    const char* from = records + S::sum_at(tap, ci, co);
+    float sum[4] = {};
+#pragma unroll 1
+    for (int split = part; split < count; split += PARTS * BATCH) {
+      float4 v[BATCH] = {};
 #pragma unroll
-  for (int u = 0; u < T::UNITS; u++) {
-    int unit = of.first_unit + u * T::NEXT_UNIT;
-    int kd = work.tap_d + unit / (T::SET_UNITS / C::taps_d), kw = work.tap_w + unit % C::taps_w;
-    if (unit >= T::SET_UNITS || kd >= C::kernel_d || kw >= C::kernel_w) continue;
+      for (int k = 0; k < BATCH; k++)
+        if (split + k * PARTS < count) v[k] = __ldcg((const float4*)(from + (split + k * PARTS) * ((long long)S::TILES * S::SUMS_BYTES)));
 #pragma unroll
-    for (int i = 0; i < T::OF_UNIT; i++) {
-      int th = C::stacked ? i : unit / C::taps_w % C::taps_h, kh = work.tap_h + th;
-      if (kh >= C::kernel_h) continue;
-      float* to = partial + slice + ((long long)((kd * C::kernel_h + kh) * C::kernel_w + kw) * T::COUT + work.group * C::cout) * C::cin;
+      for (int k = 0; k < BATCH; k++) sum[0] += v[k].x, sum[1] += v[k].y, sum[2] += v[k].z, sum[3] += v[k].w;
+    }
 #pragma unroll
-      for (int nb = 0; nb < T::NB; nb++)
+    for (int lanes = PARTS / 2; lanes; lanes /= 2)
 #pragma unroll
-        for (int j = 0; j < T::N_WIDTH / 8; j++)
+      for (int e = 0; e < 4; e++) sum[e] += __shfl_xor_sync(((1u << PARTS) - 1) << (threadIdx.x & 32 - PARTS), sum[e], lanes);
+    if (part == 0) store_shared_f32x4(share.place(tap, ci, co), sum[0], sum[1], sum[2], sum[3]);
+  }
+}
+
+// Taps or output channels are innermost in the weight: of taps those of a row of the kernel, or of several whole ones.
+__device__ __forceinline__ void store(const Work& work, const Share& share, int thread) const {
+  constexpr bool ROWS = C::taps_w == C::kernel_w;
+  constexpr int NEAR = ROWS ? C::taps_h * C::taps_w : C::taps_w, OF_KERNEL = ROWS ? C::kernel_h * C::kernel_w : C::kernel_w;
+  if (stride_co == 1) store_runs<false, C::cout % 4 ? 1 : 4>(work, share, thread);
+  else store_runs<true, NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1>(work, share, thread);
+}
+
+// By runs of V neighbours, which begin at V elements. A thread keeps its taps and output channels, so that a row of ci is an addition
+// away: a place computed for each takes three times as long.
+template <bool TAPS, int V>
+__device__ __forceinline__ void store_runs(const Work& work, const Share& share, int thread) const {
+  constexpr int OF_TAPS = S::SET_TAPS / (TAPS ? V : 1), OF_CO = C::block_co / (TAPS ? 1 : V), ITEMS = OF_TAPS * OF_CO;
+  constexpr int EACH = ITEMS < THREADS ? ITEMS : THREADS, AT_ONCE = THREADS / EACH;
+  if (thread >= AT_ONCE * EACH) return;
+#pragma unroll 1
+  for (int i = thread % EACH; i < ITEMS; i += EACH) {
+    const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
+    const int first = share.begin(co / 4), exist = C::cin - work.ci, end = share.end(co / 4) < exist ? share.end(co / 4) : exist;
+    const long long to = place_of(work, tap, first, co);
+    if (to < 0) continue;
+#pragma unroll 4
+    for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
+      u32 v[4];
+      if constexpr (!TAPS && V == 4) load_shared_128(v, share.place(tap, row, co));
+      else
 #pragma unroll
-          for (int h = 0; h < 2; h++) {
-            int co = work.co + T::channel_of(of.channel + of.row + T::NEXT_ROWS * h), ci = work.ci + nb * T::N_WIDTH + j * 8 + 2 * of.q;
-            if (co >= C::cout) continue;
-            wgrad_put_pair<C::cin>(to + (long long)co * C::cin + ci, ci, &acc[u][nb][M::place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h]);
-          }
+        for (int e = 0; e < V; e++) v[e] = load_shared_u32(share.place(tap + (TAPS ? e : 0), row, co + (TAPS ? 0 : e)));
+      store_run<V>(to + (row - first) * stride_ci, v);
     }
   }
 }
+
+// Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
+__device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
+  int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
+  ci += work.ci, co += work.co;
+  bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
+  return exists ? (work.group * C::cin + ci) * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
+}
+
+template <class E, int V>
+struct alignas(V * sizeof(E)) Run { E of[V]; };
+
+template <int V>
+__device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const {
+  Run<Bits, V> narrow;
+  Run<u32, V> single;
+#pragma unroll
+  for (int e = 0; e < V; e++) narrow.of[e] = (Bits)Number::bits(__uint_as_float(v[e])), single.of[e] = v[e];
+  if (S::NARROW && !wide) *(Run<Bits, V>*)((Bits*)out + to) = narrow;
+  else *(Run<u32, V>*)((u32*)out + to) = single;
+}
 };
+
+// The second step. Blocks of a tile, as many as it has shares, are neighbours.
+constexpr int WGRAD_ADDERS = 256;
+
+template <class C>
+__global__ void __launch_bounds__(WGRAD_ADDERS, 1)
+reduce(const char* __restrict__ records, char* __restrict__ out, int count, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  using S = WgradShape<C>;
+  using Sums = WgradSums<S, WGRAD_ADDERS>;
+  const Sums sums = {out, stride_ci, stride_co, stride_tap, wide};
+  const int shares = (int)gridDim.x / S::TILES, tile = blockIdx.x / shares;
+  typename Sums::Share share = Sums::share_of(blockIdx.x % shares, shares, 0);
+  share.at = shared_address(memory);
+  share.tap_pitch = ((share.quads + Sums::QUADS - 1) / Sums::QUADS + 1) * S::SUMS_PITCH + 8;
+  typename S::Work work;
+  S::take_work(work, tile);
+  Sums::add(records + (long long)tile * S::SUMS_BYTES, count, share, threadIdx.x);
+  __syncthreads();
+  sums.store(work, share, threadIdx.x);
+}
 
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
 //
@@ -2507,12 +2549,59 @@ __device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBloc
 // Stacked chunks are of rows of g, step_h at a time, and it is x's tile that has a halo, so that an instruction always takes all
 // of its rows: ptxas waits for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
 //
-// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where all blocks
-// run at once (a cooperative launch), those of a tile wait for each other, add the sums through global memory in the same order, and
-// write the weight. A split that is the only one (alone) writes it from its own shared memory.
+// K is split over ranges of chunks; a block leaves a record of its sums, and `reduce` adds the records. Where all blocks run at once (a
+// cooperative launch), those of a tile wait for each other and add them in the same order. A block that has the only split (alone) has
+// nothing to add: it stores the weight's gradient from its own shared memory.
 //
 // Files: wgrad_tiles.cuh (a chunk in shared memory), wgrad_copies.cuh (who brings it), wgrad_multiply.cuh (fragments and matrix
-// instructions), wgrad_sums.cuh (how sums leave).
+// instructions), wgrad_sums.cuh (how records become the weight's gradient).
+
+// A block's sums as a record, in shared memory and at its place in global memory.
+// WAITS: until it is there.
+template <class T, bool WAITS = false>
+struct WgradRecord {
+using C = typename T::C;
+using M = WgradMultiply<T>;
+using Lane = typename M::F::Lane;
+char* records;
+
+__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const Lane& of, int thread) const {
+  put_shared(acc, block.base, of);
+  fence_async_shared();
+  named_sync<2, T::CONSUMERS>();           // all have stored theirs
+  if (thread == 0) {
+    store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.base);  // the index is read again: kept, it spills
+    bulk_commit();
+    bulk_wait_read();                 // the launch's end waits
+  }
+}
+
+static __device__ __forceinline__ void put_shared(const typename M::Sums& acc, u32 memory, const Lane& of) {
+  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
+#pragma unroll
+  for (int u = 0; u < T::UNITS; u++) {
+    int unit = of.first_unit + u * T::NEXT_UNIT;
+    if (unit >= T::SET_UNITS) continue;
+#pragma unroll
+    for (int i = 0; i < T::OF_UNIT; i++) {
+      // A unit is a tap, or (stacked) a column of taps_h of them.
+      int tap = C::stacked ? (unit / C::taps_w * C::taps_h + i) * C::taps_w + unit % C::taps_w : unit;
+#pragma unroll
+      for (int nb = 0; nb < T::NB; nb++)
+#pragma unroll
+        for (int j = 0; j < T::N_WIDTH / 8; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            int m = T::channel_of(of.channel + of.row + T::NEXT_ROWS * h);
+            u32 to = memory + T::sum_at(tap, nb * T::N_WIDTH + j * 8 + 2 * of.q, m);
+            const float* sums = &acc[u][nb][M::place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h];
+            store_shared_f32(to, sums[0]);
+            store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
+          }
+    }
+  }
+}
+};
 
 template <class C_>
 struct WgradWgmma {
@@ -2595,14 +2684,13 @@ static __device__ __forceinline__ void run(const char* g, const E& end, const Si
 }
 };
 
-// partial: [splits][TAPS][COUT][cin] float32.
 template <class C>
 __global__ void __launch_bounds__(WgradTile<C>::THREADS, 1)
-wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
+wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
       int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, const __grid_constant__ typename WgradTile<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   using K = WgradWgmma<C>;
-  K::run(g, WgradSlice<WgradTile<C>>{partial}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
+  K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
 // =====================================================================================================================
@@ -2658,14 +2746,14 @@ struct GradInput {
 
 struct GradWeight {
   static constexpr int precision = 0, groups = 1, cin = 32, cout = 32, block_ci = 32, block_co = 32, g_columns = 70;
-  static constexpr int g_pitch = 76, reduce_rows = 1, tile_n = 2, kernel_d = 1, step_d = 1, dilation_d = 1;
-  static constexpr int padding_d = 0, taps_d = 1, sets_d = 1, tile_d = 1, kernel_h = 3, step_h = 1, dilation_h = 1;
-  static constexpr int padding_h = 1, taps_h = 3, sets_h = 1, tile_h = 2, kernel_w = 7, step_w = 1, dilation_w = 1;
-  static constexpr int padding_w = 3, taps_w = 7, sets_w = 1, tile_w = 64, g_rows_d = 1, q_rows_d = 1, tap_rows_d = 1;
-  static constexpr int g_rows_h = 2, q_rows_h = 1, tap_rows_h = 1, warpgroups = 2, split_m = 1, subs = 2, entries = 6;
-  static constexpr int stages = 2, unrolled = 4, stack = 3, row_classes = 1, channel_classes = 1, x_width = 32;
-  static constexpr int line_bytes = 256, segment = 128, g_width = 32, g_planes = 1, plane_columns = 70, run = 2;
-  static constexpr int run_words = 0, producer_registers = 72, consumer_registers = 216;
+  static constexpr int g_pitch = 76, tile_n = 2, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0, taps_d = 1;
+  static constexpr int sets_d = 1, tile_d = 1, kernel_h = 3, step_h = 1, dilation_h = 1, padding_h = 1, taps_h = 3;
+  static constexpr int sets_h = 1, tile_h = 2, kernel_w = 7, step_w = 1, dilation_w = 1, padding_w = 3, taps_w = 7;
+  static constexpr int sets_w = 1, tile_w = 64, g_rows_d = 1, q_rows_d = 1, tap_rows_d = 1, g_rows_h = 2, q_rows_h = 1;
+  static constexpr int tap_rows_h = 1, warpgroups = 2, split_m = 1, subs = 2, entries = 6, stages = 2, unrolled = 4;
+  static constexpr int stack = 3, row_classes = 1, channel_classes = 1, x_width = 32, line_bytes = 256, segment = 128;
+  static constexpr int g_width = 32, g_planes = 1, plane_columns = 70, run = 2, run_words = 0, producer_registers = 72;
+  static constexpr int consumer_registers = 216;
   static constexpr bool channels_last = false, interleaved = false, gapless = false, lines = false, stacked = true;
   static constexpr bool box_g = true, parted = false;
 };
@@ -2774,7 +2862,7 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
                  int blocks, int slices, const std::array<int, 12>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor sums = at::empty({int64_t(slices) * 86016}, x.options().dtype(at::kByte));
+  const at::Tensor sums = at::empty({int64_t(slices) * 97440}, x.options().dtype(at::kByte));
   kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 384, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 208944), stream>>>(
       of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11],
@@ -2782,7 +2870,7 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
        tensor_map(grad, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{76, 32, 2, 1, 2},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
-  kernels::reduce<kernels::GradWeight><<<672, 256, 0, stream>>>(of(sums), of(out), slices, 672, 21, 1, 1);
+  kernels::reduce<kernels::GradWeight><<<128, 256, 6720, stream>>>(of(sums), of(out), slices, 672, 21, 1, 1);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 """
@@ -2863,7 +2951,7 @@ def grad_weight_launch(batch, source, result, processors):
     tiles_h = ceil(source[1] + 2, 2)
     tiles_w = ceil(source[2], 64)
     chunks = ceil(batch, 2) * tiles_d * tiles_h * tiles_w
-    each = ceil(chunks, max(1, min(min(chunks, 1170), processors)))
+    each = ceil(chunks, max(1, min(chunks, processors)))
     shares = ceil(chunks, each)
     return shares, shares, (batch, *source, *result, tiles_d, tiles_h, tiles_w, chunks, each)
 

@@ -187,16 +187,16 @@ def plain_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     return plain.candidate(p, gpu)
 
 
-def unshuffle_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    inner = "no kernel" if unshuffle.refusal(p, gpu) else rearranged.choose(unshuffle.unstrided(p), gpu)
-    return None if isinstance(inner, str) else unshuffle.Choice(inner, p, 1e-5)
+def rearranged_choice(mode: rearranged.Mode) -> Callable[[random.Random, Problem, Gpu], Any]:
+    """Draws a problem's choice by a mode of `rearrange`, whatever it is estimated to take."""
 
+    def draw(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
+        if rearranged.refusal(mode, p, gpu) is not None:
+            return None
+        inner = rearranged.choose(mode.rearranged(p), gpu)
+        return None if isinstance(inner, str) else rearranged.Choice(mode, inner, p, 1e-5)
 
-def relayout_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    if relayout.refusal(p, gpu) is not None:
-        return None
-    inner = rearranged.choose(relayout._wider(p.lifted).with_(layout="channels_last"), gpu, others=True)
-    return None if isinstance(inner, str) else relayout.Choice(inner, p, 1e-5)
+    return draw
 
 
 def of_the_same_bytes(rng: random.Random, p: Problem, other: str) -> Problem:
@@ -214,7 +214,7 @@ def of_the_same_bytes(rng: random.Random, p: Problem, other: str) -> Problem:
 
 def batches_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     """Of another problem whose tensors are the same bytes (`batches`): with the layer's own."""
-    other = "flat" if p.pass_ == "grad-weight" else rng.choice(("abreast", "flat"))
+    other = rng.choice(("abreast", "flat"))
     try:
         p = of_the_same_bytes(rng, p, other)
     except ValueError:  # no output
@@ -222,8 +222,7 @@ def batches_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     q: Problem | None = getattr(p, other)
     if q is None:
         return None
-    kind = WarpgroupTiling if gpu.arch == "90a" else SyncTiling
-    choice = gather_choice(rng, q, gpu) if p.pass_ != "grad-weight" else wgrad_choice(rng, q, gpu, kind)
+    choice = gather_choice(rng, q, gpu)
     if choice is not None and other == "flat":
         choice = replace(choice, flat=True)
     return choice and (choice, p)
@@ -289,13 +288,14 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
     "plain": (Layers((*FORWARD_LIKE, "grad-weight"), SCALAR, dilations=(1, 1, 2, 3, 50)), plain_choice),
     "unshuffle": (
         Layers(GRADIENTS, WGMMA, inputs=(8, 16, 40), outputs=FEW, groups=(1,), strides=(2, 3), dilations=(1,)),
-        unshuffle_choice,
+        rearranged_choice(unshuffle),
     ),
     "relayout": (
-        Layers(GRADIENTS, WGMMA, inputs=(8, 16, 24, 30), outputs=(8, 16, 17, 32), groups=(1,)), relayout_choice,
+        Layers(GRADIENTS, WGMMA, inputs=(8, 16, 24, 30), outputs=(8, 16, 17, 32), groups=(1,)),
+        rearranged_choice(relayout),
     ),
     "batches": (
-        Layers((*FORWARD_LIKE, "grad-weight"), WGMMA, ranks=(2, 2, 3), inputs=(8, 16, 40), outputs=(8, 24, 40),
+        Layers(FORWARD_LIKE, WGMMA, ranks=(2, 2, 3), inputs=(8, 16, 40), outputs=(8, 24, 40),
                groups=(1, 1, 2), widths=(2, 4, 7, 8), kernels=(2, 3, 4)),
         batches_choice,
     ),

@@ -67,9 +67,9 @@ def test_gradients_for_widened_weights_again(emulator: Emulator) -> None:
     p = Problem.make(
         6, 30, 32, (3, 24), (1, 4), dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight"
     )
-    inner = rearranged.choose(relayout._wider(p), H200, others=True)
+    inner = rearranged.choose(relayout.rearranged(p), H200)
     assert not isinstance(inner, str)
-    assert_computes(relayout.Choice(inner, p, 0.0), emulator, 0, calls=2)
+    assert_computes(rearranged.Choice(relayout, inner, p, 0.0), emulator, 0, calls=2)
 
 
 # --- the emulator itself ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import needs_gxx
-from drawn import FAMILIES, LAYOUTS, MOST, TENSOR, WGMMA, Layers, batches_choice, wgrad_choice, work
+from drawn import FAMILIES, LAYOUTS, MOST, TENSOR, WGMMA, Layers, wgrad_choice, work
 from emulator import Emulator, emulator
 from modes import Case, OfCase, OfTiling, few, having, of_cases, where
 from results import assert_computes, drawn_way
@@ -25,7 +25,34 @@ pytestmark = needs_gxx
 __all__ = ["emulator"]
 
 PARTS = 4  # tests that divide the cases
-FIRST = (8, 12, 96, 208, 411, 461, 485, 506, 795, 853, 899, 1068, 1154, 1225, 1302, 1563)
+FIRST = (
+    8,
+    12,
+    24,
+    76,
+    86,
+    96,
+    135,
+    169,
+    215,
+    267,
+    273,
+    292,
+    304,
+    316,
+    340,
+    351,
+    364,
+    391,
+    395,
+    410,
+    422,
+    506,
+    853,
+    899,
+    1068,
+    1154,
+)
 """Of the seeds a few whose layers have every mode. Others are drawn where these do no longer."""
 
 
@@ -39,7 +66,7 @@ def split_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     return replace(choice, splits=-(-count // -(-count // splits)))  # none without work
 
 
-DRAWN = [(layers, split_choice) for layers in (
+DRAWN = (
     FAMILIES["wgrad by mma.sync"][0],
     FAMILIES["wgrad by wgmma"][0],
     # Neighbouring taps of a wide stride, and columns of taps, whose rows of x follow each other.
@@ -55,19 +82,19 @@ DRAWN = [(layers, split_choice) for layers in (
     # Rows that begin off 16 bytes, at few places.
     Layers(("grad-weight",), WGMMA, ("nchw",), (2, 3), (16,), (32, 48), (1, 2), heights=(2, 5, 6, 7, 8),
            widths=(24, 32, 64), kernels=(2, 3), strides=(1,), dilations=(1,), paddings=1),
-)]  # fmt: skip
-DRAWN.append((replace(FAMILIES["batches"][0], passes=("grad-weight",)), batches_choice))
+    # Long columns of taps.
+    Layers(("grad-weight",), WGMMA, ("channels_last",), (2,), (16, 24, 40), (16, 32), (1,), widths=(16, 24),
+           kernels=(4, 5), strides=(1,), dilations=(1,), paddings=0),
+)  # fmt: skip
 
 
 def cases(seed: int) -> Iterator[Case]:
     """Some tiles of a random layer, each called in some ways."""
     rng = random.Random(f"modes, {seed}")
-    layers, draw = DRAWN[seed % len(DRAWN)]
-    p = layers.draw(rng)
+    p = DRAWN[seed % len(DRAWN)].draw(rng)
     for _ in range(12):
-        found = draw(rng, p, H200)
-        choice = found[0] if isinstance(found, tuple) else found
-        if choice is not None and not choice.flat and work(choice) < MOST:
+        choice = split_choice(rng, p, H200)
+        if choice is not None and work(choice) < MOST:
             for _ in range(3):
                 yield Case(choice, drawn_way(p, choice.casts, rng.randrange(2**30)), work(choice))
 
@@ -121,7 +148,7 @@ def numbered() -> OfTiling:
         found[f"{stack} rows of x in an instruction, {layout}"] = lambda t, n=stack, layout=layout: (
             t.stacked and t.stack == n and t.problem.layout == layout
         )
-    found |= having("{name} {value}", subs=(1, 2, 4), warpgroups=(2, 3), split_m=(1, 2, 3), segment=(32, 64, 128))
+    found |= having("{name} {value}", subs=(1, 2, 4), warpgroups=(2, 3), split_m=(1, 2), segment=(32, 64, 128))
     found |= where(lambda t: t.interleaved, having("in M, {name} {value}", subs=(2, 4, 8), element=(2, 4)))
     found |= where(lambda t: t.classed, having("classes, {name} {value}", element=(2, 4)))
     for width in (32, 48, 64, 80, 96, 128, 160, 256):
@@ -157,9 +184,8 @@ def ends() -> OfCase:
         )
     found |= {
         "slices of float32 of mma.sync": lambda case: wgmma(case) is None and case.way.single,
-        "many elements turned": lambda case: end(case) == "steps" and case.choice.tiling.reduce_rows > 1,
-        "many elements together": lambda case: end(case) == "together" and case.choice.tiling.reduce_rows > 1,
-        "few sums of each block together": lambda case: end(case) == "together" and few_sums(case),
+        "lanes divide the splits": lambda case: end(case) == "steps" and divided(case),
+        "lanes divide the splits, together": lambda case: end(case) == "together" and divided(case),
         "channels off four in channels_last": lambda case: (
             end(case) in ("alone", "together") and case.way.last and case.choice.tiling.channels[1] % 4 > 0
         ),
@@ -167,10 +193,10 @@ def ends() -> OfCase:
     return found
 
 
-def few_sums(case: Case) -> bool:
-    """Whether lanes divide the splits of a quad of sums."""
-    t, share = wgmma(case), -(-math.prod(case.choice.tiling.block) // 4 // case.choice.splits)
-    return t is not None and t.reduce_rows == 1 and t.set_taps * share <= t.warpgroups * 64
+def divided(case: Case) -> bool:
+    """Whether lanes divide the records of a sum."""
+    t, slices = case.choice.tiling, case.choice.splits * case.choice.tiling.k_slices
+    return bool(slices > 1 and t.set_taps * -(-math.prod(t.block) // 4 // slices) <= 128)
 
 
 MODES = ends() | of_cases(

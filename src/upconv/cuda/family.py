@@ -82,11 +82,7 @@ class Choice(Protocol):
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """Of the weight's gradient as it is written, which may be wider than the weight. See `flat`."""
-
-    @property
-    def flat(self) -> bool:
-        """Whether the problem is another's `Problem.flat`, so that the weight's gradient is contiguous."""
+        """Of the weight's gradient as it is written, which may be wider than the weight."""
 
     def on(self, device: int) -> Choice:
         """The choice as a device runs it, which may be a part of the GPU. Errors: those of ``jit.kernel``."""
@@ -103,7 +99,6 @@ class Defaults:
     biased: Any = False
     reads: Any = None
     keeps_packed: Any = False
-    flat: Any = False
 
     @property
     def terms(self) -> str:

@@ -397,17 +397,14 @@ class PreparedWeight(_Prepared):
 
     def program(self, grad: Tensor, out: Tensor, lasting: bool) -> Program | None:
         """What `run` runs on tensors that begin so; None where it writes another tensor, and copies from that."""
-        contiguous = out.is_contiguous()
-        if out.numel() != math.prod(self.choice.result_shape) or (self.choice.flat and not contiguous):
+        if out.numel() != math.prod(self.choice.result_shape):
             return None
         single = self.casts and out.dtype is torch.float32
-        order: WeightForm = "contiguous" if contiguous else "channels_last"
+        order: WeightForm = "contiguous" if out.is_contiguous() else "channels_last"
         return self._program(Given(order, single, lasting=lasting, aligned=not grad.data_ptr() & 15))
 
     def _run_wider(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
         """`run` by way of a contiguous tensor as the kernel writes it, which may have more channels."""
-        whole = out.new_empty(
-            self.choice.result_shape if out.numel() != math.prod(self.choice.result_shape) else out.shape
-        )
+        whole = out.new_empty(self.choice.result_shape)
         self.run(x, grad, whole, lasting)
         out.copy_(whole[: out.shape[0], : out.shape[1]])

@@ -15,7 +15,6 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad import wgrad
 from upconv.export.passes import Kernel, whole_rows
 
-_SUM_BYTES = 96 << 20  # of the slices of sums of a gradient for the weight, at most
 _SOURCE = ("source_d", "source_h", "source_w")
 _RESULT = ("result_d", "result_h", "result_w")
 _TILES = ("tiles_d", "tiles_h", "tiles_w")
@@ -101,8 +100,7 @@ def _gather(c: gather.Choice) -> Sizes:
 
 def _wgrad(c: wgrad.Choice, gpu: Gpu) -> Sizes:
     t = c.tiling
-    most = max(1, _SUM_BYTES // (4 * math.prod(c.problem.weight_shape) * t.k_slices))
-    waves = _waves(c, most, gpu)
+    waves = _waves(c, gpu)
     rows = f"source_h + {t.halo}" if t.halo else "source_h"
     tiles = {name: _ceil(n, by) for name, n, by in zip(_TILES, ("source_d", rows, "source_w"), t.tile[1:])}
     share = _product("processors", waves) + (f" // {t.tiles}" if t.tiles > 1 else "")
@@ -112,7 +110,7 @@ def _wgrad(c: wgrad.Choice, gpu: Gpu) -> Sizes:
         {
             **tiles,
             "chunks": _product(_ceil("batch", t.tile[0]), *_TILES),
-            "each": f"ceil(chunks, max(1, min(min(chunks, {most}), {share})))" if waves else "chunks",
+            "each": f"ceil(chunks, max(1, min(chunks, {share})))" if waves else "chunks",
             "shares": "ceil(chunks, each)",
         },
         _product("shares", t.tiles),
@@ -121,11 +119,11 @@ def _wgrad(c: wgrad.Choice, gpu: Gpu) -> Sizes:
     )
 
 
-def _waves(c: wgrad.Choice, most: int, gpu: Gpu) -> int:
+def _waves(c: wgrad.Choice, gpu: Gpu) -> int:
     """Waves of blocks that the plan has; 0 for one share of the chunks, whatever there is to fill."""
     chunks = math.prod(c.tiling.counts(c.problem))
     for waves in (1, 2, 3, 4):
-        each = -(-chunks // max(1, min(chunks, most, gpu.multiprocessors * waves // c.tiling.tiles)))
+        each = -(-chunks // max(1, min(chunks, gpu.multiprocessors * waves // c.tiling.tiles)))
         if -(-chunks // each) == c.splits:
             return waves
     return 0

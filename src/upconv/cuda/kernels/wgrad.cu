@@ -10,9 +10,8 @@
 // different banks. Copies of 16 bytes (cp.async), two stages. NCHW rows of any alignment: the 16-byte units of memory that
 // hold them are copied, and a row then begins (address % 16) bytes into its place.
 //
-// K is split over ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
-// their index: the same bits in every run, without atomics.
-#include "wgrad.cuh"
+// K is split over ranges of chunks and WARPS_K warps; each leaves a record of its sums, which `reduce` adds (wgrad_sums.cuh).
+#include "wgrad_sums.cuh"
 #include "wgmma.cuh"
 
 template <class C_>
@@ -233,26 +232,23 @@ static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const
   of.g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * S::COUT + channel_g) * s.out_d + at.d) * s.out_h * s.out_w + (u32)at.h * s.out_w + at.w;
 }
 
-static __device__ __forceinline__ void store(const Sums& sums, float* __restrict__ partial, const Work& work, int split, const Lane& of) {
-  long long slice = ((long long)split * WARPS_K + of.k) * (S::TAPS * S::COUT * (long long)C::cin);
+// The warp's part of its record: each part of K has one.
+static __device__ __forceinline__ void store(const Sums& sums, char* records, const Lane& of) {
+  char* record = records + ((long long)(blockIdx.x / S::TILES * WARPS_K + of.k) * S::TILES + blockIdx.x % S::TILES) * S::SUMS_BYTES;
 #pragma unroll
-  for (int tap = 0; tap < S::SET_TAPS; tap++) {
-    int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
-    if (kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) continue;
-    float* to = partial + slice + ((long long)((kd * C::kernel_h + kh) * C::kernel_w + kw) * S::COUT + work.group * C::cout) * C::cin;
+  for (int tap = 0; tap < S::SET_TAPS; tap++)
 #pragma unroll
     for (int i = 0; i < M_FRAGMENTS; i++)
 #pragma unroll
       for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          int m = work.ci + of.m + i * 16 + of.g + e / 2 * 8, n = work.co + of.n + j * 8 + 2 * of.q + e % 2;
-          if (m < C::cin && n < C::cout) to[(long long)n * C::cin + m] = sums[tap][i][j][e];
+        for (int h = 0; h < 2; h++) {
+          const float* pair = &sums[tap][i][j][2 * h];
+          *(float2*)(record + S::sum_at(tap, of.m + i * 16 + of.g + 8 * h, of.n + j * 8 + 2 * of.q)) = make_float2(pair[0], pair[1]);
         }
-  }
 }
 
-static __device__ __forceinline__ void run(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, const Sizes& s, unsigned char* memory) {
+static __device__ __forceinline__ void run(const char* __restrict__ x, const char* __restrict__ g, char* __restrict__ records, const Sizes& s, unsigned char* memory) {
   Work work;
   int split = S::take_work(work, blockIdx.x);
   int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
@@ -280,16 +276,15 @@ static __device__ __forceinline__ void run(const char* __restrict__ x, const cha
     }
     __syncthreads();
   }
-  if constexpr (PROMOTES) store(sum, partial, work, split, of);
-  else store(acc, partial, work, split, of);
+  if constexpr (PROMOTES) store(sum, records, of);
+  else store(acc, records, of);
 }
 };
 
-// partial: [splits * WARPS_K][TAPS][COUT][cin] float32.
 template <class C>
 __global__ void __launch_bounds__(WgradSync<C>::THREADS, 1)
-wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,
+wgrad(const char* __restrict__ x, const char* __restrict__ g, char* __restrict__ records, int batch, int in_d, int in_h, int in_w,
       int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  WgradSync<C>::run(x, g, partial, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, memory);
+  WgradSync<C>::run(x, g, records, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, memory);
 }

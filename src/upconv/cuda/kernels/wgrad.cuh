@@ -1,4 +1,4 @@
-// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
+// What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
 //
 // Rows of x and g in a chunk follow from tile, taps, step (the stride) and dilation; the sets of taps differ only in where their
 // chunks begin.
@@ -21,6 +21,15 @@ static constexpr int CIN = C::groups * C::cin;
 static constexpr int COUT = C::groups * C::cout;
 static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
 static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
+
+static constexpr int TILES = SETS * CO_TILES * CI_TILES * C::groups;
+
+// A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
+// row, and ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
+static constexpr int SUMS_PITCH = C::block_co + 4;
+static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
+static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
+static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
 static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
 static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
@@ -184,99 +193,3 @@ static __device__ __forceinline__ void clear_borders(const char* tensor, const W
   }
 }
 };
-
-// =====================================================================================================================
-// Slices of partial sums, [slice][tap][COUT][cin]
-// =====================================================================================================================
-
-// Two neighbours of a slice, channels `c` and `c + 1` of so many.
-template <int CHANNELS>
-__device__ __forceinline__ void wgrad_put_pair(float* at, int c, const float* sums) {
-  if constexpr (CHANNELS % 2 == 0) {
-    if (c < CHANNELS) *(float2*)at = make_float2(sums[0], sums[1]);
-  } else {
-    if (c < CHANNELS) at[0] = sums[0];
-    if (c + 1 < CHANNELS) at[1] = sums[1];
-  }
-}
-
-// The second step: slices are added in the order of their index. A block takes 32 input channels of some rows of a slice. Of large
-// weights these are 64 rows (reduce_rows), turned through shared memory, so that slices are read and the weight is written in whole
-// sectors; of small ones it is one row, and the block's warps divide the slices, since more rows leave blocks idle.
-constexpr int WGRAD_RUNS = 8;              // warps of a block
-
-template <class C>
-struct WgradReduce {
-using S = WgradShape<C>;
-using Bits = typename S::Bits;
-static constexpr int RUNS = WGRAD_RUNS, ROWS = S::COUT * S::TAPS;
-static constexpr int OF_BLOCK = C::reduce_rows, ROWS_EACH = OF_BLOCK < RUNS ? 1 : OF_BLOCK / RUNS;
-static constexpr int AT_ONCE = OF_BLOCK == 1 ? 8 : 2;   // slices
-
-struct Weight {
-  char* at;
-  long long ci, co, tap;                   // strides
-  long long wide;                          // whether it is float32, whatever the operands are
-
-  __device__ __forceinline__ void store(long long to, float v) const {
-    if (S::NARROW && !wide) ((Bits*)at)[to] = (Bits)S::Number::bits(v);
-    else ((float*)at)[to] = v;
-  }
-};
-
-struct Row {
-  long long from, to;                      // first element in a slice, and in the weight
-};
-
-// Rows are counted as the weight has them.
-static __device__ __forceinline__ Row row_at(int row, const Weight& weight) {
-  int group = row / (C::cout * S::TAPS), j = row % (C::cout * S::TAPS);
-  bool taps_inside = weight.tap <= weight.co;
-  int co = taps_inside ? j / S::TAPS : j % C::cout, tap = taps_inside ? j % S::TAPS : j / C::cout;
-  return {((long long)tap * S::COUT + group * C::cout + co) * C::cin, group * C::cin * weight.ci + co * weight.co + tap * weight.tap};
-}
-
-static __device__ __forceinline__ void add(const float* __restrict__ partial, int slices, const Weight& weight) {
-  __shared__ float sums[OF_BLOCK < RUNS ? RUNS : OF_BLOCK][33];
-  const long long total = (long long)S::TAPS * S::COUT * C::cin;
-  constexpr int COLUMNS_OF_BLOCKS = (C::cin + 31) / 32;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * OF_BLOCK;
-  int share = OF_BLOCK == 1 ? (slices + RUNS - 1) / RUNS : slices, begin = OF_BLOCK == 1 ? warp * share : 0, end = begin + share < slices ? begin + share : slices;
-  long long from[ROWS_EACH];
-  float sum[ROWS_EACH];
-#pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) {
-    int row = OF_BLOCK == 1 ? first : first + warp + k * RUNS;
-    from[k] = row < ROWS && c < C::cin ? row_at(row, weight).from + c : -1;
-    sum[k] = 0.f;
-  }
-#pragma unroll AT_ONCE
-  for (int i = begin; i < end; i++)
-#pragma unroll
-    for (int k = 0; k < ROWS_EACH; k++)
-      if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
-#pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
-  __syncthreads();
-  if (OF_BLOCK == 1) {
-    if (warp) return;
-#pragma unroll
-    for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
-    sums[0][lane] = sum[0];
-    __syncwarp();
-  }
-  c -= lane;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < OF_BLOCK * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = weight.ci == 1 ? i / 32 : i % OF_BLOCK, column = weight.ci == 1 ? i % 32 : i / OF_BLOCK;
-    if (first + row < ROWS && c + column < C::cin) weight.store(row_at(first + row, weight).to + (c + column) * weight.ci, sums[row][column]);
-  }
-}
-};
-
-template <class C>
-__global__ void __launch_bounds__(32 * WGRAD_RUNS)
-reduce(const float* __restrict__ partial, char* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
-  WgradReduce<C>::add(partial, slices, {out, stride_ci, stride_co, stride_tap, wide});
-}

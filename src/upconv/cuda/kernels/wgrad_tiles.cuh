@@ -64,16 +64,9 @@ static constexpr int G_STEP_W = C::parted ? 1 : C::step_w;           // in pixel
 static constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
 static constexpr int RAW_AT = C::stages * STAGE_BYTES;               // x's pixels before they are turned
 static constexpr int RAW_BYTES = TURN_X ? PIXELS * C::block_ci * SIZE : 0;
-static constexpr int BARRIERS_AT = RAW_AT + RAW_BYTES;
+static constexpr int RING_BYTES = RAW_AT + RAW_BYTES;
+static constexpr int BARRIERS_AT = RING_BYTES > S::SUMS_BYTES ? RING_BYTES : S::SUMS_BYTES;  // a block's sums are where its stages were
 static_assert(BARRIERS_AT + 16 * C::stages + 16 == C::shared_bytes, "the planner's shared memory is not the kernel's");
-
-// A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
-// ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
-static constexpr int SUMS_PITCH = C::block_co + 4;
-static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
-static constexpr int SUMS_BYTES = S::SET_TAPS * SUMS_OF_TAP * 4;
-static_assert(!C::whole || SUMS_BYTES <= BARRIERS_AT, "a block's sums do not fit where its stages were");
-static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
 // The output channel of a block's row of M: classes follow each other.
 static __device__ __forceinline__ int channel_of(int m) { return LAST ? m : m % G_CHANNELS * C::channel_classes + m / G_CHANNELS; }

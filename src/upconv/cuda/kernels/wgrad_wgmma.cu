@@ -17,13 +17,98 @@
 // Stacked chunks are of rows of g, step_h at a time, and it is x's tile that has a halo, so that an instruction always takes all
 // of its rows: ptxas waits for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
 //
-// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where all blocks
-// run at once (a cooperative launch), those of a tile wait for each other, add the sums through global memory in the same order, and
-// write the weight. A split that is the only one (alone) writes it from its own shared memory.
+// K is split over ranges of chunks; a block leaves a record of its sums, and `reduce` adds the records. Where all blocks run at once (a
+// cooperative launch), those of a tile wait for each other and add them in the same order. A block that has the only split (alone) has
+// nothing to add: it stores the weight's gradient from its own shared memory.
 //
 // Files: wgrad_tiles.cuh (a chunk in shared memory), wgrad_copies.cuh (who brings it), wgrad_multiply.cuh (fragments and matrix
-// instructions), wgrad_sums.cuh (how sums leave).
+// instructions), wgrad_sums.cuh (how records become the weight's gradient).
+#include "wgrad_multiply.cuh"
 #include "wgrad_sums.cuh"
+
+// A block's sums as a record, in shared memory and at its place in global memory.
+// WAITS: until it is there.
+template <class T, bool WAITS = false>
+struct WgradRecord {
+using C = typename T::C;
+using M = WgradMultiply<T>;
+using Lane = typename M::F::Lane;
+char* records;
+
+__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const Lane& of, int thread) const {
+  put_shared(acc, block.base, of);
+  fence_async_shared();
+  named_sync<2, T::CONSUMERS>();           // all have stored theirs
+  if (thread == 0) {
+    store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.base);  // the index is read again: kept, it spills
+    bulk_commit();
+    if constexpr (WAITS) bulk_wait();
+    else bulk_wait_read();                 // the launch's end waits
+  }
+}
+
+static __device__ __forceinline__ void put_shared(const typename M::Sums& acc, u32 memory, const Lane& of) {
+  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
+#pragma unroll
+  for (int u = 0; u < T::UNITS; u++) {
+    int unit = of.first_unit + u * T::NEXT_UNIT;
+    if (unit >= T::SET_UNITS) continue;
+#pragma unroll
+    for (int i = 0; i < T::OF_UNIT; i++) {
+      // A unit is a tap, or (stacked) a column of taps_h of them.
+      int tap = C::stacked ? (unit / C::taps_w * C::taps_h + i) * C::taps_w + unit % C::taps_w : unit;
+#pragma unroll
+      for (int nb = 0; nb < T::NB; nb++)
+#pragma unroll
+        for (int j = 0; j < T::N_WIDTH / 8; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            int m = T::channel_of(of.channel + of.row + T::NEXT_ROWS * h);
+            u32 to = memory + T::sum_at(tap, nb * T::N_WIDTH + j * 8 + 2 * of.q, m);
+            const float* sums = &acc[u][nb][M::place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h];
+            store_shared_f32(to, sums[0]);
+            store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
+          }
+    }
+  }
+}
+};
+
+// The weight's gradient: by the blocks of a tile together, or (alone) by the only one.
+template <class T>
+struct WgradWhole {
+using C = typename T::C;
+using M = WgradMultiply<T>;
+using Weight = WgradSums<T, T::CONSUMERS>;
+Weight weight;
+char* records;
+u32* counters;                             // [arrived, left] of each tile; zeros, which the last to leave leaves
+
+__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const typename M::F::Lane& of, int thread) const {
+  int rank = 0, count = 1;
+  if constexpr (C::alone) {
+    WgradRecord<T>::put_shared(acc, block.base, of);
+  } else {
+    WgradRecord<T, true>{records}.put(acc, block, of, thread);
+    const int index = block_index(), tile = index % T::TILES;
+    rank = index / T::TILES, count = (int)gridDim.x / T::TILES;
+    if (thread == 0) meet(counters + 2 * tile, count);
+    named_sync<2, T::CONSUMERS>();
+    Weight::add(records + (long long)tile * T::SUMS_BYTES, count, Weight::share_of(rank, count, block.base), thread);
+  }
+  named_sync<2, T::CONSUMERS>();
+  weight.store(block.work, Weight::share_of(rank, count, block.base), thread);
+}
+
+// One thread of each of `count` blocks that run at once: what they have written is seen by all of them behind it.
+static __device__ __forceinline__ void meet(u32* counters, u32 count) {
+  fence_async();
+  __threadfence();
+  atomicAdd(counters, 1);
+  while (load_acquire(counters) < count) {}
+  if (atomicAdd(counters + 1, 1) == count - 1) counters[0] = counters[1] = 0;
+}
+};
 
 template <class C_>
 struct WgradWgmma {
@@ -132,23 +217,22 @@ static __device__ __forceinline__ void run(const char* g, const E& end, const Si
 }
 };
 
-// partial: [splits][TAPS][COUT][cin] float32.
 template <class C>
 __global__ void __launch_bounds__(WgradTile<C>::THREADS, 1)
-wgrad_wgmma(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
+wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
       int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, const __grid_constant__ typename WgradTile<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   using K = WgradWgmma<C>;
-  K::run(g, WgradSlice<WgradTile<C>>{partial}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
+  K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
 // Blocks that write the weight's gradient, `out`.
 template <class C>
 __global__ void __launch_bounds__(WgradTile<C>::THREADS, 1)
-wgrad_whole(const char* __restrict__ g, char* __restrict__ out, char* partial, u32* counters, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
+wgrad_whole(const char* __restrict__ g, char* __restrict__ out, char* records, u32* counters, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
       int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, long long stride_ci, long long stride_co, long long stride_tap, long long wide,
       const __grid_constant__ typename WgradTile<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   using K = WgradWgmma<C>;
-  K::run(g, WgradWhole<WgradTile<C>>{out, stride_ci, stride_co, stride_tap, wide, partial, counters}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
+  K::run(g, WgradWhole<WgradTile<C>>{{out, stride_ci, stride_co, stride_tap, wide}, records, counters}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }

@@ -1,9 +1,8 @@
 """Batches of small images as other problems, whose tensors have the same bytes in the same places.
 
-Tiles of `upconv.cuda.gemm.gather` and chunks of `upconv.cuda.wgrad.wgrad` in NCHW are neighbouring positions of an
-image, and images of 4 x 4 leave most of these empty. Those of `upconv.cuda.pixels.implicit`, and the weight's in
-channels_last, are boxes of any shape. But images of one pixel may be the pixels of one image (`Problem.flat`), and
-small ones lie side by side (`Problem.abreast`).
+Tiles of `upconv.cuda.gemm.gather` are neighbouring positions of an image, and images of 4 x 4 leave most of these
+empty. Those of `upconv.cuda.pixels.implicit`, and the weight's in channels_last, are boxes of any shape. But images of
+one pixel may be the pixels of one image (`Problem.flat`), and small ones lie side by side (`Problem.abreast`).
 """
 
 from __future__ import annotations

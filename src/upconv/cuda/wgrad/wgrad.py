@@ -42,7 +42,8 @@ from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Problem
 
-_RUNS = 8  # warps of a block of the second step
+_ADDERS = 256  # threads of a block of the second step
+_LANES, _FEW = 8, 128  # that divide the records of a sum, where sums of so many shares are so few
 _ADDING = {
     "steps": "",
     "alone": " of blocks that write the weight",
@@ -62,8 +63,6 @@ class Choice(family.Defaults):
     """Ranges of chunks that different blocks take."""
     cost: Cost
     """The model's estimate."""
-    flat: bool = False
-    """Whether the problem is another's `Problem.flat`."""
     at_once: bool = True
     """Whether all blocks run at once on its device."""
     family: str = field(default="wgrad", init=False)
@@ -88,8 +87,6 @@ class Choice(family.Defaults):
         instruction = "wgmma" if isinstance(t, WarpgroupTiling) else "mma.sync"
         if isinstance(t, WarpgroupTiling) and t.stacked:
             instruction += f" of up to {t.stack} rows"
-        if self.flat:
-            instruction = f"the batch as pixels: {instruction}"
         gapless = isinstance(t, WarpgroupTiling) and t.gapless
         shape += f" of {gapless} without gaps" if gapless else ""
         return (
@@ -146,15 +143,16 @@ class Choice(family.Defaults):
         return Launch(unit, unit.entries[0], self.grid, t.threads, t.shared_bytes, arguments, cooperative=together)
 
     def _two_steps(self, unit: Unit, given: Given) -> tuple[Launch, ...]:
-        """Partial sums, then what adds them."""
+        """Records of sums, then what adds them."""
         t, slices = self.tiling, self.splits * self.tiling.k_slices
-        partial = Pointer(Scratch("sums", 4 * slices * math.prod(self.problem.weight_shape)))
+        records = Pointer(Scratch("sums", slices * t.tiles * t.sums_bytes))
         first = () if self._maps else (Pointer("input", alignment=self._alignment),)
-        arguments = (*first, self._gradient, partial, *self._sizes, *self._maps)
-        to = (partial, Pointer("result"), Int(slices), *self._to(given))
+        arguments = (*first, self._gradient, records, *self._sizes, *self._maps)
+        to = (records, Pointer("result"), Int(slices), *self._to(given))
+        shares, shared = adders(t, slices)
         return (
             Launch(unit, unit.entries[0], self.grid, t.threads, t.shared_bytes, arguments),
-            Launch(unit, "reduce", reduce_blocks(t), 32 * _RUNS, 0, to),
+            Launch(unit, "reduce", t.tiles * shares, _ADDERS, shared, to),
         )
 
     @property
@@ -191,21 +189,25 @@ class Choice(family.Defaults):
 
 
 def two_steps(label: str, t: AnyTiling) -> Unit:
-    """A tiling's kernel that writes partial sums, and the one that adds them."""
+    """A tiling's kernel that leaves records of sums, and the one that adds them."""
     names = tuple(f"{name}<{jit.CONFIG}>" for name in (t.entry, "reduce"))
     return Unit(label, jit.instance(t.file, t.constants(), names), (t.entry, "reduce"))
 
 
 def one_step(label: str, t: WarpgroupTiling, alone: bool) -> Unit:
     """A tiling's kernel that writes the weight."""
-    constants = t.constants() | {"whole": True, "alone": alone}
+    constants = t.constants() | {"alone": alone}
     return Unit(label, jit.instance(t.file, constants, (f"wgrad_whole<{jit.CONFIG}>",)), ("wgrad_whole",))
 
 
-def reduce_blocks(t: AnyTiling) -> int:
-    """Blocks of the second step, which divide a slice of partial sums: 32 input channels of a few rows each."""
-    cin = t.channels[0]
-    return -(-cin // 32) * -(-math.prod(t.problem.weight_shape) // cin // t.reduce_rows)
+def adders(t: AnyTiling, slices: int) -> tuple[int, int]:
+    """Blocks of the second step that share a tile, such that a thread of each has a sum; and their shared memory."""
+    of_row = t.block[1] // 4
+    every = t.block[0] * of_row
+    lanes = _LANES if t.set_taps * -(-every // slices) <= _FEW else 1
+    shares = -(-every // -(-_ADDERS // (t.set_taps * lanes)))
+    most = -(-every // shares)
+    return shares, t.set_taps * ((-(-most // of_row) + 1) * (t.block[1] + 4) + 8) * 4
 
 
 def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
@@ -237,22 +239,18 @@ def tensor_maps(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Map, ...]:
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
+    """As `upconv.cuda.family` asks: `choose`."""
+    return choose(p, gpu, general)
+
+
+@lru_cache(maxsize=4096)
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
     """The cheapest tiling by the model, or the sentence why tensor cores cannot serve the problem.
 
     ``general``: of those that serve every size of the input.
     """
-    return _choose(p, gpu, general)
-
-
-def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
-    """As `upconv.cuda.family` asks: `choose`, for the problem or for one whose tensors are the same (`batches`)."""
-    return batches.too_long(p) or batches.choose(choose, p, gpu, general)
-
-
-@lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
-    if refused := refusal(p, gpu):
+    if refused := batches.too_long(p) or refusal(p, gpu):
         return refused
     found = best(p, gpu, general)
     if found is None:

@@ -13,7 +13,6 @@ from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.derived import derived
 from upconv.problem import Problem
 
-_MAX_SLICE_BYTES = 96 << 20  # of partial sums
 # Fitted, on an H200, to timed tilings of both layouts (docs/design.md, Cost models). Clocks of a block, which begins
 # and leaves its sums, and of a chunk, whose first fragments are waited for; mma.sync's warps meet twice, too.
 _BLOCK, _CHUNK, _SYNC_CHUNK = 2350.0, 136.0, 1550.0
@@ -23,15 +22,18 @@ _COPIED, _TURNED, _SYNC_COPIED = 2.17, 3.06, 0.62
 _TURNED_CHUNK = 805.0
 _COLUMNS = {2: 0.91, 4: 0.71}  # of the clocks for an instruction's columns, by bytes of an element
 _SHORT = 0.55  # more reads of rows of x that take half a line; three times as many of a quarter
-# Seconds, and passes over the sums, or over the weight: of blocks that add up their sums, of one that is alone, and of
-# a second launch.
-_ADDING, _ALONE, _STEPS = (3.03e-6, 1.46), (0.0, 1.37), (2.84e-6, 3.16)
 _SECTOR = 32  # bytes that are written together
 
 AnyTiling = SyncTiling | WarpgroupTiling
 Ending = Literal["alone", "together", "steps"]
 """Who writes the weight: blocks of the only split; all blocks, which run at once and add up their sums; or a second
 launch."""
+_ENDINGS: dict[Ending, tuple[float, float]] = {
+    "alone": (0.0, 1.37),
+    "together": (3.03e-6, 1.46),
+    "steps": (2.84e-6, 3.16),
+}
+"""Seconds, and passes over the records of sums, or (alone) over the weight."""
 
 
 def ending(t: AnyTiling, splits: int, gpu: Gpu) -> Ending:
@@ -72,9 +74,8 @@ class Model:
         one = cost(self._chunk(t), H200)
         clocks = (one.seconds - one.launch) * H200.clock - RATES.tile
         memory = self.moved / gpu.bandwidth
-        most = max(1, min(chunks, _MAX_SLICE_BYTES // (4 * self.numel * t.k_slices)))
         found = math.inf, 1
-        for splits in {1, *(min(most, max(1, gpu.multiprocessors * waves // t.tiles)) for waves in (1, 2, 3, 4))}:
+        for splits in {1, *(min(chunks, max(1, gpu.multiprocessors * waves // t.tiles)) for waves in (1, 2, 3, 4))}:
             each = -(-chunks // splits)
             splits = -(-chunks // each)
             work = self._waves(t, splits) * (each * clocks + _BLOCK + RATES.tile) / gpu.clock
@@ -99,13 +100,11 @@ class Model:
     def _ending_seconds(self, t: AnyTiling, splits: int) -> float:
         """What sums take on their way from blocks to the weight."""
         how = "steps" if self.general else ending(t, splits, self.gpu)
-        bandwidth, weight = self.gpu.bandwidth, t.element * self.numel
-        if how == "steps":
-            return _STEPS[0] + _STEPS[1] * 4 * splits * t.k_slices * self.numel / bandwidth
-        assert isinstance(t, WarpgroupTiling)
-        (fixed, passes), of = (_ALONE, weight) if how == "alone" else (_ADDING, t.tiles * splits * t.sums_bytes)
+        fixed, passes = _ENDINGS[how]
+        weight = t.element * self.numel
+        of = weight if how == "alone" else t.tiles * splits * t.k_slices * t.sums_bytes
         parts = max(0.0, _SECTOR / _run(t, self.p) - 1)  # sectors are written in parts
-        return fixed + (passes * of + parts * weight) / bandwidth
+        return fixed + (passes * of + parts * weight) / self.gpu.bandwidth
 
 
 # --- what a chunk asks for -------------------------------------------------------------------------------------------

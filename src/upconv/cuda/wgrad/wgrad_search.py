@@ -143,7 +143,8 @@ def _tiling(p: Problem, gpu: Gpu, base: AnyTiling, chunk: Chunk, general: bool) 
     # As many stages as fit
     most = 8 if t.channels_last else 4
     stages = min(most, (gpu.shared_bytes - t.raw_bytes - 16) // (t.stage_bytes + 16))
-    return varied(t, stages=stages) if stages >= 2 else None
+    fits = stages >= 2 and t.sums_bytes + 16 * (stages + 1) <= gpu.shared_bytes
+    return varied(t, stages=stages) if fits else None
 
 
 def narrow(p: Problem) -> int:
@@ -202,7 +203,7 @@ def _warpgroup_bases(p: Problem, gpu: Gpu, general: bool) -> Iterator[WarpgroupT
     sets = [(taps, False) for taps in _tap_sets(p)] + [(taps, True) for taps in _column_sets(p)]
     shared_rows = [(subs, False) for subs in (1, 2, 4)] + [(subs, True) for subs in (2, 4, 8) if layer.aligned_g]
     for ci, (groups, split_m), (subs, interleaved), (taps, stacked) in product(
-        widths, ((2, 1), (2, 2), (3, 1), (3, 3)), shared_rows, sets
+        widths, ((2, 1), (2, 2), (3, 1)), shared_rows, sets
     ):
         if (subs > 1 and cout > 64 // subs and not (steep or interleaved)) or (
             split_m > 1 and cout <= 64 // subs * (split_m - 1)

@@ -19,7 +19,6 @@ from upconv.problem import Problem
 Triple = tuple[int, int, int]
 
 WARPS = 8  # of the mma.sync kernel
-_LARGE = 1 << 18  # weights from here on are turned by the second step
 _PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
 
 
@@ -202,10 +201,10 @@ class Tiling:
         """All chunks of a problem."""
         return math.prod(self.counts(p))
 
-    @property
-    def reduce_rows(self) -> int:
-        """Rows of a slice of partial sums that a block of the second step takes, 32 channels of each."""
-        return 64 if math.prod(self.problem.weight_shape) >= _LARGE else 1
+    @derived_from("block", "taps")
+    def sums_bytes(self) -> int:
+        """Bytes of the record that a block leaves of its sums."""
+        return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
 
     def constants(self) -> dict[str, int]:
         """The kernel's."""
@@ -220,7 +219,6 @@ class Tiling:
             "g_columns": self.columns,
             "g_units": self.units[1],
             "g_pitch": self.g_pitch,
-            "reduce_rows": self.reduce_rows,
             "tile_n": self.tile[0],
         }
         for i, axis in enumerate("dhw"):

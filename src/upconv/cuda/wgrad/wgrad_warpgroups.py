@@ -253,23 +253,17 @@ class WarpgroupTiling(Tiling):
 
     @derived
     def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 16) + self.raw_bytes + 16
+        """The ring, where a block's sums are at the end; and barriers."""
+        return max(self.stages * self.stage_bytes + self.raw_bytes, self.sums_bytes) + 16 * self.stages + 16
 
-    @derived_from("block", "taps")
-    def sums_bytes(self) -> int:
-        """Bytes of a block's sums in shared memory, where its stages were."""
-        return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
-
-    @derived
+    @property
     def adds_up(self) -> bool:
         """Whether blocks may write the weight themselves: of several splits together, or of one alone.
 
         Of 16-bit NCHW tilings not those that have several taps in a fragment, which are slower for an unknown reason,
         but interleaved ones (docs/experiments.md).
         """
-        if self.subs > 1 and self.element == 2 and not self.channels_last and not self.interleaved:
-            return False
-        return self.sums_bytes <= self.shared_bytes - 16 * self.stages - 16
+        return self.subs == 1 or self.element == 4 or self.channels_last or self.interleaved
 
     # --- who multiplies what ------------------------------------------------------------------------------------------
 
@@ -373,7 +367,6 @@ class WarpgroupTiling(Tiling):
     def constants(self) -> dict[str, int]:
         """The kernel's, of a block that leaves partial sums to a second step."""
         found = {
-            "whole": False,
             "alone": False,
             "warpgroups": self.warpgroups,
             "split_m": self.split_m,
