@@ -293,27 +293,21 @@ def store_unit(t: Tiling, p: Problem) -> int:
     return 0 if math.prod(result_shape(p)[2:]) % 2 == 0 else t.element
 
 
+@lru_cache(maxsize=4096)
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
     """The cheapest tiling by the model, or the sentence why tensor cores cannot serve the problem.
 
     ``general``: of those that serve every size of the input.
     """
-    return _choose(p, gpu, general)
+    if refused := refusal(p, gpu):
+        return refused
+    found = considered(p, gpu, general, best=True)
+    if not found:
+        return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
+    cost, t = min(found, key=lambda one: one[0].seconds)
+    return Choice(t, p, gpu, cost, general=general)
 
 
 def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
     """As `upconv.cuda.family` asks: `choose`, for the problem or for one whose tensors are the same (`batches`)."""
     return batches.too_long(p) or batches.choose(choose, p, gpu, general, WIDEST)
-
-
-@lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
-    refused = refusal(p, gpu)
-    if refused:
-        return refused
-    found = considered(p, gpu, general, best=True)
-    if not found:
-        return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
-
-    cost, t = min(found, key=lambda one: one[0].seconds)
-    return Choice(t, p, gpu, cost, general=general)

@@ -314,20 +314,26 @@ def _small_source(p: Problem, sizes: tuple[int, ...], most: int) -> Triple | Non
 def considered(p: Problem, gpu: Gpu, general: bool = False, best: bool = False) -> list[tuple[Cost, Tiling]]:
     """Every tiling with its estimate. ``general``: those for every size of the input.
 
-    ``best``: only as many as have the fastest among them. Groups are gone through by the least that they may take; none
-    is left out of whose tiles clusters might share the chunks.
+    ``best``: only as many as have the fastest among them. Groups are gone through by the least that they may take, of
+    few tiles a share of it, since clusters may have their chunks together.
     """
     groups = [group for kind in _kinds(p, gpu, general) for group in _groups(any_size(p), gpu, kind)]
     leasts = [least(group.widest, p, gpu) for group in groups]
     found: dict[int, list[tuple[Cost, Tiling]]] = {}
     fastest = math.inf
     for i in sorted(range(len(groups)), key=leasts.__getitem__):
-        if best and leasts[i] > fastest and (general or _tiles_of(groups[i].widest, p) > gpu.clusters(_CLUSTERS[0])):
+        if best and leasts[i] > fastest * (1 if general else _most_shares(groups[i].widest, p, gpu)):
             continue
         found[i] = [(estimate(t, p, gpu), t) for t in groups[i].tilings]
         fastest = min([fastest, *(cost.seconds for cost, _ in found[i])])
     every = [one for i in sorted(found) for one in found[i]]
     return every if general else [*every, *_clustered(every, p, gpu)]
+
+
+def _most_shares(t: Tiling, p: Problem, gpu: Gpu) -> int:
+    """Blocks of the largest cluster that may share a tile's chunks, of whatever channels."""
+    tiles, chunks = _tiles_of(t, p), -(-t.cin_g // chunk_sizes(t.problem)[0])
+    return max((c for c in _CLUSTERS if 2 * c <= chunks and tiles <= gpu.clusters(c)), default=1)
 
 
 def _tiles_of(t: Tiling, p: Problem) -> int:

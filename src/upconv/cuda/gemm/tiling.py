@@ -6,7 +6,6 @@ the stores, all of shared memory, and what the kernel cannot run; `gather_consta
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +18,6 @@ from upconv.derived import derived, derived_from
 from upconv.problem import Problem
 
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
-_FEW_TAPS = 500  # and phases, whose tables are never too large
 CLAIMS, CLAIMS_BYTES = 16, 192  # of kernels/claims.cuh: places of its ring, and its shared memory
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
 FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
@@ -344,8 +342,7 @@ class Tiling(TiledPixels):
 
     def _too_large(self, shared_limit: int) -> Iterator[str]:
         """Why there is no room."""
-        p = self.problem
-        if max(p.taps, math.prod(p.stride)) > _FEW_TAPS and self.table_bytes > MOST_CONSTANTS:
+        if self.table_bytes > MOST_CONSTANTS:
             yield f"the kernel's tables take {self.table_bytes} bytes of constant memory, of {MOST_CONSTANTS}"
         if self.shared_bytes > shared_limit:
             yield f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}"
