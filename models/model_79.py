@@ -338,14 +338,6 @@ __device__ __forceinline__ void fence_async_shared() {
 
 // --- loads and stores -------------------------------------------------------------------------------------------------
 
-// Four matrices of 8 rows of 16 bytes; each lane has the address of a row.
-__device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 a) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
-}
-// The same, each turned: a row of memory is a column of the registers.
-__device__ __forceinline__ void load_matrices_turned(u32 (&v)[4], u32 a) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
-}
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -487,9 +479,6 @@ template <> struct NumberOf<TF32> : Float32 {};
 // memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
 template <int N> struct WgmmaOf;
-
-// A descriptor's two words, of which one alone changes.
-__device__ __forceinline__ u64 descriptor_of_words(const u32 (&a)[4]) { return (u64)a[1] << 32 | a[0]; }
 
 #define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
 #define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
@@ -1779,29 +1768,17 @@ using Number = NumberOf<C::precision>;
 using Bits = typename Number::Bits;
 
 static constexpr int ELEMENT = Number::SIZE;
-static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
 static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
-static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
-static constexpr int SET_TAPS = C::taps_d * C::taps_h * C::taps_w;
-static constexpr int SETS = C::sets_d * C::sets_h * C::sets_w;
-static constexpr int COUT = C::groups * C::cout;
-static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
-static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
-
-static constexpr int TILES = SETS * CO_TILES * CI_TILES * C::groups;
+static constexpr int TAPS = C::kernel_w;
 
 // A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
 // row, and ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
 static constexpr int SUMS_PITCH = C::block_co + 4;
 static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
-static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
+static constexpr int SUMS_BYTES = C::taps_w * SUMS_OF_TAP * 4;
 static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
-static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
-static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
-static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1) / C::row_classes;
-static constexpr int G_ROWS = C::tile_n * C::g_rows_d * (C::row_classes * CLASS_ROWS);
-static constexpr int G_BYTES = G_ROWS * (C::channels_last ? C::g_columns : C::block_co) * C::g_pitch * ELEMENT;
+static constexpr int G_BYTES = C::block_co * C::g_pitch * ELEMENT;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -1819,38 +1796,35 @@ struct Work {                              // of a block
 
 static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
   Chunk c;
-  c.w = i % s.tiles_w * (C::gapless ? s.in_w : C::tile_w);  i /= s.tiles_w;
-  c.h = i % s.tiles_h * (C::gapless ? s.in_h : C::tile_h);  i /= s.tiles_h;
-  c.d = i % s.tiles_d * (C::gapless ? s.in_d : C::tile_d);
-  c.n = i / s.tiles_d * (C::gapless ? s.batch : C::tile_n);
+  c.w = i % s.tiles_w * C::tile_w;  i /= s.tiles_w;
+  c.h = i % s.tiles_h;  i /= s.tiles_h;
+  c.d = i % s.tiles_d;
+  c.n = i / s.tiles_d;
   return c;
 }
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d * C::step_d + work.tap_d * C::dilation_d - C::padding_d, c.h * C::step_h + work.tap_h * C::dilation_h - C::padding_h,
-          c.w * C::step_w + work.tap_w * C::dilation_w - C::padding_w};
+  return {c.n, c.d, c.h,
+          c.w * C::step_w - C::padding_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
 static __device__ __forceinline__ int take_work(Work& work, int index) {
-  int set = index % SETS;  index /= SETS;
-  work.co = index % CO_TILES * C::block_co;  index /= CO_TILES;
-  work.ci = index % CI_TILES * C::block_ci;  index /= CI_TILES;
-  work.group = index % C::groups;
-  work.tap_w = set % C::sets_w * C::taps_w;
-  work.tap_h = set / C::sets_w % C::sets_h * C::taps_h;
-  work.tap_d = set / (C::sets_w * C::sets_h) * C::taps_d;
-  return index / C::groups;
+  work.co = 0;  work.ci = 0;  work.group = 0;
+  work.tap_w = 0;
+  work.tap_h = 0;
+  work.tap_d = 0;
+  return index;
 }
 
 // (n, d, h) of row `r` of a tile, in its tensor.
 struct Rows { int n, d, h; };
-static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
-static __device__ __forceinline__ int g_row_h(int h) { return C::dense_h ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
+static __device__ __forceinline__ Rows x_row(int r) { return {r, 0, 0}; }
+static __device__ __forceinline__ int g_row_h(int h) { return h; }
 static __device__ __forceinline__ Rows g_row(int r) {
-  int h = r % C::g_rows_h, d = r / C::g_rows_h % C::g_rows_d;
-  return {r / (C::g_rows_h * C::g_rows_d), C::dense_d ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
+  int h = 0;
+  return {r, 0, g_row_h(h)};
 }
 };
 
@@ -1864,7 +1838,7 @@ struct WgradMemory { int batch, d, h, w; };             // a tensor
 template <class S>
 struct WgradG {
   using C = typename S::C;
-  static constexpr int ROWS = S::G_ROWS, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = S::COUT, OF_GROUP = C::cout;
+  static constexpr int ROWS = C::tile_n, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = C::cout, OF_GROUP = C::cout;
   static constexpr int COLUMNS = C::g_columns, UNITS = C::g_units, PITCH = C::g_pitch;
   static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
@@ -1879,32 +1853,7 @@ using Place = typename S::Chunk;
 static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC, BLOCK = Operand::BLOCK, PITCH = Operand::PITCH, CHANNELS = Operand::CHANNELS;
 
 static __device__ __forceinline__ void copy(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
-  if constexpr (S::C::channels_last) copy_pixels(tensor, memory, at, channel, left, to, thread);
-  else copy_rows(tensor, memory, at, channel, left, to, thread);
-}
-
-// A unit that begins at any element: channels_last pixels of an odd number of channels.
-static __device__ __forceinline__ void copy_elements(unsigned char* to, const char* from, int count) {
-#pragma unroll 1
-  for (int e = 0; e < VEC; e++) ((Bits*)to)[e] = e < count ? ((const Bits*)from)[e] : (Bits)0;
-}
-
-// channels_last: [row][column][channel].
-static __device__ __forceinline__ void copy_pixels(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
-  u32 to_address = shared_address(to);
-  constexpr int COLUMNS = Operand::COLUMNS, UNITS = BLOCK / VEC;
-  constexpr bool WHOLE = CHANNELS % VEC == 0 && Operand::OF_GROUP % VEC == 0;
-#pragma unroll 4
-  for (int i = thread; i < Operand::ROWS * COLUMNS * UNITS; i += COPIERS) {
-    int unit = i % UNITS, column = i / UNITS % COLUMNS, row = i / (UNITS * COLUMNS);
-    Rows of = Operand::row(row);
-    int n = at.n + of.n, d = at.d + of.d, h = at.h + of.h, w = at.w + column;
-    bool in = n < memory.batch && (u32)d < (u32)memory.d && (u32)h < (u32)memory.h && (u32)w < (u32)memory.w;
-    int offset = ((row * COLUMNS + column) * PITCH + unit * VEC) * ELEMENT, have = in ? left - unit * VEC : 0;
-    const char* from = tensor + ((((long long)n * memory.d + d) * memory.h + h) * memory.w + w) * (CHANNELS * ELEMENT) + (channel + unit * VEC) * ELEMENT;
-    if (WHOLE || have <= 0) copy16(to_address + offset, have > 0 ? from : tensor, have > 0 ? 16 : 0);
-    else copy_elements(to + offset, from, have);
-  }
+  copy_rows(tensor, memory, at, channel, left, to, thread);
 }
 
 // NCHW: [row][channel][column]. Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have
@@ -1918,9 +1867,8 @@ static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
     int unit = i % UNITS, c = i / UNITS;
     u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
-#pragma unroll 1
-    for (int r = 0; r < Operand::ROWS / ROWS_H; r++) {
-      Rows of = Operand::row(r * ROWS_H);
+    {
+      Rows of = Operand::row(0);
       int n = at.n + of.n, d = at.d + of.d;
       bool slice = n < memory.batch && (u32)d < (u32)memory.d && c < left;
       const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * ELEMENT;
@@ -1946,7 +1894,7 @@ static __device__ __forceinline__ bool has_borders(const WgradMemory& memory, co
 static __device__ __forceinline__ void clear_borders(const char* tensor, const WgradMemory& memory, const Place& at, int channel, unsigned char* to, int thread) {
   u32 plane = (u32)memory.d * memory.h * memory.w;
 #pragma unroll 1
-  for (int i = thread; i < Operand::ROWS * BLOCK; i += COPIERS) {
+  for (int i = thread; i < BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
     Rows of = Operand::row(row);
     u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
@@ -1968,92 +1916,50 @@ struct WgradTile : WgradShape<C_> {
 using C = C_;
 using S = WgradShape<C>;
 static constexpr int SIZE = S::ELEMENT;
-static constexpr bool LAST = C::channels_last;
 
 // --- rows of M, a unit's taps ------------------------------------------------------------------------------------------
 
-static constexpr int ROWS_PER_SUB = 64 / C::subs;
-static constexpr int NEXT_ROWS = C::interleaved ? 8 / C::subs : 8;  // channels from row g of a warp's sixteen to row g + 8
-static constexpr int NEXT_UNIT = C::interleaved ? C::subs : 1;      // units from one of a lane's to the next
 static constexpr int COPIERS = 128;
 static constexpr int CONSUMERS = C::warpgroups * 128;
 static constexpr int THREADS = COPIERS + CONSUMERS;
-static constexpr int OF_UNIT = C::stacked ? C::taps_h : 1;          // taps of a unit
-static constexpr int UNITS = C::entries / OF_UNIT;                  // of a warpgroup
-static constexpr int SET_UNITS = S::SET_TAPS / OF_UNIT;
+static constexpr int OF_UNIT = 1;          // taps of a unit
+static constexpr int UNITS = C::entries;                  // of a warpgroup
 
 // --- x -----------------------------------------------------------------------------------------------------------------
 
-// Rows of a channel's pixels (K-major): for each `segment` bytes of a row a box of [row][channel][segment]. Channels_last of 16 bits: for
-// each `x_width` channels a box of the chunk's pixels. A row's `line_bytes` are several rows' where the image is as wide as a chunk (lines).
-static constexpr bool TURN_X = LAST && !S::NARROW;      // channels_last float32 is turned by the copying warpgroup
-static constexpr bool K_MAJOR = !LAST || TURN_X;
-static constexpr int PIXELS = S::X_ROWS * C::tile_w;
-static constexpr int BOXES = K_MAJOR ? C::line_bytes / C::segment : C::block_ci / C::x_width;
-static constexpr int BOX_BYTES = K_MAJOR ? PIXELS * C::block_ci * SIZE / BOXES : PIXELS * C::segment;
-static constexpr int X_ROW_BYTES = (K_MAJOR ? C::block_ci : C::tile_w) * C::segment;  // from one row of the tile to the next
+static constexpr int BOXES = C::line_bytes / C::segment;
+static constexpr int BOX_BYTES = C::tile_w * C::block_ci * SIZE / BOXES;
+static constexpr int X_ROW_BYTES = C::block_ci * C::segment;  // from one row of the tile to the next
 static constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
-static constexpr int N_WIDTH = C::stacked && !K_MAJOR && C::block_ci > 64 ? 64 : C::block_ci;  // of one matrix instruction; stacked: for each row of x
-static constexpr int NB = C::block_ci / N_WIDTH;
+static constexpr int N_WIDTH = C::block_ci;  // of one matrix instruction; stacked: for each row of x
+static constexpr int NB = 1;
 
 // --- g -----------------------------------------------------------------------------------------------------------------
 
-// NCHW, classed: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
-// those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
-static constexpr int CLASSES = C::row_classes * C::channel_classes;
-static constexpr bool CLASSED = CLASSES > 1;
-static constexpr int G_CHANNELS = C::block_co / C::channel_classes;  // of a class
-
-// Channels_last: boxes have `g_width` channels, a swizzled row, and all rows of a plane. Gapless: a plane is a tap's pixels. Parted: a
-// plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours, which meet different banks, and
-// columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each g_planes taps.
-static constexpr int G_BOXES = LAST ? C::block_co / C::g_width : 1;
-static constexpr int G_COLUMN_BYTES = C::g_width * SIZE;
 static constexpr int G_BOX_BYTES =                                   // of a row
-    LAST ? C::plane_columns * G_COLUMN_BYTES : G_CHANNELS * C::g_pitch * SIZE;
-static constexpr int PLANE_BYTES = (S::G_ROWS * G_BOX_BYTES + 127) / 128 * 128;  // where a box may begin
-static constexpr int G_SLAB_BYTES = C::g_planes * PLANE_BYTES;  // of g_width channels
-static constexpr int G_LINE = C::plane_columns;  // pixels from row to row
-static constexpr int G_BYTES = LAST ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
-static constexpr int CLASS_BYTES = G_BYTES / CLASSES;
-// From one pixel of g's tile to the next (of NCHW counted in elements), and from one of q to the next.
-static constexpr int G_PIXEL_BYTES = LAST ? C::g_pitch * SIZE : 1;
-static constexpr int G_STEP_W = C::parted ? 1 : C::step_w;           // in pixels
+    C::block_co * C::g_pitch * SIZE;
+static constexpr int G_BYTES = S::G_BYTES;
 
 // --- stages and sums ---------------------------------------------------------------------------------------------------
 
 static constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
 static constexpr int RAW_AT = C::stages * STAGE_BYTES;               // x's pixels before they are turned
-static constexpr int RAW_BYTES = TURN_X ? PIXELS * C::block_ci * SIZE : 0;
-static constexpr int RING_BYTES = RAW_AT + RAW_BYTES;
-static constexpr int BARRIERS_AT = RING_BYTES > S::SUMS_BYTES ? RING_BYTES : S::SUMS_BYTES;  // a block's sums are where its stages were
 
 // The output channel of a block's row of M: classes follow each other.
-static __device__ __forceinline__ int channel_of(int m) { return LAST ? m : m % G_CHANNELS * C::channel_classes + m / G_CHANNELS; }
+static __device__ __forceinline__ int channel_of(int m) { return m % C::block_co + m / C::block_co; }
 
 // --- steps of K --------------------------------------------------------------------------------------------------------
 
-static constexpr int K_STEPS = PIXELS * SIZE / 32;      // a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
-static constexpr int STEPS = K_STEPS * C::entries;
-static constexpr int ROW_STEPS = C::tile_w * SIZE / 32;              // stacked: of a row
-static constexpr int FRAGMENTS = S::NARROW && !LAST && C::warpgroups == 3 ? 2 : 3;  // in flight; a third spills there
+static constexpr int K_STEPS = C::tile_w * SIZE / 32;      // a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
 static constexpr int W_STRIPS = C::tile_w / 8;
 
 // Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
 static __device__ __forceinline__ u32 x_at(int k_step) {
-  if constexpr (K_MAJOR) {
-    int line = k_step / (C::line_bytes / 32), within = k_step % (C::line_bytes / 32) * 32;
-    return within / C::segment * BOX_BYTES + line * X_ROW_BYTES + within % C::segment;
-  } else {
-    return k_step * (16 * C::segment);
-  }
+  int line = k_step / (C::line_bytes / 32), within = k_step % (C::line_bytes / 32) * 32;
+  return within / C::segment * BOX_BYTES + line * X_ROW_BYTES + within % C::segment;
 }
 
-// Turned pixels of a strip in the order of K: even ones first, so that a fragment's four lie in different banks of g's swizzled rows (they
-// are two rows apart; where a stride already parts them, in their own order).
-static __device__ __forceinline__ int strip_pixel(int j) { return G_STEP_W % 2 ? j % 4 * 2 + j / 4 : j; }
-
-struct TensorMaps { TensorMap of[1 + (C::box_g ? CLASSES : 0)]; };   // of x, and of g
+struct TensorMaps { TensorMap of[1]; };   // of x, and of g
 };
 
 // Who brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: boxes by one thread, or, for g, all threads by words (wgrad.cuh).
@@ -2076,19 +1982,11 @@ using TensorMaps = typename T::TensorMaps;
 static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
 #pragma unroll 1
   for (int i = 0; i < T::BOXES; i++) {
-    if constexpr (C::channels_last) {
-      load_box(to + i * T::BOX_BYTES, map, channel + i * C::x_width, c.w, c.h - C::stack + 1, c.d, c.n, barrier);
-    } else {
-      int w = (C::lines ? c.h * C::tile_w : c.w) + i * (C::segment / T::ELEMENT);
-      load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - C::stack + 1, c.d, c.n, barrier);
+    {
+      int w = (c.w) + i * (C::segment / T::ELEMENT);
+      load_box(to + i * T::BOX_BYTES, map, w, channel, c.h - C::stack + 1, c.d, c.n, barrier);
     }
   }
-}
-
-// Pixels that are to be turned.
-static __device__ __forceinline__ void load_raw(const TensorMaps& maps, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, T::RAW_BYTES);
-  load_box(to, maps.of[0], work.group * C::cin + work.ci, c.w, c.h - C::stack + 1, c.d, c.n, barrier);
 }
 
 // --- g: from its place `at` and output channel `channel` on ---
@@ -2099,55 +1997,11 @@ struct Class {
   int phase;                               // of a tile: elements by which its first column begins off 16 bytes
 };
 
-// The class of a row and a channel, and a tile of it that begins at column `w`.
-static __device__ __forceinline__ Class class_of(int row, int channel, int w, const Sizes& s) {
-  int of_rows = row & (C::row_classes - 1), of_channels = channel & (C::channel_classes - 1);
-  int lead = ((u32)of_channels * s.out_d * s.out_h * s.out_w + (u32)of_rows * s.out_w) & (T::VEC - 1);
-  return {of_channels * C::row_classes + of_rows, lead, (w + lead) & (T::VEC - 1)};
-}
-
-static __device__ __forceinline__ void load_classes(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
-#pragma unroll 1
-  for (int i = 0; i < T::CLASSES; i++) {
-    int row = at.h + i % C::row_classes, first = channel + i / C::row_classes;  // of the class in this chunk
-    Class of = class_of(row, first, at.w, s);
-    load_box(to + i * T::CLASS_BYTES, maps[of.index], at.w + of.lead - of.phase, first / C::channel_classes, (row - (row & (C::row_classes - 1))) / C::row_classes, at.d, at.n, barrier);
-  }
-}
-
-// Of channels-last tensors a chunk may be a box of any shape, of which a launch tells, and each tap of the set then has g's pixels for
-// it: a strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 fill K (rows of 8 leave half of it empty).
-static __device__ __forceinline__ void load_taps(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
-#pragma unroll 1
-  for (int i = 0; i < T::G_BOXES * T::SET_TAPS; i++) {
-    int tap = i % T::SET_TAPS, td = tap / (C::taps_h * C::taps_w), th = tap / C::taps_w % C::taps_h, tw = tap % C::taps_w;
-    load_box(to + i / T::SET_TAPS * T::G_SLAB_BYTES + tap * T::PLANE_BYTES, map, channel + i / T::SET_TAPS * C::g_width, at.w + tw * C::dilation_w, at.h + th * C::dilation_h, at.d + td * C::dilation_d, at.n, barrier);
-  }
-}
-
-static __device__ __forceinline__ void load_planes(const TensorMap& map, const Chunk& at, int channel, u32 to, u32 barrier) {
-#pragma unroll 1
-  for (int i = 0; i < T::G_BOXES * C::g_planes; i++)
-    load_box(to + i / C::g_planes * T::G_SLAB_BYTES + i % C::g_planes * T::PLANE_BYTES, map, channel + i / C::g_planes * C::g_width, at.w + i % C::g_planes * C::dilation_w, at.h, at.d, at.n, barrier);
-}
-
-static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
-  if constexpr (T::CLASSED) load_classes(maps, s, at, channel, to, barrier);
-  else if constexpr (C::gapless) load_taps(*maps, at, channel, to, barrier);
-  else if constexpr (C::channels_last) load_planes(*maps, at, channel, to, barrier);
-  else load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
-}
-
 // --- a chunk ---
 
-// Bytes that `load` brings.
-static constexpr int OF_G = C::channels_last ? T::G_ROWS * C::g_planes * C::plane_columns * C::block_co * T::ELEMENT : T::G_BYTES;
-static constexpr int BYTES = (T::TURN_X ? 0 : T::X_TILE_BYTES) + (C::box_g ? OF_G : 0);
-
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, BYTES);
-  if constexpr (!T::TURN_X) load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
-  if constexpr (C::box_g) load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::X_TILE_BYTES, barrier);
+  expect_bytes(barrier, T::X_TILE_BYTES);
+  load_x(maps.of[0], c, 0, to, barrier);
 }
 };
 
@@ -2177,43 +2031,13 @@ using Chunk = typename T::Chunk;
 using Block = WgradBlock<T>;
 using Boxes = WgradBoxes<T>;
 using Copies = WgradCopies<T, WgradG<T>, T::COPIERS>;
-static constexpr int ARRIVALS = 1 + (T::TURN_X ? T::COPIERS : C::box_g ? 0 : 2 * T::COPIERS);  // at a stage's barrier, for each chunk
-
-// x's pixels that are to be turned: TF32 has no form whose rows lie along the pixels' channels.
-static __device__ __forceinline__ void load_raw(const Block& block, int i) {
-  Boxes::load_raw(block.maps, T::chunk_at(i, block.s), block.work, block.base + T::RAW_AT, block.last);
-}
-
-// Rows of a pixel's channels to rows of a channel's pixels: a lane takes a channel, four pixels at a time.
-static __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
-#pragma unroll 4
-  for (int i = thread; i < T::PIXELS / 4 * C::block_ci; i += T::COPIERS) {
-    int c = i % C::block_ci, quad = i / C::block_ci, strip = quad / 2, half = quad % 2;
-    u32 v[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      int pixel = strip * 8 + (half ? T::strip_pixel(j + 4) : T::strip_pixel(j));
-      v[j] = load_shared_u32(raw + (pixel * C::block_ci + c) * 4);
-    }
-    u32 to = tile + T::x_at(strip) + half * 16 + c * C::segment;
-    store_shared_128(to ^ (to >> 7 & (C::segment / 16 - 1)) << 4, v[0], v[1], v[2], v[3]);
-  }
-  fence_async_shared();                    // the tensor cores read by descriptor
-}
-
-static __device__ __forceinline__ void turn_chunk(const Block& block, int i, u32 tile, u32 barrier, int thread) {
-  barrier_wait(block.last, (i - block.begin()) & 1);
-  turn(block.base + T::RAW_AT, tile, thread);
-  barrier_arrive(barrier);
-  named_sync<1, T::COPIERS>();             // all have read
-  if (thread == 0 && i + 1 < block.end()) load_raw(block, i + 1);
-}
+static constexpr int ARRIVALS = 1 + (2 * T::COPIERS);  // at a stage's barrier, for each chunk
 
 // NCHW: g's rows by 16 bytes of all threads.
 static __device__ __forceinline__ void copy_rows(const Block& block, const Chunk& at, unsigned char* to, u32 barrier, int thread) {
   const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
-  const int channel = block.work.group * C::cout + block.work.co;
-  Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, to, thread);
+  const int channel = 0;
+  Copies::copy(block.g, memory, at, channel, C::cout, to, thread);
   if (Copies::has_borders(memory, at)) {
     copy_commit();
     copy_wait<0>();
@@ -2225,8 +2049,6 @@ static __device__ __forceinline__ void copy_rows(const Block& block, const Chunk
 }
 
 static __device__ __forceinline__ void run(const Block& block, int thread) {
-  if (ARRIVALS == 1 && thread > 0) return;
-  if (T::TURN_X && thread == 0 && block.begin() < block.s.chunks) load_raw(block, block.begin());
   CursorOf<C::stages> cursor = {0, 1};     // all are free at first
   const int end = block.end();
 #pragma unroll 1
@@ -2236,8 +2058,7 @@ static __device__ __forceinline__ void run(const Block& block, int thread) {
     unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
     const u32 barrier = block.full + cursor.stage * 8;
     if (thread == 0) Boxes::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
-    if constexpr (T::TURN_X) turn_chunk(block, i, shared_address(tile), barrier, thread);
-    else if constexpr (!C::box_g) copy_rows(block, T::in_g(c, block.work), tile + T::X_TILE_BYTES, barrier, thread);
+    copy_rows(block, T::in_g(c, block.work), tile + T::X_TILE_BYTES, barrier, thread);
   }
 }
 };
@@ -2256,18 +2077,11 @@ struct Lane { int warp, lane, row, q, wg_m, first_unit, channel; };
 
 static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   Lane of;
-  of.wg_m = wg % C::split_m, of.lane = thread & 31, of.q = of.lane & 3;
-  if constexpr (C::interleaved) {
-    of.warp = thread >> 5, of.row = (of.lane >> 2) / C::subs;
-    of.first_unit = wg / C::split_m * (C::subs * T::UNITS) + (of.lane >> 2) % C::subs;
-    of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * (16 / C::subs);
-  } else {
-    of.warp = thread >> 5, of.row = of.lane >> 2;
-    // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
-    if constexpr (C::stacked && !C::channels_last) of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
-    of.first_unit = (wg / C::split_m * C::subs + of.warp * 16 / T::ROWS_PER_SUB) * T::UNITS;
-    of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
-  }
+  of.wg_m = 0, of.lane = thread & 31, of.q = of.lane & 3;
+  of.warp = thread >> 5, of.row = of.lane >> 2;
+  // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
+  of.first_unit = (wg + of.warp * 16 / 64) * T::UNITS;
+  of.channel = of.warp * 16 % 64;
   return of;
 }
 
@@ -2278,14 +2092,11 @@ struct Taps {
 };
 
 static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, const Sizes& s) {
-  if (unit >= T::SET_UNITS) unit = T::SET_UNITS - 1;    // its sums are not stored
-  int td = unit / (T::SET_UNITS / C::taps_d), th = C::stacked ? 0 : unit / C::taps_w % C::taps_h, tw = unit % C::taps_w;
-  int shift = td * C::tap_rows_d * T::CLASS_ROWS + th * C::tap_rows_h;
-  if constexpr (C::gapless) taps.at[u] = unit * (T::PLANE_BYTES / T::G_PIXEL_BYTES);
-  else if constexpr (C::parted) taps.at[u] = shift * T::G_LINE + tw % C::g_planes * (T::PLANE_BYTES / T::G_PIXEL_BYTES) + tw / C::g_planes * C::plane_taps;
-  else if constexpr (C::channels_last) taps.at[u] = shift * T::G_LINE + tw * C::dilation_w;
-  else taps.at[u] = shift * (T::G_CHANNELS * C::g_pitch) + tw * C::dilation_w;
-  taps.line[u] = ((u32)(td * C::dilation_d) * s.out_h + th * C::dilation_h) * s.out_w;
+  if (unit >= C::taps_w) unit = C::taps_w - 1;    // its sums are not stored
+  int td = unit / C::taps_w, tw = unit % C::taps_w;
+  int shift = td;
+  taps.at[u] = shift * (C::block_co * C::g_pitch) + tw * C::dilation_w;
+  taps.line[u] = ((u32)(td) * s.out_h) * s.out_w;
 }
 
 // Half of a step's K: where it lies in g's tile before the tap's share, and (NCHW) in memory; constants after unrolling.
@@ -2297,7 +2108,7 @@ struct Step { Half half[2]; };
 
 // Place of a tile's row of q in g's tile before the tap's own share; stacked of the first row of a slice.
 static __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n * C::g_rows_d + q.d * C::q_rows_d) * T::CLASS_ROWS + q.h * C::q_rows_h;
+  return (q.n + q.d) + q.h;
 }
 
 // Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types.
@@ -2305,20 +2116,10 @@ static __device__ __forceinline__ Step step_of(int k_step) {
   Step step;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    int strip = T::NARROW ? 2 * k_step + k : k_step;
+    int strip = k_step;
     Rows q = T::x_row(strip / T::W_STRIPS);
-    step.half[k] = {tile_row(q), (strip % T::W_STRIPS * 8 + (T::NARROW ? 0 : 4 * k)) * T::G_STEP_W, {q.n, q.d * C::step_d, q.h * C::step_h}};
+    step.half[k] = {tile_row(q), (strip % T::W_STRIPS * 8 + (4 * k)) * C::step_w, {q.n, q.d, q.h}};
   }
-  return step;
-}
-
-// Stacked: step `column` of row `r` of g's slice that belongs to image `n` and slice `d` of q.
-static __device__ __forceinline__ Step step_of_row(int n, int d, int r, int column) {
-  Step step;
-#pragma unroll
-  for (int k = 0; k < 2; k++)
-    step.half[k] = {r % C::row_classes * (C::tile_n * C::g_rows_d * T::CLASS_ROWS) + tile_row({n, d, 0}) + r / C::row_classes,
-                    (T::NARROW ? 16 * column + 8 * k : 8 * column + 4 * k) * T::G_STEP_W, {n, d * C::step_d, r}};
   return step;
 }
 
@@ -2327,7 +2128,7 @@ static __device__ __forceinline__ Step step_of_row(int n, int d, int r, int colu
 struct Phases { u32 of[C::row_classes]; };
 
 static __device__ __forceinline__ u32 memory_row(const Rows& row, const Sizes& s) {
-  return ((u32)(row.n * T::COUT) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w;
+  return ((u32)(row.n * C::cout) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w;
 }
 
 // g's tile of a chunk, as a lane sees it from `lane_at` on.
@@ -2355,68 +2156,24 @@ using Tile = typename V::Tile;
 
 // Where a lane begins, of channels_last in bytes, of NCHW in elements.
 static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
-  if constexpr (C::a_shared) {
-    return of.wg_m * T::G_SLAB_BYTES;      // the warpgroup's 64 channels
-  } else if constexpr (T::TURN_X) {
-    int channel = of.channel + of.row;
-    return T::strip_pixel(of.q) * T::G_STEP_W * T::G_PIXEL_BYTES + channel / C::g_width * T::G_SLAB_BYTES + channel % C::g_width * 4;
-  } else if constexpr (C::channels_last) {  // rows of 8 channels, of pixels 0-7 and 8-15 (lane / 16), of channels 0-7 and 8-15 (lane / 8 % 2)
-    int channel = of.channel + (of.lane >> 3 & 1) * 8, first = (of.lane & 7) * T::G_STEP_W * T::G_PIXEL_BYTES;
-    return first + channel / C::g_width * T::G_SLAB_BYTES + channel % C::g_width * 2;
-  } else {
-    const int channel = of.channel + of.row, of_channels = channel / T::G_CHANNELS;  // the lane's class
-    return of_channels * (T::CLASS_BYTES / T::ELEMENT * C::row_classes) + channel % T::G_CHANNELS * C::g_pitch + (T::NARROW ? 2 * of.q : of.q) * C::step_w;
+  {
+    const int channel = of.channel + of.row, of_channels = channel / C::block_co;  // the lane's class
+    return of_channels * (T::G_BYTES / T::ELEMENT) + channel % C::block_co * C::g_pitch + (of.q) * C::step_w;
   }
 }
 
 static __device__ __forceinline__ void load(u32 (&a)[4], const Tile& g, int u, const Step& step) {
-  if constexpr (C::a_shared) describe(a, g, u, step);
-  else if constexpr (T::TURN_X) load_words(a, g, u, step);
-  else if constexpr (C::channels_last) load_matrices(a, g, u, step);
-  else load_elements(a, g, u, step);
-}
-
-static __device__ __forceinline__ int pixel_of(const Half& half) { return half.row * T::G_LINE + half.column; }
-
-// By descriptor, which takes the place of two words: rows of 64 channels of the tap's pixels, as the engine leaves them. Nothing is
-// waited for, so that instructions are queued from chunk to chunk.
-static __device__ __forceinline__ void describe(u32 (&a)[4], const Tile& g, int u, const Step& step) {
-  const int p0 = pixel_of(step.half[0]), p1 = pixel_of(step.half[1]);
-  a[0] = ((shared_address(g.at) + g.lane_at + (g.taps.at[u] + p0) * T::G_PIXEL_BYTES) & 0x3ffff) >> 4;
-  a[1] = 1u << 30 | (p1 - p0) * T::G_PIXEL_BYTES >> 4;    // the swizzle, and from 8 pixels to the next 8
-}
-
-// Channels_last float32: words of swizzled rows.
-static __device__ __forceinline__ void load_words(u32 (&a)[4], const Tile& g, int u, const Step& step) {
-  u32 first = shared_address(g.at) + (g.taps.at[u] + pixel_of(step.half[0])) * T::G_PIXEL_BYTES + g.lane_at;
-#pragma unroll
-  for (int k = 0; k < 2; k++) {
-    u32 address = first + k * (T::strip_pixel(4) * T::G_STEP_W * T::G_PIXEL_BYTES);
-    address ^= (address >> 7 & (C::g_width / 4 - 1)) << 4;  // the engine's swizzle, a function of the address
-    a[2 * k] = load_shared_u32(address);
-    a[2 * k + 1] = load_shared_u32(address ^ 32);        // 8 channels on
-  }
-}
-
-// Channels_last of 16 bits.
-static __device__ __forceinline__ void load_matrices(u32 (&a)[4], const Tile& g, int u, const Step& step) {
-  int p0 = pixel_of(step.half[0]), p1 = pixel_of(step.half[1]);
-  int p = g.taps.at[u] + p0 + ((threadIdx.x & 16) ? p1 - p0 : 0);
-  u32 address = shared_address(g.at) + p * T::G_PIXEL_BYTES + g.lane_at;
-  address ^= (address >> 7 & (C::g_width / 8 - 1)) << 4;  // the engine's swizzle, a function of the address
-  load_matrices_turned(a, address);
+  load_elements(a, g, u, step);
 }
 
 // NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
 static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
   int at = g.lane_at + g.taps.at[u];
-  if constexpr (C::aligned_g) return at;
-  else if constexpr (T::CLASSED) return at + g.phases.of[half.memory.h % C::row_classes];
-  else return at + ((g.phases.of[0] + g.taps.line[u] + V::memory_row(half.memory, g.s)) & (T::VEC - 1));
+  return at + ((g.phases.of[0] + g.taps.line[u] + V::memory_row(half.memory, g.s)) & (T::VEC - 1));
 }
 // And constants that are even, so that the addresses are a register and an immediate; of rows g and g + 8.
 static __device__ __forceinline__ int constant_of(const Half& half, int h) {
-  return half.row * (T::G_CHANNELS * C::g_pitch) + half.column + h * T::NEXT_ROWS * C::g_pitch;
+  return half.row * (C::block_co * C::g_pitch) + half.column + h * 8 * C::g_pitch;
 }
 
 static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g, int u, const Step& step) {
@@ -2427,14 +2184,8 @@ static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g,
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int constant = constant_of(step.half[k], h);
-      if constexpr (T::NARROW) {
-        int second = at + C::step_w;
-        u32 selector = (at & 1 ? 0x32u : 0x10u) | (second & 1 ? 0x7600u : 0x5400u);
-        a[2 * k + h] = __byte_perm(words[(at >> 1) + constant / 2], words[(second >> 1) + constant / 2], selector);
-      } else {
-        u32 v = words[at + constant];
-        a[2 * k + h] = C::box_g ? v : to_tf32(__uint_as_float(v));  // boxes are rounded on their way
-      }
+      u32 v = words[at + constant];
+      a[2 * k + h] = to_tf32(__uint_as_float(v));  // boxes are rounded on their way
     }
   }
 }
@@ -2446,33 +2197,12 @@ template <class T>
 struct WgradUnits {
   using C = typename T::C;
   using F = WgradFragments<T>;
-  static constexpr bool SHARED = C::run_words > 0;
-  static constexpr int WORDS = SHARED ? C::run_words : 1;
-  u32 word[2][2][WORDS];                   // of a step's two strips, of rows g and g + 8: all words of a run of taps
+  u32 word[2][2][1];                   // of a step's two strips, of rows g and g + 8: all words of a run of taps
   bool odd[2];                             // whether the run begins in the middle of the first
 
   // The fragment of unit `u`, of units one after the other.
   __device__ __forceinline__ void load(u32 (&a)[4], const typename F::Tile& g, int u, const typename F::Step& step) {
-    if constexpr (SHARED) {
-      if (u % C::run == 0) load_words(g, u, step);
-      shift(a, u % C::run);
-    } else {
-      F::load(a, g, u, step);
-    }
-  }
-
-  // The words of the run that begins with unit `u`.
-  __device__ __forceinline__ void load_words(const typename F::Tile& g, int u, const typename F::Step& step) {
-    const u32* words = (const u32*)g.at;
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      const int at = F::begin_of(g, u, step.half[k]);
-      odd[k] = C::parity_known ? C::padding_w & 1 : at & 1;
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int j = 0; j < WORDS; j++) word[k][h][j] = words[(at >> 1) + F::constant_of(step.half[k], h) / 2 + j];
-    }
+    F::load(a, g, u, step);
   }
 
   // The fragment of the run's tap `i`, as F would load it.
@@ -2505,90 +2235,49 @@ using Tile = typename F::Tile;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[T::UNITS];
 
-// Stacked: rows of x that a row of g meets by a column of taps: for each remainder r of the row by step_h those of taps r, r + step_h,
-// ..., each a row above the one before; their sums lie in the order of the rows.
-static constexpr int LEAST = C::taps_h / C::step_h, OVER = C::taps_h % C::step_h;
-static __device__ __forceinline__ int stack_of(int r) { return C::stacked ? LEAST + (r < OVER) : 1; }
-static __device__ __forceinline__ int stack_begin(int r) { return r * LEAST + (r < OVER ? r : OVER); }
-// Where a unit's tap has its sums.
-static __device__ __forceinline__ int place_of(int tap) {
-  if constexpr (!C::stacked) return 0;
-  else return stack_begin(tap % C::step_h) + stack_of(tap % C::step_h) - 1 - tap / C::step_h;
-}
-
 // A fragment by ROWS rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
 template <int ROWS>
 static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, const u32 (&a)[4], u32 x) {
   // From 8 channels or pixels to the next 8; MN-major also from the channels of a swizzled line to the next: of the next box, or, stacked,
   // of the next row of x.
-  const u64 strides = ((u64)(8 * C::segment >> 4) << 32) | ((u64)((T::K_MAJOR ? 8 * C::segment : C::stacked ? T::X_ROW_BYTES : T::BOX_BYTES) >> 4) << 16);
-  const u64 upper = strides | ((u64)(C::segment == 32 ? 3 : C::segment == 64 ? 2 : 1) << 62);
+  const u64 strides = ((u64)(8 * C::segment >> 4) << 32) | ((u64)((8 * C::segment) >> 4) << 16);
+  const u64 upper = strides | ((u64)(1) << 62);
   using Wgmma = WgmmaOf<ROWS * T::N_WIDTH>;
-#pragma unroll
-  for (int nb = 0; nb < T::NB; nb++) {
-    u64 b = upper | (((x + nb * (T::K_MAJOR ? T::N_WIDTH * C::segment : T::BOX_BYTES)) & 0x3ffff) >> 4);
-    float (&d)[ROWS * (T::N_WIDTH / 2)] = *(float (*)[ROWS * (T::N_WIDTH / 2)])&acc[nb][first * (T::N_WIDTH / 2)];
-    // A described has rows of channels, as B has in channels_last.
-    if constexpr (C::a_shared) Wgmma::template multiply<C::precision, true, C::channels_last, true>(d, descriptor_of_words(a), b);
-    else Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
-  }
+  u64 b = upper | ((x & 0x3ffff) >> 4);
+  float (&d)[ROWS * (C::block_ci / 2)] = *(float (*)[ROWS * (C::block_ci / 2)])&acc[0][first * (C::block_ci / 2)];
+  // A described has rows of channels, as B has in channels_last.
+  Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
 }
 
 static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
   if (rows == C::stack) multiply_by<C::stack>(acc, first, a, x);
-  else if constexpr (C::stacked && LEAST > 0 && LEAST < C::stack) multiply_by<LEAST>(acc, first, a, x);
+  else ;
 }
 
 // A step's fragment of a unit by rows of x from `x` on. From registers the instruction that had them before must be done.
 static __device__ __forceinline__ void multiply_unit(UnitSums& acc, WgradUnits<T>& units, u32 (&a)[4], const Tile& g, int u, const Step& step, int first, int rows, u32 x) {
   units.load(a, g, u, step);
-  if constexpr (!C::a_shared) wgmma_fence();
+  wgmma_fence();
   multiply(acc, first, rows, a, x);
-  if constexpr (!C::a_shared) wgmma_commit();
-}
-
-// Stacked: the unrolled steps of every row of a chunk from step `first` of a row on.
-static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const unsigned char* tile, Tile g) {
-  u32 a[T::FRAGMENTS][4];
-  WgradUnits<T> units;
-  g.at = tile + T::X_TILE_BYTES;
-  g.lane_at += first * (32 / T::ELEMENT * T::G_STEP_W) * T::G_PIXEL_BYTES;
-  const u32 x_tile = shared_address(tile) + T::x_at(first);
-  int step = 0;                            // a constant after unrolling
-#pragma unroll
-  for (int remainder = 0; remainder < C::step_h && remainder < C::taps_h; remainder++)
-#pragma unroll
-    for (int i = 0; i < C::tile_n * C::tile_d * C::tile_h * C::unrolled; i++) {
-      const int column = i % C::unrolled, q = i / C::unrolled % C::tile_h, slice = i / (C::unrolled * C::tile_h);
-      const Step at = F::step_of_row(slice / C::tile_d, slice % C::tile_d, q * C::step_h + remainder, column);
-      const u32 x = x_tile + T::x_at(column) + (slice * T::X_ROWS_H + q + C::stack - stack_of(remainder)) * T::X_ROW_BYTES;
-#pragma unroll
-      for (int u = 0; u < T::UNITS; u++) {
-        multiply_unit(acc[u], units, a[step++ % T::FRAGMENTS], g, u, at, stack_begin(remainder), stack_of(remainder), x);
-        wgmma_wait<T::FRAGMENTS - 1>();
-      }
-    }
-  wgmma_wait<0>();
+  wgmma_commit();
 }
 
 // The unrolled steps of run `run` of a chunk. A run is some whole rows of q or a part of one, so that runs differ by an offset.
 static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const unsigned char* tile, Tile g) {
-  u32 a[T::FRAGMENTS][4];
+  u32 a[3][4];
   WgradUnits<T> units;
-  const int first = run * (C::unrolled / C::entries);
+  const int first = run * C::unrolled;
   const typename F::Half from = F::step_of(first).half[0];
   g.at = tile + T::X_TILE_BYTES + from.row * T::G_BOX_BYTES;
-  if constexpr (!C::channels_last && !C::aligned_g && !T::CLASSED) g.phases.of[0] += F::memory_row(from.memory, g.s);
-  g.lane_at += from.column * T::G_PIXEL_BYTES;
+  g.phases.of[0] += F::memory_row(from.memory, g.s);
+  g.lane_at += from.column;
   u32 x_from = shared_address(tile) + T::x_at(first);
 #pragma unroll
   for (int step = 0; step < C::unrolled; step++) {
-    const int e = step % C::entries, k = step / C::entries;
-    multiply_unit(acc[e], units, a[step % T::FRAGMENTS], g, e, F::step_of(k), 0, 1, x_from + T::x_at(k));
-    if constexpr (!C::a_shared) {
-      if (step + 1 == C::unrolled) wgmma_wait<0>();
-      else wgmma_wait<T::FRAGMENTS - 1>();
-    }
+    const int e = 0, k = step;
+    multiply_unit(acc[e], units, a[step % 3], g, e, F::step_of(k), 0, 1, x_from + T::x_at(k));
+    if (step + 1 == C::unrolled) wgmma_wait<0>();
+    else wgmma_wait<3 - 1>();
   }
 }
 };
@@ -2633,14 +2322,14 @@ static __device__ __forceinline__ Share share_of(int rank, int count, u32 shared
 
 // A share's sums of `count` records, S::TILES apart.
 static __device__ __forceinline__ void add(const char* records, int count, const Share& share, int thread) {
-  if (S::SET_TAPS * ((C::block_ci * QUADS + count - 1) / count) > FEW) add_by<1>(records, count, share, thread);
+  if (C::taps_w * ((C::block_ci * QUADS + count - 1) / count) > FEW) add_by<1>(records, count, share, thread);
   else add_by<LANES>(records, count, share, thread);
 }
 
 template <int PARTS>
 static __device__ __forceinline__ void add_by(const char* records, int count, const Share& share, int thread) {
 #pragma unroll 1
-  for (int i = thread; i < S::SET_TAPS * share.quads * PARTS; i += THREADS) {
+  for (int i = thread; i < C::taps_w * share.quads * PARTS; i += THREADS) {
     const int part = i % PARTS, quad = share.first + i / PARTS % share.quads, tap = i / (PARTS * share.quads);
     const int ci = quad / QUADS, co = quad % QUADS * 4;
     const char* from = records + S::sum_at(tap, ci, co);
@@ -2650,7 +2339,7 @@ static __device__ __forceinline__ void add_by(const char* records, int count, co
       float4 v[BATCH] = {};
 #pragma unroll
       for (int k = 0; k < BATCH; k++)
-        if (split + k * PARTS < count) v[k] = __ldcg((const float4*)(from + (split + k * PARTS) * ((long long)S::TILES * S::SUMS_BYTES)));
+        if (split + k * PARTS < count) v[k] = __ldcg((const float4*)(from + (split + k * PARTS) * ((long long)C::sets_d * S::SUMS_BYTES)));
 #pragma unroll
       for (int k = 0; k < BATCH; k++) sum[0] += v[k].x, sum[1] += v[k].y, sum[2] += v[k].z, sum[3] += v[k].w;
     }
@@ -2664,9 +2353,9 @@ static __device__ __forceinline__ void add_by(const char* records, int count, co
 
 // Taps or output channels are innermost in the weight: of taps those of a row of the kernel, or of several whole ones.
 __device__ __forceinline__ void store(const Work& work, const Share& share, int thread) const {
-  constexpr bool ROWS = C::taps_w == C::kernel_w;
-  constexpr int NEAR = ROWS ? C::taps_h * C::taps_w : C::taps_w, OF_KERNEL = ROWS ? C::kernel_h * C::kernel_w : C::kernel_w;
-  if (stride_co == 1) store_runs<false, C::cout % 4 ? 1 : 4>(work, share, thread);
+  constexpr bool ROWS = true;
+  constexpr int NEAR = ROWS ? C::taps_w : C::taps_w, OF_KERNEL = ROWS ? C::kernel_w : C::kernel_w;
+  if (stride_co == 1) store_runs<false, 4>(work, share, thread);
   else store_runs<true, NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1>(work, share, thread);
 }
 
@@ -2674,15 +2363,13 @@ __device__ __forceinline__ void store(const Work& work, const Share& share, int 
 // away: a place computed for each takes three times as long.
 template <bool TAPS, int V>
 __device__ __forceinline__ void store_runs(const Work& work, const Share& share, int thread) const {
-  constexpr int OF_TAPS = S::SET_TAPS / (TAPS ? V : 1), OF_CO = C::block_co / (TAPS ? 1 : V), ITEMS = OF_TAPS * OF_CO;
+  constexpr int OF_TAPS = C::taps_w / (TAPS ? V : 1), OF_CO = C::block_co / (TAPS ? 1 : V), ITEMS = OF_TAPS * OF_CO;
   constexpr int EACH = ITEMS < THREADS ? ITEMS : THREADS, AT_ONCE = THREADS / EACH;
   if (thread >= AT_ONCE * EACH) return;
 #pragma unroll 1
   for (int i = thread % EACH; i < ITEMS; i += EACH) {
     const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
-    const int first = share.begin(co / 4), exist = C::cin - work.ci, end = share.end(co / 4) < exist ? share.end(co / 4) : exist;
-    const long long to = place_of(work, tap, first, co);
-    if (to < 0) continue;
+    const int first = share.begin(co / 4), end = share.end(co / 4) < 32 ? share.end(co / 4) : 32;
 #pragma unroll 4
     for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
       u32 v[4];
@@ -2690,17 +2377,9 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
       else
 #pragma unroll
         for (int e = 0; e < V; e++) v[e] = load_shared_u32(share.place(tap + (TAPS ? e : 0), row, co + (TAPS ? 0 : e)));
-      store_run<V>(to + (row - first) * stride_ci, v);
+      store_run<V>((row - first) * stride_ci, v);
     }
   }
-}
-
-// Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
-__device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
-  int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
-  ci += work.ci, co += work.co;
-  bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
-  return exists ? (work.group * C::cin + ci) * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
 }
 
 template <class E, int V>
@@ -2712,8 +2391,7 @@ __device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const
   Run<u32, V> single;
 #pragma unroll
   for (int e = 0; e < V; e++) narrow.of[e] = (Bits)Number::bits(__uint_as_float(v[e])), single.of[e] = v[e];
-  if (S::NARROW && !wide) *(Run<Bits, V>*)((Bits*)out + to) = narrow;
-  else *(Run<u32, V>*)((u32*)out + to) = single;
+  *(Run<u32, V>*)((u32*)out + to) = single;
 }
 };
 
@@ -2727,7 +2405,7 @@ reduce(const char* __restrict__ records, char* __restrict__ out, int count, long
   using S = WgradShape<C>;
   using Sums = WgradSums<S, WGRAD_ADDERS>;
   const Sums sums = {out, stride_ci, stride_co, stride_tap, wide};
-  const int shares = (int)gridDim.x / S::TILES, tile = blockIdx.x / shares;
+  const int shares = (int)gridDim.x, tile = blockIdx.x / shares;
   typename Sums::Share share = Sums::share_of(blockIdx.x % shares, shares, 0);
   share.at = shared_address(memory);
   share.tap_pitch = ((share.quads + Sums::QUADS - 1) / Sums::QUADS + 1) * S::SUMS_PITCH + 8;
@@ -2789,25 +2467,20 @@ static __device__ __forceinline__ void put_shared(const typename M::Sums& acc, u
   named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
 #pragma unroll
   for (int u = 0; u < T::UNITS; u++) {
-    int unit = of.first_unit + u * T::NEXT_UNIT;
-    if (unit >= T::SET_UNITS) continue;
+    int unit = of.first_unit + u;
+    if (unit >= C::taps_w) continue;
+    // A unit is a tap, or (stacked) a column of taps_h of them.
+    int tap = unit;
 #pragma unroll
-    for (int i = 0; i < T::OF_UNIT; i++) {
-      // A unit is a tap, or (stacked) a column of taps_h of them.
-      int tap = C::stacked ? (unit / C::taps_w * C::taps_h + i) * C::taps_w + unit % C::taps_w : unit;
+      for (int j = 0; j < C::block_ci / 8; j++)
 #pragma unroll
-      for (int nb = 0; nb < T::NB; nb++)
-#pragma unroll
-        for (int j = 0; j < T::N_WIDTH / 8; j++)
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            int m = T::channel_of(of.channel + of.row + T::NEXT_ROWS * h);
-            u32 to = memory + T::sum_at(tap, nb * T::N_WIDTH + j * 8 + 2 * of.q, m);
-            const float* sums = &acc[u][nb][M::place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h];
-            store_shared_f32(to, sums[0]);
-            store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
-          }
-    }
+        for (int h = 0; h < 2; h++) {
+          int m = T::channel_of(of.channel + of.row + 8 * h);
+          u32 to = memory + T::sum_at(tap, j * 8 + 2 * of.q, m);
+          const float* sums = &acc[u][0][4 * j + 2 * h];
+          store_shared_f32(to, sums[0]);
+          store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
+        }
   }
 }
 };
@@ -2833,16 +2506,9 @@ using F = typename M::F;
 static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Block& block, int i, const typename F::Lane& of) {
   const Sizes& s = block.s;
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
-  if constexpr (C::aligned_g) {
-    g.lane_at += c.w & (T::VEC - 1);
-  } else if constexpr (T::CLASSED) {
-    const int of_channels = (of.channel + of.row) / T::G_CHANNELS;  // the lane's class
-#pragma unroll
-    for (int j = 0; j < C::row_classes; j++)
-      g.phases.of[j] = WgradBoxes<T>::class_of(c.h + j, block.work.group * C::cout + block.work.co + of_channels, c.w, s).phase;
-  } else {
+  {
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * T::COUT + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
+    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
   }
 }
 
@@ -2853,40 +2519,24 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   typename M::Sums acc = {};               // ahead of what addresses need: behind it ptxas is given two sets of zeros
   typename F::Taps taps;
 #pragma unroll
-  for (int u = 0; u < T::UNITS; u++) F::set_tap(taps, u, of.first_unit + u * T::NEXT_UNIT, block.s);
+  for (int u = 0; u < T::UNITS; u++) F::set_tap(taps, u, of.first_unit + u, block.s);
   const int lane_first = F::lane_first(of);
   const int first = block.begin(), last = block.end();
   CursorOf<C::stages> cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
-  const int units_before = wg / C::split_m * (C::subs * T::UNITS);
-  const bool idle = units_before >= T::SET_UNITS || (T::SET_UNITS == C::taps_w && block.work.tap_w + units_before >= C::kernel_w);
+  const int units_before = wg * T::UNITS;
+  const bool idle = units_before >= C::taps_w || (units_before >= C::kernel_w);
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {
     typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
-    if constexpr (!C::channels_last) begin_rows(g, block, i, of);
+    begin_rows(g, block, i, of);
     const unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
     barrier_wait(block.full + cursor.stage * 8, cursor.parity);
-    if constexpr (C::a_shared) wgmma_fence();
-    if constexpr (C::stacked) {
 #pragma unroll 1
-      for (int at = idle ? T::ROW_STEPS : 0; at < T::ROW_STEPS; at += C::unrolled) M::multiply_rows(acc, at, tile, g);
-    } else {
-#pragma unroll 1
-      for (int run = idle ? T::STEPS / C::unrolled : 0; run < T::STEPS / C::unrolled; run++) M::multiply_run(acc, run, tile, g);
-    }
-    if constexpr (C::a_shared) {
-      // The chunk before is done with. That is late: instructions wait for room in the tensor cores' queue, so that most of this chunk's
-      // are behind them, too. With 2 stages that is far too late. A stage given back behind a chunk's first instruction, or its third,
-      // is slower with more stages: the queue runs empty.
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (i > first && of.lane == 0) barrier_arrive(block.empty + (cursor.stage ? cursor.stage - 1 : C::stages - 1) * 8);
-    } else {
-      __syncwarp();
-      if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
-    }
+    for (int run = idle ? T::K_STEPS / C::unrolled : 0; run < T::K_STEPS / C::unrolled; run++) M::multiply_run(acc, run, tile, g);
+    __syncwarp();
+    if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
   }
-  if constexpr (C::a_shared) wgmma_wait<0>();
   end.put(acc, block, of, wg * 128 + thread);
 }
 
@@ -2896,7 +2546,7 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
 
 template <class E>
 static __device__ __forceinline__ void run(const char* g, const E& end, const Sizes& s, const TensorMaps& maps, unsigned char* memory) {
-  const u32 base = shared_address(memory), full = base + T::BARRIERS_AT, empty = full + 8 * C::stages, last = base + T::BARRIERS_AT + 16 * C::stages;
+  const u32 base = shared_address(memory), full = base + T::RAW_AT, empty = full + 8 * C::stages, last = base + T::RAW_AT + 16 * C::stages;
   Block block = {maps, g, s, {}, 0, memory, base, full, empty, last};
   block.split = T::take_work(block.work, blockIdx.x);
   if (threadIdx.x == 0) {
@@ -2934,13 +2584,13 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int cin_g = 32, first_w = -1, columns = 130, plane = 130, precision = 0, cin = 32, ck = 32;
-  static constexpr int tile_n = 2, tile_d = 1, tile_h = 1, tile_w = 128, in_step_w = 1, offsets_d[1] = {0};
-  static constexpr int offsets_h[1] = {0}, planes = 1, residues[1] = {0}, stages_p = 2, stages_s = 3, fetch = 1;
-  static constexpr int box_units = 34, column_pad = 3, cout_g = 64, split = 2, mb = 1, subs = 1, rows_per_sub = 64;
-  static constexpr int m_groups = 1, w_stage = 6, ring_fragments = 12, out_step_w = 2, cout = 64, taps = 3, sub_w = 64;
-  static constexpr int w_subs = 2, blocks_of_w[2] = {-1, 0}, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0};
-  static constexpr int stages_w = 1, entries[2] = {0, 3}, tap_rows[3] = {0, 1, 2}, tap_indices[3] = {2, 1, 0};
+  static constexpr int cin_g = 32, first_w = -1, columns = 130, plane = 130, precision = 0, ck = 32, tile_n = 2;
+  static constexpr int tile_w = 128, in_step_w = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1;
+  static constexpr int residues[1] = {0}, stages_p = 2, stages_s = 3, fetch = 1, box_units = 34, column_pad = 3;
+  static constexpr int cout_g = 64, split = 2, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 6;
+  static constexpr int ring_fragments = 12, out_step_w = 2, cout = 64, taps = 3, sub_w = 64, w_subs = 2;
+  static constexpr int blocks_of_w[2] = {-1, 0}, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 1;
+  static constexpr int entries[2] = {0, 3}, tap_rows[3] = {0, 1, 2}, tap_indices[3] = {2, 1, 0};
   static constexpr int first_of_stretches[1] = {0}, run_groups = 8, store_unit = 4, producer_registers = 48;
   static constexpr int consumer_registers = 208;
   static constexpr bool channels_last = false, strided_box = false, resident = true, grad_input = false, boxed = false;
@@ -2953,13 +2603,13 @@ struct Forward {
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int cin_g = 64, first_w = -1, columns = 259, plane = 130, precision = 0, cin = 64, ck = 16;
-  static constexpr int tile_n = 2, tile_d = 1, tile_h = 1, tile_w = 128, in_step_w = 2, offsets_d[1] = {0};
-  static constexpr int offsets_h[1] = {0}, planes = 1, residues[1] = {0}, stages_p = 2, stages_s = 3, fetch = 1;
-  static constexpr int box_units = 33, column_pad = 3, cout_g = 32, split = 0, mb = 1, subs = 1, rows_per_sub = 64;
-  static constexpr int m_groups = 1, w_stage = 6, ring_fragments = 24, out_step_w = 1, cout = 32, taps = 3, sub_w = 64;
-  static constexpr int w_subs = 1, blocks_of_w[1] = {0}, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0};
-  static constexpr int stages_w = 4, entries[2] = {0, 3}, tap_rows[3] = {0, 1, 2}, tap_indices[3] = {0, 1, 2};
+  static constexpr int cin_g = 64, first_w = -1, columns = 259, plane = 130, precision = 0, ck = 16, tile_n = 2;
+  static constexpr int tile_w = 128, in_step_w = 2, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1;
+  static constexpr int residues[1] = {0}, stages_p = 2, stages_s = 3, fetch = 1, box_units = 33, column_pad = 3;
+  static constexpr int cout_g = 32, split = 0, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 6;
+  static constexpr int ring_fragments = 24, out_step_w = 1, cout = 32, taps = 3, sub_w = 64, w_subs = 1;
+  static constexpr int blocks_of_w[1] = {0}, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 4;
+  static constexpr int entries[2] = {0, 3}, tap_rows[3] = {0, 1, 2}, tap_indices[3] = {0, 1, 2};
   static constexpr int first_of_stretches[1] = {0}, run_groups = 16, store_unit = 4, producer_registers = 48;
   static constexpr int consumer_registers = 208;
   static constexpr bool channels_last = false, strided_box = false, resident = true, grad_input = true, boxed = false;
@@ -2972,18 +2622,12 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 0, groups = 1, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_columns = 259;
-  static constexpr int g_units = 66, g_pitch = 268, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0;
-  static constexpr int taps_d = 1, sets_d = 1, tile_d = 1, kernel_h = 1, step_h = 1, dilation_h = 1, padding_h = 0;
-  static constexpr int taps_h = 1, sets_h = 1, tile_h = 1, kernel_w = 3, step_w = 2, dilation_w = 2, padding_w = 1;
-  static constexpr int taps_w = 3, sets_w = 1, tile_w = 128, apart_d = 1, g_rows_d = 1, q_rows_d = 1, tap_rows_d = 1;
-  static constexpr int apart_h = 1, g_rows_h = 1, q_rows_h = 1, tap_rows_h = 1, warpgroups = 3, split_m = 1, subs = 1;
-  static constexpr int entries = 1, stages = 2, unrolled = 16, stack = 1, row_classes = 1, channel_classes = 1;
-  static constexpr int x_width = 32, line_bytes = 512, segment = 128, g_width = 32, g_planes = 1, plane_columns = 259;
-  static constexpr int plane_taps = 0, run = 1, run_words = 0, producer_registers = 56, consumer_registers = 152;
-  static constexpr bool channels_last = false, dense_d = true, dense_h = true, interleaved = false, gapless = false;
-  static constexpr bool aligned_g = false, lines = false, stacked = false, box_g = false, parted = false;
-  static constexpr bool a_shared = false, parity_known = false;
+  static constexpr int precision = 0, cout = 64, block_ci = 32, block_co = 64, g_columns = 259, g_units = 66;
+  static constexpr int g_pitch = 268, tile_n = 1, sets_d = 1, kernel_w = 3, step_w = 2, dilation_w = 2, padding_w = 1;
+  static constexpr int taps_w = 3, tile_w = 128, g_rows_h = 1, warpgroups = 3, entries = 1, stages = 2, unrolled = 16;
+  static constexpr int stack = 1, row_classes = 1, line_bytes = 512, segment = 128, g_width = 32, run = 1;
+  static constexpr int run_words = 0, producer_registers = 56, consumer_registers = 152;
+  static constexpr bool channels_last = false, lines = false;
 };
 
 }  // namespace kernels
