@@ -372,13 +372,10 @@ static constexpr bool BY_CHANNELS = C::lanes_are_channels;
 
 static constexpr int FROM = C::groups * C::from_g, TO = C::groups * C::to_g;  // channels of the source and of the other tensor
 static constexpr int LANES = C::lanes, CHANNELS = C::channels, ROWS = C::rows;  // channels of a block's lanes, and of a thread
-static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, SPAN_H = C::span_h, SPAN_W = C::span_w, SHIFT = C::first_w;
-static constexpr int KERNEL_H = C::kernel_h, KERNEL_W = C::kernel_w, TAPS = C::kernel_d * KERNEL_H * KERNEL_W;
-static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector;
+static constexpr int KERNEL_H = C::kernel_h, KERNEL_W = C::kernel_w, TAPS = C::kernel_h * C::kernel_w;
+static constexpr int THREADS = C::threads, WARPS = C::threads / 32, VECTOR = C::vector;
 static constexpr int CHUNK = C::chunk;
-static constexpr bool PIXELS = C::channels_last && !BY_CHANNELS;  // whose channels are neighbours in memory, not in the tile
-static constexpr int CHANNEL_BLOCKS = BY_CHANNELS ? (TO + LANES - 1) / LANES : (C::to_g + CHANNELS - 1) / CHANNELS;  // there of a group
-static constexpr bool ALL_CHANNELS = BY_CHANNELS && LANES == FROM;
+static constexpr int CHANNEL_BLOCKS = (C::to_g + C::channels - 1) / C::channels;  // there of a group
 
 // The phase of tap `k`, and its source from a cell's first one on.
 static __device__ constexpr int phase_of(int k, int stride, int dilation, int padding) {
@@ -387,14 +384,14 @@ static __device__ constexpr int phase_of(int k, int stride, int dilation, int pa
 static __device__ constexpr int shift_of(int k, int stride, int dilation, int padding) {
   return C::forward ? (phase_of(k, stride, dilation, padding) + padding - k * dilation) / stride : k * dilation - padding;
 }
-static __device__ constexpr int column_of_tap(int k) { return SHIFT + shift_of(k, C::stride_w, C::dilation_w, C::padding_w) - C::min_w; }
+static __device__ constexpr int column_of_tap(int k) { return C::first_w + shift_of(k, C::stride_w, C::dilation_w, C::padding_w) - C::min_w; }
 static __device__ constexpr int row_of_tap(int k) { return shift_of(k, C::stride_h, C::dilation_h, C::padding_h) - C::min_h; }
 
 // Words of shared memory from row to row of the tile, from channel to channel of a chunk and of all, and where a column of a row lies.
-static constexpr int ROW_PITCH = BY_CHANNELS ? SPAN_W * LANES : C::in_w * C::plane_pitch;
-static constexpr int CHANNEL_WORDS = SPAN_H * ROW_PITCH, TILE_WORDS = (CHUNK * CHANNEL_WORDS + 3) / 4 * 4;
+static constexpr int ROW_PITCH = C::in_w * C::plane_pitch;
+static constexpr int CHANNEL_WORDS = C::span_h * ROW_PITCH, TILE_WORDS = (C::chunk * CHANNEL_WORDS + 3) / 4 * 4;
 static __device__ __forceinline__ constexpr int column_at(int c) {
-  return BY_CHANNELS ? c * LANES : c % C::in_w * C::plane_pitch + c / C::in_w;
+  return c % C::in_w * C::plane_pitch + c / C::in_w;
 }
 
 // Of the source, and of the other tensor, whose cells are divided into tiles.
@@ -406,8 +403,8 @@ struct Tile { int n, d, h, w; };           // first cell
 
 static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
   Tile t;
-  t.w = index % s.tiles_w * TILE_W;  index /= s.tiles_w;
-  t.h = index % s.tiles_h * TILE_H;  index /= s.tiles_h;
+  t.w = index % s.tiles_w * C::tile_w;  index /= s.tiles_w;
+  t.h = index % s.tiles_h * C::tile_h;  index /= s.tiles_h;
   t.d = index % s.d;
   t.n = index / s.d;
   return t;
@@ -415,9 +412,8 @@ static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
 
 // The slice of the source that a tile and a tap along D meet; -1 for none.
 static __device__ __forceinline__ int depth_of(int d, int kd, const Sizes& s) {
-  int depth = C::forward ? d + C::padding_d - kd * C::dilation_d : d * C::stride_d + kd * C::dilation_d - C::padding_d;
-  if (C::forward && depth % C::stride_d) return -1;
-  if (C::forward) depth /= C::stride_d;
+  int depth = C::forward ? d - kd : d + kd;
+  if (C::forward)
   return (u32)depth < (u32)s.from_d ? depth : -1;
 }
 
@@ -431,119 +427,99 @@ static __device__ __forceinline__ int thread_index() {
 // What a thread takes: `rows` cells from (ty, tx) on, and where their first word of the tile lies.
 struct Own { int tx, ty, at, mine; };      // mine: its channel, of those of a block
 static __device__ __forceinline__ Own own_of(int place, int lane) {
-  const int tx = place % TILE_W, ty = place / TILE_W * ROWS, mine = LANES < 32 && lane >= LANES ? LANES - 1 : lane;
-  return {tx, ty, ty * C::in_h * ROW_PITCH + (BY_CHANNELS ? tx * C::in_w * LANES + mine : tx), mine};
+  const int tx = place % C::tile_w, ty = place / C::tile_w * C::rows, mine = lane >= LANES ? LANES - 1 : lane;
+  return {tx, ty, ty * C::in_h * ROW_PITCH + tx, mine};
 }
 
 // Elements that are loaded together, in words where there are some.
-static constexpr bool IN_WORDS = ELEMENT == 2 && VECTOR > 1;
-struct alignas(VECTOR * ELEMENT) Loaded { typename LoadedWord<IN_WORDS, T>::Type v[IN_WORDS ? VECTOR / 2 : VECTOR]; };
+static constexpr bool IN_WORDS = ELEMENT == 2;
+struct alignas(C::vector * ELEMENT) Loaded { typename LoadedWord<IN_WORDS, T>::Type v[IN_WORDS ? C::vector / 2 : C::vector]; };
 static __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
   if constexpr (!IN_WORDS) {
     return Scalar::value(unit.v[k]);
   } else {
     u32 word = unit.v[k / 2];
-    if constexpr (C::precision == BF16) return __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
-    else return Scalar::value((T)(k % 2 ? word >> 16 : word & 0xffffu));
+    return Scalar::value((T)(k % 2 ? word >> 16 : word & 0xffffu));
   }
 }
 
 // Units of a row of the tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's or a chunk's channels of columns. As many
 // rows as they fit into the threads are loaded at a time, and of several channels in NCHW; a thread has the same columns of all.
-static constexpr int ROW_UNITS = SPAN_W * (BY_CHANNELS ? LANES : PIXELS ? CHUNK : 1) / VECTOR, PLANES = PIXELS ? 1 : CHUNK;
-static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS, IN_ROWS = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
-static constexpr int ROWS_AT_ONCE = IN_ROWS < SPAN_H ? IN_ROWS : SPAN_H, IN_PLANES = IN_ROWS / ROWS_AT_ONCE;
-static constexpr int PLANES_AT_ONCE = IN_PLANES < PLANES ? IN_PLANES : PLANES;
-static constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, PASSES_C = (PLANES + PLANES_AT_ONCE - 1) / PLANES_AT_ONCE;
-static constexpr int BATCH_H = C::batch < PASSES_H ? C::batch : PASSES_H, BATCH_C = C::batch / BATCH_H < PASSES_C ? C::batch / BATCH_H : PASSES_C;
+static constexpr int ROW_UNITS = C::span_w / C::vector, PLANES = C::chunk;
+static constexpr int ROUNDS_W = (ROW_UNITS + C::threads - 1) / C::threads, IN_ROWS = C::threads / ROW_UNITS;
+static constexpr int ROWS_AT_ONCE = IN_ROWS < C::span_h ? IN_ROWS : C::span_h, IN_PLANES = IN_ROWS / ROWS_AT_ONCE;
+static constexpr int PASSES_H = (C::span_h + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, PASSES_C = (C::chunk + IN_PLANES - 1);
+static constexpr int BATCH_H = PASSES_H, BATCH_C = C::batch / PASSES_H;
 
 // Where a row's element `at` is in the tile, and in one of the source's rows, and whether that has it; `left`: channels from the tile's
 // first on.
 struct Place { int to; i64 offset; bool in; };
 static __device__ __forceinline__ Place place_in_row(int at, int w, int left, i64 line, const Sizes& s) {
-  if constexpr (ALL_CHANNELS) {
-    const i64 offset = (i64)w * FROM + at;
-    return {at, offset, offset >= 0 && offset < line};
-  } else if constexpr (C::channels_last) {
-    constexpr int NEIGHBOURS = BY_CHANNELS ? LANES : CHUNK;
-    const int column = w + at / NEIGHBOURS, channel = at % NEIGHBOURS;
-    return {BY_CHANNELS ? at : channel * CHANNEL_WORDS + column_at(at / NEIGHBOURS), (i64)column * FROM + channel, (u32)column < (u32)s.from_w && channel < left};
-  } else {
+  {
     return {column_at(at), w + at, (u32)(w + at) < (u32)s.from_w};
   }
 }
 
 // A unit's elements to shared memory, from that of element `at` of a row on.
 static __device__ __forceinline__ void store_unit(Acc* to, const Loaded& unit, int at) {
-  if constexpr (BY_CHANNELS && VECTOR % VEC == 0) {
+  constexpr bool EVEN = C::vector % C::in_w == 0;
 #pragma unroll
-    for (int k = 0; k < VECTOR; k += VEC) {
-      Pack pack;
-#pragma unroll
-      for (int j = 0; j < VEC; j++) pack.v[j] = element(unit, k + j);
-      *(Pack*)(to + k) = pack;
-    }
-  } else {
-    constexpr bool EVEN = C::in_w % VECTOR == 0 || VECTOR % C::in_w == 0;
-#pragma unroll
-    for (int k = 0; k < VECTOR; k++) to[BY_CHANNELS ? k : EVEN ? column_at(k) : column_at(at + k) - column_at(at)] = element(unit, k);
-  }
+  for (int k = 0; k < C::vector; k++) to[EVEN ? column_at(k) : column_at(at + k) - column_at(at)] = element(unit, k);
 }
 
 // What a tile's cells meet of the source at `depth`, of its channels from `channel` on, of which there are `left`, to shared memory; zeros
 // beyond the borders. Units are whole where the source lies and its rows end at their multiples; else elements are loaded.
 static __device__ __forceinline__ void stage(Acc* tile, const T* source, const Tile& t, int depth, int channel, int left, bool whole, const Sizes& s) {
-  const int h = t.h * C::in_h + C::min_h, w = t.w * C::in_w + C::min_w - SHIFT;
-  const i64 slice = (i64)s.from_h * s.from_w, pixels = s.from_d * slice, line = (i64)s.from_w * (C::channels_last ? FROM : 1);
-  const T* from = source + (C::channels_last ? (t.n * pixels + depth * slice) * FROM + channel : ((i64)t.n * FROM + channel) * pixels + depth * slice);
-  const int thread = thread_index(), line_of = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
+  const int h = t.h * C::in_h + C::min_h, w = t.w * C::in_w + C::min_w - C::first_w;
+  const i64 slice = (i64)s.from_h * s.from_w, pixels = s.from_d * slice, line = (i64)s.from_w;
+  const T* from = source + (((i64)t.n * FROM + channel) * pixels + depth * slice);
+  const int thread = thread_index(), line_of = thread / ROW_UNITS;
   const int first = line_of % ROWS_AT_ONCE, plane = line_of / ROWS_AT_ONCE;  // of a thread
-  if (ROW_UNITS < THREADS && plane >= PLANES_AT_ONCE) return;  // the others have nothing to do
+  if (plane >= IN_PLANES) return;  // the others have nothing to do
 #pragma unroll 1
   for (int round = 0; round < ROUNDS_W; round++) {
-    const int at = (ROW_UNITS < THREADS ? thread % ROW_UNITS : thread + round * THREADS) * VECTOR;  // element of a row
-    if (ROW_UNITS > THREADS && at >= ROW_UNITS * VECTOR) break;
-    if (VECTOR == 1 || whole) {
+    const int at = (thread % ROW_UNITS) * C::vector;  // element of a row
+    if (whole) {
       const Place in_row = place_in_row(at, w, left, line, s);
 #pragma unroll 1
-      for (int c = plane; c < PLANES; c += BATCH_C * PLANES_AT_ONCE) {
+      for (int c = plane; c < C::chunk; c += BATCH_C) {
         const T* place = from + c * pixels + (h + first) * line + in_row.offset;
         Acc* to = tile + c * CHANNEL_WORDS + first * ROW_PITCH + in_row.to;
         int row = h + first;
 #pragma unroll 1
-        for (int i = 0; i < PASSES_H; i += BATCH_H, row += BATCH_H * ROWS_AT_ONCE, to += BATCH_H * ROWS_AT_ONCE * ROW_PITCH, place += BATCH_H * ROWS_AT_ONCE * line) {
-          Loaded unit[BATCH_C][BATCH_H];   // all loads come first: a block waits for memory once in a batch
+        for (int i = 0; i < PASSES_H; i += PASSES_H, row += PASSES_H * ROWS_AT_ONCE, to += PASSES_H * ROWS_AT_ONCE * ROW_PITCH, place += PASSES_H * ROWS_AT_ONCE * line) {
+          Loaded unit[BATCH_C][PASSES_H];   // all loads come first: a block waits for memory once in a batch
           const T* of_plane = place;
 #pragma unroll
-          for (int j = 0; j < BATCH_C; j++, of_plane += PLANES_AT_ONCE * pixels) {
+          for (int j = 0; j < BATCH_C; j++, of_plane += pixels) {
             const T* of_row = of_plane;
 #pragma unroll
-            for (int b = 0; b < BATCH_H; b++, of_row += ROWS_AT_ONCE * line) {
+            for (int b = 0; b < PASSES_H; b++, of_row += ROWS_AT_ONCE * line) {
               opaque(of_row);
               unit[j][b] = {};
-              const bool exists = in_row.in && (PLANES == 1 || c + j * PLANES_AT_ONCE < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
+              const bool exists = in_row.in && (c + j < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
               if (exists) unit[j][b] = *(const Loaded*)of_row;
             }
           }
 #pragma unroll
           for (int j = 0; j < BATCH_C; j++)
 #pragma unroll
-            for (int b = 0; b < BATCH_H; b++) {
-              if ((SPAN_H % ROWS_AT_ONCE || PASSES_H % BATCH_H) && row + b * ROWS_AT_ONCE >= h + SPAN_H) continue;
-              if (PLANES > 1 && c + j * PLANES_AT_ONCE >= PLANES) continue;
-              store_unit(to + j * PLANES_AT_ONCE * CHANNEL_WORDS + b * ROWS_AT_ONCE * ROW_PITCH, unit[j][b], at);
+            for (int b = 0; b < PASSES_H; b++) {
+              if ((C::span_h % ROWS_AT_ONCE) && row + b * ROWS_AT_ONCE >= h + C::span_h) continue;
+              if (c + j >= C::chunk) continue;
+              store_unit(to + j * CHANNEL_WORDS + b * ROWS_AT_ONCE * ROW_PITCH, unit[j][b], at);
             }
         }
       }
     } else {
 #pragma unroll 1
-      for (int c = plane; c < PLANES; c += PLANES_AT_ONCE)
+      for (int c = plane; c < C::chunk; c += IN_PLANES)
 #pragma unroll 1
-        for (int row = first; row < SPAN_H; row += ROWS_AT_ONCE)
+        for (int row = first; row < C::span_h; row += ROWS_AT_ONCE)
 #pragma unroll
-          for (int k = 0; k < VECTOR; k++) {
+          for (int k = 0; k < C::vector; k++) {
             const Place place = place_in_row(at + k, w, left, line, s);
-            const bool exists = place.in && (PLANES == 1 || c < left) && (u32)(h + row) < (u32)s.from_h;
+            const bool exists = place.in && (c < left) && (u32)(h + row) < (u32)s.from_h;
             tile[c * CHANNEL_WORDS + row * ROW_PITCH + place.to] = exists ? Scalar::value(from[c * pixels + (h + row) * line + place.offset]) : 0;
           }
     }
@@ -575,16 +551,13 @@ using Base::ROW_PITCH; using Base::column_at; using Base::thread_index;
 static constexpr int CIN_G = C::forward ? C::from_g : C::to_g, COUT_G = C::forward ? C::to_g : C::from_g;
 static constexpr int CELL_H = C::out_h, CELL_W = C::out_w;  // results of a cell
 
-// A tap's weights, for the lanes' channels or a thread's; those of one channel lie by columns of taps, so that four are one load.
-static constexpr bool ONE_CHANNEL = !BY_CHANNELS && CHANNELS == 1;
-static constexpr int WEIGHTS = BY_CHANNELS ? LANES : ONE_CHANNEL ? 1 : (CHANNELS + VEC - 1) / VEC * VEC;
-static constexpr int WEIGHTS_READ = BY_CHANNELS ? 1 : WEIGHTS;
+static constexpr int WEIGHTS = (C::channels + VEC - 1) / VEC * VEC;
 static __device__ __forceinline__ constexpr int tap_at(int kh, int kw) {
-  return ONE_CHANNEL ? kw * ((KERNEL_H + VEC - 1) / VEC * VEC) + kh : (kw * KERNEL_H + kh) * WEIGHTS;
+  return (kw * C::kernel_h + kh) * WEIGHTS;
 }
-static constexpr int SLICE_WORDS = ONE_CHANNEL ? KERNEL_W * ((KERNEL_H + VEC - 1) / VEC * VEC) : KERNEL_H * KERNEL_W * WEIGHTS;  // of a channel of the source
-static constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;               // without gaps
-static constexpr int TAP_BATCH = (CHUNK * TAP_WORDS + THREADS - 1) / THREADS;
+static constexpr int SLICE_WORDS = C::kernel_h * C::kernel_w * WEIGHTS;  // of a channel of the source
+static constexpr int TAP_WORDS = C::kernel_h * C::kernel_w * WEIGHTS;               // without gaps
+static constexpr int TAP_BATCH = (C::chunk * TAP_WORDS + C::threads - 1) / C::threads;
 
 // What a block computes: channels (lanes_are_channels: from `channel` on; else of `group`) of a tile.
 struct Item {
@@ -596,14 +569,8 @@ static __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
   Item item;
   const int block = index % CHANNEL_BLOCKS;  index /= CHANNEL_BLOCKS;
   item.group = 0;
-  item.channel = block * (BY_CHANNELS ? LANES : CHANNELS);
-  if constexpr (BY_CHANNELS) {
-    item.tile = Base::tile_of(index, s);
-  } else if constexpr (C::channels_last) {
-    // A pixel's channels are neighbours: groups that share its sectors find them in L2.
-    item.group = index % C::groups;
-    item.tile = Base::tile_of(index / C::groups, s);
-  } else {
+  item.channel = block * C::channels;
+  {
     // A channel's tiles are neighbours: what their halos share comes from L2.
     const u32 tiles = s.tiles_w * s.tiles_h * s.d;
     item.group = index / tiles % C::groups;
@@ -618,13 +585,13 @@ static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* 
   const int thread = thread_index();
 #pragma unroll
   for (int b = 0; b < TAP_BATCH; b++) {
-    const int i = thread + b * THREADS, source = from + i / TAP_WORDS, tap = i % TAP_WORDS / WEIGHTS;
+    const int i = thread + b * C::threads, source = from + i / TAP_WORDS, tap = i % TAP_WORDS / WEIGHTS;
     const int own = i % WEIGHTS, to = item.channel + own;
-    const bool exists = source < C::from_g && (BY_CHANNELS ? to < TO : own < CHANNELS && to < C::to_g);
-    const i64 in = BY_CHANNELS ? to : item.group * CIN_G + (C::forward ? source : to);
-    const i64 row = BY_CHANNELS ? in : in * COUT_G + (C::forward ? to : source);
+    const bool exists = source < C::from_g && (own < C::channels && to < C::to_g);
+    const i64 in = item.group * CIN_G + (C::forward ? source : to);
+    const i64 row = in * COUT_G + (C::forward ? to : source);
     v[b] = 0;
-    if (i < CHUNK * TAP_WORDS && exists) v[b] = weight[(row * C::kernel_d + kd) * (KERNEL_H * KERNEL_W) + tap];
+    if (i < C::chunk * TAP_WORDS && exists) v[b] = weight[(row + kd) * (C::kernel_h * C::kernel_w) + tap];
   }
 }
 
@@ -632,18 +599,18 @@ static __device__ __forceinline__ void store_weights(Acc* weights, const T (&v)[
   const int thread = thread_index();
 #pragma unroll
   for (int b = 0; b < TAP_BATCH; b++) {
-    const int i = thread + b * THREADS, tap = i % TAP_WORDS / WEIGHTS;
-    if (i < CHUNK * TAP_WORDS) weights[i / TAP_WORDS * SLICE_WORDS + tap_at(tap / KERNEL_W, tap % KERNEL_W) + i % WEIGHTS] = Scalar::value(v[b]);
+    const int i = thread + b * C::threads, tap = i % TAP_WORDS / WEIGHTS;
+    if (i < C::chunk * TAP_WORDS) weights[i / TAP_WORDS * SLICE_WORDS + tap_at(tap / C::kernel_w, tap % C::kernel_w) + i % WEIGHTS] = Scalar::value(v[b]);
   }
 }
 
 // A tap's weights of a thread.
-static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS_READ], const Acc* from, int mine) {
-  if constexpr (WEIGHTS_READ == 1) {
-    w[0] = from[BY_CHANNELS ? mine : 0];
+static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS], const Acc* from, int mine) {
+  if constexpr (WEIGHTS == 1) {
+    w[0] = from[0];
   } else {
 #pragma unroll
-    for (int i = 0; i < WEIGHTS_READ; i += VEC) {
+    for (int i = 0; i < WEIGHTS; i += VEC) {
       const Pack pack = *(const Pack*)(from + i);
 #pragma unroll
       for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
@@ -656,30 +623,27 @@ using Sums = Acc[ROWS][CELL_H][CELL_W][CHANNELS];
 // A slice's products: a column of taps after the other, whose rows of the tile stay in registers where they are unrolled.
 static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own) {
 #pragma unroll C::unroll_w
-  for (int kw = 0; kw < KERNEL_W; kw++) {
+  for (int kw = 0; kw < C::kernel_w; kw++) {
     const int u = Base::phase_of(kw, C::stride_w, C::dilation_w, C::padding_w);
     const Acc* column = tile + own.at + column_at(Base::column_of_tap(kw));
 #pragma unroll C::unroll_h
-    for (int kh = 0; kh < KERNEL_H; kh++) {
+    for (int kh = 0; kh < C::kernel_h; kh++) {
       const int t = Base::phase_of(kh, C::stride_h, C::dilation_h, C::padding_h);
-      Acc w[WEIGHTS_READ];
+      Acc w[WEIGHTS];
       read_weights(w, weights + tap_at(kh, kw), own.mine);
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) {
+      for (int r = 0; r < C::rows; r++) {
         const Acc v = column[(r * C::in_h + Base::row_of_tap(kh)) * ROW_PITCH];
 #pragma unroll
-        for (int c = 0; c < CHANNELS; c++) sum[r][t][u][c] = multiply_add(v, w[c], sum[r][t][u][c]);
+        for (int c = 0; c < C::channels; c++) sum[r][t][u][c] = multiply_add(v, w[c], sum[r][t][u][c]);
       }
     }
   }
 }
 
-// A run: columns of a cell in NCHW, a pixel's channels in channels_last, those of all columns where a thread has all channels.
-static constexpr bool WHOLE_PIXELS = C::channels_last && !BY_CHANNELS && C::groups == 1 && CHANNELS == C::to_g;
-static constexpr int RUN = BY_CHANNELS ? 1 : WHOLE_PIXELS ? CELL_W * CHANNELS : C::channels_last ? CHANNELS : CELL_W;
-static constexpr int RUNS = CELL_W * CHANNELS / RUN;    // of a row of a cell
-static constexpr int POWER = RUN & -RUN, OF_16 = 16 / ELEMENT;
-static constexpr int WIDE = POWER < OF_16 ? POWER : OF_16, LINES = RUN / WIDE;
+static constexpr int RUNS = C::out_w * C::channels / C::out_w;    // of a row of a cell
+static constexpr int POWER = C::out_w & -C::out_w, OF_16 = 16 / ELEMENT;
+static constexpr int WIDE = POWER < OF_16 ? POWER : OF_16, LINES = C::out_w / WIDE;
 struct alignas(WIDE * sizeof(T)) Line { T v[WIDE]; };
 
 // Where line `at` of a warp's is in its buffer: eight lanes that write meet eight different places of 128 bytes.
@@ -688,7 +652,7 @@ static __device__ __forceinline__ int swizzled(int at) { return LINES % 2 ? at :
 // A warp's runs, UNIT (WIDE or 1) elements a lane and store: element e of a lane's goes to `place` + e, if that is before `left`.
 template <int UNIT>
 static __device__ __forceinline__ void store_turned(T* out, const Line* buffer, i64 place, int left, int lane) {
-  constexpr int UNITS = RUN / UNIT;        // of a lane
+  constexpr int UNITS = C::out_w / UNIT;        // of a lane
 #pragma unroll
   for (int k = 0; k < UNITS; k++) {
     const int at = k * 32 + lane, element = at % UNITS * UNIT;
@@ -704,10 +668,10 @@ static __device__ __forceinline__ void store_turned(T* out, const Line* buffer, 
 // A lane's run to `place`, of which the result has `left` elements. `whole`: runs begin at multiples of a line.
 static __device__ __forceinline__ void store_run(T* out, const Line (&line)[LINES], i64 place, int left, bool whole, Line* buffer, int lane) {
   if constexpr (LINES == 1) {
-    if (whole && left >= RUN) *(Line*)(out + place) = line[0];
-    if (whole && left >= RUN) return;
+    if (whole && left >= C::out_w) *(Line*)(out + place) = line[0];
+    if (whole && left >= C::out_w) return;
 #pragma unroll
-    for (int e = 0; e < RUN; e++)
+    for (int e = 0; e < C::out_w; e++)
       if (e < left) out[place + e] = line[0].v[e];
   } else {
     __syncwarp();
@@ -721,33 +685,32 @@ static __device__ __forceinline__ void store_run(T* out, const Line (&line)[LINE
 
 static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* bias, const Item& item, const Own& own, Line* buffer, int lane, const Sizes& s) {
   const Tile& t = item.tile;
-  const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (C::channels_last ? WHOLE_PIXELS ? s.w % WIDE * TO : C::to_g : s.w) % WIDE == 0;
-  const int first = item.group * C::to_g + item.channel + (BY_CHANNELS ? lane : 0);  // channel
-  const int channels = BY_CHANNELS ? (lane < LANES && first < TO) : C::to_g - item.channel;
-  constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
+  const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (s.w) % WIDE == 0;
+  const int first = item.group * C::to_g + item.channel;  // channel
+  const int channels = C::to_g - item.channel;
   const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
-  T* to = out + (C::channels_last ? ((i64)t.n * s.d + t.d) * plane * TO + first : ((i64)t.n * TO + first) * channel_step + t.d * plane);
+  T* to = out + (((i64)t.n * TO + first) * channel_step + t.d * plane);
   opaque(to);
-  Acc start[CHANNELS];
+  Acc start[C::channels];
 #pragma unroll
-  for (int c = 0; c < CHANNELS; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
+  for (int c = 0; c < C::channels; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
 #pragma unroll
-  for (int r = 0; r < ROWS; r++)
+  for (int r = 0; r < C::rows; r++)
 #pragma unroll
-    for (int y = 0; y < CELL_H; y++) {
+    for (int y = 0; y < C::out_h; y++) {
       const int row = (t.h + own.ty + r) * C::out_h + y;
 #pragma unroll
       for (int k = 0; k < RUNS; k++) {
-        const int column = (t.w + own.tx) * CELL_W + (C::channels_last ? k : 0), ahead = C::channels_last ? 0 : k;  // channels
+        const int column = (t.w + own.tx) * C::out_w, ahead = k;  // channels
         Line line[LINES];
 #pragma unroll
-        for (int e = 0; e < RUN; e++) {
-          const int c = C::channels_last ? e % CHANNELS : k, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
+        for (int e = 0; e < C::out_w; e++) {
+          const int c = k, x = e;
           line[e / WIDE].v[e % WIDE] = Scalar::stored(sum[r][y][x][c] + start[c]);
         }
-        const int exists = !C::channels_last ? s.w - column : WHOLE_PIXELS ? min(s.w - column, CELL_W) * CHANNELS : channels;
+        const int exists = s.w - column;
         const int left = row < s.h && column < s.w && ahead < channels ? exists : 0;
-        store_run(to, line, ((i64)row * s.w + column) * PIXEL + ahead * channel_step, left, whole, buffer, lane);
+        store_run(to, line, ((i64)row * s.w + column) + ahead * channel_step, left, whole, buffer, lane);
       }
     }
 }
@@ -755,14 +718,14 @@ static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* b
 static __device__ __forceinline__ void run(unsigned char* memory, const T* __restrict__ source, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out, const Sizes& s, bool whole_units) {
   Acc *tile = (Acc*)memory, *weights = tile + Base::TILE_WORDS;
   const int lane = threadIdx.x & 31;
-  const Own own = Base::own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
+  const Own own = Base::own_of(threadIdx.x, lane);
   const Item item = item_of(blockIdx.x, s);
   Sums sum = {};
 #pragma unroll 1
-  for (int slice = 0; slice < (C::from_g + CHUNK - 1) / CHUNK * C::kernel_d; slice++) {
-    const int from = slice / C::kernel_d * CHUNK, kd = slice % C::kernel_d, depth = Base::depth_of(item.tile.d, kd, s);
+  for (int slice = 0; slice < (C::from_g + C::chunk - 1) / C::chunk; slice++) {
+    const int from = slice * C::chunk, kd = 0, depth = Base::depth_of(item.tile.d, kd, s);
     if (depth < 0) continue;
-    const int channel = BY_CHANNELS ? item.channel : item.group * C::from_g + from, left = BY_CHANNELS ? TO - channel : C::from_g - from;
+    const int channel = item.group * C::from_g + from, left = C::from_g - from;
     T taps[TAP_BATCH];
     load_weights(taps, weight, item, from, kd);
     __syncthreads();                       // the slice before has been read
@@ -770,7 +733,7 @@ static __device__ __forceinline__ void run(unsigned char* memory, const T* __res
     store_weights(weights, taps);
     __syncthreads();
 #pragma unroll 1
-    for (int c = 0; c < CHUNK && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own);
+    for (int c = 0; c < C::chunk && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own);
   }
   if (LINES > 1) __syncthreads();          // the last slice has been read
   store(out, sum, bias, item, own, (Line*)memory + threadIdx.x / 32 * (32 * LINES), lane, s);
@@ -1336,13 +1299,13 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, char* __restrict__
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_d = 1, stride_h = 2, stride_w = 3;
-  static constexpr int dilation_d = 1, dilation_h = 2, dilation_w = 1, padding_d = 0, padding_h = 1, padding_w = 2;
-  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 8, to_g = 16, tile_h = 4, tile_w = 128, rows = 2;
-  static constexpr int channels = 4, chunk = 8, in_h = 1, in_w = 1, out_h = 2, out_w = 3, min_h = -1, min_w = 0;
-  static constexpr int span_h = 6, span_w = 132, first_w = 0, plane_pitch = 132, vector = 4, batch = 5, threads = 256;
-  static constexpr int min_blocks = 2, unroll_h = 3, unroll_w = 5;
-  static constexpr bool channels_last = false, forward = true, lanes_are_channels = false;
+  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_h = 2, stride_w = 3, dilation_h = 2;
+  static constexpr int dilation_w = 1, padding_h = 1, padding_w = 2, precision = 1, lanes = 1, groups = 4, from_g = 8;
+  static constexpr int to_g = 16, tile_h = 4, tile_w = 128, rows = 2, channels = 4, chunk = 8, in_h = 1, in_w = 1;
+  static constexpr int out_h = 2, out_w = 3, min_h = -1, min_w = 0, span_h = 6, span_w = 132, first_w = 0;
+  static constexpr int plane_pitch = 132, vector = 4, batch = 5, threads = 256, min_blocks = 2, unroll_h = 3;
+  static constexpr int unroll_w = 5;
+  static constexpr bool forward = true, lanes_are_channels = false;
 };
 
 // =====================================================================================================================
@@ -1350,13 +1313,13 @@ struct Forward {
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_d = 1, stride_h = 2, stride_w = 3;
-  static constexpr int dilation_d = 1, dilation_h = 2, dilation_w = 1, padding_d = 0, padding_h = 1, padding_w = 2;
-  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 16, to_g = 8, tile_h = 32, tile_w = 32, rows = 8;
-  static constexpr int channels = 8, chunk = 4, in_h = 2, in_w = 3, out_h = 1, out_w = 1, min_h = -1, min_w = -2;
-  static constexpr int span_h = 67, span_w = 100, first_w = 2, plane_pitch = 34, vector = 4, batch = 20, threads = 128;
-  static constexpr int min_blocks = 2, unroll_h = 3, unroll_w = 1;
-  static constexpr bool channels_last = false, forward = false, lanes_are_channels = false;
+  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_h = 2, stride_w = 3, dilation_h = 2;
+  static constexpr int dilation_w = 1, padding_h = 1, padding_w = 2, precision = 1, lanes = 1, groups = 4, from_g = 16;
+  static constexpr int to_g = 8, tile_h = 32, tile_w = 32, rows = 8, channels = 8, chunk = 4, in_h = 2, in_w = 3;
+  static constexpr int out_h = 1, out_w = 1, min_h = -1, min_w = -2, span_h = 67, span_w = 100, first_w = 2;
+  static constexpr int plane_pitch = 34, vector = 4, batch = 20, threads = 128, min_blocks = 2, unroll_h = 3;
+  static constexpr int unroll_w = 1;
+  static constexpr bool forward = false, lanes_are_channels = false;
 };
 
 // =====================================================================================================================
@@ -1366,11 +1329,10 @@ struct GradInput {
 
 struct GradWeight {
   static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_columns = 98;
-  static constexpr int g_units = 26, g_pitch = 108, kernel_d = 1, dilation_d = 1, padding_d = 0, kernel_h = 3;
-  static constexpr int step_h = 2, dilation_h = 2, padding_h = 1, taps_h = 3, tile_h = 8, kernel_w = 5, step_w = 3;
-  static constexpr int dilation_w = 1, padding_w = 2, taps_w = 5, tile_w = 32, apart_h = 2, g_rows_h = 10, warp_m = 16;
-  static constexpr int warp_n = 8, x_units = 8, x_pitch = 36, stack = 1, row_classes = 1;
-  static constexpr bool channels_last = false;
+  static constexpr int g_units = 26, g_pitch = 108, kernel_d = 1, kernel_h = 3, step_h = 2, dilation_h = 2;
+  static constexpr int padding_h = 1, taps_h = 3, tile_h = 8, kernel_w = 5, step_w = 3, dilation_w = 1, padding_w = 2;
+  static constexpr int taps_w = 5, tile_w = 32, apart_h = 2, g_rows_h = 10, warp_m = 16, warp_n = 8, x_units = 8;
+  static constexpr int x_pitch = 36, stack = 1, row_classes = 1;
 };
 
 }  // namespace kernels

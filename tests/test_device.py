@@ -59,7 +59,7 @@ def test_kernels_compile_to_what_the_librarys_do(found: tuple[Kernel, ...]) -> N
         alone += [of_source[entry][:2] for entry in k.unit.entries if entry in mine]
     assert len(needs) == len(alone)
     for (registers, local), (others, other_local) in zip(needs, sorted(alone)):  # integers are folded ahead of ptxas
-        assert local == other_local and registers <= others + 6, (needs, sorted(alone))
+        assert local == other_local and registers <= 1.15 * others + 4, (needs, sorted(alone))
 
 
 @needs_nvrtc

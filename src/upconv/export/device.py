@@ -29,7 +29,7 @@ _NARROW = re.compile(r"^ +else (?:if constexpr \(P == FP16\) )?asm volatile\(WGM
 WIDTH = 120
 """Columns of the file."""
 _INTEGERS = re.compile(
-    r"(?:@!?\s*)?(?:\.(?:reg|const|global)\b|//|\$|:|$|bra\b|cvta\b|ld\.param\b|[a-z]\w*(?:\.\w+)*\.(?:[bsu]\d+|pred)\s[^[]*$)"
+    r"(?:@!?\s*)?(?:\.(?:reg|const|global)\b|//|\$|:|$|bra\b|mov\b|cvta\b|ld\.param\b|[a-z]\w*(?:\.\w+)*\.(?:[bsu]\d+|pred)\s[^[]*$)"
 )
 _NAMES = re.compile(r"%[a-z]+\d+|\$L\w+|\b_Z\w+?(?=_param_\d|\b)")
 
