@@ -32,7 +32,6 @@ from torch import Tensor
 import upconv
 from upconv import autograd, cpu, dispatch, planner
 from upconv.cuda import engine
-from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch, nvrtc
 from upconv.cuda.gpu import H200, gpu
@@ -460,29 +459,6 @@ def replayed(step: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
     graph.replay()
     torch.cuda.synchronize()
     return captured
-
-
-def assert_capturable(prepared: Any, p: Problem) -> None:
-    """Prepared kernels give to the last bit the same on another stream and, of twice the source, in a graph."""
-    torch.manual_seed(0)
-    source = torch.randn(source_shape(p), device="cuda")
-    weight = torch.randn(p.weight_shape, device="cuda")
-    out, captured = (torch.full(result_shape(p), math.nan, device="cuda") for _ in range(2))
-    prepared.run(source, prepared.pack(weight), None, out)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        packed = prepared.pack(weight)
-        prepared.run(source, packed, None, captured)
-    stream.synchronize()
-    assert not out.isnan().any() and torch.equal(captured, out)
-
-    def step() -> list[Tensor]:
-        prepared.run(source, packed, None, captured)
-        return [captured]
-
-    source.mul_(2)
-    assert torch.equal(replayed(step)[0], out * 2)
 
 
 # --- kernels on the host ---------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import threading
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -18,7 +17,7 @@ from rich.console import Console
 from measured import CPU, SHORT, TINY, ceilings, plans_fixture  # noqa: F401
 from strategies import gradient_problems
 from upconv import cpu, reference
-from upconv.bench import check, files, latency, report, roofline, run, suites, tables, timing
+from upconv.bench import check, files, report, roofline, run, suites, tables, timing
 from upconv.bench.report import Row
 from upconv.bench.run import How, Job
 from upconv.bench.suites import SUITES
@@ -118,30 +117,6 @@ def test_precision_flags_are_set_and_restored() -> None:
             assert now() == (wanted, wanted)
             raise KeyError
     assert now() == before
-
-
-def test_what_runs_with_cudnn_benchmark_on_runs_in_one_other_thread() -> None:
-    seen: list[tuple[bool, int, bool]] = []
-
-    def work() -> None:
-        multithreaded = torch._C._is_multithreading_enabled()
-        seen.append((torch.backends.cudnn.benchmark, threading.get_ident(), multithreaded))
-
-    def broken() -> None:
-        raise MemoryError("no room")
-
-    was = torch.backends.cudnn.benchmark
-    try:
-        clocks = timing.cudnn_clocks(timing.clock(CPU))
-        for name in ("off", "on", "off", "on"):
-            assert clocks[name](work) >= 0
-        with pytest.raises(MemoryError, match="no room"):
-            clocks["on"](broken)
-    finally:
-        torch.backends.cudnn.benchmark = was
-    here, there = threading.get_ident(), seen[1][1]
-    assert seen == [(False, here, False), (True, there, False)] * 2 and there != here
-    assert torch._C._is_multithreading_enabled()
 
 
 def test_on_a_gpu_the_better_of_cudnns_two_ways_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,13 +220,6 @@ def test_a_row_of_ours_has_a_ratio_of_two_times(plans) -> None:
     assert step["plan"] == "forward=shuffle backward=split" and step["engine"] == "cpu:shuffle+split"
 
 
-@pytest.mark.parametrize("pass_", PASSES)
-def test_a_delegated_row_has_ratio_one_and_is_not_ours(plans, pass_) -> None:
-    plans("native")
-    found = measured(TINY.with_(pass_=pass_))
-    assert found["engine"] == "torch" and found["ratio"] == 1.0 and found["ours_ms"] == found["torch_ms"] > 0
-
-
 @pytest.fixture
 def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "measure", lambda precisions, device: CEILINGS)
@@ -331,19 +299,6 @@ def kept(found: report.Report, path: Path) -> None:
     files.save(found, path)
     assert report.load(path) == found
     tables.show(found, Console(width=200, file=io.StringIO()))
-
-
-def test_host_time_is_ours_and_torchs_on_the_same_layer(tmp_path: Path) -> None:
-    found = latency.host(CPU, print, SHORT)
-    assert [(row["dtype"], row["mode"]) for row in found["rows"]] == [
-        ("float32", "no_grad"), ("float32", "training"), ("bfloat16", "no_grad"),
-    ]  # fmt: skip
-    for row in found["rows"]:
-        assert row["calls"] == 3 * latency.CALLS
-        for side in ("ours", "torch"):
-            assert 1 < row[f"{side}_lower_us"] <= row[f"{side}_us"] <= row[f"{side}_upper_us"]
-        assert row["added_us"] == pytest.approx(row["ours_us"] - row["torch_us"])
-    kept(found, tmp_path / "h.json")
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

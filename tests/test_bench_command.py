@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from measured import CPU, LAYER, TINY, fast_fixture, plans_fixture  # noqa: F401
-from upconv.bench import files, latency, progress, report, roofline, run, suites, tables, timing, training
+from upconv.bench import latency, progress, report, roofline, run, suites, tables, timing, training
 from upconv.bench.run import Job
 from upconv.cli import app, arguments
 from upconv.cuda.families import FAMILIES
@@ -67,33 +66,6 @@ def test_a_path_that_cannot_be_written_is_a_sentence_at_once(
     monkeypatch.setattr(roofline, "measure", too_late)
     done = bench(*LAYER, option, path)
     assert (done.exit_code, done.output) == (2, f"upconv: {reason}\n") and not list(tmp_path.iterdir())
-
-
-def test_files_stay_until_the_end_links_links_and_devices_devices(tmp_path: Path) -> None:
-    path = tmp_path / "old.json"
-    path.write_text("old")
-    assert files.writable("--json", str(path)) == path
-    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["old.json"]
-    path.chmod(0o400)
-    if os.geteuid():  # root may write anything
-        with pytest.raises(ValueError, match="--json cannot be written: Permission denied; got "):
-            files.writable("--json", str(path))
-    (tmp_path / "there").mkdir()
-    real, link = tmp_path / "there" / "r.json", tmp_path / "r.json"
-    link.symlink_to(real)
-    for number in (1, 2):
-        files.save({"n": number}, link)
-        assert link.is_symlink() and json.loads(real.read_text()) == {"n": number}
-    read, write = os.pipe()
-    path = Path(f"/proc/self/fd/{write}")
-    assert files.writable("--json", str(path)) == path
-    files.save({"n": 3}, path)
-    os.close(write)
-    with os.fdopen(read) as stream:
-        assert json.load(stream) == {"n": 3}
-    files.writable("--json", "/dev/null")
-    files.save({}, Path("/dev/null"))
-    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
 # --- spread ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Without a GPU the kernels are `standins`.
 from __future__ import annotations
 
 import copy
-import pickle
 import subprocess
 from collections.abc import Iterator
 from functools import partial
@@ -27,7 +26,6 @@ import upconv
 from conftest import HOPPER, assert_accurate, assert_close, tf32_magnitude
 from situations import differences, error
 from standins import H200, Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
-from twins import lines_of
 from upconv import convolutions, modules, planner, reference
 from upconv.cuda import bias, engine, families, gpu
 from upconv.cuda.compile import jit
@@ -457,32 +455,6 @@ def test_kernels_are_warmed_up(
     ours = parametrizations.weight_norm(layer(2, 4, 6, 5, bias=False)[0])  # without gradients it is computed so too
     upconv.warmup(ours, x, training=training)
     assert {pass_ for what, pass_ in stand_ins.log if what == "prepare"} == passes and not sums
-
-
-# --- the layers ------------------------------------------------------------------------------------------------------
-
-
-def test_accelerate_takes_convolutions_if_asked() -> None:
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding="same", padding_mode="circular"),
-        nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(8, 4, 3, padding="same", groups=2), nn.Conv2d(4, 4, 1),
-    )  # fmt: skip
-    x = torch.randn(2, 3, 8, 8)
-    wanted, described = model(x), repr(model)
-    transposed = lines_of(upconv.accelerate, model)
-    assert [line.partition(" ")[0] for line in transposed[:-1]] == ["3:"] and not modules.is_ours(model[0])
-    lines = lines_of(upconv.accelerate, model, convolutions=True)
-    reason = "plain convolutions are upconv's on GPUs of compute capability 9.0 alone"
-    assert lines[0] == f"0: accelerated, but PyTorch's operator computes it on a CPU: {reason}"
-    assert [line.partition(" ")[0] for line in lines[:-1]] == [f"{i}:" for i in (0, 2, 3, 4, 5)]
-    assert lines[-1].startswith("5 of 5 convolutions accelerated; on a CPU upconv computes")
-    assert lines_of(upconv.accelerate, model) == lines  # marked ones are taken again, asked or not
-    assert repr(model) == described and all(map(modules.is_ours, (model[i] for i in (0, 2, 3, 4, 5))))
-    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.jit.script(model)):
-        torch.testing.assert_close(other(x), wanted)
-    assert lines_of(upconv.restore, model) == [f"{i}: restored" for i in (0, 2, 3, 4, 5)]
-    assert {type(m) for m in model} == {nn.Conv2d, nn.ConvTranspose2d, nn.ReLU}
-    torch.testing.assert_close(model(x), wanted)
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import ptxas
 from upconv.bench.suites import parse_layer
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import H200
-from upconv.export import device, passes, shake
+from upconv.export import device, passes
 from upconv.export.passes import Kernel
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
@@ -48,13 +48,13 @@ def found(request: pytest.FixtureRequest) -> tuple[Kernel, ...]:
 @needs_nvrtc
 def test_kernels_compile_to_what_the_librarys_do(found: tuple[Kernel, ...]) -> None:
     """Registers and local memory of each; all kernels of the file in one program."""
-    wanted = [entry for k in found for entry in k.entries[-len(k.compiled) :]]  # weights are packed by the file's own
+    wanted = [entry for k in found for entry in k.entries]
     text = f"// entries: {'; '.join(wanted)}\n{text_of(found)}"
     needs = sorted(each[:2] for each in ptxas.needs(text, "90a").values())
     alone = []
     for k in found:
         of_source = ptxas.needs(k.unit.source, "90a")
-        alone += [of_source[entry][:2] for entry in k.unit.entries if entry != "pack"]
+        alone += [of_source[entry][:2] for entry in k.unit.entries]
     assert needs == sorted(alone)
 
 
@@ -77,75 +77,6 @@ def used_files(found: tuple[Kernel, ...]) -> list[str]:
     for k in found:
         device._add(jit.parts_of(k.unit.source)[1], files)
     return list(files)
-
-
-SAMPLE = """\
-// Of all.
-typedef int i;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define NEW 1
-#else
-#define NEW 0
-#endif
-
-// One.
-__device__ __forceinline__ i one(i n) { return n * clock(); }
-
-// Two.
-__device__ __forceinline__ i two(i n) {
-  static_assert(NEW, "a new one");
-  return one(n);
-}
-#define THREE(x) \\
-  two(x)
-__device__ __forceinline__ constexpr i four() { return 4; }
-template <class C> struct Five {
-using K = C;
-static constexpr i LEFT = 1, RIGHT = four();
-static __device__ __forceinline__ void none() {}
-static __device__ __forceinline__ void put(i* x, bool given) {
-  none();
-  if constexpr (C::a == 1) {
-    i n = 5;
-    *x = one(n);
-  } else if constexpr (C::a == 2) *x = THREE(6);
-  else *x = clock();
-  if (C::a == 1 && given) *x = 7;
-  if (given) x[1] = RIGHT;
-}
-};
-template <class C>
-__global__ void __launch_bounds__(Five<C>::LEFT) six(i* x, bool given) { Five<C>::put(x, given); }
-"""
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(
-    ("values", "there", "gone"),
-    [
-        (
-            (1,),
-            ("  i n = 5;\n  *x = one(n);\n  if (C::a == 1 && given) *x = 7;", "Of all."),
-            r"two|THREE|if constexpr|else",
-        ),
-        ((2,), ("  *x = THREE(6);\n", "#define THREE(x)", "return one(n)"), r"n = 5|x = clock|else"),
-        ((3,), ("  *x = clock();\n",), r"\bone\(|two|THREE|if constexpr"),
-        ((1, 3), ("if constexpr (C::a == 1) {\n    i n = 5;", "else *x = clock();"), r"THREE|two\("),
-        ((2, 3), ("  if constexpr (C::a == 2) *x = THREE(6);\n  else *x = clock();",), r"n = 5"),
-    ],
-)
-def test_what_no_kernel_needs_goes(values: tuple[int, ...], there: tuple[str, ...], gone: str) -> None:
-    structs = "".join(f"struct C{v} {{ static constexpr int a = {v}; }};\n" for v in values)
-    entries = [f"six<C{v}>" for v in values]
-
-    def ptx(text: str, *flags: str) -> str:
-        return nvrtc.build(f"{structs}\n{text}", "90a", "sample", entries, ptx=True, flags=flags).ptx
-
-    prepared = shake.prepared(SAMPLE, 90)
-    found = shake.shaken({"sample": prepared}, shake.places(ptx(f'#line 1 "sample"\n{prepared}', "-G")), {"six"})
-    assert all(one in found for one in there) and not re.search(gone, found), found
-    assert "static_assert" not in found and "#if" not in found and "void none() {}" in found
-    assert ptx(found) == ptx(SAMPLE)
 
 
 def test_layers_here_take_every_kind_of_kernel() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import upconv
 from conftest import assert_close, forced_plans
@@ -133,34 +131,3 @@ for file in sys.argv[3:]:
 print(len(sys.argv[3:]))
 """
     assert run_bare(packages, code, tmp_path / "tensors", *files) == "4\n"
-
-
-def _child(layers: list[Any], x: Tensor, results: Any) -> None:
-    torch.set_num_threads(1)
-    for layer in layers:
-        before = layer(x).detach()
-        lines: list[str] = []
-        upconv.accelerate(layer, report=lines.append)
-        with forced_plans("any") as forced:
-            after = layer(x).detach()
-        results.put((before.numpy(), after.numpy(), lines[0], len(forced)))
-
-
-@pytest.mark.slow
-def test_spawned_processes(tmp_path: Path) -> None:
-    x = torch.randn(2, 4, 5, 6)
-    own = upconv.ConvTranspose2d(4, 6, 3, 2)
-    stock = nn.ConvTranspose2d(4, 6, 3, 2)
-    own.load_state_dict(stock.state_dict())
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    layers = [upconv.accelerate(copy.deepcopy(stock)), own]
-    process = context.Process(target=_child, args=(layers, x, results))
-    process.start()
-    found = [results.get(timeout=300) for _ in layers]
-    process.join(60)
-    assert process.exitcode == 0
-    for before, after, line, count in found:
-        for out in (before, after):
-            assert_close(torch.from_numpy(out), stock(x).detach(), length=512)
-        assert line.startswith("(the model itself): accelerated") and count == 1

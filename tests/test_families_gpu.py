@@ -173,9 +173,9 @@ def test_a_training_step_and_its_capture(name: str, layout: Layout, monkeypatch:
 def test_without_memory_pytorchs_error_rises(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other kernel's results, which would round otherwise, come in the place of those on rearranged tensors."""
     p = Problem.make(4, 56, 1, (64, 64), 9, 3, 4, 2, precision="tf32", pass_=pass_)
-    inner = rearranged.choose(unshuffle.unstrided(p), gpu(0))
+    inner = rearranged.choose(unshuffle.rearranged(p), gpu(0))
     assert not isinstance(inner, str)
-    choice = unshuffle.Choice(inner, p, 1e-5)
+    choice = rearranged.Choice("unshuffle", inner, p, 1e-5)
 
     def short(self: Any, *_: Any, **__: Any) -> Tensor:
         raise torch.OutOfMemoryError("no memory")

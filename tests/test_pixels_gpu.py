@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import HOPPER, assert_capturable
+from conftest import HOPPER
 from drawn import DTYPES, short_rings
 from results import assert_computes
 from upconv import reference
@@ -58,20 +58,3 @@ def test_long_rows_are_right_and_equal_to_the_bit(cout: int) -> None:
         prepared.run(x, prepared.pack(weight), None, out)
     assert all(torch.equal(outs[0], out) for out in outs[1:])
     assert reference.relative_error(outs[0], reference.forward(p, x, weight, None)) < 1e-3
-
-
-CAPTURED = {
-    "implicit": ("implicit", Problem.make(8, 128, 64, (14, 14), 2, 2, **LAST)),
-    "pairs": ("pairs", Problem.make(2, 32, 16, (12, 40), 4, 2, 1, **BACK)),
-    "phases": ("phases", Problem.make(2, 32, 16, (12, 40), 3, 2, 1)),
-    "subpixel": ("subpixel", Problem.make(2, 32, 16, (12, 40), 2, 2)),
-    "sweep": ("sweep", Problem.make(2, 32, 16, (6, 12, 40), 3)),
-}
-
-
-@pytest.mark.parametrize("name", CAPTURED)
-def test_in_a_graph_and_on_another_stream(name: str) -> None:
-    mode, p = CAPTURED[name]
-    choice = choose(mode, p.with_(precision="tf32", bias=False), gpu(0))
-    assert isinstance(choice, TileChoice)
-    assert_capturable(choice.prepare(0), choice.problem)

@@ -21,7 +21,7 @@ from situations import BF16, differences
 from situations.observers import Listing, Names
 from strategies import gradient_problems, operands
 from upconv import cpu, planner
-from upconv.problem import Problem, is_channels_last
+from upconv.problem import Problem
 
 RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -203,20 +203,6 @@ def test_memory_formats(
             theirs = _strides(mixed, THEIRS, grad_format)
             with forced_plans(*plan):
                 assert _strides(mixed, OURS, grad_format) == theirs, (stride, x_format, w_format, grad_format)
-
-
-@pytest.mark.parametrize("rank", (2, 3))
-def test_layout_rule_is_torchs(rank: int) -> None:
-    """`is_channels_last` reads strides as PyTorch does, also where sizes of 1 leave room for doubt."""
-    last, seen = FORMATS[rank + 2], set()
-    for size in torch.randint(1, 4, (400, rank + 2)).tolist():
-        base = torch.empty(size)
-        for t in (base, base.permute(*torch.randperm(rank + 2).tolist())):
-            for tensor in (t, t.contiguous(memory_format=last), t[..., ::2], t.expand(t.shape)):
-                found = is_channels_last(tensor.shape, tensor.stride())
-                assert found == (torch._prims_common.suggest_memory_format(tensor) is last), (t.shape, t.stride())
-                seen.add(found)
-    assert seen == {True, False}
 
 
 # The last has unequal padding at its ends and a single channel, where a narrowed result is still contiguous.

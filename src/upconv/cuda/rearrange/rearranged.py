@@ -1,15 +1,15 @@
-"""Gradients by another family's kernel on rearranged tensors: what `unshuffle` and `relayout` share.
+"""Gradients by another family's kernel on rearranged tensors: what the modes `unshuffle` and `relayout` share.
 
-Both need memory for what they rearrange, which `Choice.temporary_bytes` states. Where it cannot be had, PyTorch's
+A mode is a module that says which problem has the same answer, and what is launched around that problem's kernel. The
+rearranged tensors take memory, which `Choice.temporary_bytes` states. Where it cannot be had, PyTorch's
 OutOfMemoryError rises: another kernel in their place would round otherwise.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 from upconv.cuda import family
 from upconv.cuda.family import weighed
@@ -24,13 +24,54 @@ from upconv.problem import Problem
 
 Inner = gather.Choice | TileChoice | wgrad.Choice
 THREADS = 256  # of a block that copies
-_GAIN = 5e-6  # at least: three or four launches stand against one or two, each some 10 us of a host's training step
+COPY = 4e-6  # seconds of a copy's launch beside its bytes
+_GAIN = 5e-6  # seconds at least: three or four launches stand against one or two, each some 10 us of a host's step
+
+
+class Around(NamedTuple):
+    """What a call launches around the inner kernel."""
+
+    ahead: tuple[Launch, ...]
+    behind: tuple[Launch, ...]
+    names: dict[Operand, Scratch]
+    """The rearranged tensors, by the operands that they are in the place of."""
+    given: Given
+    """How the inner call has its operands."""
+
+
+class Mode(Protocol):
+    """A way to rearrange tensors."""
+
+    DOUBT: float
+    """By what the weight's gradient must be faster still where its model is less right: in TF32, beyond the cache."""
+
+    def refusal(self, p: Problem) -> str | None:
+        """Why it does not serve a problem that `refusal` takes, in a sentence; None when it does."""
+
+    def rearranged(self, p: Problem) -> Problem:
+        """The inner problem."""
+
+    def seconds(self, p: Problem, gpu: Gpu) -> float:
+        """What the copies take."""
+
+    def around(self, p: Problem, given: Given) -> Around: ...
+
+    def words(self, p: Problem) -> str:
+        """For a summary."""
+
+
+def mode_of(name: str) -> Mode:
+    """A mode by the name of its module."""
+    found: Any = import_module(f"{__package__}.{name}")
+    return cast(Mode, found)
 
 
 @dataclass(frozen=True)
-class Choice(family.Defaults, ABC):
+class Choice(family.Defaults):
     """A choice for the rearranged problem."""
 
+    mode: str
+    """The name of its module."""
     inner: Inner
     problem: Problem
     seconds: float
@@ -39,22 +80,23 @@ class Choice(family.Defaults, ABC):
     family: ClassVar[str] = "rearrange"
 
     @property
-    @abstractmethod
-    def temporary_bytes(self) -> int:
-        """Of the rearranged tensors, which a call allocates and releases."""
+    def _contiguous(self) -> Around:
+        """Of contiguous weights in the problem's dtype."""
+        return mode_of(self.mode).around(self.problem, Given("contiguous"))
 
     @property
-    def _memory(self) -> str:
-        """For a summary."""
-        return f"{self.temporary_bytes / 1e6:.3g} MB of temporaries"
+    def temporary_bytes(self) -> int:
+        """Of the rearranged tensors, which a call allocates and releases."""
+        return sum(one.bytes for one in self._contiguous.names.values())
+
+    @property
+    def summary(self) -> str:
+        memory = f"{self.temporary_bytes / 1e6:.3g} MB of temporaries"
+        return f"{mode_of(self.mode).words(self.problem)}, {memory}: {self.inner.summary}"
 
     @property
     def bound(self) -> str:
-        return self.inner.bound
-
-    @property
-    def margin(self) -> float:
-        return self.inner.margin
+        return "copies" if self.seconds > 2 * self.inner.seconds else self.inner.bound
 
     @property
     def packs(self) -> bool:
@@ -69,12 +111,34 @@ class Choice(family.Defaults, ABC):
     def casts(self) -> bool:
         return self.inner.casts
 
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        p, q = self.problem, mode_of(self.mode).rearranged(self.problem)
+        return (*q.weight_shape[:2], *p.kernel) if self._writes_result else p.weight_shape
+
+    @property
+    def _writes_result(self) -> bool:
+        """Whether the inner kernel writes the weight's gradient, which may have more channels."""
+        return self.problem.pass_ == "grad-weight" and "result" not in self._contiguous.names
+
     def on(self, device: int) -> Any:
         return replace(self, inner=self.inner.on(device))
 
-    def inner_launches(self, given: Given, names: Mapping[Operand, Operand]) -> tuple[Launch, ...]:
-        """The inner kernel's on other operands; of weights of one tap in place, where it can."""
+    def sources(self) -> tuple[Any, ...]:
+        """What NVRTC must compile: the copying kernels, and the inner one."""
+        around, inner = self._contiguous, self.inner.sources()
+        if self.packs:
+            inner = inner[:1]  # the others have weights in place
+        return (*dict.fromkeys(one.unit for one in (*around.ahead, *around.behind)), *inner)
+
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        around = mode_of(self.mode).around(self.problem, given)
+        return *around.ahead, *self._inner(around), *around.behind
+
+    def _inner(self, around: Around) -> tuple[Launch, ...]:
+        """The inner kernel's launches; of weights of one tap in place, where it can."""
         inner: Any = self.inner
+        given, names = around.given, dict[Operand, Operand](around.names)
         if self.problem.pass_ == "grad-weight":
             return renamed(inner.launches(given), names)
         if not self.packs and not given.single:
@@ -82,17 +146,9 @@ class Choice(family.Defaults, ABC):
         packed = Scratch("packed", inner.packed_bytes(given))
         return renamed((inner.pack(given), inner.multiply(given)), {"packed": packed, **names})
 
-    @property
-    def inner_units(self) -> tuple[Any, ...]:
-        """What NVRTC must compile of the inner choice."""
-        found = self.inner.sources()
-        if self.problem.pass_ == "grad-input" and self.inner.problem.taps > 1:
-            found = found[:1]  # its weights are contiguous, and packed; of one tap they lie as boxes want them
-        return found
 
-
-def refusal(p: Problem, gpu: Gpu) -> str | None:
-    """Why tensors are not rearranged for a problem, in a sentence; None when they may be."""
+def refusal(mode: str, p: Problem, gpu: Gpu) -> str | None:
+    """Why a problem's tensors are not rearranged, whatever that would cost, in a sentence; None when they may be."""
     if too_long := batches.too_long(p):
         return too_long
     if p.pass_ not in ("grad-input", "grad-weight"):
@@ -101,22 +157,37 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "that rearranging pays was measured on compute capability 9.0 alone"
     if p.precision not in ("tf32", "bf16", "fp16"):
         return "that rearranging pays was measured for TF32 and 16 bits alone"
-    return None
+    return mode_of(mode).refusal(p)
 
 
-def choose(q: Problem, gpu: Gpu, others: bool = False) -> Inner | str:
-    """The choice for a rearranged problem, or the sentence why there is none.
-
-    ``others``: or for one of the same bytes (`batches`), which the choice then has.
-    """
+def choose(q: Problem, gpu: Gpu) -> Inner | str:
+    """The choice for a rearranged problem, or the sentence why there is none."""
     inner: Any = gather if q.pass_ == "grad-input" else wgrad
-    found = [inner.candidate(q, gpu) if others else inner.choose(q, gpu)]
+    found = [inner.candidate(q, gpu)]
     if q.pass_ == "grad-input":
         found.append(pixels.choose("implicit", q, gpu))
     choices: list[Inner] = [choice for choice in found if not isinstance(choice, str)]
     return min(choices, key=weighed) if choices else str(found[0])
 
 
-def gains(seconds: float, otherwise: Any) -> bool:
-    """Whether so much time is enough less than the fastest choice takes for the problem as it is."""
-    return seconds <= weighed(otherwise) - _GAIN
+def candidate(mode: str, p: Problem, gpu: Gpu, best: family.Choice | None, general: bool) -> Choice | str:
+    """As `upconv.cuda.family` asks."""
+    if reason := refusal(mode, p, gpu):
+        return reason
+    if general:
+        return "whether it pays depends on the size of the input"
+    if best is None:
+        return "there is no kernel for the tensors as they are, whose estimate would tell whether this pays"
+    of = mode_of(mode)
+    q, copies = of.rearranged(p), of.seconds(p, gpu)
+    bytes_alone, most = copies + q.bytes / gpu.bandwidth, weighed(best) - _GAIN
+    if bytes_alone > most:  # a search takes 50 to 150 ms for a new layer
+        return f"slower: {bytes_alone * 1e3:.3g} ms for its bytes alone, its tensors rearranged"
+    inner = choose(q, gpu)
+    if isinstance(inner, str):
+        return inner
+    found = Choice(mode, inner, p, inner.seconds + copies)
+    cached = p.dtype.itemsize == 2 and q.bytes <= gpu.cache_bytes
+    if weighed(found) * (1.0 if p.pass_ == "grad-input" or cached else of.DOUBT) > most:
+        return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, its tensors rearranged"
+    return found

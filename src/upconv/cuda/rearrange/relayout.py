@@ -14,80 +14,45 @@ The copies take as much memory as the tensors, while the gradient is computed. c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 from upconv.cuda.compile import jit
-from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Launch, Operand, Pointer, Scratch, Unit, ints
-from upconv.cuda.rearrange import rearranged
-from upconv.cuda.rearrange.rearranged import THREADS
+from upconv.cuda.rearrange.rearranged import COPY, THREADS, Around
 from upconv.problem import Problem
 
-# Elements that a block copies, by their bytes.
 _TILE = {2: 16384, 4: 4096}
+"""Elements that a block copies, by their bytes."""
 _SMALL = 64  # pixels of an image, up to which a block copies those of several; each number of them is a kernel
-_RATE = 0.83  # of the device's copy rate: 3.5 TB/s on an H200 for 67 to 1,250 MB
-_COPY = 4e-6  # of a copy beside its bytes: 17 MB took 17 us
-# Share of the fastest kernel's time up to which copies are worth the search for what would follow them, up to a second
-# for a new layer.
-_MOST_COPYING = 0.55
-# The weight's gradient: copies cost least in the cache (docs/experiments.md). Beyond it and in TF32 times are the
-# model's to 15 %, and so much better they must be.
-_MANY_TAPS = 256  # from which on the model is far too low
-_HOPED = 1.15
+_RATE = 0.83  # of the device's copy rate
+DOUBT = 1.15  # of `rearranged.Mode`
+_MANY_TAPS = 256  # from which on the model of the weight's gradient is far too low
 
 
-@dataclass(frozen=True)
-class Choice(rearranged.Choice):
-    """A choice for the problem in channels_last."""
+def rearranged(p: Problem) -> Problem:
+    """The problem in channels_last, of whole 16 bytes of channels; 1-D tensors are lifted to images of one row."""
+    return _wider(p.lifted).with_(layout="channels_last")
 
-    @property
-    def summary(self) -> str:
-        p, q = self.problem, self.inner.problem
-        wider = {a: b for a, b in ((p.in_channels, q.in_channels), (p.out_channels, q.out_channels)) if a != b}
-        of = "".join(f" of {a} channels as {b}" for a, b in wider.items())
-        return f"by copies in channels_last{of}, {self._memory}: {self.inner.summary}"
 
-    @property
-    def temporary_bytes(self) -> int:
-        """Of the copies."""
-        q = self.inner.problem
-        shapes = (
-            shape for output, shape in enumerate((q.input_shape, q.output_shape)) if copied(self.problem, bool(output))
-        )
-        return sum(math.prod(shape) for shape in shapes) * q.dtype.itemsize
+def around(p: Problem, given: Given) -> Around:
+    """Copies of both tensors; behind the inner kernel one of the input's gradient back."""
+    ahead, behind, names, q = list[Launch](), list[Launch](), dict[Operand, Scratch](), rearranged(p)
+    for output, name in enumerate(("input", "gradient") if p.pass_ == "grad-weight" else ("result", "source")):
+        if not copied(p, bool(output)):
+            continue
+        shape = q.output_shape if output else q.input_shape
+        names[name] = place = Scratch(f"{name} in channels_last", math.prod(shape) * p.dtype.itemsize)
+        if name == "result":
+            behind.append(copy(p, bool(output), place, name, back=True))
+        else:
+            ahead.append(copy(p, bool(output), name, place))
+    return Around(tuple(ahead), tuple(behind), names, given)
 
-    @property
-    def bound(self) -> str:
-        return "copies" if self.seconds > 2 * self.inner.seconds else self.inner.bound
 
-    def sources(self) -> tuple[Any, ...]:
-        """What NVRTC must compile: the copying kernels for the channels of both tensors, and the channels_last one."""
-        p = self.problem
-        sides = ((p.in_channels, p.size), (p.out_channels, p.out_size))
-        tiles = dict.fromkeys(tile(p, *side) for output, side in enumerate(sides) if copied(p, bool(output)))
-        return (*(unit(p, *each) for each in tiles), *self.inner_units)
-
-    @property
-    def result_shape(self) -> tuple[int, ...]:
-        return _wider(self.problem).weight_shape
-
-    def launches(self, given: Given) -> tuple[Launch, ...]:
-        p, names = self.problem, dict[Operand, Operand]()
-        inputs = ("input", "gradient") if p.pass_ == "grad-weight" else ("result", "source")
-        ahead, behind, wide = list[Launch](), list[Launch](), _wider(p)
-        for output, name in enumerate(inputs):
-            if not copied(p, bool(output)):
-                continue
-            shape = wide.output_shape if output else wide.input_shape
-            names[name] = place = Scratch(f"{name} in channels_last", math.prod(shape) * p.dtype.itemsize)
-            if name == "result":
-                behind.append(copy(p, bool(output), place, name, back=True))
-            else:
-                ahead.append(copy(p, bool(output), name, place))
-        return *ahead, *self.inner_launches(given, names), *behind
+def words(p: Problem) -> str:
+    q = rearranged(p)
+    wider = {a: b for a, b in ((p.in_channels, q.in_channels), (p.out_channels, q.out_channels)) if a != b}
+    return f"by copies in channels_last{''.join(f' of {a} channels as {b}' for a, b in wider.items())}"
 
 
 def tile(p: Problem, channels: int, size: tuple[int, ...]) -> tuple[int, int, int]:
@@ -153,26 +118,16 @@ def _wider(p: Problem) -> Problem:
     return p.with_(in_channels=width(p, p.in_channels), out_channels=width(p, p.out_channels))
 
 
-def _bytes(p: Problem) -> int:
-    """Of both tensors: the output's gradient, and the input or its gradient."""
-    return (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize
-
-
-def copy_seconds(p: Problem, gpu: Gpu) -> float:
+def seconds(p: Problem, gpu: Gpu) -> float:
     """What the copies take."""
-    q = _wider(p)
-    if p == q:
-        return 2 * _bytes(p) / (_RATE * gpu.bandwidth) + 2 * _COPY
-    sides = ((p.input_shape, q.input_shape), (p.output_shape, q.output_shape))
-    moved = [math.prod(a) + math.prod(b) for output, (a, b) in enumerate(sides) if copied(p, bool(output))]
-    return sum(moved) * p.dtype.itemsize / (_RATE * gpu.bandwidth) + (len(moved) + 1) * _COPY
+    q = rearranged(p)
+    sides = enumerate(((p.input_shape, q.input_shape), (p.output_shape, q.output_shape)))
+    moved = [math.prod(a) + math.prod(b) for output, (a, b) in sides if copied(p, bool(output))]
+    return sum(moved) * p.dtype.itemsize / (_RATE * gpu.bandwidth) + len(moved) * COPY
 
 
-def refusal(p: Problem, gpu: Gpu) -> str | None:
+def refusal(p: Problem) -> str | None:
     """Why a gradient is not computed on copies, whatever that would cost, in a sentence; None when it may be."""
-    refused = rearranged.refusal(p, gpu)
-    if refused:
-        return refused
     each = 16 // p.dtype.itemsize
     widened = p.in_channels % each or p.out_channels % each
     if p.layout != "nchw" and (p.pass_ != "grad-weight" or not widened):
@@ -193,33 +148,3 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     if p.pass_ == "grad-weight" and p.groups > 1:
         return "for the weight copies pay without groups alone"
     return None
-
-
-def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choice | str:
-    """The channels_last kernel to run on copies, or the sentence why none is worth it.
-
-    ``otherwise``: the fastest choice without copies, or None. ``general``: one for every size of the input.
-    """
-    refused = refusal(p, gpu)
-    if refused:
-        return refused
-    if general:
-        return "whether copies pay depends on the size of the input"
-    if otherwise is None:
-        return "there is no kernel without copies, whose estimate would tell whether they pay"
-    copies = copy_seconds(p, gpu)
-    if copies > _MOST_COPYING * weighed(otherwise):
-        return f"slower: the copies alone take {copies * 1e3:.3g} ms"
-    q = _wider(p.lifted).with_(layout="channels_last")  # 1-D tensors are lifted to images of one row
-    inner = rearranged.choose(q, gpu, others=True)
-    if isinstance(inner, str):
-        return inner
-    cached = p.pass_ == "grad-weight" and p.dtype.itemsize == 2 and _bytes(p) <= gpu.cache_bytes
-    found = Choice(inner, p, inner.seconds + copies)
-    hoped = 1.0 if cached or p.pass_ == "grad-input" else _HOPED
-    if not rearranged.gains(weighed(found) * hoped, otherwise):
-        return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, with copies"
-    return found
-
-
-candidate = choose

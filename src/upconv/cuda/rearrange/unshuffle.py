@@ -15,94 +15,20 @@ The unshuffled gradient is a temporary of the gradient's size, in channels_last 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 from upconv.cuda.compile import jit
-from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launches import Given, Int, Launch, Operand, Pointer, Scratch, Unit, five_strides, ints
-from upconv.cuda.rearrange import rearranged
-from upconv.cuda.rearrange.rearranged import THREADS
+from upconv.cuda.launches import Given, Int, Launch, Pointer, Scratch, Unit, five_strides, ints
+from upconv.cuda.rearrange.rearranged import COPY, THREADS, Around
 from upconv.problem import Problem
 
-_MOST_CHANNELS = 64  # of output channels and phases: beyond, the strided layer has channels enough of its own
-# But layers that no tensor cores take as they are have no choice, and of many taps these take longer.
-_MANY_TAPS = 256
-_MOST_PADDED = 2  # times as many in channels_last, where zeros make whole 16 bytes of them
-_RATE = 0.5  # of the device's copy rate, of single elements with some read from afar; and the launches:
-_UNSHUFFLE, _WEIGHTS = 4e-6, 3e-6
-_LEAST = 5e-6  # of the inner kernel beside its bytes
+DOUBT = 1.0  # of `rearranged.Mode`
+_MOST_CHANNELS, _MANY_TAPS = 64, 256  # channels and phases beyond which only layers of so many taps gain
+_MOST_PADDED = 2  # times as many channels in channels_last, where zeros make whole 16 bytes of them
+_RATE = 0.5  # of the device's copy rate, of single elements with some read from afar
 
 
-@dataclass(frozen=True)
-class Choice(rearranged.Choice):
-    """A choice for the layer without a stride."""
-
-    @property
-    def summary(self) -> str:
-        q = self.inner.problem
-        shape = f"{'x'.join(map(str, q.kernel))} taps of {q.out_channels} phases and channels"
-        return f"without the stride, {shape}, {self._memory}: {self.inner.summary}"
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Of the unshuffled gradient, and the weight without the stride or its gradient."""
-        q = self.inner.problem
-        return (math.prod(q.output_shape) + math.prod(q.weight_shape)) * q.dtype.itemsize
-
-    def sources(self) -> tuple[Any, ...]:
-        """What NVRTC must compile: the kernels around, and the inner layer's."""
-        return (unit(self.problem), *self.inner_units)
-
-    def launches(self, given: Given) -> tuple[Launch, ...]:
-        of_weight = self.problem.pass_ == "grad-weight"
-        return self._for_weight(given) if of_weight else self._for_input(given)
-
-    def _for_input(self, given: Given) -> tuple[Launch, ...]:
-        code, count = unit(self.problem), math.prod(self.inner.problem.weight_shape)
-        element = 4 if given.single else self.problem.dtype.itemsize
-        expanded, unshuffled = Scratch("expanded weight", count * element), self._unshuffled
-        strides = five_strides(self.problem.weight_shape, given.weight)
-        arguments = (Pointer("weight"), Pointer(expanded), Int(count), *strides)
-        arguments += (Pointer("source"), Pointer(unshuffled), *self._sizes)
-        entry = "unshuffle_and_expand_float" if given.single else "unshuffle_and_expand"
-        grid = -(-count // THREADS) + self._blocks
-        names: dict[Operand, Operand] = {"source": unshuffled, "weight": expanded}
-        inner = self.inner_launches(given._replace(weight="contiguous"), names)
-        return Launch(code, entry, grid, THREADS, 0, arguments), *inner
-
-    def _for_weight(self, given: Given) -> tuple[Launch, ...]:
-        code, p, count = unit(self.problem), self.problem, math.prod(self.problem.weight_shape)
-        element = 4 if given.single else p.dtype.itemsize
-        found = Scratch("folded gradient", math.prod(self.inner.problem.weight_shape) * element)
-        arguments = (Pointer("gradient"), Pointer(self._unshuffled), *self._sizes)
-        names: dict[Operand, Operand] = {"gradient": self._unshuffled, "result": found}
-        inner = self.inner_launches(given._replace(weight="contiguous", aligned=True), names)
-        to = (Pointer(found), Pointer("result"), Int(count), *five_strides(p.weight_shape, given.weight))
-        return (
-            Launch(code, "unshuffle", self._blocks, THREADS, 0, arguments),
-            *inner,
-            Launch(code, "fold_float" if given.single else "fold", -(-count // THREADS), THREADS, 0, to),
-        )
-
-    @property
-    def _unshuffled(self) -> Scratch:
-        """The output's gradient with its phases as channels."""
-        q = self.inner.problem
-        return Scratch("unshuffled gradient", math.prod(q.output_shape) * q.dtype.itemsize)
-
-    @property
-    def _sizes(self) -> tuple[Int, ...]:
-        p, q, full = self.problem, self.inner.problem, (1,) * (3 - self.problem.rank)
-        return ints((math.prod(q.output_shape), *full, *p.out_size, *full, *q.out_size))
-
-    @property
-    def _blocks(self) -> int:
-        return -(-math.prod(self.inner.problem.output_shape) // THREADS)
-
-
-def unstrided(p: Problem) -> Problem:
+def rearranged(p: Problem) -> Problem:
     """The layer without a stride whose output channels are the channels and phases of another's.
 
     In channels_last its channels are made whole 16 bytes, with zeros.
@@ -123,7 +49,7 @@ def unstrided(p: Problem) -> Problem:
 
 def constants(p: Problem) -> dict[str, int]:
     """The kernels', see kernels/unshuffle.cu."""
-    q, lead = unstrided(p), 3 - p.rank
+    q, lead = rearranged(p), 3 - p.rank
     found = {
         "element": p.dtype.itemsize,
         "channels_last": p.layout == "channels_last",
@@ -148,51 +74,49 @@ def unit(p: Problem) -> Unit:
     return Unit(label, jit.instance("unshuffle.cu", constants(p), named), entries)
 
 
-def refusal(p: Problem, gpu: Gpu) -> str | None:
+def around(p: Problem, given: Given) -> Around:
+    """The unshuffled gradient ahead of the inner kernel; with it expanded weights, or their gradient folded behind."""
+    q, code, element = rearranged(p), unit(p), 4 if given.single else p.dtype.itemsize
+    full, total = (1,) * (3 - p.rank), math.prod(q.output_shape)
+    unshuffled = Scratch("unshuffled gradient", total * p.dtype.itemsize)
+    wider = Scratch("weight by phases", math.prod(q.weight_shape) * element)
+    sizes, strides = ints((total, *full, *p.out_size, *full, *q.out_size)), five_strides(p.weight_shape, given.weight)
+    inner, blocks = given._replace(weight="contiguous", aligned=True), -(-total // THREADS)
+    if p.pass_ == "grad-input":
+        count = math.prod(q.weight_shape)
+        entry = "unshuffle_and_expand_float" if given.single else "unshuffle_and_expand"
+        arguments = Pointer("weight"), Pointer(wider), Int(count), *strides, Pointer("source"), Pointer(unshuffled)
+        ahead = Launch(code, entry, -(-count // THREADS) + blocks, THREADS, 0, (*arguments, *sizes))
+        return Around((ahead,), (), {"source": unshuffled, "weight": wider}, inner)
+    count = math.prod(p.weight_shape)
+    ahead = Launch(code, "unshuffle", blocks, THREADS, 0, (Pointer("gradient"), Pointer(unshuffled), *sizes))
+    folded = Pointer(wider), Pointer("result"), Int(count), *strides
+    behind = Launch(code, "fold_float" if given.single else "fold", -(-count // THREADS), THREADS, 0, folded)
+    return Around((ahead,), (behind,), {"gradient": unshuffled, "result": wider}, inner)
+
+
+def words(p: Problem) -> str:
+    q = rearranged(p)
+    return f"without the stride, {'x'.join(map(str, q.kernel))} taps of {q.out_channels} phases and channels"
+
+
+def seconds(p: Problem, gpu: Gpu) -> float:
+    """What `around` takes, but for weights."""
+    moved = (math.prod(p.output_shape) + math.prod(rearranged(p).output_shape)) * p.dtype.itemsize
+    return moved / (_RATE * gpu.bandwidth) + COPY * (1 if p.pass_ == "grad-input" else 2)
+
+
+def refusal(p: Problem) -> str | None:
     """Why a layer's gradients are not computed without its stride, in a sentence; None when they may be."""
-    refused = rearranged.refusal(p, gpu)
-    if refused:
-        return refused
     if math.prod(p.stride) == 1:
         return "there is no stride to be rid of"
     if p.groups > 1 or max(p.dilation) > 1:
         return "only taps side by side, of layers without groups, are sorted by phase"
-    q = unstrided(p)
+    if p.out_channels * math.prod(p.stride) > _MOST_CHANNELS and p.taps < _MANY_TAPS:
+        return f"{p.out_channels} channels in {math.prod(p.stride)} phases are more than {_MOST_CHANNELS}"
+    q = rearranged(p)
     if math.prod(q.output_shape) + math.prod(q.weight_shape) >= 2**31 - 3 * THREADS:  # the kernels' indices
         return "outputs and weights have nearly 2^31 elements and more"
     if q.out_channels > _MOST_PADDED * p.out_channels * math.prod(p.stride):
         return f"{q.out_channels} channels with zeros, for whole 16 bytes, would be too much memory"
     return None
-
-
-def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choice | str:
-    """The layer without its stride, or the sentence why it is not worth it.
-
-    ``otherwise``: the fastest choice for the layer as it is, or None. ``general``: one for every size of the input.
-    """
-    refused = refusal(p, gpu)
-    if refused:
-        return refused
-    if general:
-        return "whether it pays depends on the size of the input"
-    if otherwise is None:
-        return "there is no kernel for the layer as it is, whose estimate would tell whether this pays"
-    many = p.out_channels * math.prod(p.stride) > _MOST_CHANNELS
-    if many and otherwise.family != "direct" and p.taps < _MANY_TAPS:
-        return f"{p.out_channels} channels in {math.prod(p.stride)} phases are more than {_MOST_CHANNELS}"
-    q = unstrided(p)
-    nbytes = (math.prod(p.output_shape) + math.prod(q.output_shape)) * p.dtype.itemsize
-    beside = nbytes / (_RATE * gpu.bandwidth) + _UNSHUFFLE + _WEIGHTS
-    read = (math.prod(q.output_shape) + math.prod(q.input_shape)) * p.dtype.itemsize / gpu.bandwidth
-    if not rearranged.gains(beside + read + _LEAST, otherwise):  # a search takes 50 to 150 ms for a new layer
-        return f"slower: {(beside + read) * 1e3:.3g} ms for its bytes alone, its stride undone first"
-    inner = rearranged.choose(q, gpu)
-    if isinstance(inner, str):
-        return inner
-    found = Choice(inner, p, inner.seconds + beside)
-    if not rearranged.gains(weighed(found), otherwise):
-        return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, its stride undone first"
-    return found
-
-
-candidate = choose
