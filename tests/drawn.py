@@ -24,7 +24,7 @@ from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.family import MODES
-from upconv.cuda.rearrange import rearranged, relayout, unshuffle
+from upconv.cuda.rearrange import rearranged
 from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
@@ -187,13 +187,13 @@ def plain_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     return plain.candidate(p, gpu)
 
 
-def rearranged_choice(mode: rearranged.Mode) -> Callable[[random.Random, Problem, Gpu], Any]:
+def rearranged_choice(mode: str) -> Callable[[random.Random, Problem, Gpu], Any]:
     """Draws a problem's choice by a mode of `rearrange`, whatever it is estimated to take."""
 
     def draw(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
         if rearranged.refusal(mode, p, gpu) is not None:
             return None
-        inner = rearranged.choose(mode.rearranged(p), gpu)
+        inner = rearranged.choose(rearranged.mode_of(mode).rearranged(p), gpu)
         return None if isinstance(inner, str) else rearranged.Choice(mode, inner, p, 1e-5)
 
     return draw
@@ -288,11 +288,11 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
     "plain": (Layers((*FORWARD_LIKE, "grad-weight"), SCALAR, dilations=(1, 1, 2, 3, 50)), plain_choice),
     "unshuffle": (
         Layers(GRADIENTS, WGMMA, inputs=(8, 16, 40), outputs=FEW, groups=(1,), strides=(2, 3), dilations=(1,)),
-        rearranged_choice(unshuffle),
+        rearranged_choice("unshuffle"),
     ),
     "relayout": (
         Layers(GRADIENTS, WGMMA, inputs=(8, 16, 24, 30), outputs=(8, 16, 17, 32), groups=(1,)),
-        rearranged_choice(relayout),
+        rearranged_choice("relayout"),
     ),
     "batches": (
         Layers(FORWARD_LIKE, WGMMA, ranks=(2, 2, 3), inputs=(8, 16, 40), outputs=(8, 24, 40),

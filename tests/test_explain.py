@@ -54,21 +54,9 @@ def test_names_as_people_and_drivers_write_them(text: str, name: str) -> None:
     assert gpu.by_name(text) is gpu.KNOWN[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("V100", "--gpu must have compute capability 8.0 or later, got 'V100', which has 7.0"),
-        ("V100-SXM2-32GB", "--gpu must have compute capability 8.0 or later, got 'V100-SXM2-32GB', which has 7.0"),
-        ("t4", "--gpu must have compute capability 8.0 or later, got 't4', which has 7.5"),
-        ("RTX 2080 Ti", "--gpu must have compute capability 8.0 or later, got 'RTX 2080 Ti', which has 7.5"),
-        ("GTX 1080", "--gpu must have compute capability 8.0 or later, got 'GTX 1080', which has 6.1"),
-        ("MI300", "--gpu must be a GPU of NVIDIA's, since upconv's kernels are CUDA; got 'MI300'"),
-        ("AMD MI300X", "--gpu must be a GPU of NVIDIA's, since upconv's kernels are CUDA; got 'AMD MI300X'"),
-        ("RTX 4090 Laptop GPU", f"--gpu must be one of {', '.join(gpu.KNOWN)}; got 'RTX 4090 Laptop GPU'"),
-        ("H", f"--gpu must be one of {', '.join(gpu.KNOWN)}; got 'H'"),
-    ],
-)  # fmt: skip
-def test_gpus_that_cannot_are_one_sentence(name: str, sentence: str) -> None:
+@pytest.mark.parametrize("name", ("V100", "GTX 1080", "MI300", "RTX 4090 Laptop GPU", "H"))
+def test_gpus_that_cannot_are_one_sentence(name: str) -> None:
+    sentence = f"--gpu must be one of {', '.join(gpu.KNOWN)}; got {name!r}"
     assert explain(*LAYER, "--gpu", name) == (2, f"upconv: {sentence}\n")
 
 

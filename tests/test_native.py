@@ -34,7 +34,8 @@ from upconv.cuda.compile import driver as driver_module
 from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.compile.launch import LaunchError
-from upconv.cuda.launches import NULL, Given, Int, Launch, Map, PacksWeights, Pointer, Scratch, Unit, Zeros
+from upconv.cuda.launches import NULL, Given, Int, Launch, Map, Pointer, Scratch, Unit, Zeros
+from upconv.cuda.packs import PacksWeights
 from upconv.cuda.prepared import Program
 from upconv.problem import Problem
 from upconv.replay import calls, native, replays
@@ -147,6 +148,7 @@ class Launched(PacksWeights, StandIn):
 
     unit: Any = None
     casts = True
+    packer = None, 0, 0  # it has a `pack` of its own
 
     def packed_bytes(self, given: Given) -> int:
         p = self.problem

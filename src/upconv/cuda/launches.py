@@ -9,7 +9,6 @@ launches share: `Scratch` and `Zeros`.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -180,26 +179,3 @@ def five_strides(shape: tuple[int, ...], order: WeightForm) -> tuple[Long, ...]:
     """The same of input and output channels, and of taps along D, H and W."""
     first, second, *spatial = strides_of(shape, order)
     return longs((first, second, *(0,) * (3 - len(spatial)), *spatial))
-
-
-class PacksWeights(ABC):
-    """A choice whose kernel reads packed weights, or weights in place."""
-
-    @abstractmethod
-    def packed_bytes(self, given: Given) -> int:
-        """Of the packed weight, and of a bias that is rounded behind it."""
-
-    @abstractmethod
-    def pack(self, given: Given) -> Launch:
-        """Reads ``weight`` of one of the orders, and a float32 ``bias``, and writes ``packed``."""
-
-    @abstractmethod
-    def multiply(self, given: Given) -> Launch:
-        """Reads ``packed``, or ``weight`` in place."""
-
-    def launches(self, given: Given) -> tuple[Launch, ...]:
-        """What a call launches, in this order."""
-        if given.weight in ("packed", "in place"):
-            return (self.multiply(given),)
-        packed = Scratch("packed", self.packed_bytes(given))
-        return renamed((self.pack(given), self.multiply(given)), {"packed": packed})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from upconv.cuda.axes import result_shape
 from upconv.cuda.compile.boxes import Five, Tensor5
 from upconv.cuda.family import Defaults
-from upconv.cuda.launches import NULL, Given, Int, Launch, Map, PacksWeights, Pointer, Unit
+from upconv.cuda.launches import NULL, Given, Int, Launch, Map, Pointer, Scratch, Unit, renamed
 from upconv.problem import Problem
 
 PACK_THREADS = 256  # of a block that packs weights
@@ -19,8 +19,8 @@ def packing_entries(kernel: str, p: Problem) -> tuple[str, ...]:
     return (f"pack<{kernel}>", *((f"pack_float<{kernel}>",) if p.dtype.itemsize == 2 else ()))
 
 
-class PackingLaunch(PacksWeights, Defaults):
-    """A choice whose weights ``kernels/packing.cuh`` packs."""
+class PacksWeights(Defaults, ABC):
+    """A choice whose kernel reads weights that ``kernels/packing.cuh`` packs, or weights in place."""
 
     @property
     def casts(self) -> bool:
@@ -31,11 +31,24 @@ class PackingLaunch(PacksWeights, Defaults):
     def packer(self) -> tuple[Unit, int, int]:
         """The source of what packs weights, words of packed weights and blocks of the launch."""
 
+    @abstractmethod
+    def multiply(self, given: Given) -> Launch:
+        """Reads ``packed``, or ``weight`` in place."""
+
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        """What a call launches, in this order."""
+        if given.weight in ("packed", "in place"):
+            return (self.multiply(given),)
+        packed = Scratch("packed", self.packed_bytes(given))
+        return renamed((self.pack(given), self.multiply(given)), {"packed": packed})
+
     def packed_bytes(self, given: Given) -> int:
+        """Of the packed weight, and of a bias that is rounded behind it."""
         _, words, _ = self.packer
         return 4 * (words + (result_shape(self.problem)[1] + 1) // 2 * (given.bias == "single"))
 
     def pack(self, given: Given) -> Launch:
+        """Reads ``weight`` of one of the orders, and a float32 ``bias``, and writes ``packed``."""
         unit, words, blocks = self.packer
         arguments = Pointer("weight"), Pointer("packed"), Int(self.tap_step(given))
         if not given.single:

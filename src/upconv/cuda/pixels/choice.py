@@ -12,13 +12,13 @@ from upconv.cuda.compile.launch import cluster_fits
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Launch, Pointer, Unit, WeightForm
-from upconv.cuda.packs import PackingLaunch, layer_text, packing_entries
+from upconv.cuda.packs import PacksWeights, layer_text, packing_entries
 from upconv.cuda.pixels.tile import MOST_COUNTED, Tile
 from upconv.problem import Problem
 
 
 @dataclass(frozen=True)
-class TileChoice(PackingLaunch):
+class TileChoice(PacksWeights):
     """A tile for a problem on a GPU, and what the model thinks of it.
 
     Its kernel is the entry of the tile's ``<file>.cu``, a template over the mode's struct.

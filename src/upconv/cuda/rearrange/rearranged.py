@@ -8,7 +8,8 @@ OutOfMemoryError rises: another kernel in their place would round otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 from upconv.cuda import family
 from upconv.cuda.family import weighed
@@ -59,11 +60,18 @@ class Mode(Protocol):
         """For a summary."""
 
 
+def mode_of(name: str) -> Mode:
+    """A mode by the name of its module."""
+    found: Any = import_module(f"{__package__}.{name}")
+    return cast(Mode, found)
+
+
 @dataclass(frozen=True)
 class Choice(family.Defaults):
     """A choice for the rearranged problem."""
 
-    mode: Mode
+    mode: str
+    """The name of its module."""
     inner: Inner
     problem: Problem
     seconds: float
@@ -74,7 +82,7 @@ class Choice(family.Defaults):
     @property
     def _contiguous(self) -> Around:
         """Of contiguous weights in the problem's dtype."""
-        return self.mode.around(self.problem, Given("contiguous"))
+        return mode_of(self.mode).around(self.problem, Given("contiguous"))
 
     @property
     def temporary_bytes(self) -> int:
@@ -84,7 +92,7 @@ class Choice(family.Defaults):
     @property
     def summary(self) -> str:
         memory = f"{self.temporary_bytes / 1e6:.3g} MB of temporaries"
-        return f"{self.mode.words(self.problem)}, {memory}: {self.inner.summary}"
+        return f"{mode_of(self.mode).words(self.problem)}, {memory}: {self.inner.summary}"
 
     @property
     def bound(self) -> str:
@@ -105,7 +113,7 @@ class Choice(family.Defaults):
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        p, q = self.problem, self.mode.rearranged(self.problem)
+        p, q = self.problem, mode_of(self.mode).rearranged(self.problem)
         return (*q.weight_shape[:2], *p.kernel) if self._writes_result else p.weight_shape
 
     @property
@@ -124,7 +132,7 @@ class Choice(family.Defaults):
         return (*dict.fromkeys(one.unit for one in (*around.ahead, *around.behind)), *inner)
 
     def launches(self, given: Given) -> tuple[Launch, ...]:
-        around = self.mode.around(self.problem, given)
+        around = mode_of(self.mode).around(self.problem, given)
         return *around.ahead, *self._inner(around), *around.behind
 
     def _inner(self, around: Around) -> tuple[Launch, ...]:
@@ -139,7 +147,7 @@ class Choice(family.Defaults):
         return renamed((inner.pack(given), inner.multiply(given)), {"packed": packed, **names})
 
 
-def refusal(mode: Mode, p: Problem, gpu: Gpu) -> str | None:
+def refusal(mode: str, p: Problem, gpu: Gpu) -> str | None:
     """Why a problem's tensors are not rearranged, whatever that would cost, in a sentence; None when they may be."""
     if too_long := batches.too_long(p):
         return too_long
@@ -149,7 +157,7 @@ def refusal(mode: Mode, p: Problem, gpu: Gpu) -> str | None:
         return "that rearranging pays was measured on compute capability 9.0 alone"
     if p.precision not in ("tf32", "bf16", "fp16"):
         return "that rearranging pays was measured for TF32 and 16 bits alone"
-    return mode.refusal(p)
+    return mode_of(mode).refusal(p)
 
 
 def choose(q: Problem, gpu: Gpu) -> Inner | str:
@@ -162,7 +170,7 @@ def choose(q: Problem, gpu: Gpu) -> Inner | str:
     return min(choices, key=weighed) if choices else str(found[0])
 
 
-def candidate(mode: Mode, p: Problem, gpu: Gpu, best: family.Choice | None, general: bool) -> Choice | str:
+def candidate(mode: str, p: Problem, gpu: Gpu, best: family.Choice | None, general: bool) -> Choice | str:
     """As `upconv.cuda.family` asks."""
     if reason := refusal(mode, p, gpu):
         return reason
@@ -170,7 +178,8 @@ def candidate(mode: Mode, p: Problem, gpu: Gpu, best: family.Choice | None, gene
         return "whether it pays depends on the size of the input"
     if best is None:
         return "there is no kernel for the tensors as they are, whose estimate would tell whether this pays"
-    q, copies = mode.rearranged(p), mode.seconds(p, gpu)
+    of = mode_of(mode)
+    q, copies = of.rearranged(p), of.seconds(p, gpu)
     bytes_alone, most = copies + q.bytes / gpu.bandwidth, weighed(best) - _GAIN
     if bytes_alone > most:  # a search takes 50 to 150 ms for a new layer
         return f"slower: {bytes_alone * 1e3:.3g} ms for its bytes alone, its tensors rearranged"
@@ -179,6 +188,6 @@ def candidate(mode: Mode, p: Problem, gpu: Gpu, best: family.Choice | None, gene
         return inner
     found = Choice(mode, inner, p, inner.seconds + copies)
     cached = p.dtype.itemsize == 2 and q.bytes <= gpu.cache_bytes
-    if weighed(found) * (1.0 if p.pass_ == "grad-input" or cached else mode.DOUBT) > most:
+    if weighed(found) * (1.0 if p.pass_ == "grad-input" or cached else of.DOUBT) > most:
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, its tensors rearranged"
     return found
