@@ -41,8 +41,6 @@ class StandIn(family.Defaults):
     """What its kernel raises."""
     packing: str | None = None
     """What its packed weights depend on; by default on the choice."""
-    identity: bool = False
-    """Whether it reads weights where they are."""
     fresh: list[bool] = field(default_factory=list, compare=False)
     """Of each run, whether its kernel may overlap with what packs its weight."""
     lasting: list[bool] = field(default_factory=list, compare=False)
@@ -88,17 +86,12 @@ class Data(Loaded):
         return torch.cat(parts)
 
     def pack_to_keep(self, weight: Tensor) -> Tensor:
-        if not self.choice.identity:
-            return self.pack(weight)
-        found = weight.detach()
-        self.choice.log.append(("pack", self.choice.problem.pass_))
-        found.is_packed = True  # type: ignore[attr-defined]
-        return found
+        return self.pack(weight)
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What `pack` makes of a weight, or made of it before."""
         assert not weight.is_neg()
-        if weight.dim() == 1 or hasattr(weight, "is_packed"):
+        if weight.dim() == 1:
             return weight
         single = bias is not None and bias.dtype is not self.choice.problem.dtype
         return self.pack(weight, bias if single else None)

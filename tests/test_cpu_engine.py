@@ -13,13 +13,11 @@ import torch
 from hypothesis import HealthCheck, event, example, given, settings
 
 import upconv
-from conftest import EVERY, _forget_plans
+from conftest import EVERY, OURS, _forget_plans
 from strategies import forward_excess, gradient_excess, gradient_problems, operands, problems
 from upconv import cpu, planner
 from upconv.cpu import rule
 from upconv.problem import Problem
-
-FUNCTIONS = (None, upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d)
 
 
 @given(p=problems())
@@ -159,7 +157,7 @@ def test_the_public_function_and_its_gradients(planned: set[str], p: Problem) ->
     x, w, b, g = operands(p, seed=1)
     wide = torch.cat((x, x), dim=-1)[..., : x.shape[-1]].requires_grad_()
     w = w.clone().requires_grad_()
-    out = FUNCTIONS[p.rank](wide, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+    out = OURS[p.rank](wide, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
     plan = planner.plan(p, planner.cpu_device())
     planned.update((plan.forward, plan.backward))
     assert forward_excess(p, out.detach(), x, w.detach(), b, native=plan.forward == "native") <= 1
@@ -218,7 +216,7 @@ def test_gradients_of_narrow_images_are_sound(p: Problem, dtype: torch.dtype) ->
     for _ in range(5):
         poison = [torch.full((2**n,), 1e30) for n in range(3, 13) for _ in range(4)]
         del poison
-        out = FUNCTIONS[p.rank](*leaves, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+        out = OURS[p.rank](*leaves, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
         assert gradient_excess(p, torch.autograd.grad(out, leaves, g), g, x, w) <= 1
 
 

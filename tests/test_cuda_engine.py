@@ -331,6 +331,23 @@ def test_compiled_graphs_read_copies_and_make_none(frozen: Weights) -> None:
     assert [frozen.packs(), frozen.packs(lasting=False)] == [1, 0]
 
 
+def test_another_stream_waits_for_the_packing_once(machine: Machine, frozen: Weights) -> None:
+    assert frozen.packs() == 1
+    machine.stream = 7
+    assert [frozen.packs(), frozen.packs()] == [0, 0]
+    assert machine.waits == [0]
+    machine.stream = 0
+    assert frozen.packs() == 0
+    assert machine.waits == [0]
+    COUNTED["in place"](frozen.weight)
+    packed.freeze(frozen.weight)
+    machine.stream = 7
+    assert frozen.packs() == 1
+    machine.stream = 0
+    assert frozen.packs() == 0
+    assert machine.waits == [0, 7]
+
+
 # --- precision and memory format -------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ import torch
 
 import ptxas
 from conftest import EVERY, by_turns, needs_nvrtc
-from drawn import FAMILIES, choices
+from drawn import DTYPES, FAMILIES, choices
 from upconv import planner
 from upconv.bench.suites import SUITES, Case
 from upconv.cuda import bias
@@ -30,13 +30,6 @@ from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import LAYOUTS, Layout, Pass, Precision, Problem
 
 GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
-DTYPES: dict[Precision, torch.dtype] = {
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "ieee": torch.float32,
-    "fp64": torch.float64,
-}
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 Kind = tuple[Precision, Layout, Pass]
 

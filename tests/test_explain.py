@@ -117,10 +117,6 @@ class Values(Net):
             x = x + 1
         return super().forward(x)
 
-class Two(Net):
-    def forward(self, x, z):
-        return super().forward(x) + z.mean()
-
 class Sized(nn.Module):
     def __init__(self):
         super().__init__()
@@ -137,14 +133,6 @@ def number():
 
 def broken():
     raise RuntimeError("no weights\\nhere")
-
-class Up(nn.ConvTranspose2d):
-    def __init__(self):
-        super().__init__(3, 8, 2, 2)
-
-class Plain(nn.Linear):
-    def __init__(self):
-        super().__init__(3, 3)
 
 ready = Net()
 """

@@ -187,7 +187,8 @@ class Choice(TileChoice):
         elif t.tensor_map:
             counters = (NULL,)
         # The result's rows are stored by units that go by sizes alone (`store_unit`).
-        source = Pointer("source", alignment=16 if t.needs_alignment else 1)
+        whole_units = t.tensor_map or (t.channels_last and t.aligned_channels)
+        source = Pointer("source", alignment=16 if whole_units else 1)
         pointers = source, Pointer("weight" if boxed else "packed"), self.bias(given), Pointer("result", alignment=16)
         more = *((result_map(t, p),) if t.drained else ()), *((weight_map(t, p),) if boxed else ())
         arguments = (*pointers, *counters, *ints(t.arguments(p)), *source_maps(t, p), *more)
@@ -254,12 +255,13 @@ def source_maps(t: Tiling, p: Problem) -> tuple[Map, ...]:
 
 
 def result_map(t: Tiling, p: Problem) -> Map:
-    """Over a `Tiling.drained` result, whose rows along H are apart by phase."""
+    """Over a `Tiling.drained` result, whose rows along H are apart by phase: W, channels, H, phases of H, images."""
     channels, h, w = result_shape(p)[1:]
     row, phases = w * t.element, t.out_steps[1]
     dims = (w, channels, h // phases, phases, p.batch)
     strides = (h * row, phases * row, row, channels * h * row)
-    return Map("result", Tensor5(0, dims, strides), p.dtype, t.out_box, span=t.out_span)
+    box = t.out_span // t.element, 16, t.sub[0], 1, 1
+    return Map("result", Tensor5(0, dims, strides), p.dtype, box, span=t.out_span)
 
 
 def promotion(t: Tiling) -> int:

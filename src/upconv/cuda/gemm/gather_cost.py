@@ -70,8 +70,8 @@ def _multiplied(t: Tiling, fragments: float) -> tuple[float, float]:
 def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
     """What an average tile asks for."""
     tapped = [n for n in t.multiplied.counts if n]
-    chunks = t.chunks_of_block * len(tapped) / len(t.multiplied.variants)
-    fragments = t.chunks_of_block * t.fragments_of_chunk(sum(tapped)) / len(t.multiplied.variants)
+    chunks = -(-t.chunks // t.cluster) * len(tapped) / len(t.multiplied.variants)  # of the block that has most
+    fragments = -(-t.chunks // t.cluster) * t.fragments_of_chunk(sum(tapped)) / len(t.multiplied.variants)
     stretches = chunks if t.straight else fragments / t.longest_stretch
     instructions, columns = _multiplied(t, fragments)
     weights = 0.0 if t.resident else fragments * t.wgs_m * FRAGMENT

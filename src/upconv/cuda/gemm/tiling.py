@@ -229,11 +229,6 @@ class Tiling(TiledPixels):
         outputs = self.runs * 8 * self.width_subs
         return self.element * next((n for n in (64, 32, 16) if outputs % n == 0), 0)
 
-    @property
-    def out_box(self) -> tuple[int, int, int, int, int]:
-        """A result's box (`drained`): W, channels, H of one phase, phases of H, images."""
-        return self.out_span // self.element, 16, self.sub[0], 1, 1
-
     # --- shared memory -----------------------------------------------------------------------------------------------
 
     @derived
@@ -326,7 +321,7 @@ class Tiling(TiledPixels):
             yield "whole images come by boxes, of which none may end in the next group"
         if self.problem.batch_as_width and not (self.tensor_map and not self.multiplied.bare and self.shuffle is None):
             yield "a batch as width is read by boxes, and stored by one of the epilogues"
-        if self.planewise and not self._planes_apart:
+        if self.planewise and not (self.strided_box and self.plane_count > 1):
             yield "a tile has one plane, or its planes come by no boxes"
         if self.plane_barriers > 1 and not self._planes_in_turn:
             yield "not every variant reads all planes in turn in one stretch of code"
@@ -374,11 +369,6 @@ class Tiling(TiledPixels):
         # Lanes store 4, 8 or 16 bytes, whole in a row of a box. Tiles in turn hide their stores anyway.
         whole = self.contiguous and self.width_subs in (1, 2, 4) and self.out_span > 0
         return plain and one and whole and self.subs == 1 and self.split != 2
-
-    @property
-    def _planes_apart(self) -> bool:
-        """Whether a tile has planes that may land one by one."""
-        return self.strided_box and self.plane_count > 1
 
     @property
     def _planes_in_turn(self) -> bool:

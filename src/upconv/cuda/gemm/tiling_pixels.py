@@ -104,11 +104,6 @@ class TiledPixels:
     def chunks(self) -> int:
         return -(-self.cin_g // self.chunk)
 
-    @property
-    def chunks_of_block(self) -> int:
-        """Most chunks of a tile that a block multiplies."""
-        return -(-self.chunks // self.cluster)
-
     @derived_from("problem")
     def channels_last(self) -> bool:
         return self.problem.layout == "channels_last"
@@ -430,11 +425,6 @@ class TiledPixels:
         # Only the first tile of a row may read ahead of the image, where a lead is to be masked.
         once = not self.classed or self.tile[3] * self.in_steps[2] + self.first_w >= 0
         return few and once and self.chunk % channels == 0 and self.tile[2] * self.in_steps[1] % rows == 0
-
-    @property
-    def needs_alignment(self) -> bool:
-        """Whether the input must begin at 16 bytes."""
-        return self.tensor_map or (self.channels_last and self.aligned_channels)
 
     @of_pixels
     def box(self) -> tuple[int, int, int, int, int]:
