@@ -2347,7 +2347,7 @@ constexpr int WGRAD_ADDERS = 256;
 template <class C>
 __global__ void __launch_bounds__(WGRAD_ADDERS, 1)
 reduce(const char* __restrict__ records, char* __restrict__ out, int count, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
-  extern __shared__ __align__(16) unsigned char memory[];
+  extern __shared__ __align__(1024) unsigned char memory[];
   using S = WgradShape<C>;
   using Sums = WgradSums<S, WGRAD_ADDERS>;
   const Sums sums = {out, stride_ci, stride_co, stride_tap, wide};

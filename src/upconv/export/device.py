@@ -24,6 +24,7 @@ _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILIN
 _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _SPACES = "namespace kernels {{\n\n{}\n}}  // namespace kernels\n"
 _DROPPED = re.compile(r"^[ \t]*#[ \t]*(?:include|pragma once)\b.*$", re.MULTILINE)
+_ALIGNED = re.compile(r"__shared__ __align__\(\d+\) unsigned char memory")  # a name that all kernels of a file share
 _FILE = "//file"  # a line ahead of each
 _NARROW = re.compile(r"^ +else (?:if constexpr \(P == FP16\) )?asm volatile\(WGMMA_.*\n", re.MULTILINE)  # 16 bits
 WIDTH = 120
@@ -161,7 +162,7 @@ def _instructions(ptx: str) -> Counter[str]:
 
 def _stripped(text: str) -> str:
     """A file's text without includes, which a file of all of them does not have."""
-    return _DROPPED.sub("", text)
+    return _ALIGNED.sub("__shared__ __align__(1024) unsigned char memory", _DROPPED.sub("", text))
 
 
 def _conditions(text: str, arch: int) -> str:
